@@ -1,0 +1,45 @@
+# gradparity: every target sets up what it needs in .venv; a second run does not reinstall.
+SHELL  := /bin/sh
+PYTHON ?= $(shell command -v python3 || command -v python)
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+REPORT := parity-report
+# One thread a rank and no bytecode races; ranks are the parallelism here.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: parity test lint bench report relock clean setup
+
+parity: setup  ## the main job: train on meshes, compare every step on every rank
+	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
+	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
+
+test: lint  ## ruff, mypy strict, pytest under xdist
+	$(BIN)/pytest -n 2 --dist worksteal -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup  ## ratios against the peers, measured in the same run
+	$(BIN)/gradparity bench scaler
+
+report: setup  ## render the last report again
+	$(BIN)/gradparity report $(REPORT)/report.jsonl --html $(REPORT)
+
+relock: ## renew constraints.txt from pyproject.toml in a throw-away environment
+	sh .ci/relock "$(PYTHON)"
+
+clean:
+	rm -rf $(VENV) $(REPORT) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+setup: $(READY)
+
+# pyproject.toml and constraints.txt decide what is installed: newer than the stamp, install again.
+$(READY): pyproject.toml constraints.txt
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade 'setuptools>=77' wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation -e '.[test]'
+	@touch $(READY)
