@@ -1,0 +1,154 @@
+"""Who failed first, and who only suffered: pure functions from facts to outcomes."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from . import linux
+from .messages import Kind, Reply
+from .outcomes import RankOutcome, RankState
+from .watch import Fact
+
+_LOST_PEER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|closed by peer"
+    r"|broken pipe|socket (closed|timeout)|recvvalue failed|sendbytes failed"
+    r"|remote process exited|connectfullmesh failed|no error message from remote",
+    re.IGNORECASE,
+)
+_IN_TORCH = re.compile(r'File "[^"]*/torch/(distributed|_ops|utils/_contextlib)')
+_FIRST_FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
+
+
+def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | None]:
+    """Judge one call.
+
+    Returns:
+        One outcome per rank, and the rank that failed first (None: all returned).
+    """
+    first = [_outcome(fact) for fact in facts]
+    root = _root(first)
+    if root is None:
+        return tuple(first), None
+    return tuple(_as_victim(o, first[root]) for o in first), root
+
+
+def waits_in_collective(stacks: str) -> bool:
+    """Whether dumped stacks show a main thread inside ``torch.distributed``."""
+    main_thread = stacks.rpartition("hread 0x")[2]
+    frame = _FIRST_FRAME.search(main_thread)
+    return frame is not None and _IN_TORCH.search(frame.group()) is not None
+
+
+def lost_peer(outcome: RankOutcome) -> bool:
+    """Whether a rank raised only because its connection to another one broke."""
+    kind = outcome.error_type or ""
+    return (
+        outcome.state is RankState.RAISED
+        and (kind == "RuntimeError" or kind.startswith("torch.distributed."))
+        and _LOST_PEER.search(outcome.message or "") is not None
+    )
+
+
+def _outcome(fact: Fact) -> RankOutcome:
+    blank = RankOutcome(
+        rank=fact.rank,
+        state=RankState.OK,
+        output=fact.output,
+        stacks=fact.stacks,
+        ended_at_s=fact.ended_at_s,
+    )
+    if fact.reply is not None:
+        return _answered(blank, fact.reply)
+    if fact.exit_code is not None:
+        return _ended(blank, fact.exit_code)
+    return _unanswered(blank, fact)
+
+
+def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
+    blank = replace(blank, ended_at_s=reply.ended_at_s)
+    if reply.kind is Kind.RAISED:
+        return replace(
+            blank,
+            state=RankState.RAISED,
+            exception=_exception(reply.exception),
+            error_type=reply.error_type,
+            message=reply.message,
+            traceback=reply.traceback,
+        )
+    try:
+        value = pickle.loads(reply.value) if reply.value else None
+    except Exception as error:
+        return replace(
+            blank,
+            state=RankState.RAISED,
+            error_type=type(error).__qualname__,
+            message=f"the result cannot be unpickled in the parent: {error}",
+        )
+    return replace(blank, value=value)
+
+
+def _exception(pickled: bytes | None) -> BaseException | None:
+    if pickled is None:
+        return None
+    try:
+        found = pickle.loads(pickled)
+    except Exception:
+        return None
+    return found if isinstance(found, BaseException) else None
+
+
+def _ended(blank: RankOutcome, code: int) -> RankOutcome:
+    if code < 0:
+        name = linux.signal_name(-code)
+        return replace(blank, state=RankState.KILLED, signal=name, message=name)
+    return replace(
+        blank, state=RankState.EXITED, exit_code=code, message=f"exit code {code}"
+    )
+
+
+def _unanswered(blank: RankOutcome, fact: Fact) -> RankOutcome:
+    what = "still running"
+    if fact.stopped:
+        what = "stopped by a signal"
+    elif waits_in_collective(fact.stacks):
+        what = "waiting in a collective"
+    return replace(
+        blank,
+        state=RankState.HUNG,
+        signal="SIGSTOP" if fact.stopped else None,
+        message=f"{what} after {fact.waited_s:.1f} s",
+    )
+
+
+def _root(outcomes: Sequence[RankOutcome]) -> int | None:
+    failed = [o for o in outcomes if not o.ok]
+    # First list that is not empty: own faults, then lost peers, then hung ranks.
+    ended = [o for o in failed if o.state is not RankState.HUNG]
+    for group in ([o for o in ended if not lost_peer(o)], ended):
+        if group:
+            return min(group, key=lambda o: o.ended_at_s).rank
+    elsewhere = [o for o in failed if not waits_in_collective(o.stacks)]
+    for group in (elsewhere, failed):
+        if group:
+            return group[0].rank
+    return None
+
+
+def _as_victim(outcome: RankOutcome, root: RankOutcome) -> RankOutcome:
+    if outcome.rank == root.rank or not _suffered(outcome, root):
+        return outcome
+    message = outcome.message
+    if outcome.state is RankState.HUNG:
+        message = f"{message}; killed because rank {root.rank} failed"
+    return replace(outcome, state=RankState.VICTIM, message=message)
+
+
+def _suffered(outcome: RankOutcome, root: RankOutcome) -> bool:
+    if outcome.state is not RankState.HUNG:
+        return lost_peer(outcome)
+    if root.state is not RankState.HUNG:
+        return True
+    return waits_in_collective(outcome.stacks) and not waits_in_collective(root.stacks)

@@ -1,0 +1,186 @@
+"""The processes of one world, as the parent holds them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+
+from . import linux, wire
+from .capture import Capture
+from .forkserver import EXIT_STATUS
+from .launch import forkserver
+from .spec import WorldSpec
+
+LOST = 255
+"""Exit code of a rank whose forkserver ended before it could tell."""
+
+_STOP_S = 1.0
+_KILL_S = 5.0
+
+
+class RankProcess:
+    """One rank: its process, its messages, its output, its end."""
+
+    def __init__(self, rank: int, store_fd: int, output_limit: int) -> None:
+        self.rank = rank
+        self.exit_code: int | None = None
+        self.ended_at_s = 0.0
+        ours, theirs = socket.socketpair()
+        exit_r, exit_w = os.pipe()
+        output_r, output_w = os.pipe()
+        stacks_r, stacks_w = os.pipe()
+        self.sock = ours
+        self.inbox = wire.Inbox(ours)
+        self.exit_fd = exit_r
+        self.output = Capture(output_r, output_limit)
+        self.stacks = Capture(stacks_r, output_limit)
+        handed = [exit_w, theirs.detach(), output_w, stacks_w]
+        try:
+            self.pid = forkserver().fork([*handed, store_fd])
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for fd in handed:
+                os.close(fd)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not been seen to end."""
+        return self.exit_code is None
+
+    def send(self, message: object, limit_s: float) -> None:
+        """Send a message; a rank that is gone or does not listen is found out later."""
+        self.sock.settimeout(limit_s)
+        try:
+            wire.send(self.sock, message)
+        except (OSError, TimeoutError):
+            pass  # its exit pipe, or the deadline, says so
+        finally:
+            self.sock.settimeout(None)
+
+    def read_exit(self) -> None:
+        """Take the exit status from the exit pipe, which has something to read."""
+        status = os.read(self.exit_fd, EXIT_STATUS.size)
+        self.exit_code = EXIT_STATUS.unpack(status)[0] if status else LOST
+        self.ended_at_s = time.monotonic()
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.alive:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass  # its status is on the way
+
+    def kill(self) -> None:
+        """Kill the process and its process group."""
+        if self.alive:
+            linux.kill_tree(self.pid)
+
+    def close(self) -> None:
+        """Close what the parent holds."""
+        self.sock.close()
+        self.output.close()
+        self.stacks.close()
+        os.close(self.exit_fd)
+
+
+class Crew:
+    """All ranks of one world, forked and ready for messages."""
+
+    def __init__(self, spec: WorldSpec) -> None:
+        self.spec = spec
+        self.runs = 0
+        self.fresh_group = False
+        self.ranks: list[RankProcess] = []
+        server = forkserver()
+        server.preload(spec.preload)
+        self._store_fd = os.memfd_create("gradparity-store", os.MFD_CLOEXEC)
+        try:
+            for rank in range(spec.size):
+                process = RankProcess(rank, self._store_fd, spec.output_limit)
+                self.ranks.append(process)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids in rank order."""
+        return tuple(rank.pid for rank in self.ranks)
+
+    def intact(self) -> bool:
+        """Whether every rank still lives."""
+        self._collect_exits(0.0)
+        return all(rank.alive for rank in self.ranks)
+
+    def stop(self) -> None:
+        """Let the ranks end by themselves; kill those that do not."""
+        for rank in self.ranks:
+            rank.sock.shutdown(socket.SHUT_WR)
+        self._collect_exits(_STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now and give back what the parent held."""
+        for rank in self.ranks:
+            rank.kill()
+        self._collect_exits(_KILL_S)
+        for rank in self.ranks:
+            rank.close()
+        self.ranks.clear()
+        os.close(self._store_fd)
+
+    def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
+        """Have ranks write their stacks, also stopped ones, into their captures."""
+        for rank in ranks:
+            rank.signal(linux.STACKS_SIGNAL)
+            rank.signal(signal.SIGCONT)
+        with selectors.DefaultSelector() as selector:
+            for rank in ranks:
+                selector.register(rank.stacks.fd, selectors.EVENT_READ, rank)
+            _read_stacks(selector, {rank.rank for rank in ranks}, limit_s)
+
+    def _collect_exits(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            for rank in self.ranks:
+                if rank.alive:
+                    selector.register(rank.exit_fd, selectors.EVENT_READ, rank)
+                    selector.register(rank.output.fd, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                for key, _ in events:
+                    _end_or_drain(selector, key)
+                if not events:
+                    return
+
+
+def _end_or_drain(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    rank: RankProcess = key.data
+    if key.fd == rank.exit_fd:
+        rank.read_exit()
+        selector.unregister(rank.exit_fd)
+        if rank.output.fd in selector.get_map():
+            selector.unregister(rank.output.fd)
+    elif rank.alive and not rank.output.drain():
+        selector.unregister(rank.output.fd)
+
+
+def _read_stacks(
+    selector: selectors.BaseSelector, silent: set[int], limit_s: float
+) -> None:
+    deadline = time.monotonic() + limit_s
+    while (left := deadline - time.monotonic()) > 0:
+        # All have begun to write: a short silence means that they have finished.
+        events = selector.select(left if silent else min(left, 0.03))
+        if not events and not silent:
+            return
+        for key, _ in events:
+            silent.discard(key.data.rank)
+            if not key.data.stacks.drain():
+                selector.unregister(key.fd)

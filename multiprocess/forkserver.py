@@ -1,0 +1,177 @@
+"""The server that imports torch once and forks ranks from itself.
+
+It runs in a process of its own, knows its client by one socket only, and:
+
+1. takes the client's import path, imports the modules to preload, says "ready";
+2. forks one rank per request; the rank's pipes travel with the request;
+3. tells how each rank ended, on that rank's exit pipe;
+4. kills every rank and ends when the client is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+from typing import NoReturn
+
+from . import linux, worker
+
+RANK_FDS = 4
+"""Descriptors that come with a fork request: messages, output, stacks, store."""
+
+EXIT_STATUS = struct.Struct("!i")
+"""What is written on an exit pipe: exit code, or minus the signal."""
+
+LARGEST_REQUEST = 1 << 17
+
+_CLIENT_CHECK_S = 2.0
+
+
+class ForkServer:
+    """Serves one client until it is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._client = os.getppid()
+        self._exit_fds: dict[int, int] = {}
+        self._wake_r, self._wake_w = os.pipe()
+
+    def serve(self) -> NoReturn:
+        """Answer requests; never returns."""
+        self._install_signals()
+        linux.adopt_orphans()
+        selector = selectors.DefaultSelector()
+        selector.register(self._sock, selectors.EVENT_READ)
+        selector.register(self._wake_r, selectors.EVENT_READ)
+        self._selector = selector
+        while os.getppid() == self._client:
+            for key, _ in selector.select(_CLIENT_CHECK_S):
+                if key.fileobj is self._sock:
+                    self._request()
+                else:
+                    os.read(self._wake_r, 1 << 16)
+                    self._reap()
+        self._end()
+
+    def _install_signals(self) -> None:
+        for fd in (self._wake_r, self._wake_w):
+            os.set_blocking(fd, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+
+    def _request(self) -> None:
+        try:
+            message, fds, _, _ = socket.recv_fds(
+                self._sock, LARGEST_REQUEST, RANK_FDS + 1
+            )
+        except ConnectionError:
+            self._end()
+        if not message:
+            self._end()
+        request = json.loads(message)
+        answer = _ACTIONS[request["do"]](self, request, fds)
+        try:
+            self._sock.send(json.dumps(answer).encode())
+        except ConnectionError:
+            self._end()
+
+    def _import(self, request: dict[str, list[str]], fds: list[int]) -> dict[str, str]:
+        sys.path[:] = request["path"]
+        for name in request["modules"]:
+            try:
+                importlib.import_module(name)
+            except Exception:
+                return {"error": f"cannot preload {name}:\n{traceback.format_exc()}"}
+        gc.collect()
+        gc.freeze()  # what is here now is shared by all ranks: leave its pages alone
+        return {}
+
+    def _fork(self, request: dict[str, int], fds: list[int]) -> dict[str, object]:
+        exit_w, rank_fds = fds[0], fds[1:]
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _close(fds)
+            return {"error": f"cannot fork a rank: {error}"}
+        if pid == 0:
+            self._become_rank(exit_w, rank_fds)
+        _close(rank_fds)
+        self._exit_fds[pid] = exit_w
+        return {"pid": pid}
+
+    def _become_rank(self, exit_w: int, rank_fds: list[int]) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            server = os.getppid()
+            os.setsid()  # a group of its own: it can be killed with its children
+            linux.die_with_parent(server)
+            linux.be_first_out_of_memory()
+            self._selector.close()
+            self._sock.close()
+            _close([exit_w, self._wake_r, self._wake_w, *self._exit_fds.values()])
+            code = worker.main(*rank_fds)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            # Still a zombie: its number cannot belong to anybody else yet.
+            linux.kill_tree(ended.si_pid)
+            _, status = os.waitpid(ended.si_pid, 0)
+            self._tell(ended.si_pid, os.waitstatus_to_exitcode(status))
+
+    def _tell(self, pid: int, code: int) -> None:
+        fd = self._exit_fds.pop(pid, None)
+        if fd is not None:
+            try:
+                os.write(fd, EXIT_STATUS.pack(code))
+            except BrokenPipeError:
+                pass  # the client lost interest
+            os.close(fd)
+        if not self._exit_fds:
+            _kill_strays()
+
+    def _end(self) -> NoReturn:
+        for pid in self._exit_fds:
+            linux.kill_tree(pid)
+        _kill_strays()
+        os._exit(0)
+
+
+def _kill_strays() -> None:
+    # No rank is left: who is still our child was orphaned by one.
+    for pid in linux.children():
+        linux.kill_tree(pid)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+_ACTIONS = {"import": ForkServer._import, "fork": ForkServer._fork}
+
+
+def main(fd: int) -> NoReturn:
+    """Serve the client at the other end of socket ``fd``."""
+    ForkServer(socket.socket(fileno=fd)).serve()

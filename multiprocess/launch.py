@@ -1,0 +1,179 @@
+"""The parent's end of the forkserver: start it, have ranks forked, end it.
+
+There is one forkserver per parent process, started on first use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .errors import ForkserverError
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "cloudpickle",
+)
+"""What nearly every rank needs, and what costs seconds to import."""
+
+# The import path comes first: the parent may find this package by it alone.
+_BOOT = """
+import json, sys
+fd = int(sys.argv.pop())
+sys.path[:] = json.loads(sys.argv.pop())
+sys.argv[:] = ["gradparity-rank"]
+from {package}.forkserver import main
+main(fd)
+"""
+
+_END_S = 5.0
+
+
+class ForkserverClient:
+    """One forkserver and the socket to it."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._lock = threading.Lock()
+        self._imported: set[str] = set()
+        self._pending = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                _command(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,  # read only to explain its death
+                env=_environment(),
+                start_new_session=True,  # ctrl-C is for the parent alone
+            )
+        self._sock = ours
+        self._send_import(PRELOAD)
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    @property
+    def usable(self) -> bool:
+        """Whether it belongs to this process and still runs."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def preload(self, modules: Iterable[str]) -> None:
+        """Import ``modules`` in the server, for ranks that are forked later."""
+        missing = [name for name in modules if name not in self._imported]
+        if not missing:
+            return
+        with self._lock:
+            self._settle()
+            self._send_import(missing)
+            self._settle()
+
+    def fork(self, fds: Sequence[int]) -> int:
+        """Fork one rank, hand it ``fds`` (exit pipe first), return its pid."""
+        with self._lock:
+            self._settle()
+            self._send({"do": "fork"}, fds)
+            return int(self._answer()["pid"])
+
+    def close(self) -> None:
+        """End the server and with it every rank."""
+        self._sock.close()
+        if self.owner == os.getpid():  # a forked copy of the parent owns nothing
+            self._wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _wait(self) -> None:
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _epitaph(self) -> str:
+        self._wait()
+        said = b"" if self._process.stderr is None else self._process.stderr.read()
+        code = self._process.returncode
+        return f"the forkserver ended with code {code}\n{said.decode()}".rstrip()
+
+    def _send_import(self, modules: Iterable[str]) -> None:
+        names = list(modules)
+        self._send({"do": "import", "path": sys.path, "modules": names})
+        self._imported.update(names)
+        self._pending = True
+
+    def _settle(self) -> None:
+        # The import's answer is awaited as late as possible: the parent works meanwhile.
+        if self._pending:
+            self._pending = False
+            self._answer()
+
+    def _send(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._sock, [json.dumps(request).encode()], list(fds))
+        except OSError as error:
+            raise ForkserverError(f"the forkserver is gone: {error}") from error
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            message = self._sock.recv(1 << 20)
+        except ConnectionError:
+            message = b""
+        if not message:
+            raise ForkserverError(self._epitaph())
+        answer: dict[str, Any] = json.loads(message)
+        if "error" in answer:
+            raise ForkserverError(answer["error"])
+        return answer
+
+
+_client: ForkserverClient | None = None
+_client_lock = threading.Lock()
+
+
+def forkserver() -> ForkserverClient:
+    """Return this process's forkserver; start it when there is none that works."""
+    global _client
+    with _client_lock:
+        if _client is None or not _client.usable:
+            if _client is not None:
+                _client.close()
+            _client = ForkserverClient()
+        return _client
+
+
+def stop_forkserver() -> None:
+    """End this process's forkserver, if there is one, and all its ranks."""
+    global _client
+    with _client_lock:
+        if _client is not None:
+            _client.close()
+            _client = None
+
+
+def _command(fd: int) -> list[str]:
+    boot = _BOOT.format(package=__package__)
+    # -P: the current folder must not hide installed packages from the server.
+    return [sys.executable, "-P", "-c", boot, json.dumps(sys.path), str(fd)]
+
+
+def _environment() -> dict[str, str]:
+    # One thread while preloading: a server with threads cannot be forked safely.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+atexit.register(stop_forkserver)

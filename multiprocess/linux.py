@@ -1,0 +1,78 @@
+"""The few kernel calls that Python has no name for; silent where there is no prctl."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (
+    2 if hasattr(signal, "SIGRTMAX") else 0
+)
+"""Sent to a rank to make it dump its stacks; one that tests have no use for."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent has ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def be_first_out_of_memory() -> None:
+    """Ask the kernel to kill this process rather than the parent."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("500")
+    except OSError:
+        pass  # a wish, not a need
+
+
+def children() -> list[int]:
+    """Return the pids of this process's children."""
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:
+        return []
+    return [int(word) for word in text.split()]
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for a process's state; "" when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def kill_tree(pid: int) -> None:
+    """Kill the process and everything in its process group."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, also of a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _prctl(option: int, value: int) -> None:
+    try:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    except (OSError, AttributeError):
+        pass  # not Linux: closed sockets still end the ranks

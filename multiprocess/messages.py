@@ -1,0 +1,68 @@
+"""What parent and ranks say to each other; plain values that any pickle can carry."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from .spec import WorldSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a rank takes over from the parent, where Python finds its modules."""
+
+    cwd: str
+    path: tuple[str, ...]
+    env: dict[str, str]
+    modules: dict[str, str] = field(default_factory=dict)
+    """Modules whose asserts pytest rewrote: name to file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """First message to a rank: join the world."""
+
+    spec: WorldSpec
+    rank: int
+    context: Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One call."""
+
+    payload: bytes
+    """Pickled ``(fn, args, kwargs)``."""
+
+    number: int
+    """How many calls this world had before."""
+
+    fresh_group: bool
+    """Whether the default process group is made anew first."""
+
+    context: Context | None
+    """What changed in the parent since the last message."""
+
+
+class Kind(enum.Enum):
+    """What a reply reports."""
+
+    READY = "ready"
+    OK = "ok"
+    RAISED = "raised"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a rank answers: to ``Start`` when it has joined, to ``Run`` when it is done."""
+
+    kind: Kind
+    ended_at_s: float
+    value: bytes = b""
+    exception: bytes | None = None
+    error_type: str | None = None
+    message: str | None = None
+    traceback: str | None = None
+    reusable: bool = True
+    """Whether the next call may use the process group as it is now."""

@@ -1,0 +1,101 @@
+"""What became of one rank in one call."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class RankState(enum.Enum):
+    """How a call ended on one rank; each member says when it is entered."""
+
+    OK = "ok"
+    """The function returned."""
+
+    RAISED = "raised"
+    """The function raised an exception of its own."""
+
+    EXITED = "exited"
+    """The process ended before it could report (``os._exit``, a lost forkserver)."""
+
+    KILLED = "killed"
+    """A signal that the harness did not send ended the process."""
+
+    HUNG = "hung"
+    """The limit passed and nobody else was to blame."""
+
+    VICTIM = "victim"
+    """Another rank failed first: this one waited for it, or lost its connection to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOutcome:
+    """How one call ended on one rank."""
+
+    rank: int
+    """Rank in the world."""
+
+    state: RankState
+    """How the call ended."""
+
+    value: Any = None
+    """What the function returned (``OK`` only)."""
+
+    exception: BaseException | None = None
+    """The exception itself, where it could be pickled."""
+
+    error_type: str | None = None
+    """Qualified name of the exception's type."""
+
+    message: str | None = None
+    """The exception's text, or what the harness knows about the end."""
+
+    traceback: str | None = None
+    """The rank's own traceback."""
+
+    exit_code: int | None = None
+    """Exit code of a process that exited."""
+
+    signal: str | None = None
+    """Name of the signal that ended or stopped the process."""
+
+    output: str = ""
+    """What the rank wrote to stdout and stderr in this call."""
+
+    stacks: str = ""
+    """Python stacks of all threads, dumped from outside."""
+
+    ended_at_s: float = 0.0
+    """When the rank ended, in seconds of the machine's monotonic clock."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned on this rank."""
+        return self.state is RankState.OK
+
+    @property
+    def headline(self) -> str:
+        """One line that says what happened."""
+        return f"rank {self.rank}: {_HEADLINES[self.state](self)}"
+
+
+def _raised(outcome: RankOutcome) -> str:
+    first = (outcome.message or "").strip().split("\n", 1)[0]
+    return f"{outcome.error_type}: {first}" if first else str(outcome.error_type)
+
+
+def _victim(outcome: RankOutcome) -> str:
+    if outcome.error_type is not None:
+        return f"victim, raised {_raised(outcome)}"
+    return f"victim, {outcome.message}"
+
+
+_HEADLINES = {
+    RankState.OK: lambda outcome: "ok",
+    RankState.RAISED: lambda outcome: f"raised {_raised(outcome)}",
+    RankState.EXITED: lambda outcome: f"exited with code {outcome.exit_code}",
+    RankState.KILLED: lambda outcome: f"killed by {outcome.signal}",
+    RankState.HUNG: lambda outcome: f"hung, {outcome.message}",
+    RankState.VICTIM: _victim,
+}

@@ -1,0 +1,84 @@
+"""What a world is asked to be: size, backend, device, isolation, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Isolation = Literal["pool", "group", "process"]
+Backend = Literal["gloo", "nccl"]
+Device = Literal["cpu", "cuda"]
+
+ISOLATIONS: tuple[str, ...] = get_args(Isolation)
+BACKENDS: tuple[str, ...] = get_args(Backend)
+DEVICES: tuple[str, ...] = get_args(Device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSpec:
+    """Settings of one world of ranks; checked once, when made."""
+
+    size: int
+    """Number of ranks, at least 1."""
+
+    backend: Backend = "gloo"
+    """Backend of the default process group."""
+
+    device: Device = "cpu"
+    """Where the ranks keep their tensors."""
+
+    timeout_s: float = 60.0
+    """Limit of one call for the whole world; the clock starts when it is ready."""
+
+    isolation: Isolation = "pool"
+    """What a call shares with earlier calls: the process group, the processes, nothing."""
+
+    start_timeout_s: float = 120.0
+    """Limit for the ranks to join their process group."""
+
+    grace_s: float = 0.7
+    """How long the others may take to end by themselves after the first fault."""
+
+    threads: int = 1
+    """Intra-op threads of each rank; N ranks must not fight for the cores."""
+
+    seed: int = 0
+    """Seed of every generator of every rank, set again before each call."""
+
+    output_limit: int = 64 * 1024
+    """Bytes kept of the head, and of the tail, of one rank's output in one call."""
+
+    share_devices: bool = False
+    """Whether several gloo ranks may share one CUDA device."""
+
+    preload: tuple[str, ...] = ()
+    """Modules that the forkserver imports once, before ranks are forked from it."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int):
+            raise TypeError(f"size must be an int, got {self.size!r}")
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+        _check_member("backend", self.backend, BACKENDS)
+        _check_member("device", self.device, DEVICES)
+        check_isolation(self.isolation)
+        if self.backend == "nccl" and self.device != "cuda":
+            raise ValueError('backend "nccl" needs device="cuda"')
+        for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
+            check_positive(name, getattr(self, name))
+
+
+def check_isolation(value: str) -> None:
+    """Raise ``ValueError`` unless ``value`` names an isolation."""
+    _check_member("isolation", value, ISOLATIONS)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``value`` is above zero."""
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value!r}")
+
+
+def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

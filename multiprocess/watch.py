@@ -1,0 +1,114 @@
+"""Watch a world until every rank has answered or it is clear that one never will.
+
+The parent waits on the ranks' messages, exits and output at once. The first fault
+starts a short grace in which the others may end by themselves; one deadline holds for
+the whole world. Who is left is made to dump its stacks. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from dataclasses import dataclass
+
+from . import linux
+from .crew import Crew, RankProcess
+from .messages import Kind, Reply
+
+_CRASH_GRACE_S = 0.25
+"""Less than for an exception: who talked to the dead learns of it at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """What was seen of one rank."""
+
+    rank: int
+    reply: Reply | None = None
+    exit_code: int | None = None
+    ended_at_s: float = 0.0
+    stopped: bool = False
+    waited_s: float = 0.0
+    stacks: str = ""
+    output: str = ""
+
+
+class Watch:
+    """Observes one call on a crew."""
+
+    def __init__(self, crew: Crew, limit_s: float, grace_s: float) -> None:
+        self._crew = crew
+        self._began = time.monotonic()
+        self._until = self._began + limit_s
+        self._grace_s = grace_s
+        self._replies: dict[int, Reply] = {}
+        self._stopped: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        for rank in crew.ranks:
+            for fd in (rank.sock.fileno(), rank.exit_fd, rank.output.fd):
+                self._selector.register(fd, selectors.EVENT_READ, rank)
+
+    def facts(self) -> tuple[Fact, ...]:
+        """Wait for the end of the call; return what was seen, in rank order."""
+        with self._selector:
+            self._wait()
+        left = self._unfinished()
+        if left:
+            self._stopped = {
+                rank.rank for rank in left if linux.process_state(rank.pid) == "T"
+            }
+            self._crew.dump_stacks(left)
+        return tuple(self._fact(rank) for rank in self._crew.ranks)
+
+    def _wait(self) -> None:
+        while self._unfinished():
+            left_s = self._until - time.monotonic()
+            if left_s <= 0:
+                return
+            for key, _ in self._selector.select(left_s):
+                self._take(key)
+
+    def _take(self, key: selectors.SelectorKey) -> None:
+        rank: RankProcess = key.data
+        if key.fd == rank.exit_fd:
+            self._read_reply(rank)  # it may have answered before it ended
+            rank.read_exit()
+            self._selector.unregister(rank.exit_fd)
+            if rank.rank not in self._replies:
+                self._fault(min(_CRASH_GRACE_S, self._grace_s))
+        elif key.fd == rank.output.fd:
+            if not rank.output.drain():
+                self._selector.unregister(key.fd)
+        elif not self._read_reply(rank):
+            self._selector.unregister(key.fd)
+
+    def _read_reply(self, rank: RankProcess) -> bool:
+        for reply in rank.inbox.poll():
+            self._replies[rank.rank] = reply
+            if reply.kind is Kind.RAISED:
+                self._fault(self._grace_s)
+        return not rank.inbox.closed
+
+    def _fault(self, grace_s: float) -> None:
+        self._until = min(self._until, time.monotonic() + grace_s)
+
+    def _unfinished(self) -> list[RankProcess]:
+        return [
+            rank
+            for rank in self._crew.ranks
+            if rank.alive and rank.rank not in self._replies
+        ]
+
+    def _fact(self, rank: RankProcess) -> Fact:
+        rank.output.drain()
+        rank.stacks.drain()
+        return Fact(
+            rank=rank.rank,
+            reply=self._replies.get(rank.rank),
+            exit_code=rank.exit_code,
+            ended_at_s=rank.ended_at_s,
+            stopped=rank.rank in self._stopped,
+            waited_s=time.monotonic() - self._began,
+            stacks=rank.stacks.take(),
+            output=rank.output.take(),
+        )

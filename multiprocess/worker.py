@@ -1,0 +1,278 @@
+"""What runs in a rank: join, run, answer, until the parent is gone.
+
+Imports the least: the forkserver loads this module before torch; what needs torch is
+imported when a rank has been forked, from what the forkserver has preloaded.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import socket
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from . import linux, wire
+from .messages import Context, Kind, Reply, Run, Start
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from .world import World
+
+_GROUP_TIMEOUT = datetime.timedelta(hours=2)
+"""Beyond any deadline of the parent: it knows who hangs, the group only who waits."""
+
+_MOST_GROUPS = 48
+"""So many process groups are left behind by earlier calls before all are made anew."""
+
+_FOREIGN_ENVIRONMENT = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
+
+
+def main(sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int) -> int:
+    """Live as a rank; return the exit code."""
+    _take_streams(output_fd)
+    faulthandler.enable(file=stacks_fd)
+    faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
+    with socket.socket(fileno=sock_fd) as sock:
+        rank = _Rank(sock, store_fd)
+        while (message := wire.receive(sock)) is not None:
+            wire.send(sock, rank.answer(message))
+    return 0
+
+
+class _Rank:
+    """One rank's state between messages."""
+
+    def __init__(self, sock: socket.socket, store_fd: int) -> None:
+        self._sock = sock
+        self._store_fd = store_fd
+        self._groups_made = 0
+        self._runs = 0
+
+    def answer(self, message: Start | Run) -> Reply:
+        """Do what the message asks; whatever goes wrong becomes the reply."""
+        try:
+            if isinstance(message, Start):
+                self._join(message)
+                reply = _reply(Kind.READY)
+            else:
+                reply = self._run(message)
+        except BaseException as error:
+            reply = _raised(error, reusable=False)
+        finally:
+            _flush()
+        return reply
+
+    def _join(self, message: Start) -> None:
+        import torch
+
+        from . import world as world_module
+
+        spec, self._spec, self._rank = message.spec, message.spec, message.rank
+        _take_context(message.context)
+        os.environ.update(_rank_environment(spec.size, message.rank))
+        torch.set_num_threads(spec.threads)
+        self._world: World = world_module.World(
+            rank=message.rank,
+            size=spec.size,
+            backend=spec.backend,
+            device=_device(spec.device, message.rank),
+            seed=spec.seed,
+            make_store=lambda: self._open_store(f"run{self._runs}"),
+        )
+        world_module._set_current(self._world)
+        self._make_group()
+
+    def _open_store(self, prefix: str) -> Store:
+        from torch.distributed import FileStore, PrefixStore
+
+        # A file without a name: nothing to remove, whoever dies.
+        store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.size)
+        return PrefixStore(prefix, store)
+
+    def _make_group(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._world._new_group()
+        self._groups_made += 1
+        dist.init_process_group(
+            self._spec.backend,
+            store=self._open_store(f"group{self._groups_made}"),
+            rank=self._rank,
+            world_size=self._spec.size,
+            timeout=_GROUP_TIMEOUT,
+            device_id=self._world.device if self._spec.backend == "nccl" else None,
+        )
+        self._group = dist.group.WORLD
+
+    def _run(self, message: Run) -> Reply:
+        from .hygiene import restored_settings, seed_everything
+
+        if message.context is not None:
+            _take_context(message.context)
+            os.environ.update(_rank_environment(self._spec.size, self._rank))
+        if message.fresh_group:
+            self._make_group()
+        self._runs = message.number
+        self._world._new_call()
+        with restored_settings():
+            seed_everything(self._spec.seed)
+            try:
+                value = _call(message.payload)
+                reply = _reply(Kind.OK, value=_pickled_result(value))
+            except BaseException as error:
+                reply = _raised(error, reusable=self._reusable())
+            else:
+                reply = _with_reusable(reply, self._reusable())
+        return reply
+
+    def _reusable(self) -> bool:
+        import torch.distributed as dist
+
+        return (
+            dist.is_initialized()
+            and dist.group.WORLD is self._group
+            and len(dist.distributed_c10d._world.pg_map) < _MOST_GROUPS
+        )
+
+
+def _call(payload: bytes) -> object:
+    import cloudpickle
+
+    fn, args, kwargs = cloudpickle.loads(payload)
+    return fn(*args, **kwargs)
+
+
+def _pickled_result(value: object) -> bytes:
+    import cloudpickle
+
+    from .errors import NotPicklableError
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        kind = type(value).__qualname__
+        raise NotPicklableError(
+            f"the function returned a {kind} that cannot be pickled "
+            f"({type(error).__name__}: {error}); return plain values or tensors"
+        ) from error
+
+
+def _reply(kind: Kind, **fields: Any) -> Reply:
+    return Reply(kind=kind, ended_at_s=time.monotonic(), **fields)
+
+
+def _with_reusable(reply: Reply, reusable: bool) -> Reply:
+    import dataclasses
+
+    return dataclasses.replace(reply, reusable=reusable)
+
+
+def _raised(error: BaseException, reusable: bool) -> Reply:
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    return _reply(
+        Kind.RAISED,
+        exception=_pickled_exception(error),
+        error_type=name,
+        message=_text(error),
+        traceback=_traceback(error),
+        reusable=reusable,
+    )
+
+
+def _pickled_exception(error: BaseException) -> bytes | None:
+    import cloudpickle
+
+    try:
+        pickled = bytes(cloudpickle.dumps(error))
+        cloudpickle.loads(pickled)  # many exceptions pickle but do not come back
+    except Exception:
+        return None
+    return pickled
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"(its text cannot be had: {type(worse).__name__})"
+
+
+def _traceback(error: BaseException) -> str:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames))
+    except Exception:
+        return "".join(traceback.format_tb(frames))
+
+
+def _take_streams(output_fd: int) -> None:
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(output_fd)
+    for fd in (1, 2):
+        os.set_inheritable(fd, True)
+    sys.stdout = _text_stream(1)
+    sys.stderr = _text_stream(2)
+
+
+def _text_stream(fd: int) -> Any:
+    return open(
+        fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (ValueError, OSError):
+            pass  # the function closed it
+
+
+def _take_context(context: Context) -> None:
+    os.chdir(context.cwd)
+    sys.path[:] = context.path
+    os.environ.clear()
+    os.environ.update(
+        (name, value)
+        for name, value in context.env.items()
+        if not name.startswith(_FOREIGN_ENVIRONMENT)
+    )
+
+
+def _rank_environment(size: int, rank: int) -> dict[str, str]:
+    found = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    if "GLOO_SOCKET_IFNAME" not in os.environ and _has_loopback():
+        found["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+    return found
+
+
+def _has_loopback() -> bool:
+    return any(name == "lo" for _, name in socket.if_nameindex())
+
+
+def _device(kind: str, rank: int) -> Any:
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

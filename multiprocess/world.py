@@ -1,0 +1,106 @@
+"""What a function on a rank can know about its world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the parent must not pay for torch
+    import torch
+    from torch.distributed import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(eq=False, kw_only=True)
+class World:
+    """One rank's view of its world."""
+
+    rank: int
+    """This rank, from 0."""
+
+    size: int
+    """Number of ranks."""
+
+    backend: str
+    """Backend of the default process group."""
+
+    device: torch.device
+    """Where this rank keeps its tensors."""
+
+    seed: int
+    """What the generators were seeded with."""
+
+    make_store: Callable[[], Store] = field(repr=False)
+    """Opens the store of the current call."""
+
+    _meshes: dict[object, DeviceMesh] = field(default_factory=dict, repr=False)
+    _store: Store | None = field(default=None, repr=False)
+
+    @property
+    def store(self) -> Store:
+        """A key-value store shared by the ranks, empty at the start of each call."""
+        if self._store is None:
+            self._store = self.make_store()
+        return self._store
+
+    def mesh(
+        self, shape: tuple[int, ...], names: tuple[str, ...] | None = None
+    ) -> DeviceMesh:
+        """Return the mesh of this shape; made once per process group, then reused.
+
+        A collective call the first time: every rank must ask for the same meshes in the
+        same order.
+
+        Args:
+            shape: Length of each axis; the product is the world's size.
+            names: Name of each axis.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        key = (tuple(shape), tuple(names) if names else None)
+        if key not in self._meshes:
+            self._meshes[key] = init_device_mesh(
+                self.device.type, key[0], mesh_dim_names=key[1]
+            )
+        return self._meshes[key]
+
+    def generator(self, seed: int | None = None) -> torch.Generator:
+        """Return a new generator on this rank's device, the same on every rank.
+
+        Args:
+            seed: Its seed; the world's own seed by default. Add ``rank`` to it for
+                numbers that differ between ranks.
+        """
+        import torch
+
+        generator = torch.Generator(device=self.device)
+        return generator.manual_seed(self.seed if seed is None else seed)
+
+    def _new_call(self) -> None:
+        self._store = None
+
+    def _new_group(self) -> None:
+        self._meshes.clear()
+
+
+_current: World | None = None
+
+
+def current_world() -> World:
+    """Return the world of the calling rank.
+
+    Raises:
+        RuntimeError: Outside a rank.
+    """
+    if _current is None:
+        raise RuntimeError(
+            "there is no world here: current_world() works inside a function that "
+            "Cluster.run calls, or in a test marked with @pytest.mark.world"
+        )
+    return _current
+
+
+def _set_current(world: World | None) -> None:
+    global _current
+    _current = world
