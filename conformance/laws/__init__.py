@@ -1,1 +1,19 @@
-"""Under construction."""
+"""The catalogue of laws; importing it fills ``conformance.law.LAWS``, in this order."""
+
+from . import liveness as liveness  # isort: skip
+from . import agreement as agreement  # isort: skip
+from . import skip as skip  # isort: skip
+from . import scale as scale  # isort: skip
+from . import transparency as transparency  # isort: skip
+from . import parity as parity  # isort: skip
+from . import collectives as collectives  # isort: skip
+
+__all__ = [
+    "agreement",
+    "collectives",
+    "liveness",
+    "parity",
+    "scale",
+    "skip",
+    "transparency",
+]

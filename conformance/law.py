@@ -1,0 +1,158 @@
+"""Law and verdict: a law is an id, a sentence, a reason and a pure function.
+
+A law sees :class:`Evidence` and nothing else; it never touches ``torch.distributed``,
+so it can be tested on made-up traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .parity import Parity
+from .scenario import Scenario
+from .trace import RankTrace, StepTrace
+
+__all__ = [
+    "LAWS",
+    "Evidence",
+    "Finding",
+    "Law",
+    "Status",
+    "Verdict",
+    "judge",
+    "law",
+    "rank_list",
+]
+
+
+class Status(StrEnum):
+    """What can be said of one law in one run."""
+
+    PASS = "pass"
+    """It was checked and holds."""
+    FAIL = "fail"
+    """It was checked and is broken; the finding says where."""
+    INCONCLUSIVE = "inconclusive"
+    """Nothing could be compared; never a pass."""
+    ERROR = "error"
+    """The harness broke; nothing is said about the scaler."""
+    SKIPPED = "skipped"
+    """The law does not apply here; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a law found, in words and numbers."""
+
+    status: Status
+    message: str
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
+    parameter: str | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that is known of one run."""
+
+    scenario: Scenario
+    ranks: tuple[RankTrace, ...]
+    """One trace a rank; shorter than the scenario where the run stopped early."""
+    bare: tuple[RankTrace, ...] | None = None
+    """The same scenario trained without a scaler, where a law asks for it."""
+    parity: Parity | None = None
+    """None where the run stopped early."""
+
+    def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
+        """(step, one trace a rank) for each step that every rank completed."""
+        ended = [t.problem is not None for t in self.ranks]
+        counts = [len(t.steps) - bad for t, bad in zip(self.ranks, ended, strict=True)]
+        for step in range(min(counts, default=0)):
+            yield step, [t.steps[step] for t in self.ranks]
+
+
+Judge = Callable[[Evidence], Finding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """One rule that every right scaler keeps."""
+
+    id: str
+    """Stable id, ``chapter.name``."""
+    text: str
+    """One sentence."""
+    reason: str
+    """Why a training run needs it."""
+    judge: Judge
+
+    @property
+    def chapter(self) -> str:
+        """The part of the id before the dot."""
+        return self.id.partition(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One law applied to one run."""
+
+    law: str
+    finding: Finding
+
+    @property
+    def status(self) -> Status:
+        """Short for ``finding.status``."""
+        return self.finding.status
+
+
+LAWS: dict[str, Law] = {}
+"""Every law by id, in the order of its chapter."""
+
+
+def law(id: str, text: str, reason: str) -> Callable[[Judge], Judge]:
+    """Enter the decorated function into :data:`LAWS`."""
+
+    def enter(judge: Judge) -> Judge:
+        assert id not in LAWS, f"two laws are called {id}"
+        LAWS[id] = Law(id=id, text=text, reason=reason, judge=judge)
+        return judge
+
+    return enter
+
+
+def judge(evidence: Evidence) -> list[Verdict]:
+    """Apply every law to ``evidence``."""
+    return [
+        Verdict(law=each.id, finding=each.judge(evidence)) for each in LAWS.values()
+    ]
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
+
+
+def passed(message: str) -> Finding:
+    """A pass that says what was compared."""
+    return Finding(status=Status.PASS, message=message)
+
+
+def skipped(message: str) -> Finding:
+    """The law does not apply, with the reason."""
+    return Finding(status=Status.SKIPPED, message=message)
+
+
+def inconclusive(message: str) -> Finding:
+    """Nothing was compared, with the reason."""
+    return Finding(status=Status.INCONCLUSIVE, message=message)
+
+
+def count_or_inconclusive(compared: int, what: str) -> Finding:
+    """A pass over ``compared`` comparisons, or inconclusive when there were none."""
+    if compared:
+        return passed(f"{compared} {what}")
+    return inconclusive(f"0 {what}: the run stopped before anything could be compared")

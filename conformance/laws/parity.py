@@ -1,0 +1,73 @@
+"""Parity: gradients, updates and loss are as near to the fp64 truth as they can be."""
+
+from __future__ import annotations
+
+from ..law import Evidence, Finding, Status, inconclusive, law, passed
+from ..parity import ParityRow
+
+REASON = (
+    "A scaler that unscales wrongly, late or twice trains another model; the bound is "
+    "made of the error that correct runs themselves have (docs/parity.md)."
+)
+
+
+def _parity(evidence: Evidence, kind: str) -> Finding:
+    parity = evidence.parity
+    if parity is None:
+        return inconclusive("the run stopped before it could be compared")
+    worst = parity.worst.get(kind)
+    if worst is None:
+        return inconclusive(f"no {kind} could be compared with a finite reference")
+    first = parity.first_bad.get(kind)
+    if first is not None:
+        return _departed(first)
+    return passed(f"worst {kind} at {worst.ratio:.2g} of its bound ({_where(worst)})")
+
+
+def _departed(row: ParityRow) -> Finding:
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {row.step}: the {row.kind} of {row.parameter} on rank "
+        f"{row.rank} departs from the fp64 truth: relative {row.measure} of the error "
+        f"{row.error:.3g}, bound {row.bound:.3g}",
+        step=row.step,
+        ranks=(row.rank,),
+        parameter=row.parameter,
+        numbers={"error": row.error, "bound": row.bound},
+    )
+
+
+def _where(row: ParityRow) -> str:
+    return f"{row.parameter}, step {row.step}, rank {row.rank}, {row.measure}"
+
+
+@law(
+    "parity.gradient",
+    "Every unscaled gradient that the optimizer sees is as near to fp64 as a correct "
+    "single-process run of that precision.",
+    REASON + " Gradients are compared since Adam hides a wrong factor.",
+)
+def gradient(evidence: Evidence) -> Finding:
+    """Local gradients of every rank at every step that was not skipped."""
+    return _parity(evidence, "gradient")
+
+
+@law(
+    "parity.update",
+    "Every parameter has moved as far and as exactly as in a correct single-process "
+    "run that skips the same steps.",
+    REASON,
+)
+def update(evidence: Evidence) -> Finding:
+    """Local parameters minus their initial values."""
+    return _parity(evidence, "update")
+
+
+@law(
+    "parity.loss",
+    "The loss of every step is as near to fp64 as that of a correct single-process run.",
+    REASON,
+)
+def loss(evidence: Evidence) -> Finding:
+    """Mean of the ranks' losses."""
+    return _parity(evidence, "loss")

@@ -1,0 +1,121 @@
+"""Skip: a bad gradient anywhere stops everybody, and a skipped step changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    law,
+    rank_list,
+    skipped,
+)
+from ..trace import StepTrace
+
+
+def _is_bad(seen: Sequence[StepTrace]) -> bool:
+    return any(s.non_finite for s in seen)
+
+
+def _cause(evidence: Evidence, seen: Sequence[StepTrace]) -> str:
+    pairs = zip(seen, evidence.ranks, strict=True)
+    rank, name = next((t.rank, s.non_finite[0]) for s, t in pairs if s.non_finite)
+    return f"{name} is not finite on rank {rank}"
+
+
+def _parameter(seen: Sequence[StepTrace]) -> str:
+    return next(s.non_finite[0] for s in seen if s.non_finite)
+
+
+@law(
+    "skip.nobody-steps",
+    "A non-finite gradient on any rank stops every rank from stepping.",
+    "A rank that steps applies a gradient to which another rank's part is missing, or "
+    "writes inf and nan into the weights.",
+)
+def nobody_steps(evidence: Evidence) -> Finding:
+    """Every rank's parameters stay as they are at a bad step."""
+    compared = 0
+    for step, seen in evidence.steps():
+        if not _is_bad(seen):
+            continue
+        compared += len(seen)
+        moved = _ranks(evidence, seen, changed=True)
+        if moved:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {step}: {rank_list(moved)} stepped although "
+                f"{_cause(evidence, seen)}",
+                step=step,
+                ranks=tuple(moved),
+                parameter=_parameter(seen),
+            )
+    if not compared and any(True for _ in evidence.steps()):
+        return skipped("no gradient was bad in this run")
+    return count_or_inconclusive(compared, "rank-steps with a bad gradient somewhere")
+
+
+@law(
+    "skip.everybody-steps",
+    "When all gradients are finite on all ranks, every rank steps.",
+    "A step that is skipped without cause is lost data, and lost on one rank only it "
+    "is drift.",
+)
+def everybody_steps(evidence: Evidence) -> Finding:
+    """Every rank that holds elements has changed at a good step."""
+    compared = 0
+    for step, seen in evidence.steps():
+        if _is_bad(seen):
+            continue
+        compared += len(seen)
+        still = _ranks(evidence, seen, changed=False)
+        if still:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {step}: {rank_list(still)} did not step although all "
+                "gradients are finite",
+                step=step,
+                ranks=tuple(still),
+            )
+    if not compared and any(True for _ in evidence.steps()):
+        return skipped("every step of this run had a bad gradient")
+    return count_or_inconclusive(compared, "rank-steps with finite gradients")
+
+
+@law(
+    "skip.frozen",
+    "A skipped step leaves parameters, optimizer state and step counters bitwise equal.",
+    "Adam's bias correction depends on the step counter: one that counts skipped steps "
+    "trains differently (defect B13 and its kin).",
+)
+def frozen(evidence: Evidence) -> Finding:
+    """Nothing of the optimizer changes at a bad step."""
+    compared = 0
+    for step, seen in evidence.steps():
+        if not _is_bad(seen):
+            continue
+        compared += len(seen)
+        pairs = list(zip(seen, evidence.ranks, strict=True))
+        ranks = [t.rank for s, t in pairs if s.state_changed]
+        if ranks:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {step}: the optimizer state changed on "
+                f"{rank_list(ranks)} although {_cause(evidence, seen)}",
+                step=step,
+                ranks=tuple(ranks),
+                parameter=_parameter(seen),
+            )
+    if not compared and any(True for _ in evidence.steps()):
+        return skipped("no gradient was bad in this run")
+    return count_or_inconclusive(compared, "rank-steps with a bad gradient somewhere")
+
+
+def _ranks(
+    evidence: Evidence, seen: Sequence[StepTrace], *, changed: bool
+) -> list[int]:
+    pairs = zip(seen, evidence.ranks, strict=True)
+    return [t.rank for s, t in pairs if s.parameters_changed is changed]

@@ -1,0 +1,98 @@
+"""Observers that run on a rank: digests, collectives, host synchronisations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..fixtures import local
+
+__all__ = ["CallLog", "digest", "non_finite", "optimizer_digest"]
+
+
+def digest(tensor: Tensor) -> str:
+    """Digest of the bits of the local elements of ``tensor``, whatever its dtype."""
+    part = local(tensor.detach()).contiguous().cpu()
+    return _hash([part.view(-1).view(torch.uint8).numpy().tobytes()])
+
+
+def optimizer_digest(optimizer: Optimizer) -> str:
+    """Digest of everything ``optimizer`` remembers, in parameter order."""
+    parts: list[bytes] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                parts.append(str(key).encode())
+                parts.append(_bits(value))
+    return _hash(parts)
+
+
+def _bits(value: object) -> bytes:
+    return (digest(value) if isinstance(value, Tensor) else repr(value)).encode()
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def non_finite(gradient: Tensor, scale: float) -> bool:
+    """Whether a local gradient is not finite, as it is or divided by ``scale``."""
+    part = local(gradient.detach())
+    if part.is_sparse:
+        part = part.coalesce().values()
+    return not bool(torch.isfinite(part.float() / scale).all())
+
+
+class CallLog(TorchDispatchMode):
+    """Notes collectives and host synchronisations issued while it is active.
+
+    A dispatch mode sees what the calls really do, below any Python wrapper that a
+    scaler may use, and needs no patch of ``torch.distributed``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[str] = []
+        self.host_syncs = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Log ``func`` and run it."""
+        if any(issubclass(t, DTensor) for t in types):
+            return (
+                NotImplemented  # let DTensor unpack itself: its inner calls come here
+            )
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._log_collective(str(func), args)
+        elif func is torch.ops.aten._local_scalar_dense.default:
+            self.host_syncs += 1
+        return func(*args, **(kwargs or {}))
+
+    def _log_collective(self, name: str, args: tuple[Any, ...]) -> None:
+        short = name.split(".")[1].rstrip("_") if name.count(".") else name
+        if short not in ("wait_tensor", "barrier"):
+            self.collectives.append(f"{short}{_shape(args)}")
+
+
+def _shape(args: tuple[Any, ...]) -> str:
+    flat = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+    return ",".join(
+        f"[{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}]"
+        for t in flat
+        if isinstance(t, Tensor)
+    )

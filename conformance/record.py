@@ -1,0 +1,133 @@
+"""From a judged case to the record that a report keeps of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..fixtures import DATASETS
+from .law import Evidence, Verdict
+from .report import SCHEMA_VERSION, CaseRecord, Curves, Header, Number, VerdictRecord
+from .runner import Case
+
+__all__ = ["case_record", "make_header", "replay_command"]
+
+_RELEVANT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_LOGS")
+
+
+def make_header(
+    *, planned: int, preset: str, seed: int, arguments: Sequence[str]
+) -> Header:
+    """The header of a run that starts now."""
+    return Header(
+        schema=SCHEMA_VERSION,
+        gradparity=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()}-{platform.machine()}".lower(),
+        backend="gloo",
+        device="cpu",
+        threads=1,
+        commit=_commit(),
+        command=shlex.join(["gradparity", *arguments]),
+        preset=preset,
+        seed=seed,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        planned=planned,
+        data={name: data.fingerprint() for name, data in DATASETS.items()},
+        environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
+    )
+
+
+def _commit() -> str:
+    """The commit of the source tree, or the empty string outside of one."""
+    root = Path(__file__).parent.parent
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def replay_command(scaler: str, scenario: str) -> str:
+    """The one command that runs a case again."""
+    program = (
+        "gradparity"
+        if "gradparity" in Path(sys.argv[0]).name
+        else ("python -m gradparity.conformance")
+    )
+    return f"{program} replay {shlex.quote(scenario)} --scaler {shlex.quote(scaler)}"
+
+
+def case_record(case: Case) -> CaseRecord:
+    """What the report keeps of ``case``."""
+    scenario = case.scenario
+    return CaseRecord(
+        scaler=case.scaler,
+        scenario=scenario.id,
+        topology=scenario.topology,
+        world=scenario.world,
+        precision=scenario.precision,
+        data=scenario.data,
+        status=case.status.value,
+        verdicts=tuple(_verdict(v) for v in case.verdicts),
+        seconds=round(case.seconds, 4),
+        problem=case.problem,
+        replay=replay_command(case.scaler, scenario.id),
+        curves=None if case.evidence is None else _curves(case.evidence),
+    )
+
+
+def _verdict(verdict: Verdict) -> VerdictRecord:
+    finding = verdict.finding
+    return VerdictRecord(
+        law=verdict.law,
+        status=finding.status.value,
+        message=finding.message,
+        step=finding.step,
+        ranks=finding.ranks,
+        parameter=finding.parameter,
+        numbers={k: _number(v) for k, v in finding.numbers.items()},
+    )
+
+
+def _curves(evidence: Evidence) -> Curves:
+    ranks = evidence.ranks
+    parity = evidence.parity
+    steps = [seen for _, seen in evidence.steps()]
+    first = ranks[0].steps
+    return Curves(
+        loss=[_mean([s.loss for s in seen]) for seen in steps],
+        reference_loss=[_number(x) for x in parity.reference_loss] if parity else [],
+        scale=[[_number(s.scale_after) for s in t.steps] for t in ranks],
+        growth=[[s.growth_after for s in t.steps] for t in ranks],
+        stepped=[[s.parameters_changed for s in t.steps] for t in ranks],
+        bad=[[(s.non_finite or [""])[0] for s in t.steps] for t in ranks],
+        parity=[_number(x) for x in parity.per_step] if parity else [],
+        parameters=(
+            {n: _number(x) for n, x in parity.per_parameter.items()} if parity else {}
+        ),
+        collectives=first[0].collectives if first else [],
+        host_syncs=[s.host_syncs for s in first],
+    )
+
+
+def _mean(values: Sequence[float | None]) -> Number | None:
+    known = [v for v in values if v is not None]
+    return _number(sum(known) / len(known)) if known else None
+
+
+def _number(value: float) -> Number:
+    """JSON has no nan and no infinity: write those as words."""
+    return value if math.isfinite(value) else str(value)

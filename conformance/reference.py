@@ -1,0 +1,179 @@
+"""Reference training: the same model and batches on one process, without a scaler.
+
+A reference follows the skip decisions that the *rule* demands (any non-finite gradient
+anywhere skips the step), never those that the judged scaler took. Variants permute the
+order of reductions; their distance from the fp64 run is the noise that a correct run
+may show, and the bounds of ``parity`` are made of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..fixtures import DATASETS, OPTIMIZERS, Batch, Precision, loss
+from .engine import initial_model
+from .scenario import Scenario
+
+__all__ = ["Reference", "Schedule", "train_reference"]
+
+Doubles = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What the sharded run did that the reference must follow."""
+
+    skipped: tuple[bool, ...]
+    """Per step: whether the rule demands a skip."""
+    scales: tuple[float, ...]
+    """Per step: the scale of the loss; only half precision feels it."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One reference run: per step, flat arrays in fp64 by parameter name."""
+
+    losses: tuple[float, ...]
+    gradients: tuple[dict[str, Doubles], ...]
+    updates: tuple[dict[str, Doubles], ...]
+    """Parameter minus its initial value, after the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a reference run departs from the plain fp64 one."""
+
+    double: bool = False
+    """Compute in fp64; else in the scenario's precision."""
+    reverse_rows: bool = False
+    """Reverse the rows of each batch: another order of reduction."""
+    parts: int = 1
+    """Split each batch into so many accumulated parts."""
+
+
+TRUTH = Variant(double=True)
+NOISY = (
+    Variant(),
+    Variant(reverse_rows=True),
+    Variant(parts=2),
+    Variant(parts=2, reverse_rows=True),
+    Variant(parts=4),
+)
+"""Correct runs whose error against the truth is the noise of the scenario."""
+
+
+def train_reference(
+    scenario: Scenario, schedule: Schedule, variant: Variant
+) -> Reference:
+    """Train on this process and return every step.
+
+    fp32 scaling by a power of two is exact, so there the scales do not matter and are
+    left out of the cache key.
+    """
+    precision = scenario.parsed_precision
+    half = precision.compute_dtype != torch.float32 and not variant.double
+    scales = schedule.scales if half else (1.0,) * scenario.steps
+    key = (scenario.data, scenario.optimizer, scenario.steps, scenario.seed)
+    return _train(
+        key, precision.name if half else "fp32", schedule.skipped, scales, variant
+    )
+
+
+@lru_cache(maxsize=256)
+def _train(
+    key: tuple[str, str, int, int],
+    precision_name: str,
+    skipped: tuple[bool, ...],
+    scales: tuple[float, ...],
+    variant: Variant,
+) -> Reference:
+    data, optimizer_name, steps, seed = key
+    scenario = Scenario(
+        topology="single", world=1, precision="fp32", data=data, seed=seed, steps=steps
+    )
+    run = _Run(scenario, optimizer_name, precision_name, variant)
+    for step in range(steps):
+        run.step(step, skipped[step], scales[step])
+    return Reference(tuple(run.losses), tuple(run.gradients), tuple(run.updates))
+
+
+class _Run:
+    """One reference training in progress."""
+
+    def __init__(
+        self, scenario: Scenario, optimizer: str, precision: str, variant: Variant
+    ) -> None:
+        from ..fixtures import PRECISIONS
+
+        self.scenario = scenario
+        self.variant = variant
+        self.precision: Precision = PRECISIONS[precision]
+        dtype = torch.float64 if variant.double else torch.float32
+        self.model = initial_model(scenario).to(dtype)
+        self.optimizer = OPTIMIZERS[optimizer](list(self.model.parameters()))
+        self.start = self._flat({n: p for n, p in self.model.named_parameters()})
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Doubles]] = []
+        self.updates: list[dict[str, Doubles]] = []
+
+    def step(self, step: int, skipped: bool, scale: float) -> None:
+        batch = self._batch(step)
+        self.optimizer.zero_grad()
+        parts = self.variant.parts
+        losses = [
+            self._pass(batch.shard(i, parts), scale / parts) for i in range(parts)
+        ]
+        self._unscale(scale)
+        self.losses.append(sum(losses) / parts)
+        named = dict(self.model.named_parameters())
+        self.gradients.append(
+            self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
+        )
+        if not skipped:
+            self.optimizer.step()
+        now = self._flat(named)
+        self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _batch(self, step: int) -> Batch:
+        data = self.scenario.data.split("-")[0]
+        batch = DATASETS[data].batch(step, self.scenario.seed)
+        if self.variant.double and batch.inputs.is_floating_point():
+            batch = Batch(inputs=batch.inputs.double(), targets=batch.targets)
+        if self.variant.reverse_rows:
+            batch = Batch(inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))
+        return batch
+
+    def _pass(self, batch: Batch, factor: float) -> float:
+        with self.precision.autocast("cpu"):
+            value = loss(self._forward(batch.inputs), batch.targets)
+        (value * factor).backward()
+        return value.item()
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        dtype = self.precision.parameter_dtype
+        if dtype is None:
+            output: Tensor = self.model(inputs)
+            return output
+        narrow = {n: p.to(dtype) for n, p in self.model.named_parameters()}
+        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+        return functional_call(self.model, narrow, (inputs,))
+
+    def _unscale(self, scale: float) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+
+    def _flat(
+        self, tensors: dict[str, Tensor] | dict[str, nn.Parameter]
+    ) -> dict[str, Doubles]:
+        return {
+            n: t.detach().double().reshape(-1).numpy().copy()
+            for n, t in tensors.items()
+        }

@@ -1,0 +1,309 @@
+"""Report: immutable values, one JSON object a line, header first and footer last.
+
+A report is written as the run goes on: a run that is killed leaves every finished case
+and no footer, and reading such a file says that it is incomplete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "CaseRecord",
+    "Curves",
+    "Footer",
+    "Header",
+    "Report",
+    "ReportError",
+    "ReportWriter",
+    "VerdictRecord",
+    "read_report",
+]
+
+SCHEMA_VERSION = 1
+Number = float | str
+"""A number; nan and the infinities, which JSON lacks, are written as words."""
+
+
+class ReportError(ValueError):
+    """A report cannot be used; the message says why and where."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="header"):
+    """Where and how the run was made."""
+
+    schema: int
+    gradparity: str
+    torch: str
+    python: str
+    platform: str
+    backend: str
+    device: str
+    threads: int
+    commit: str
+    command: str
+    preset: str
+    seed: int
+    started: str
+    planned: int
+    """Cases that the run set out to judge."""
+    data: dict[str, str]
+    """Data set -> hash of its raw bytes."""
+    environment: dict[str, str]
+    """Environment variables that change numbers or transports."""
+
+
+class VerdictRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One law in one case."""
+
+    law: str
+    status: str
+    message: str
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
+    parameter: str | None = None
+    numbers: dict[str, Number] = {}
+
+
+class Curves(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plots are drawn from and a law can be judged from again."""
+
+    loss: list[Number | None]
+    """Mean loss of each step over the ranks that have one."""
+    reference_loss: list[Number]
+    """Loss of the fp64 reference."""
+    scale: list[list[Number]]
+    """Per rank: the scale after each step."""
+    growth: list[list[int]]
+    """Per rank: the growth tracker after each step."""
+    stepped: list[list[bool | None]]
+    """Per rank: whether the local parameters changed."""
+    bad: list[list[str]]
+    """Per rank and step: the first non-finite parameter, or the empty string."""
+    parity: list[Number]
+    """Largest error / bound of each step."""
+    parameters: dict[str, Number]
+    """Largest error / bound of each parameter."""
+    collectives: list[str]
+    """Collectives inside the scaler's calls in the first step, on the first rank."""
+    host_syncs: list[int]
+    """Per step on the first rank: host synchronisations inside ``step``."""
+
+
+class CaseRecord(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="case"
+):
+    """One scaler in one scenario."""
+
+    scaler: str
+    scenario: str
+    topology: str
+    world: int
+    precision: str
+    data: str
+    status: str
+    verdicts: tuple[VerdictRecord, ...]
+    seconds: float
+    problem: str = ""
+    """Why the harness broke, naming the rank; else empty."""
+    replay: str = ""
+    """The command that runs this case again."""
+    curves: Curves | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies a case within a report."""
+        return self.scaler, self.scenario
+
+    def verdict(self, law: str) -> VerdictRecord | None:
+        """The verdict of one law, if the case has it."""
+        return next((v for v in self.verdicts if v.law == law), None)
+
+    @property
+    def failures(self) -> tuple[VerdictRecord, ...]:
+        """Verdicts that are a violation or a broken harness."""
+        return tuple(v for v in self.verdicts if v.status in ("fail", "error"))
+
+
+class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="footer"):
+    """What the run came to."""
+
+    complete: bool
+    """Whether every planned case was judged."""
+    cases: int
+    counts: dict[str, int]
+    """Case status -> number."""
+    seconds: float
+    reason: str = ""
+    """Why the run is incomplete."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole report."""
+
+    header: Header
+    cases: tuple[CaseRecord, ...]
+    footer: Footer | None
+    """None where the run was cut off."""
+
+    @property
+    def incomplete(self) -> str:
+        """Why the report does not speak for the whole run, or the empty string."""
+        if self.footer is None:
+            return (
+                f"the run was cut off after {len(self.cases)} of "
+                f"{self.header.planned} cases: there is no footer"
+            )
+        return "" if self.footer.complete else self.footer.reason
+
+    @property
+    def scalers(self) -> list[str]:
+        """Scalers in the order of their first case."""
+        return list(dict.fromkeys(c.scaler for c in self.cases))
+
+    @property
+    def topologies(self) -> list[str]:
+        """Topologies in the order of their first case."""
+        return list(dict.fromkeys(c.topology for c in self.cases))
+
+    def of(self, topology: str, scaler: str) -> list[CaseRecord]:
+        """Cases of one cell of the matrix topology x scaler."""
+        return [c for c in self.cases if (c.topology, c.scaler) == (topology, scaler)]
+
+
+Line = Header | CaseRecord | Footer
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Line)
+
+
+class ReportWriter:
+    """Writes a report line by line; a context manager.
+
+    An earlier report under the same name is kept beside it as ``NAME.previous``.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.replace(path, path.with_name(path.name + ".previous"))
+        self._file = path.open("wb")
+        self._counts: Counter[str] = Counter()
+        self._planned = header.planned
+        self._write(header)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def case(self, record: CaseRecord) -> None:
+        """Append one case."""
+        self._counts[record.status] += 1
+        self._write(record)
+
+    def close(self, seconds: float, reason: str = "") -> Footer:
+        """Append the footer.
+
+        Args:
+            seconds: wall time of the run.
+            reason: why the run is incomplete; empty if it is not.
+        """
+        cases = self._counts.total()
+        if not reason and cases != self._planned:
+            reason = f"{cases} of {self._planned} planned cases were judged"
+        footer = Footer(
+            complete=not reason,
+            cases=cases,
+            counts=dict(sorted(self._counts.items())),
+            seconds=round(seconds, 3),
+            reason=reason,
+        )
+        self._write(footer)
+        return footer
+
+    def _write(self, line: Line) -> None:
+        self._file.write(_ENCODER.encode(line) + b"\n")
+        self._file.flush()
+
+
+def read_report(path: Path) -> Report:
+    """Read a report, complete or not.
+
+    Raises:
+        ReportError: if the file is no report of this version, or its counts do not
+            add up.
+    """
+    lines = list(_read_lines(path))
+    header = lines[0] if lines else None
+    if not isinstance(header, Header):
+        raise ReportError(f"{path}: line 1 is no report header")
+    if header.schema != SCHEMA_VERSION:
+        raise ReportError(
+            f"{path}: schema version {header.schema}, this program reads "
+            f"{SCHEMA_VERSION}"
+        )
+    footers = [(i, x) for i, x in enumerate(lines) if isinstance(x, Footer)]
+    if any(i != len(lines) - 1 for i, _ in footers):
+        raise ReportError(f"{path}: a footer that is not the last line")
+    cases = tuple(x for x in lines if isinstance(x, CaseRecord))
+    report = Report(
+        header=header, cases=cases, footer=footers[0][1] if footers else None
+    )
+    _check_counts(path, report)
+    return report
+
+
+def _read_lines(path: Path) -> Iterator[Line]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror or error}") from error
+    lines = raw.split(b"\n")
+    whole, rest = lines[:-1], lines[-1]
+    for number, line in enumerate(whole, 1):
+        try:
+            yield _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            raise ReportError(f"{path}: line {number}: {error}") from error
+    # bytes after the last newline are a line that a killed run did not finish
+    del rest
+
+
+def _check_counts(path: Path, report: Report) -> None:
+    keys = Counter(c.key for c in report.cases)
+    doubled = [key for key, count in keys.items() if count > 1]
+    if doubled:
+        raise ReportError(f"{path}: case {doubled[0]} occurs more than once")
+    footer = report.footer
+    if footer is None:
+        return
+    counts = _count(c.status for c in report.cases)
+    if footer.cases != len(report.cases) or footer.counts != counts:
+        raise ReportError(
+            f"{path}: the footer counts {footer.cases} cases {footer.counts}, the file "
+            f"holds {len(report.cases)} {counts}"
+        )
+    if footer.complete and footer.cases != report.header.planned:
+        raise ReportError(
+            f"{path}: the footer says complete with {footer.cases} of "
+            f"{report.header.planned} planned cases"
+        )
+
+
+def _count(statuses: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(statuses).items()))

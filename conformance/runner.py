@@ -1,0 +1,154 @@
+"""Runner: scenarios x scalers on warm clusters -> judged cases.
+
+Clusters are kept by world size, the runs without a scaler by scenario, references by
+their schedule; each is made once and shared by all scalers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from ..multiprocess import Cluster, RankOutcome, WorldFailure
+from . import laws as laws
+from .law import LAWS, Evidence, Finding, Status, Verdict, judge
+from .parity import Parity, measure_parity
+from .rank import JudgedError, observe_rank
+from .scenario import Scenario
+from .trace import Problem, RankTrace
+
+__all__ = ["Case", "Runner"]
+
+LOST = ("KILLED", "EXITED")
+"""Ends of a rank that say nothing about the scaler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One scaler in one scenario: what was seen and what is said of it."""
+
+    scaler: str
+    scenario: Scenario
+    verdicts: tuple[Verdict, ...]
+    evidence: Evidence | None
+    """None where the harness broke."""
+    seconds: float
+    problem: str = ""
+    """Why the harness broke, naming the rank; else empty."""
+
+    @property
+    def status(self) -> Status:
+        """The worst verdict; skipped laws do not count."""
+        found = {v.status for v in self.verdicts}
+        order = (Status.ERROR, Status.FAIL, Status.INCONCLUSIVE, Status.PASS)
+        return next((s for s in order if s in found), Status.INCONCLUSIVE)
+
+
+class Runner:
+    """Runs cases one after another; a context manager that ends its clusters."""
+
+    def __init__(self, *, folder: str, timeout_s: float = 120.0) -> None:
+        self.folder = folder
+        self.timeout_s = timeout_s
+        self._clusters: dict[int, Cluster] = {}
+        self._bare: dict[Scenario, tuple[RankTrace, ...]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def run(self, spec: str, scenario: Scenario) -> Case:
+        """Judge the scaler named ``spec`` in ``scenario``."""
+        start = time.monotonic()
+        problem, evidence = "", None
+        try:
+            evidence = self._evidence(spec, scenario)
+            verdicts = judge(evidence)
+        except WorldFailure as failure:
+            problem = _root_cause(failure)
+            verdicts = _no_verdicts(problem)
+        return Case(
+            scaler=spec,
+            scenario=scenario,
+            verdicts=tuple(verdicts),
+            evidence=evidence,
+            seconds=time.monotonic() - start,
+            problem=problem,
+        )
+
+    def _evidence(self, spec: str, scenario: Scenario) -> Evidence:
+        traces = self._observe(spec, scenario)
+        complete = all(t.problem is None for t in traces)
+        parity: Parity | None = measure_parity(scenario, traces) if complete else None
+        bare = None
+        if complete and scenario.precision == "fp32" and scenario.faults == "none":
+            bare = self._bare_run(scenario)
+        return Evidence(scenario=scenario, ranks=traces, bare=bare, parity=parity)
+
+    def _bare_run(self, scenario: Scenario) -> tuple[RankTrace, ...]:
+        # without a scaler its settings do not matter: share the run
+        key = replace(scenario, init_scale=1.0, growth_interval=1)
+        if key not in self._bare:
+            results = self._cluster(key.world).run(observe_rank, key, None, self.folder)
+            self._bare[key] = tuple(results)
+        return self._bare[key]
+
+    def _observe(self, spec: str, scenario: Scenario) -> tuple[RankTrace, ...]:
+        cluster = self._cluster(scenario.world)
+        try:
+            return tuple(cluster.run(observe_rank, scenario, spec, self.folder))
+        except WorldFailure as failure:
+            return _traces_of(failure)
+
+    def _cluster(self, world: int) -> Cluster:
+        if world not in self._clusters:
+            cluster = Cluster(world, timeout_s=self.timeout_s)
+            self._clusters[world] = self._stack.enter_context(cluster)
+        return self._clusters[world]
+
+
+def _traces_of(failure: WorldFailure) -> tuple[RankTrace, ...]:
+    """What can be known of a world that failed because of the judged scaler.
+
+    Raises:
+        WorldFailure: if the failure is not the scaler's.
+    """
+    states = {outcome.state.name for outcome in failure.outcomes}
+    judged = any(isinstance(o.exception, JudgedError) for o in failure.outcomes)
+    if states & set(LOST) or not (judged or "HUNG" in states):
+        raise failure
+    return tuple(_trace_of(outcome) for outcome in failure.outcomes)
+
+
+def _trace_of(outcome: RankOutcome) -> RankTrace:
+    if isinstance(outcome.exception, JudgedError):
+        return outcome.exception.trace
+    if isinstance(outcome.value, RankTrace):
+        return outcome.value
+    empty = RankTrace(rank=outcome.rank, coordinate={}, index={}, shards={})
+    if outcome.state.name == "HUNG":
+        empty.problem = Problem(step=0, call="a call", error=outcome.message)
+    return empty
+
+
+def _root_cause(failure: WorldFailure) -> str:
+    root = failure.root
+    text = " ".join((root.message or root.error_type or root.state.name).split())
+    return f"rank {root.rank}: {text[:400]}"
+
+
+def _no_verdicts(problem: str) -> Sequence[Verdict]:
+    finding = Finding(status=Status.ERROR, message=problem)
+    return [Verdict(law=each, finding=finding) for each in LAWS]

@@ -1,0 +1,82 @@
+"""Trace: what was observed on one rank, step by step, and nothing else.
+
+Observed means: through the public protocol of the judged scaler (``get_scale``,
+``state_dict``, ``step``, ``update``) and by its effect on the model. Arrays stay in
+memory for the comparison with the reference; everything else goes into the report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Problem", "RankTrace", "StepTrace"]
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """An exception that a legal call of the judged scaler raised."""
+
+    step: int
+    """Step in which it was raised; -1 in the constructor."""
+    call: str
+    """The call, for example ``step``."""
+    error: str
+    """Type and message of the exception."""
+
+
+@dataclass(kw_only=True)
+class StepTrace:
+    """One rank, one step. Built up as the step goes on."""
+
+    step: int
+    loss: float | None = None
+    """Mean loss over this rank's rows; None where the rank does not compute one."""
+    scale_before: float = 1.0
+    scale_after: float = 1.0
+    growth_before: int = 0
+    growth_after: int = 0
+    non_finite: list[str] = field(default_factory=list)
+    """Parameters whose local gradient is not finite, scaled or unscaled."""
+    faults: list[str] = field(default_factory=list)
+    """Injected faults that struck, as text."""
+    optimizer_called: bool = False
+    """Whether ``optimizer.step`` ran (a fused one runs on skipped steps, too)."""
+    parameters_changed: bool | None = None
+    """Whether any local element changed; None where the rank holds none."""
+    state_changed: bool = False
+    """Whether the optimizer's state changed."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Parameter name -> digest of its local elements after the step."""
+    collectives: list[str] = field(default_factory=list)
+    """Collectives issued inside the scaler's calls, in order."""
+    host_syncs: int = 0
+    """Reads of a device scalar by the host inside ``step`` and ``unscale_``."""
+    checked_sum: tuple[float, float] | None = None
+    """Result and expectation of the checked all-reduce after the step."""
+    gradients: dict[str, Floats] = field(default_factory=dict)
+    """Unscaled local gradients as the optimizer saw them, flattened."""
+    parameters: dict[str, Floats] = field(default_factory=dict)
+    """Local parameters after the step, flattened."""
+
+
+@dataclass(kw_only=True)
+class RankTrace:
+    """Everything observed on one rank."""
+
+    rank: int
+    coordinate: dict[str, int]
+    """Mesh axis -> index of this rank."""
+    index: dict[str, NDArray[np.int64]]
+    """Parameter name -> place of each local element in the flat full tensor."""
+    shards: dict[str, str]
+    """Parameter name -> digest of ``index``: equal digests mean replicas."""
+    start: dict[str, Floats] = field(default_factory=dict)
+    """Parameter name -> local elements before the first step, flattened."""
+    steps: list[StepTrace] = field(default_factory=list)
+    problem: Problem | None = None
+    """Why the rank stopped early, if it did."""
