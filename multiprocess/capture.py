@@ -22,7 +22,7 @@ class Capture:
         self._dropped = 0
 
     def drain(self, most: int = 1 << 24) -> bool:
-        """Read what is there, at most about ``most`` bytes; False at the end of file."""
+        """Read what is there, about ``most`` bytes at most; False at the end."""
         while most > 0:
             try:
                 part = os.read(self.fd, _CHUNK)

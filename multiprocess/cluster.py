@@ -7,8 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import cloudpickle
-
+from . import pickling
 from .blame import outcomes_of
 from .context import current_context
 from .crew import Crew
@@ -199,7 +198,7 @@ def _pickled_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
     try:
-        return bytes(cloudpickle.dumps((fn, args, kwargs)))
+        return pickling.dumps((fn, args, kwargs))
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise NotPicklableError(

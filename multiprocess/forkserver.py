@@ -78,15 +78,18 @@ class ForkServer:
         if not message:
             self._end()
         request = json.loads(message)
-        answer = _ACTIONS[request["do"]](self, request, fds)
+        if request["do"] == "fork":
+            answer = self._fork(fds)
+        else:
+            answer = self._import(request["path"], request["modules"])
         try:
             self._sock.send(json.dumps(answer).encode())
         except ConnectionError:
             self._end()
 
-    def _import(self, request: dict[str, list[str]], fds: list[int]) -> dict[str, str]:
-        sys.path[:] = request["path"]
-        for name in request["modules"]:
+    def _import(self, path: list[str], modules: list[str]) -> dict[str, object]:
+        sys.path[:] = path
+        for name in modules:
             try:
                 importlib.import_module(name)
             except Exception:
@@ -95,7 +98,7 @@ class ForkServer:
         gc.freeze()  # what is here now is shared by all ranks: leave its pages alone
         return {}
 
-    def _fork(self, request: dict[str, int], fds: list[int]) -> dict[str, object]:
+    def _fork(self, fds: list[int]) -> dict[str, object]:
         exit_w, rank_fds = fds[0], fds[1:]
         try:
             pid = os.fork()
@@ -167,9 +170,6 @@ def _kill_strays() -> None:
 def _close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-_ACTIONS = {"import": ForkServer._import, "fork": ForkServer._fork}
 
 
 def main(fd: int) -> NoReturn:

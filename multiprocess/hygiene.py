@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 import torch
 
-_Setting = tuple[Callable[[], object], Callable[[object], object]]
-
 
 def _determinism() -> tuple[bool, bool]:
     return (
@@ -71,4 +69,4 @@ def _restore_environment(env: dict[str, str]) -> None:
 
 
 def _restore_streams(streams: tuple[object, object]) -> None:
-    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    sys.stdout, sys.stderr = streams

@@ -60,7 +60,7 @@ class ForkserverClient:
                 start_new_session=True,  # ctrl-C is for the parent alone
             )
         self._sock = ours
-        self._send_import(PRELOAD)
+        self._send_import(_preloaded())
 
     @property
     def pid(self) -> int:
@@ -117,7 +117,7 @@ class ForkserverClient:
         self._pending = True
 
     def _settle(self) -> None:
-        # The import's answer is awaited as late as possible: the parent works meanwhile.
+        # Awaited as late as possible: the parent works while the server imports.
         if self._pending:
             self._pending = False
             self._answer()
@@ -163,6 +163,12 @@ def stop_forkserver() -> None:
         if _client is not None:
             _client.close()
             _client = None
+
+
+def _preloaded() -> tuple[str, ...]:
+    # A rank of a pytest run imports test modules the way pytest does.
+    pytest = ("_pytest.assertion.rewrite",) if "_pytest" in sys.modules else ()
+    return PRELOAD + pytest
 
 
 def _command(fd: int) -> list[str]:

@@ -55,7 +55,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a rank answers: to ``Start`` when it has joined, to ``Run`` when it is done."""
+    """A rank's answer: to ``Start`` when it has joined, to ``Run`` when it is done."""
 
     kind: Kind
     ended_at_s: float

@@ -26,7 +26,7 @@ class RankState(enum.Enum):
     """The limit passed and nobody else was to blame."""
 
     VICTIM = "victim"
-    """Another rank failed first: this one waited for it, or lost its connection to it."""
+    """Another rank failed first: this one waited for it or lost its connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def _raised(outcome: RankOutcome) -> str:
 
 def _victim(outcome: RankOutcome) -> str:
     if outcome.error_type is not None:
-        return f"victim, raised {_raised(outcome)}"
-    return f"victim, {outcome.message}"
+        return f"raised {_raised(outcome)}"
+    return str(outcome.message)
 
 
 _HEADLINES = {

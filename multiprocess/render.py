@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from .outcomes import RankOutcome, RankState
+
+_THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
 
 def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
@@ -20,7 +23,7 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
     yield f"world of {len(outcomes)}: {root.headline}"
     yield from _section("root cause", [root])
     yield from _section("also failed", failed)
-    yield from _section("victims", victims)
+    yield from _section("victim", victims)
     if fine:
         yield ""
         yield f"returned normally: rank {', '.join(str(o.rank) for o in fine)}"
@@ -29,10 +32,16 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
 
 
 def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
+    told: dict[str, int] = {}
     for outcome in outcomes:
         yield ""
         yield f"{title}: {outcome.headline}"
-        yield from _indent(_details(outcome))
+        details = _details(outcome)
+        if details and details in told:
+            yield f"  (as rank {told[details]})"
+        else:
+            told[details] = outcome.rank
+            yield from _indent(details)
 
 
 def _details(outcome: RankOutcome) -> str:
@@ -42,7 +51,7 @@ def _details(outcome: RankOutcome) -> str:
     if outcome.state is RankState.KILLED and outcome.signal == "SIGKILL":
         parts.append("(SIGKILL from outside; the kernel does so when memory is short)")
     if outcome.stacks:
-        parts.append("stacks:\n" + outcome.stacks)
+        parts.append("stacks:\n" + _THREAD_ID.sub("", outcome.stacks))
     return "\n".join(part.rstrip() for part in parts if part)
 
 

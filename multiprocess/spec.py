@@ -31,7 +31,7 @@ class WorldSpec:
     """Limit of one call for the whole world; the clock starts when it is ready."""
 
     isolation: Isolation = "pool"
-    """What a call shares with earlier calls: the process group, the processes, nothing."""
+    """What a call shares with earlier ones: the process group, the ranks, nothing."""
 
     start_timeout_s: float = 120.0
     """Limit for the ranks to join their process group."""

@@ -7,6 +7,7 @@ the whole world. Who is left is made to dump its stacks. Nothing is judged here.
 
 from __future__ import annotations
 
+import re
 import selectors
 import time
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from .messages import Kind, Reply
 
 _CRASH_GRACE_S = 0.25
 """Less than for an exception: who talked to the dead learns of it at once."""
+
+_HARNESS_FRAME = re.compile(
+    r'  File "(<string>|.*/multiprocess/(worker|forkserver)\.py)", line \d+ in '
+)
+"""Below the function under test: the same in every stack, of interest to nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +115,11 @@ class Watch:
             ended_at_s=rank.ended_at_s,
             stopped=rank.rank in self._stopped,
             waited_s=time.monotonic() - self._began,
-            stacks=rank.stacks.take(),
+            stacks=_without_harness(rank.stacks.take()),
             output=rank.output.take(),
         )
+
+
+def _without_harness(stacks: str) -> str:
+    lines = stacks.splitlines()
+    return "\n".join(line for line in lines if not _HARNESS_FRAME.match(line))

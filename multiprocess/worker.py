@@ -15,11 +15,11 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from . import linux, wire
+from . import linux, pickling, rewriting, wire
 from .messages import Context, Kind, Reply, Run, Start
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
     from .world import World
 
@@ -88,7 +88,8 @@ class _Rank:
         self._make_group()
 
     def _open_store(self, prefix: str) -> Store:
-        from torch.distributed import FileStore, PrefixStore
+        # Public names of torch.distributed, which does not export them to mypy.
+        from torch._C._distributed_c10d import FileStore, PrefixStore
 
         # A file without a name: nothing to remove, whoever dies.
         store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.size)
@@ -143,19 +144,15 @@ class _Rank:
 
 
 def _call(payload: bytes) -> object:
-    import cloudpickle
-
-    fn, args, kwargs = cloudpickle.loads(payload)
+    fn, args, kwargs = pickling.loads(payload)
     return fn(*args, **kwargs)
 
 
 def _pickled_result(value: object) -> bytes:
-    import cloudpickle
-
     from .errors import NotPicklableError
 
     try:
-        return bytes(cloudpickle.dumps(value))
+        return pickling.dumps(value)
     except Exception as error:
         kind = type(value).__qualname__
         raise NotPicklableError(
@@ -190,11 +187,9 @@ def _raised(error: BaseException, reusable: bool) -> Reply:
 
 
 def _pickled_exception(error: BaseException) -> bytes | None:
-    import cloudpickle
-
     try:
-        pickled = bytes(cloudpickle.dumps(error))
-        cloudpickle.loads(pickled)  # many exceptions pickle but do not come back
+        pickled = pickling.dumps(error)
+        pickling.loads(pickled)  # many exceptions pickle but do not come back
     except Exception:
         return None
     return pickled
@@ -250,6 +245,7 @@ def _take_context(context: Context) -> None:
         for name, value in context.env.items()
         if not name.startswith(_FOREIGN_ENVIRONMENT)
     )
+    rewriting.take_modules(context.modules)
 
 
 def _rank_environment(size: int, rank: int) -> dict[str, str]:

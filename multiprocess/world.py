@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the parent must not pay for torch
     import torch
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
 

@@ -1,0 +1,271 @@
+"""What a cluster promises when nothing goes wrong."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradparity.multiprocess import (
+    Cluster,
+    NotPicklableError,
+    WorldSpec,
+    current_world,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    with Cluster(2) as made:
+        yield made
+
+
+@dataclass
+class Point:
+    x: int
+
+
+def ranks_sum(offset: int) -> Any:
+    value = torch.ones(1) * current_world().rank
+    dist.all_reduce(value)
+    return value.item() + offset
+
+
+def test_calls_the_function_on_every_rank(cluster: Cluster) -> None:
+    assert cluster.run(ranks_sum, 10) == [11.0, 11.0]
+    assert cluster.run(ranks_sum, offset=1) == [2.0, 2.0]
+
+
+def test_a_lambda_and_a_closure_travel(cluster: Cluster) -> None:
+    here = 5
+    assert cluster.run(lambda: current_world().rank + here) == [5, 6]
+
+
+def test_a_class_of_the_test_module_comes_back_as_itself(cluster: Cluster) -> None:
+    assert cluster.run(lambda p: Point(p.x + 1), Point(1)) == [Point(2), Point(2)]
+
+
+def test_tensors_travel_both_ways(cluster: Cluster) -> None:
+    sent = torch.arange(6.0).reshape(2, 3)
+    for result in cluster.run(lambda t: t * 2, sent):
+        assert torch.equal(result, sent * 2)
+
+
+def test_the_world_knows_itself(cluster: Cluster) -> None:
+    def look() -> Any:
+        world = current_world()
+        return world.rank, world.size, world.backend, str(world.device)
+
+    assert cluster.run(look) == [(0, 2, "gloo", "cpu"), (1, 2, "gloo", "cpu")]
+
+
+def test_there_is_no_world_in_the_parent() -> None:
+    with pytest.raises(RuntimeError, match=r"Cluster\.run"):
+        current_world()
+
+
+def test_a_mesh_is_made_once(cluster: Cluster) -> None:
+    def mesh_is_cached() -> Any:
+        world = current_world()
+        mesh = world.mesh((2,), ("data",))
+        return mesh is world.mesh((2,), ("data",)), mesh.mesh_dim_names
+
+    assert cluster.run(mesh_is_cached) == [(True, ("data",))] * 2
+    assert cluster.run(mesh_is_cached, isolation="group") == [(True, ("data",))] * 2
+
+
+def test_the_store_is_empty_in_each_call(cluster: Cluster) -> None:
+    def use_store() -> Any:
+        world = current_world()
+        before = world.store.check(["key"])
+        dist.barrier()
+        world.store.set("key", str(world.rank))
+        return before
+
+    assert cluster.run(use_store) == [False, False]
+    assert cluster.run(use_store) == [False, False]
+
+
+def test_generators_are_seeded_alike_in_each_call(cluster: Cluster) -> None:
+    def draw() -> Any:
+        generator = current_world().generator(3)
+        drawn = torch.rand(1, generator=generator).item()
+        return random.random(), torch.rand(1).item(), drawn
+
+    first, second = cluster.run(draw), cluster.run(draw)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def test_pool_keeps_processes_and_group(cluster: Cluster) -> None:
+    before = cluster.pids
+    cluster.run(ranks_sum, 0)
+    assert cluster.pids == before
+    assert cluster.run(os.getpid) == list(before)
+
+
+def test_group_makes_a_fresh_process_group(cluster: Cluster) -> None:
+    def group_id() -> Any:
+        return id(dist.group.WORLD), os.getpid()
+
+    kept = cluster.run(group_id)
+    assert cluster.run(group_id) == kept
+    fresh = cluster.run(group_id, isolation="group")
+    assert [pid for _, pid in fresh] == [pid for _, pid in kept]
+    assert cluster.run(ranks_sum, 0, isolation="group") == [1.0, 1.0]
+
+
+def test_process_takes_fresh_ranks(cluster: Cluster) -> None:
+    pids = cluster.run(os.getpid, isolation="process")
+    assert not set(pids) & set(cluster.pids)
+
+
+def test_a_destroyed_group_is_made_anew(cluster: Cluster) -> None:
+    cluster.run(dist.destroy_process_group)
+    assert cluster.run(ranks_sum, 0) == [1.0, 1.0]
+
+
+def test_settings_do_not_leak_into_the_next_call(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    def spoil(folder: Path) -> Any:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(2)
+        torch.use_deterministic_algorithms(True)
+        os.environ["SPOILT"] = "1"
+        os.chdir(folder)
+        sys.path.append("/spoilt")
+        sys.stdout = None
+
+    def look() -> Any:
+        print("still here")
+        return (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            "SPOILT" in os.environ,
+            os.getcwd(),
+            "/spoilt" in sys.path,
+        )
+
+    clean = cluster.run(look)
+    cluster.run(spoil, tmp_path)
+    assert cluster.run(look) == clean
+    assert clean[0][2] == 1
+
+
+def test_ranks_follow_the_parents_folder_and_environment(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOLLOWED", "yes")
+    found = cluster.run(lambda: (os.getcwd(), os.environ["FOLLOWED"]))
+    assert found == [(str(tmp_path), "yes")] * 2
+
+
+def test_ranks_do_not_see_the_parents_command_line(cluster: Cluster) -> None:
+    assert cluster.run(lambda: sys.argv) == [["gradparity-rank"]] * 2
+
+
+def test_output_is_kept_rank_by_rank(cluster: Cluster) -> None:
+    def speak() -> Any:
+        print("out", current_world().rank)
+        os.write(2, b"err\n")
+
+    outcomes = cluster.outcomes(speak)
+    assert [o.output for o in outcomes] == ["out 0\nerr\n", "out 1\nerr\n"]
+
+
+def test_what_cannot_be_sent_is_refused_at_once(cluster: Cluster) -> None:
+    lock = threading.Lock()
+    before = cluster.pids
+    with pytest.raises(NotPicklableError, match="cannot be sent"):
+        cluster.run(lambda: lock)
+    assert cluster.pids == before
+
+
+def test_large_values_travel(cluster: Cluster) -> None:
+    sent = torch.ones(3_000_000)
+    assert cluster.run(lambda t: t, sent)[1].sum() == 3_000_000
+
+
+def test_a_cluster_can_be_used_again_after_close() -> None:
+    cluster = Cluster(1)
+    assert cluster.pids == ()
+    assert cluster.run(lambda: 1) == [1]
+    cluster.close()
+    assert cluster.pids == ()
+    assert cluster.run(lambda: 2) == [2]
+    cluster.close()
+
+
+def test_calls_from_several_threads_wait_for_each_other(cluster: Cluster) -> None:
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(cluster.run(ranks_sum, 0)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[1.0, 1.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"size": 0}, ValueError),
+        ({"size": "2"}, TypeError),
+        ({"size": 2, "backend": "mpi"}, ValueError),
+        ({"size": 2, "backend": "nccl"}, ValueError),
+        ({"size": 2, "isolation": "none"}, ValueError),
+        ({"size": 2, "timeout_s": 0}, ValueError),
+    ],
+)
+def test_a_wrong_spec_is_refused(
+    settings: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        WorldSpec(**settings)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from gradparity.multiprocess import Cluster, current_world
+factor = 3
+def total():
+    value = torch.ones(1) * current_world().rank * factor
+    dist.all_reduce(value)
+    return value.item()
+with Cluster(2) as cluster:
+    print(cluster.run(total))
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "stdin", "module"])
+def test_works_from_a_program_without_a_main_guard(how: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    command, given = {
+        "script": (["program.py"], None),
+        "stdin": (["-i", "-q"], SCRIPT.replace("with", "\nwith") + "\n"),
+        "module": (["-m", "program"], None),
+    }[how]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "[3.0, 3.0]" in done.stdout, done.stderr
