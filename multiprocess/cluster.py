@@ -13,14 +13,13 @@ from .context import current_context
 from .crew import Crew
 from .errors import NotPicklableError, WorldFailure
 from .messages import Context, Run, Start
-from .outcomes import RankOutcome
+from .outcomes import RankOutcome, RankState
 from .spec import (
     Backend,
+    CallOptions,
     Device,
     Isolation,
     WorldSpec,
-    check_isolation,
-    check_positive,
 )
 from .watch import Watch
 
@@ -72,6 +71,13 @@ class Cluster:
         self._crew: Crew | None = None
         self._sent: Context | None = None
         self._lock = threading.RLock()
+
+    @classmethod
+    def of(cls, spec: WorldSpec) -> Self:
+        """Return a cluster for a spec made elsewhere."""
+        cluster = cls(spec.size)
+        cluster.spec = spec
+        return cluster
 
     @property
     def size(self) -> int:
@@ -149,25 +155,35 @@ class Cluster:
         **kwargs: Any,
     ) -> tuple[RankOutcome, ...]:
         """Do as ``run``, but return each rank's outcome with its output."""
-        limit_s = self.spec.timeout_s if timeout_s is None else timeout_s
-        isolation = isolation or self.spec.isolation
-        check_isolation(isolation)
-        check_positive("timeout_s", limit_s)
+        options = CallOptions(
+            timeout_s=self.spec.timeout_s if timeout_s is None else timeout_s,
+            isolation=isolation or self.spec.isolation,
+        )
+        return self.submit(options, fn, *args, **kwargs)
+
+    def submit(
+        self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[RankOutcome, ...]:
+        """Do as ``outcomes``, with the call's options as one value."""
         payload = _pickled_call(fn, args, kwargs)
         with self._lock:
-            if isolation == "process":
-                return self._run_apart(payload, limit_s)
-            return self._run_warm(payload, limit_s, fresh=isolation == "group")
+            if options.isolation == "process":
+                return self._run_apart(payload, options.timeout_s)
+            return self._run_warm(payload, options)
 
     def _run_warm(
-        self, payload: bytes, limit_s: float, fresh: bool
+        self, payload: bytes, options: CallOptions
     ) -> tuple[RankOutcome, ...]:
         crew = self._warm_crew()
+        fresh = options.isolation == "group"
         try:
-            return _call(crew, payload, limit_s, fresh, self._news())
-        except BaseException:  # also ctrl-C: a world in the middle of a call is no use
-            self._crew = None
-            crew.kill()
+            return _call(crew, payload, options.timeout_s, fresh, self._news())
+        except BaseException as error:  # also ctrl-C
+            if options.keep_answered and _all_answered(error):
+                crew.fresh_group = True
+            else:  # a world in the middle of a call is of no use
+                self._crew = None
+                crew.kill()
             raise
 
     def _run_apart(self, payload: bytes, limit_s: float) -> tuple[RankOutcome, ...]:
@@ -204,6 +220,13 @@ def _pickled_call(
         raise NotPicklableError(
             f"{name} or one of its arguments cannot be sent to the ranks: {error}"
         ) from error
+
+
+def _all_answered(error: BaseException) -> bool:
+    answers = (RankState.OK, RankState.RAISED)
+    return isinstance(error, WorldFailure) and all(
+        outcome.state in answers for outcome in error.outcomes
+    )
 
 
 def _started(spec: WorldSpec, context: Context) -> Crew:

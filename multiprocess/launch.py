@@ -167,8 +167,8 @@ def stop_forkserver() -> None:
 
 def _preloaded() -> tuple[str, ...]:
     # A rank of a pytest run imports test modules the way pytest does.
-    pytest = ("_pytest.assertion.rewrite",) if "_pytest" in sys.modules else ()
-    return PRELOAD + pytest
+    testing = ("pytest", "_pytest.assertion.rewrite", "hypothesis")
+    return PRELOAD + tuple(name for name in testing if name in sys.modules)
 
 
 def _command(fd: int) -> list[str]:

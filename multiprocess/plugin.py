@@ -1,1 +1,136 @@
-"""The pytest plugin of the harness (under construction)."""
+"""The pytest plugin: ``@pytest.mark.world`` runs a test's body on every rank.
+
+It is loaded in every pytest session of the environment, so it imports nothing heavy:
+what runs worlds is imported when the first test asks for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from .marks import MARKER_HELP, sizes_of, spec_of
+
+if TYPE_CHECKING:
+    from .runners import Runner
+    from .spec import WorldSpec
+
+_MARK = "world"
+_RUNNER = pytest.StashKey["Runner"]()
+_SPEC = pytest.StashKey["WorldSpec"]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", MARKER_HELP)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test of each size."""
+    marker = metafunc.definition.get_closest_marker(_MARK)
+    if marker is None:
+        return
+    sizes = sizes_of(marker.args, marker.kwargs)
+    if "world" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("world")
+    ids = (
+        [f"world{size}" for size in sizes] if len(sizes) > 1 else [pytest.HIDDEN_PARAM]
+    )
+    metafunc.parametrize("world", sizes, indirect=True, ids=ids)
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Any:
+    """Return this rank's world, in a test marked with ``@pytest.mark.world``."""
+    from .ranktest import WorldArgument
+
+    if request.node.get_closest_marker(_MARK) is None:
+        pytest.fail(
+            "the fixture `world` needs @pytest.mark.world(size=...)", pytrace=False
+        )
+    return WorldArgument(request.param)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare for the worlds to come, while pytest goes on."""
+    items = [item for item in session.items if item.get_closest_marker(_MARK)]
+    if items and not session.config.option.collectonly:
+        _runner(session.config).expect([_spec(item) for item in items])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse what cannot run on ranks, rather than run it here."""
+    if item.get_closest_marker(_MARK) is not None:
+        from .testcall import prepare
+
+        prepare(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Any:
+    """Leave a fixture that asks for ``world`` to the ranks."""
+    if fixturedef.argname == "world" or not fixturedef.argnames:
+        return None
+    if request.node.get_closest_marker(_MARK) is None:
+        return None
+    from .testcall import rank_fixture
+
+    return rank_fixture(fixturedef, request)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body on the ranks."""
+    if pyfuncitem.get_closest_marker(_MARK) is None:
+        return None
+    from .testcall import call_on_ranks
+
+    call_on_ranks(pyfuncitem, _spec(pyfuncitem), _runner(pyfuncitem.config))
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show a failed world by root cause and victims, not by the parent's traceback."""
+    report = yield
+    if item.get_closest_marker(_MARK) is not None and report.failed:
+        from .testcall import explain
+
+        explain(item, call, report)
+    return report
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End all ranks."""
+    if _RUNNER in config.stash:
+        config.stash[_RUNNER].close()
+        del config.stash[_RUNNER]
+
+
+def _runner(config: pytest.Config) -> Runner:
+    if _RUNNER not in config.stash:
+        from .runners import default_runner
+
+        config.stash[_RUNNER] = default_runner()
+    return config.stash[_RUNNER]
+
+
+def _spec(item: pytest.Item) -> WorldSpec:
+    if _SPEC not in item.stash:
+        marker = item.get_closest_marker(_MARK)
+        assert marker is not None
+        callspec = getattr(item, "callspec", None)
+        size = (
+            callspec.params["world"]
+            if callspec
+            else sizes_of(marker.args, marker.kwargs)[0]
+        )
+        item.stash[_SPEC] = spec_of(size, marker.kwargs)
+    return item.stash[_SPEC]

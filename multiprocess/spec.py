@@ -68,6 +68,25 @@ class WorldSpec:
             check_positive(name, getattr(self, name))
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """What may differ from one call on a cluster to the next."""
+
+    timeout_s: float
+    """Limit of the call for the whole world."""
+
+    isolation: Isolation = "pool"
+    """What the call shares with earlier ones."""
+
+    keep_answered: bool = False
+    """Keep the ranks of a failed call in which every rank answered; the next call gets
+    a fresh process group. Meant for many small failing calls, as in shrinking."""
+
+    def __post_init__(self) -> None:
+        check_isolation(self.isolation)
+        check_positive("timeout_s", self.timeout_s)
+
+
 def check_isolation(value: str) -> None:
     """Raise ``ValueError`` unless ``value`` names an isolation."""
     _check_member("isolation", value, ISOLATIONS)

@@ -20,7 +20,7 @@ _CRASH_GRACE_S = 0.25
 """Less than for an exception: who talked to the dead learns of it at once."""
 
 _HARNESS_FRAME = re.compile(
-    r'  File "(<string>|.*/multiprocess/(worker|forkserver)\.py)", line \d+ in '
+    r'  File "(<string>|.*/multiprocess/(worker|forkserver|ranktest)\.py)", line \d+ '
 )
 """Below the function under test: the same in every stack, of interest to nobody."""
 

@@ -1,0 +1,205 @@
+"""One marked test: what the ranks get, and what their outcomes mean to pytest."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import pytest
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ReprEntryNative,
+    ReprFileLocation,
+    ReprTraceback,
+)
+from _pytest.fixtures import resolve_fixture_function
+
+from . import pickling
+from .errors import WorldFailure
+from .outcomes import RankOutcome
+from .ranktest import (
+    STAND_INS,
+    Agreed,
+    Body,
+    RankFixture,
+    RankRequest,
+    StandIn,
+    WorldArgument,
+    is_special,
+    run_body,
+)
+from .runners import Runner
+from .spec import CallOptions, WorldSpec
+
+_FAILURE = pytest.StashKey[WorldFailure]()
+_RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
+
+_PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd"})
+"""Fixtures of pytest's that mean nothing on a rank."""
+
+
+def prepare(item: pytest.Item) -> None:
+    """Fail a marked test that pytest would run in the parent; ready the others."""
+    if type(item) is not pytest.Function:
+        pytest.fail(
+            f"@pytest.mark.world is for plain test functions and methods, and "
+            f"{item.name} is a {type(item).__name__}",
+            pytrace=False,
+        )
+    if inspect.iscoroutinefunction(item.obj):
+        pytest.fail("@pytest.mark.world cannot run a coroutine", pytrace=False)
+    if hasattr(item.obj, "hypothesis"):
+        from .examples import relax
+
+        relax(item.obj)
+
+
+def rank_fixture(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> RankFixture | None:
+    """Return a fixture's plan if it depends on ``world``; None leaves it to pytest."""
+    values = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
+    if not any(isinstance(v, WorldArgument | RankFixture) for v in values.values()):
+        return None
+    if fixturedef.scope != "function":
+        pytest.fail(
+            f"the fixture `{fixturedef.argname}` asks for `world` and is "
+            f"{fixturedef.scope}-scoped; on ranks only function scope exists",
+            pytrace=False,
+        )
+    values = {name: _sendable(name, value) for name, value in values.items()}
+    if "request" in values:
+        values["request"] = RankRequest(getattr(request, "param", None))
+    fn = resolve_fixture_function(fixturedef, request)
+    plan = RankFixture(fixturedef.argname, fn, values)
+    fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
+    request.node.stash.setdefault(_RANK_FIXTURES, []).append(plan)
+    return plan
+
+
+def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> None:
+    """Run a marked test's body; raise what pytest should see."""
+    __tracebackhide__ = True
+    names = item._fixtureinfo.argnames
+    arguments = {name: _sendable(name, item.funcargs[name]) for name in names}
+
+    fixtures = item.stash.setdefault(_RANK_FIXTURES, [])
+
+    def call(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+        __tracebackhide__ = True
+        body = Body(
+            fn=fn,
+            args=args,
+            arguments=kwargs,
+            autouse=fixtures,
+            filters=list(warnings.filters),
+        )
+        _check_travels(body)
+        _call(item, spec, runner, body)
+
+    if hasattr(item.obj, "hypothesis"):
+        from .examples import draw_and_call
+
+        draw_and_call(item.obj, arguments, call)
+    else:
+        call(item.obj, (), arguments)
+
+
+def explain(
+    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
+    """Replace the parent's traceback by the failed world in words."""
+    failure = item.stash.get(_FAILURE, None)
+    if failure is None or call.excinfo is None or call.when != "call":
+        return
+    notes = getattr(call.excinfo.value, "__notes__", [])
+    text = "\n".join([_disagreement(failure.outcomes) + str(failure), *notes])
+    path, line, _ = item.location
+    where = ReprFileLocation(path, (line or 0) + 1, failure.root.headline)
+    entries = [ReprEntryNative([text + "\n"])]
+    traceback = ReprTraceback(entries, None, style="native")
+    report.longrepr = ExceptionChainRepr([(traceback, where, None)])
+
+
+def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) -> None:
+    __tracebackhide__ = True
+    options = CallOptions(
+        timeout_s=spec.timeout_s,
+        isolation=spec.isolation,
+        keep_answered=hasattr(item.obj, "hypothesis"),
+    )
+    if _FAILURE in item.stash:  # of an earlier example
+        del item.stash[_FAILURE]
+    try:
+        outcomes = runner.run(spec, options, run_body, body)
+    except WorldFailure as failure:
+        item.stash[_FAILURE] = failure
+        raise _for_pytest(failure) from None
+    _show_output(outcomes)
+    for outcome in outcomes:
+        if isinstance(outcome.value, Agreed):
+            _leave(outcome.value)
+
+
+def _leave(agreed: Agreed) -> NoReturn:
+    __tracebackhide__ = True
+    if agreed.kind == "Skipped":
+        pytest.skip(agreed.reason)
+    if agreed.kind == "XFailed":
+        pytest.xfail(agreed.reason)
+    from .examples import reject
+
+    reject()
+
+
+def _for_pytest(failure: WorldFailure) -> BaseException:
+    disagreement = _disagreement(failure.outcomes)
+    if disagreement:
+        return pytest.fail.Exception(disagreement, pytrace=False)
+    # The rank's own exception, so that xfail(raises=...) and hypothesis know it.
+    error = failure.root.exception
+    return error if isinstance(error, Exception | pytest.fail.Exception) else failure
+
+
+def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
+    if not any(is_special(outcome.error_type) for outcome in outcomes):
+        return ""
+    lines = [f"  {outcome.headline}" for outcome in outcomes]
+    return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])
+
+
+def _show_output(outcomes: tuple[RankOutcome, ...]) -> None:
+    for outcome in outcomes:
+        if outcome.output:
+            sys.stdout.write(f"--- rank {outcome.rank} ---\n{outcome.output}")
+
+
+def _sendable(name: str, value: Any) -> Any:
+    if isinstance(value, RankFixture | WorldArgument):
+        return value
+    if name in STAND_INS:
+        return StandIn(name)
+    return value
+
+
+def _check_travels(body: Body) -> None:
+    for name, value in body.arguments.items():
+        if name in _PARENT_ONLY:
+            _refuse_fixture(name, "belongs to the parent")
+        if not isinstance(value, RankFixture | WorldArgument | StandIn):
+            try:
+                pickling.dumps(value)
+            except Exception as error:
+                _refuse_fixture(name, f"cannot be pickled: {error}")
+
+
+def _refuse_fixture(name: str, why: str) -> None:
+    pytest.fail(
+        f"the fixture or argument `{name}` {why}. Fixtures run once, in the parent, "
+        "and their values travel to the ranks; one that asks for `world` runs on each "
+        "rank instead.",
+        pytrace=False,
+    )
