@@ -61,7 +61,7 @@ class CallLog(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.collectives: list[str] = []
         self.host_syncs = 0
 

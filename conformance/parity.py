@@ -51,7 +51,7 @@ class ParityRow:
 
     @property
     def ratio(self) -> float:
-        """error / bound; above 1 is a violation. 0 / 0 is 0."""
+        """Error over bound; above 1 is a violation. 0 / 0 is 0."""
         if self.error == 0.0:
             return 0.0
         return self.error / self.bound if self.bound else float("inf")

@@ -61,8 +61,10 @@ def load_scaler(spec: str, folder: str) -> Any:
         sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"scaler {spec!r}: cannot import: {error}") from error
+    except Exception as error:  # a user's module may raise anything: their fault, told
+        raise ValueError(
+            f"scaler {spec!r}: cannot import: {type(error).__name__}: {error}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ValueError(

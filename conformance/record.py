@@ -32,7 +32,7 @@ def make_header(
     return Header(
         schema=SCHEMA_VERSION,
         gradparity=__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         python=platform.python_version(),
         platform=f"{platform.system()}-{platform.machine()}".lower(),
         backend="gloo",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,11 +157,10 @@ class _Run:
         (value * factor).backward()
         return value.item()
 
-    def _forward(self, inputs: Tensor) -> Tensor:
+    def _forward(self, inputs: Tensor) -> Any:
         dtype = self.precision.parameter_dtype
         if dtype is None:
-            output: Tensor = self.model(inputs)
-            return output
+            return self.model(inputs)
         narrow = {n: p.to(dtype) for n, p in self.model.named_parameters()}
         inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
         return functional_call(self.model, narrow, (inputs,))

@@ -7,13 +7,12 @@ their schedule; each is made once and shared by all scalers.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from ..multiprocess import Cluster, RankOutcome, WorldFailure
+from ..multiprocess import Cluster, RankOutcome, RankState, WorldFailure
 from . import laws as laws
 from .law import LAWS, Evidence, Finding, Status, Verdict, judge
 from .parity import Parity, measure_parity
@@ -23,8 +22,8 @@ from .trace import Problem, RankTrace
 
 __all__ = ["Case", "Runner"]
 
-LOST = ("KILLED", "EXITED")
-"""Ends of a rank that say nothing about the scaler."""
+_LOST = {RankState.KILLED, RankState.EXITED}
+# ends of a rank that say nothing about the scaler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,30 +124,41 @@ def _traces_of(failure: WorldFailure) -> tuple[RankTrace, ...]:
     Raises:
         WorldFailure: if the failure is not the scaler's.
     """
-    states = {outcome.state.name for outcome in failure.outcomes}
-    judged = any(isinstance(o.exception, JudgedError) for o in failure.outcomes)
-    if states & set(LOST) or not (judged or "HUNG" in states):
+    states = {outcome.state for outcome in failure.outcomes}
+    judged = isinstance(failure.root.exception, JudgedError)
+    if states & _LOST or not (judged or RankState.HUNG in states):
         raise failure
     return tuple(_trace_of(outcome) for outcome in failure.outcomes)
 
 
 def _trace_of(outcome: RankOutcome) -> RankTrace:
     if isinstance(outcome.exception, JudgedError):
-        return outcome.exception.trace
+        return _blameless(outcome) if _is_victim(outcome) else outcome.exception.trace
     if isinstance(outcome.value, RankTrace):
         return outcome.value
     empty = RankTrace(rank=outcome.rank, coordinate={}, index={}, shards={})
-    if outcome.state.name == "HUNG":
-        empty.problem = Problem(step=0, call="a call", error=outcome.message)
+    if outcome.state is RankState.HUNG:
+        empty.problem = Problem(step=0, call="a call", error=outcome.message or "hung")
     return empty
 
 
+def _is_victim(outcome: RankOutcome) -> bool:
+    return outcome.state is RankState.VICTIM
+
+
+def _blameless(outcome: RankOutcome) -> RankTrace:
+    """The trace of a rank whose peer failed first: without the step it broke in."""
+    assert isinstance(outcome.exception, JudgedError)
+    trace = outcome.exception.trace
+    trace.problem = None
+    del trace.steps[-1:]
+    return trace
+
+
 def _root_cause(failure: WorldFailure) -> str:
-    root = failure.root
-    text = " ".join((root.message or root.error_type or root.state.name).split())
-    return f"rank {root.rank}: {text[:400]}"
+    return " ".join(failure.root.headline.split())[:400]
 
 
-def _no_verdicts(problem: str) -> Sequence[Verdict]:
+def _no_verdicts(problem: str) -> list[Verdict]:
     finding = Finding(status=Status.ERROR, message=problem)
     return [Verdict(law=each, finding=finding) for each in LAWS]

@@ -191,7 +191,7 @@ def _parse_settings(text: str) -> dict[str, Any]:
                 f"unknown setting {part!r}: expected key=value with key one of "
                 f"{', '.join(fields)}"
             )
-        kind = type(fields[key].default)
+        kind: Any = type(fields[key].default)
         try:
             settings[fields[key].name] = kind(value)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Collectives: what a scaler sends depends on no rank's gradients, and nothing strays."""
+"""Collectives: what a scaler sends does not depend on gradients; nothing strays."""
 
 from __future__ import annotations
 

@@ -27,14 +27,19 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
 def _departed(row: ParityRow) -> Finding:
     return Finding(
         status=Status.FAIL,
-        message=f"step {row.step}: the {row.kind} of {row.parameter} on rank "
-        f"{row.rank} departs from the fp64 truth: relative {row.measure} of the error "
+        message=f"step {row.step}: {_subject(row)} departs from the fp64 truth: relative {row.measure} of the error "
         f"{row.error:.3g}, bound {row.bound:.3g}",
         step=row.step,
         ranks=(row.rank,),
         parameter=row.parameter,
         numbers={"error": row.error, "bound": row.bound},
     )
+
+
+def _subject(row: ParityRow) -> str:
+    if row.kind == "loss":
+        return "the loss"
+    return f"the {row.kind} of {row.parameter} on rank {row.rank}"
 
 
 def _where(row: ParityRow) -> str:
@@ -65,7 +70,7 @@ def update(evidence: Evidence) -> Finding:
 
 @law(
     "parity.loss",
-    "The loss of every step is as near to fp64 as that of a correct single-process run.",
+    "The loss of every step is as near to fp64 as in a correct single-process run.",
     REASON,
 )
 def loss(evidence: Evidence) -> Finding:

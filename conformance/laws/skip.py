@@ -87,7 +87,7 @@ def everybody_steps(evidence: Evidence) -> Finding:
 
 @law(
     "skip.frozen",
-    "A skipped step leaves parameters, optimizer state and step counters bitwise equal.",
+    "A skipped step leaves parameters, optimizer state and counters bitwise equal.",
     "Adam's bias correction depends on the step counter: one that counts skipped steps "
     "trains differently (defect B13 and its kin).",
 )

@@ -1,0 +1,145 @@
+"""``gradparity`` and ``python -m gradparity.conformance``: parse, act, exit code."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import DEFAULT_SCALER, build_parser
+
+if TYPE_CHECKING:  # torch is imported only by the commands that need it
+    from .catalogue import Selection
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program name; None takes the process's own.
+
+    Returns:
+        0 conformant, 1 violations, 2 usage, 3 harness failure.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parsed = build_parser().parse_args(arguments)
+    parsed.arguments = arguments
+    try:
+        return COMMANDS[parsed.command](parsed)
+    except ValueError as error:  # the caller's fault: one line, no traceback
+        print(f"gradparity: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"gradparity: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "gradparity: interrupted; the report holds what was done", file=sys.stderr
+        )
+        return 130
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """``run`` and ``replay``: the latter has no selection, only one id."""
+    from rich.console import Console
+
+    from .run import RunSettings, run
+
+    replayed = parsed.command == "replay"
+    settings = RunSettings(
+        scalers=parsed.scaler or [DEFAULT_SCALER],
+        selection=_selection(parsed),
+        preset=getattr(parsed, "preset", "parity"),
+        scenarios=parsed.scenario,
+        require=getattr(parsed, "require", ()),
+        out=parsed.out or (Path("parity-replay") if replayed else None),
+        json=parsed.json,
+        fail_fast=getattr(parsed, "fail_fast", False),
+        timeout_s=parsed.timeout_s,
+        quiet=parsed.quiet,
+        arguments=parsed.arguments,
+    )
+    return run(settings, Console())
+
+
+def _selection(parsed: argparse.Namespace) -> Selection:
+    from .catalogue import Selection
+
+    return Selection(
+        topologies=getattr(parsed, "topology", ()),
+        data=getattr(parsed, "data", ()),
+        precisions=getattr(parsed, "precision", ()),
+        optimizers=getattr(parsed, "optimizer", ()),
+        world=getattr(parsed, "world_size", None),
+        seed=getattr(parsed, "seed", 0),
+    )
+
+
+def _list(parsed: argparse.Namespace) -> int:
+    from .listing import listing
+
+    for line in listing(parsed.what, parsed.preset, _selection(parsed)):
+        print(line)
+    return 0
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    from .listing import explain
+
+    print(explain(parsed.what))
+    return 0
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .page import write_page
+    from .report import read_report
+    from .terminal import print_report
+
+    report = read_report(parsed.report)
+    if parsed.html is None:
+        print_report(Console(), report)
+    else:
+        print(write_page(report, parsed.html))
+    return 0
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    from .compare import compare
+    from .report import read_report
+
+    changes = compare(read_report(parsed.before), read_report(parsed.after))
+    for change in changes:
+        print(change.text)
+    print(f"{len(changes)} differences")
+    return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    script = Path(__file__).parent.parent / "benchmarks" / f"{parsed.what}.py"
+    if not script.is_file():
+        raise ValueError(
+            f"benchmark {parsed.what!r} is not installed: run it from a source checkout"
+        )
+    status = runpy.run_path(str(script))["main"](parsed.rest)
+    return int(status)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": _run,
+    "replay": _run,
+    "list": _list,
+    "explain": _explain,
+    "report": _report,
+    "compare": _compare,
+    "bench": _bench,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The command line: which options each command takes. No work is done here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the class is private and generic only for type checkers
+    Commands = argparse._SubParsersAction[Any]
+
+__all__ = ["DEFAULT_SCALER", "LISTS", "build_parser"]
+
+DEFAULT_SCALER = "gradparity.scaler:GradScaler"
+LISTS = (
+    "laws",
+    "topologies",
+    "precisions",
+    "optimizers",
+    "faults",
+    "scalers",
+    "scenarios",
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One clear line on bad usage, and exit code 2."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn, exit() does not return
+        self.exit(2, f"gradparity: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``gradparity`` and ``python -m gradparity.conformance``."""
+    parser = _Parser(
+        prog="gradparity",
+        description="Judge gradient scalers on real meshes and gate on the report.",
+        epilog="exit codes: 0 conformant, 1 violations, 2 usage, 3 harness failure",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_replay(commands)
+    _add_small(commands)
+    return parser
+
+
+def _add_run(commands: Commands) -> None:
+    run = commands.add_parser("run", help="run scenarios, write a report")
+    _add(run, _JUDGED, _SELECTION, _RUN, _OUTPUT)
+
+
+def _add_replay(commands: Commands) -> None:
+    replay = commands.add_parser("replay", help="run one scenario id again")
+    replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
+    _add(replay, _JUDGED, _OUTPUT)
+
+
+def _add_small(commands: Commands) -> None:
+    listing = commands.add_parser("list", help="what there is to choose from")
+    listing.add_argument("what", choices=LISTS, metavar="|".join(LISTS))
+    _add(listing, _SELECTION)
+    explain = commands.add_parser("explain", help="a law or a scenario in words")
+    explain.add_argument("what", metavar="LAW_OR_ID")
+    report = commands.add_parser("report", help="render a report")
+    report.add_argument("report", type=Path, metavar="REPORT")
+    report.add_argument("--html", type=Path, metavar="DIR", help="write index.html")
+    compare = commands.add_parser("compare", help="two reports by meaning")
+    compare.add_argument("before", type=Path, metavar="BEFORE")
+    compare.add_argument("after", type=Path, metavar="AFTER")
+    bench = commands.add_parser("bench", help="benchmarks, from a source checkout")
+    bench.add_argument("what", choices=("scaler", "harness"))
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+
+
+def _add(parser: argparse.ArgumentParser, *tables: Options) -> None:
+    for table in tables:
+        for name, settings in table.items():
+            parser.add_argument(f"--{name}", **settings)
+
+
+def _repeated(metavar: str, text: str) -> dict[str, Any]:
+    return {
+        "action": "append",
+        "default": [],
+        "metavar": metavar,
+        "help": f"{text}; may be repeated",
+    }
+
+
+Options = Mapping[str, Mapping[str, Any]]
+
+_JUDGED: Options = {
+    "scaler": _repeated("SPEC", f"module:attribute to judge ({DEFAULT_SCALER})"),
+}
+_SELECTION: Options = {
+    "preset": {"default": "parity", "help": "named set of scenarios"},
+    "topology": _repeated("NAME", "only this topology"),
+    "data": _repeated("NAME", "only this data set"),
+    "precision": _repeated("NAME", "only this precision"),
+    "optimizer": _repeated("NAME", "only this optimizer"),
+    "world-size": {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks, instead of each topology's own number",
+    },
+    "seed": {"type": int, "default": 0, "help": "seed of weights and data"},
+}
+_RUN: Options = {
+    "scenario": _repeated("ID", "run this scenario instead of a preset"),
+    "require": _repeated("SPEC", "scaler that decides the exit code (all)"),
+    "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
+}
+_OUTPUT: Options = {
+    "out": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "folder for report.jsonl and index.html (parity-report)",
+    },
+    "json": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "write the report to FILE, one JSON object a line",
+    },
+    "timeout-s": {
+        "type": float,
+        "default": 120.0,
+        "metavar": "S",
+        "help": "limit of one scenario in seconds (120)",
+    },
+    "quiet": {"action": "store_true", "help": "no progress, no table"},
+}

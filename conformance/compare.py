@@ -1,0 +1,63 @@
+"""Compare two reports by meaning: verdicts by case, never dates or timings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .report import CaseRecord, Report
+
+__all__ = ["Change", "compare"]
+
+# from best to worst; a step to the right is a regression
+_ORDER = ("pass", "skipped", "inconclusive", "fail", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One difference between two reports."""
+
+    kind: str
+    """``regression``, ``fix``, ``changed``, ``new`` or ``gone``."""
+    text: str
+    """One line in words."""
+
+
+def compare(before: Report, after: Report) -> list[Change]:
+    """What has changed from ``before`` to ``after``, worst first."""
+    old = {c.key: c for c in before.cases}
+    new = {c.key: c for c in after.cases}
+    changes = [_missing("gone", c) for k, c in old.items() if k not in new]
+    changes += [_missing("new", c) for k, c in new.items() if k not in old]
+    for key in old.keys() & new.keys():
+        changes += _verdicts(old[key], new[key])
+    order = ("regression", "gone", "changed", "fix", "new")
+    return sorted(changes, key=lambda c: (order.index(c.kind), c.text))
+
+
+def _missing(kind: str, case: CaseRecord) -> Change:
+    return Change(kind=kind, text=f"{kind}: {case.scenario}  {case.scaler}")
+
+
+def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
+    before = {v.law: v for v in old.verdicts}
+    after = {v.law: v for v in new.verdicts}
+    where = f"{new.scenario}  {new.scaler}"
+    changes = [
+        Change(kind="gone", text=f"gone: law {law} in {where}")
+        for law in before.keys() - after.keys()
+    ]
+    changes += [
+        Change(kind="new", text=f"new: law {law} in {where}")
+        for law in after.keys() - before.keys()
+    ]
+    for law in before.keys() & after.keys():
+        was, now = before[law], after[law]
+        if was.status != now.status:
+            worse = _ORDER.index(now.status) > _ORDER.index(was.status)
+            kind = "regression" if worse else "fix"
+            text = f"{kind}: {law} {was.status} -> {now.status} in {where}: "
+            changes.append(Change(kind=kind, text=text + now.message))
+        elif was.status == "fail" and was.message != now.message:
+            text = f"changed: {law} in {where}: {was.message} -> {now.message}"
+            changes.append(Change(kind="changed", text=text))
+    return changes

@@ -1,0 +1,165 @@
+"""The run command: choose scenarios, judge every scaler in them, write the report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from .catalogue import Selection, select
+from .page import write_page
+from .rank import load_scaler
+from .record import case_record, make_header
+from .report import CaseRecord, ReportWriter, read_report
+from .runner import Runner
+from .scenario import Scenario
+from .terminal import Ticker, print_report, progress
+
+__all__ = ["EXIT_CODES", "RunSettings", "run"]
+
+EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 3, "error": 3}
+"""Exit code by the worst status; 2 is bad usage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """One run, as the command line or a program asks for it."""
+
+    scalers: Sequence[str]
+    """Specs ``module:attribute`` of the judged scalers."""
+    selection: Selection
+    preset: str = "parity"
+    scenarios: Sequence[str] = ()
+    """Scenario ids to run instead of a preset."""
+    require: Sequence[str] = ()
+    """Scalers that decide the exit code; empty means all of them."""
+    out: Path | None = None
+    """Folder for ``report.jsonl`` and ``index.html``."""
+    json: Path | None = None
+    """File for the report alone."""
+    fail_fast: bool = False
+    """Stop at the first violation."""
+    timeout_s: float = 120.0
+    """Limit of one scenario."""
+    quiet: bool = False
+    arguments: Sequence[str] = ()
+    """The command line, for the header."""
+
+    def __post_init__(self) -> None:
+        for spec in self.require:
+            if spec not in self.scalers:
+                raise ValueError(
+                    f"--require {spec} is not judged: add --scaler {spec}, or choose "
+                    f"one of {', '.join(self.scalers)}"
+                )
+        if not self.timeout_s > 0:
+            raise ValueError(f"the timeout must be positive, got {self.timeout_s}")
+
+    def chosen(self) -> list[Scenario]:
+        """The scenarios to run.
+
+        Raises:
+            ValueError: for unknown names or ids, or parts that do not go together.
+        """
+        if self.scenarios:
+            return [Scenario.parse(text) for text in self.scenarios]
+        return select(self.preset, self.selection)
+
+
+def run(settings: RunSettings, console: Console) -> int:
+    """Run, report and return the exit code.
+
+    Raises:
+        ValueError: for bad usage, before anything is started.
+    """
+    scenarios = list(dict.fromkeys(settings.chosen()))
+    scalers = list(dict.fromkeys(settings.scalers))
+    folder = os.getcwd()
+    for spec in scalers:
+        load_scaler(spec, folder)
+    pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
+    header = make_header(
+        planned=len(pairs),
+        preset="ids" if settings.scenarios else settings.preset,
+        seed=settings.selection.seed,
+        arguments=settings.arguments,
+    )
+    path = _report_path(settings)
+    with ReportWriter(path, header) as writer:
+        code = _judge(settings, pairs, writer, console, folder)
+    _show(settings, path, console)
+    return code
+
+
+def _judge(
+    settings: RunSettings,
+    pairs: Sequence[tuple[str, Scenario]],
+    writer: ReportWriter,
+    console: Console,
+    folder: str,
+) -> int:
+    start = time.monotonic()
+    records: list[CaseRecord] = []
+    with (
+        Runner(folder=folder, timeout_s=settings.timeout_s) as runner,
+        progress(console, len(pairs), quiet=settings.quiet) as ticker,
+    ):
+        for spec, scenario in pairs:
+            records.append(_one(runner, spec, scenario, writer, ticker))
+            if settings.fail_fast and records[-1].status != "pass":
+                break
+    reason = _incomplete(records, len(pairs))
+    writer.close(time.monotonic() - start, reason)
+    return _exit_code(settings, records)
+
+
+def _one(
+    runner: Runner, spec: str, scenario: Scenario, writer: ReportWriter, ticker: Ticker
+) -> CaseRecord:
+    ticker.begin(spec, scenario.id)
+    record = case_record(runner.run(spec, scenario))
+    writer.case(record)
+    ticker.end(record)
+    return record
+
+
+def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
+    broken = [r for r in records if r.status == "error"]
+    if broken:
+        first = broken[0]
+        return (
+            f"{len(broken)} of {planned} cases have no verdict; first "
+            f"{first.scenario}: {first.problem}"
+        )
+    if len(records) < planned:
+        return f"stopped at the first violation: {len(records)} of {planned} cases ran"
+    return ""
+
+
+def _exit_code(settings: RunSettings, records: Sequence[CaseRecord]) -> int:
+    deciding = settings.require or settings.scalers
+    statuses = {r.status for r in records if r.scaler in deciding}
+    order = ("error", "fail", "inconclusive", "pass")
+    return next((EXIT_CODES[s] for s in order if s in statuses), 3)
+
+
+def _report_path(settings: RunSettings) -> Path:
+    if settings.json is not None:
+        return settings.json
+    return (settings.out or Path("parity-report")) / "report.jsonl"
+
+
+def _show(settings: RunSettings, path: Path, console: Console) -> None:
+    report = read_report(path)
+    if not settings.quiet:
+        print_report(console, report)
+    lines = [f"report: {path}"]
+    if settings.json is None or settings.out is not None:
+        page = write_page(report, settings.out or path.parent)
+        lines.append(f"page:   {page}")
+    if not settings.quiet:
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,169 @@
+"""What a run shows in the terminal: live progress, then one table and the evidence.
+
+Text from models, tests and exceptions is shown as it is and never read as markup;
+control characters are replaced, so that no report can drive a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from .report import CaseRecord, Report, VerdictRecord
+
+__all__ = ["cell", "plain", "print_report", "progress"]
+
+STYLES = {
+    "pass": "green",
+    "fail": "bold red",
+    "error": "bold magenta",
+    "inconclusive": "yellow",
+    "skipped": "dim",
+}
+_WORST = ("error", "fail", "inconclusive", "pass")
+
+
+class Ticker(Protocol):
+    """Told of every case that begins or ends."""
+
+    def begin(self, scaler: str, scenario: str) -> None:
+        """A case begins."""
+
+    def end(self, record: CaseRecord) -> None:
+        """A case has been judged."""
+
+
+def plain(text: str) -> str:
+    """``text`` on one line, without control characters."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+
+
+@contextmanager
+def progress(console: Console, planned: int, *, quiet: bool) -> Iterator[Ticker]:
+    """Show a live bar on a terminal, one line a failure elsewhere.
+
+    Args:
+        console: where to write.
+        planned: number of cases to come.
+        quiet: show nothing.
+    """
+    if quiet or not console.is_terminal:
+        yield _LogTicker(console, quiet=quiet)
+        return
+    bar = Progress(
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        yield _LiveTicker(bar, planned)
+
+
+class _LogTicker:
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        self.console = console
+        self.quiet = quiet
+
+    def begin(self, scaler: str, scenario: str) -> None:
+        pass
+
+    def end(self, record: CaseRecord) -> None:
+        if record.status != "pass" and not self.quiet:
+            line = f"{record.status:<12} {record.scenario}  {record.scaler}"
+            self.console.print(Text(plain(line)), soft_wrap=True)
+
+
+class _LiveTicker:
+    def __init__(self, bar: Progress, planned: int) -> None:
+        self.bar = bar
+        self.task = bar.add_task("", total=planned)
+
+    def begin(self, scaler: str, scenario: str) -> None:
+        short = plain(f"{scenario}  {scaler}")
+        self.bar.update(self.task, description=short[:70])
+
+    def end(self, record: CaseRecord) -> None:
+        self.bar.advance(self.task)
+
+
+def worst_status(records: Sequence[CaseRecord]) -> str:
+    """The worst status of ``records``; ``skipped`` where there are none."""
+    found = {r.status for r in records}
+    return next((s for s in _WORST if s in found), "skipped")
+
+
+def first_failure(
+    records: Sequence[CaseRecord],
+) -> tuple[CaseRecord, VerdictRecord] | None:
+    """The failure with which ``records`` first departed, by chapter order of laws."""
+    failed = [(r, v) for r in records for v in r.failures]
+    return failed[0] if failed else None
+
+
+def cell(records: Sequence[CaseRecord]) -> str:
+    """One cell of the matrix in words: verdict and first evidence."""
+    status = worst_status(records)
+    if status == "skipped":
+        return "not run"
+    found = first_failure(records)
+    if found is None:
+        return f"{status.upper()} ({len(records)} runs)"
+    record, verdict = found
+    bad = sum(bool(r.failures) for r in records)
+    kind = _kind(verdict)
+    return (
+        f"{status.upper()} ({kind}, {bad} of {len(records)} runs) "
+        f"{record.data}: {verdict.message}"
+    )
+
+
+def _kind(verdict: VerdictRecord) -> str:
+    chapter = verdict.law.partition(".")[0]
+    return "error" if chapter == "liveness" else chapter
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print the matrix topology x scaler, then where to look."""
+    console.print(_matrix(report))
+    if report.incomplete:
+        line = f"INCOMPLETE: {plain(report.incomplete)}"
+        console.print(Text(line, style="bold magenta"), soft_wrap=True)
+
+
+def _matrix(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.add_column("topology", no_wrap=True)
+    for scaler in report.scalers:
+        table.add_column(Text(plain(scaler)), overflow="fold", ratio=1)
+    for topology in report.topologies:
+        cells = [report.of(topology, scaler) for scaler in report.scalers]
+        table.add_row(
+            Text(plain(topology)),
+            *(Text(_short(cell(c)), style=STYLES[worst_status(c)]) for c in cells),
+        )
+    return table
+
+
+def _short(text: str) -> str:
+    text = plain(text)
+    return text if len(text) <= 220 else text[:217] + "..."
