@@ -1,0 +1,81 @@
+"""What a scaler raises.
+
+::
+
+    Exception
+    ├── ValueError, AssertionError
+    │   └── InvalidSettingError         a setting no run can work with
+    └── RuntimeError
+        └── ScalerError                 something went wrong while training
+            ├── RanksDisagreeError      ranks of one agreement hold different state
+            └── PeerFailedError         another rank raised in the same agreement
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "InvalidSettingError",
+    "PeerFailedError",
+    "RanksDisagreeError",
+    "ScalerError",
+]
+
+
+class InvalidSettingError(ValueError, AssertionError):
+    """A setting that no run can work with.
+
+    It is an ``AssertionError`` as well, because that is what ``torch.amp.GradScaler``
+    raises for two of these settings and callers may catch it.
+    """
+
+
+class ScalerError(RuntimeError):
+    """Root of everything that goes wrong while training."""
+
+
+class RanksDisagreeError(ScalerError):
+    """The ranks of one agreement hold different state; raised on every rank alike.
+
+    Attributes:
+        rank: this rank, in the group that agrees.
+        world_size: number of ranks in that group.
+        call: the method that ran the agreement on this rank.
+        here: what this rank holds, by field.
+        lowest: the smallest value over all ranks, by field that differs.
+        highest: the largest value over all ranks, by field that differs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        world_size: int,
+        call: str,
+        here: Mapping[str, float],
+        lowest: Mapping[str, float],
+        highest: Mapping[str, float],
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.world_size = world_size
+        self.call = call
+        self.here = dict(here)
+        self.lowest = dict(lowest)
+        self.highest = dict(highest)
+
+
+class PeerFailedError(ScalerError):
+    """Another rank raised while its gradients were read; nobody steps.
+
+    Attributes:
+        rank: this rank, in the group that agrees.
+        call: the method that ran the agreement on this rank.
+    """
+
+    def __init__(self, message: str, *, rank: int, call: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.call = call

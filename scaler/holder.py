@@ -1,0 +1,263 @@
+"""What a scaler holds: the scale, its settings, and how they are saved.
+
+This is the half of ``GradScaler`` that knows nothing of optimizers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
+
+from .agreement import Agreement
+from .groups import AgreeOver, Reach
+from .multiply import multiply
+from .settings import (
+    check_backoff_factor,
+    check_growth_factor,
+    check_growth_interval,
+    check_growth_tracker,
+    check_scale,
+)
+from .states import fresh_state
+from .unscale import parameters_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+__all__ = ["ScaleHolder", "never_scaled"]
+
+
+class ScaleHolder(_TorchGradScaler):
+    """The scale, its settings and their persistence; the base of ``GradScaler``."""
+
+    _keeps_loss_dtype = False
+    _steps_without_gradients = False
+
+    # - Lazily made by scale(), or by the first agreement on ranks that never scale
+    _scale: torch.Tensor | None
+    _growth_tracker: torch.Tensor | None
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        agree_over: AgreeOver = "world",
+        process_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        allow_fp16: bool = False,
+    ) -> None:
+        self._device = device
+        self._enabled = enabled and _is_usable(device)
+        if self._enabled:
+            growth_factor = check_growth_factor(growth_factor)
+            backoff_factor = check_backoff_factor(backoff_factor)
+            growth_interval = check_growth_interval(growth_interval)
+            init_scale = check_scale(init_scale, "init_scale")
+        # A disabled scaler has them too, so that its getters work.
+        self._init_scale = init_scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._init_growth_tracker = 0
+        self._scale = None
+        self._growth_tracker = None
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(fresh_state)
+        self._allow_fp16 = allow_fp16
+        # True once the scale came from scale() or a checkpoint, not from a default.
+        self._was_scaled = False
+        self._agreement = Agreement(Reach(agree_over, process_group, mesh), device)
+
+    # - The scale
+
+    def _check_scale_growth_tracker(
+        self, funcname: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Ranks of a pipeline that never see a loss get their scale here; so does a run
+        # that resumes. Alone and without either, the gradients cannot have been scaled.
+        if self._scale is None and (self._was_scaled or self._group() is not None):
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        for name, tensor in (
+            ("_scale", self._scale),
+            ("_growth_tracker", self._growth_tracker),
+        ):
+            if tensor is None:
+                raise AssertionError(never_scaled(funcname, name))
+        assert self._scale is not None and self._growth_tracker is not None
+        return self._scale, self._growth_tracker
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full(
+            (), self._init_growth_tracker, dtype=torch.int32, device=dev
+        )
+
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
+
+    def scale(
+        self, outputs: torch.Tensor | Iterable[torch.Tensor]
+    ) -> torch.Tensor | Iterable[torch.Tensor]:
+        """Multiply a loss, or any nest of losses, by the scale.
+
+        Args:
+            outputs: tensors of any shape, dtype and device.
+
+        Returns:
+            The products in the same nest; the outputs themselves if disabled.
+
+        Raises:
+            ValueError: something that is neither a tensor nor iterable.
+        """
+        if not self._enabled:
+            return outputs
+        return multiply(outputs, self._scale_for, keep_dtype=self._keeps_loss_dtype)
+
+    def _scale_for(self, device: torch.device) -> torch.Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        self._was_scaled = True
+        assert self._scale is not None
+        return self._scale
+
+    def _group(self, optimizer: Optimizer | None = None) -> ProcessGroup | None:
+        def parameters() -> Iterable[Any]:
+            return () if optimizer is None else parameters_of(optimizer)
+
+        return self._agreement.group(parameters)
+
+    # - Settings
+
+    def get_growth_factor(self) -> float:
+        """Return the factor by which the scale grows."""
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows.
+
+        Raises:
+            InvalidSettingError: not finite, or not above 1.
+        """
+        self._growth_factor = check_growth_factor(new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor by which the scale backs off."""
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale backs off.
+
+        Raises:
+            InvalidSettingError: not strictly between 0 and 1.
+        """
+        self._backoff_factor = check_backoff_factor(new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the number of good steps before the scale grows."""
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of good steps before the scale grows.
+
+        Raises:
+            InvalidSettingError: not an integer of at least 1.
+        """
+        self._growth_interval = check_growth_interval(new_interval)
+
+    # - State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in the keys of torch; empty if disabled.
+
+        Synchronises with the device. Call it after `update`.
+        """
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._get_growth_tracker(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that this class or torch's saved; nothing if disabled.
+
+        Load the same state on every rank: the next agreement checks it.
+
+        Raises:
+            RuntimeError: the state is empty, as a disabled scaler saves it.
+            InvalidSettingError: a value that no run can work with; nothing is changed.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a "
+                "disabled instance of GradScaler."
+            )
+        scale = check_scale(state_dict["scale"])
+        growth = check_growth_factor(state_dict["growth_factor"])
+        backoff = check_backoff_factor(state_dict["backoff_factor"])
+        interval = check_growth_interval(state_dict["growth_interval"])
+        tracker = check_growth_tracker(state_dict["_growth_tracker"])
+        self._init_scale, self._init_growth_tracker = scale, tracker
+        self._growth_factor, self._backoff_factor = growth, backoff
+        self._growth_interval = interval
+        self._was_scaled = True
+        if self._scale is not None:
+            self._scale.fill_(scale)
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if self._enabled:
+            if self._per_optimizer_states:
+                raise AssertionError(
+                    "A GradScaler instance may only be pickled at the beginning of an "
+                    "iteration, or at the end after scaler.update()."
+                )
+            state["_init_scale"] = self.get_scale()
+            state["_init_growth_tracker"] = self._get_growth_tracker()
+            state["_scale"] = state["_growth_tracker"] = None
+        return state
+
+
+def _is_usable(device: str) -> bool:
+    if device != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available():
+        return True
+    warnings.warn(
+        "GradScaler is enabled for device 'cuda', but CUDA is not available. "
+        "Disabling.",
+        stacklevel=3,
+    )
+    return False
+
+
+def never_scaled(call: str, name: str) -> str:
+    """Return the message for ``call`` on gradients that nothing can have scaled."""
+    return (
+        f"Attempted {call} but {name} is None.  This may indicate your script did not "
+        "use scaler.scale(loss or outputs) earlier in the iteration."
+    )

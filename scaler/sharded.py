@@ -1,0 +1,83 @@
+"""ShardedGradScaler: GradScaler under the name and habits of torch's FSDP class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import (
+    ShardedGradScaler as _TorchShardedGradScaler,
+)
+
+from .grad_scaler import GradScaler
+from .verdicts import Found
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+
+__all__ = ["ShardedGradScaler"]
+
+
+class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
+    """A drop-in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
+
+    It differs from :class:`GradScaler` in four habits that callers of torch's class may
+    rely on: the order of the positional arguments, fp16 gradients are accepted, scaled
+    losses keep their dtype, and a step in which no rank has a gradient is no error. It
+    also works in a single process, without a process group.
+
+    Args:
+        device: device type of the losses.
+        init_scale: first scale, in fp32.
+        backoff_factor: factor of the scale after an overflow.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        growth_interval: number of good steps in a row before the scale grows.
+        enabled: if false, every method does nothing but call the optimizer.
+        process_group: the ranks that agree; None is the default process group.
+
+    Raises:
+        InvalidSettingError: a setting that no run can work with.
+    """
+
+    _keeps_loss_dtype = True
+    _steps_without_gradients = True
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            process_group=process_group,
+            allow_fp16=True,
+        )
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> Found:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The process group as given; None is the default one."""
+        return self._agreement.reach.process_group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        self._agreement.reach.process_group = group

@@ -1,0 +1,150 @@
+"""Unscale gradients in place and report overflow, by device and dtype.
+
+Everything here looks at local tensors only and never communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import _MultiDeviceReplicator as _TorchReplicator
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = [
+    "Gradients",
+    "check_and_unscale_",
+    "local_gradients",
+    "parameters_of",
+]
+
+Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+"""Local gradient tensors, grouped as the foreach kernels want them."""
+
+
+class _MultiDeviceReplicator(_TorchReplicator):
+    """Serves copies of a 0-d tensor by device, each made once.
+
+    Args:
+        master_tensor: (), any dtype and device. The first request for its own device
+            gets a copy too, never the master.
+    """
+
+    def __init__(self, master_tensor: torch.Tensor) -> None:
+        self.master = master_tensor
+        self._per_device_tensors: dict[torch.device, torch.Tensor] = {}
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        """Return the copy on ``device``."""
+        copy = self._per_device_tensors.get(device)
+        if copy is None:
+            copy = self.master.to(device=device, non_blocking=True, copy=True)
+            self._per_device_tensors[device] = copy
+        return copy
+
+
+_GeneralMultiDeviceReplicator = _MultiDeviceReplicator
+"""The same: a CPU is a device like any other here."""
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the optimizer's parameters, group by group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def local_gradients(optimizer: Optimizer, *, allow_fp16: bool) -> Gradients:
+    """Collect what this rank holds of the optimizer's gradients.
+
+    Args:
+        optimizer: its parameters may be plain tensors, DTensors of any placement and
+            mesh, or both; gradients may be dense or sparse.
+        allow_fp16: accept fp16 gradients, which lose small values when unscaled in
+            place.
+
+    Returns:
+        By device and dtype the local dense tensors; of sparse gradients their values.
+
+    Raises:
+        AssertionError: a parameter is not a tensor.
+        ValueError: an fp16 gradient, and ``allow_fp16`` is false.
+    """
+    gradients: Gradients = {}
+    with torch.no_grad():
+        for parameter in parameters_of(optimizer):
+            if not isinstance(parameter, torch.Tensor):
+                raise AssertionError(
+                    f"expected param to be torch.Tensor, got {type(parameter).__name__}"
+                )
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if not allow_fp16 and gradient.dtype is torch.float16:
+                raise ValueError(_FP16)
+            local = _local(parameter, gradient)
+            gradients.setdefault((local.device, local.dtype), []).append(local)
+    return gradients
+
+
+_FP16 = (
+    "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
+    "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
+    "MixedPrecisionPolicy(param_dtype=torch.float16)), or build the scaler with "
+    "allow_fp16=True if you accept the loss."
+)
+
+
+def _local(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if type(gradient) is torch.Tensor:  # the common case, kept free of further lookups
+        return gradient if not gradient.is_sparse else _values(parameter, gradient)
+    to_local = getattr(gradient, "to_local", None)
+    if to_local is None:
+        return gradient if not gradient.is_sparse else _values(parameter, gradient)
+    local: torch.Tensor = to_local()
+    # An AsyncCollectiveTensor still waits for its reduction.
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
+def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    # Two finite fp16 values of one index may overflow when they are added up, which the
+    # optimizer will do: so add first, then look. Adding in fp32 works on every device.
+    if gradient.dtype is torch.float16:
+        gradient = gradient.float().coalesce().to(torch.float16)
+        parameter.grad = gradient
+    return gradient._values()
+
+
+def check_and_unscale_(
+    gradients: Gradients,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    look_again: bool = False,
+) -> dict[torch.device, torch.Tensor]:
+    """Multiply the gradients by ``inv_scale`` and look for inf and nan beforehand.
+
+    Args:
+        gradients: changed in place, unless ``inv_scale`` is 1.
+        inv_scale: (), fp32, any device.
+        found_inf: (), fp32, any device: the starting value, usually 0.
+        look_again: also look afterwards. A scale below 1 makes gradients larger, and a
+            finite one may overflow; from 1 on the first look is enough.
+
+    Returns:
+        For each device with gradients, (), fp32: 1 if any of them is not finite.
+    """
+    founds = _MultiDeviceReplicator(found_inf)
+    factors = [_MultiDeviceReplicator(inv_scale)]
+    if look_again:
+        factors.append(_MultiDeviceReplicator(torch.ones_like(inv_scale)))
+    with torch.no_grad():
+        for factor in factors:
+            for (device, _), tensors in gradients.items():
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    tensors, founds.get(device), factor.get(device)
+                )
+    return founds._per_device_tensors

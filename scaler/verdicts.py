@@ -1,0 +1,54 @@
+"""Small readings of found_inf and of the scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .agreement import Verdict
+
+__all__ = ["Found", "any_of", "is_found", "may_enlarge", "reciprocal", "spread"]
+
+Found = dict[Any, torch.Tensor]
+"""By device: (), fp32, 1 if a gradient there is not finite, else 0."""
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """Return (), fp32: one over the scale."""
+    # An fp32 division may be compiled to an approximation; through fp64 it is exact.
+    if scale.device.type == "mps":  # has no fp64
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def may_enlarge(scale: torch.Tensor) -> bool:
+    """Return whether dividing by this scale makes values larger, if known here."""
+    # tolist, unlike item, is no synchronisation where memory is the host's.
+    value: Any = scale.tolist() if scale.device.type == "cpu" else 1.0
+    return bool(value < 1.0)
+
+
+def any_of(found: dict[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return (), fp32 on ``device``: 1 if any of them is 1."""
+    tensors = [f.to(device=device, non_blocking=True) for f in found.values()]
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).amax()
+
+
+def spread(value: torch.Tensor, found: Found) -> None:
+    """Write ``value``, (), into every tensor of ``found``."""
+    for tensor in found.values():
+        tensor.copy_(value, non_blocking=True)
+
+
+def is_found(state: dict[str, Any]) -> bool:
+    """Return whether the step is to be skipped; at most one synchronisation."""
+    # After an agreement all devices hold the same; alone, they were made equal.
+    verdict: Verdict | None = state.get("verdict")
+    if verdict is not None and verdict.message.device.type != "cpu":
+        verdict.check()
+        return verdict.flag("found_inf")
+    found = next(iter(state["found_inf_per_device"].values()))
+    return bool(found.tolist() if found.device.type == "cpu" else found.item())
