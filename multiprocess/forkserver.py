@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from typing import NoReturn
 
@@ -33,6 +34,7 @@ EXIT_STATUS = struct.Struct("!i")
 LARGEST_REQUEST = 1 << 17
 
 _CLIENT_CHECK_S = 2.0
+_END_S = 3.0
 
 
 class ForkServer:
@@ -155,9 +157,15 @@ class ForkServer:
             _kill_strays()
 
     def _end(self) -> NoReturn:
-        for pid in self._exit_fds:
-            linux.kill_tree(pid)
-        _kill_strays()
+        # Who dies leaves its children to us: again and again until nobody is left.
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            _kill_strays()
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(0.002)
+            except ChildProcessError:
+                break
         os._exit(0)
 
 

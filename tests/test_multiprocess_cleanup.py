@@ -1,0 +1,147 @@
+"""Nothing stays behind, however the parent ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gradparity.multiprocess import Cluster
+
+LIMIT_S = 20.0
+
+Parent = subprocess.Popen[str]
+
+PROGRAM = """
+import os, subprocess, sys, time
+from gradparity.multiprocess import Cluster, current_world
+from gradparity.multiprocess.launch import forkserver
+
+def child():
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+
+def stay():
+    time.sleep(1000)
+
+cluster = Cluster(2)
+children = cluster.run(child)
+print(forkserver().pid, *cluster.pids, *children, flush=True)
+{then}
+"""
+
+
+@contextmanager
+def program(
+    then: str, folder: Path
+) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
+    env = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(then=then)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = {int(word) for word in parent.stdout.readline().split()}
+        assert len(pids) == 5
+        try:
+            yield parent, pids
+        finally:
+            parent.kill()
+            parent.wait()
+            for pid in wait_until_gone(pids, 2.0):
+                os.kill(pid, signal.SIGKILL)
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those that are not gone; a zombie that waits for its reaper counts as gone."""
+    found = set()
+    for pid in pids:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            continue
+        if stat.rpartition(")")[2].split()[0] != "Z":
+            found.add(pid)
+    return found
+
+
+def wait_until_gone(pids: set[int], limit_s: float = LIMIT_S) -> set[int]:
+    deadline = time.monotonic() + limit_s
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive(pids)
+
+
+def left_in(folder: Path) -> list[str]:
+    # torch makes its compiler's cache folder when it is imported.
+    return [p.name for p in folder.iterdir() if "torchinductor" not in p.name]
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "gradparity" in name}
+
+
+@pytest.mark.parametrize("then", ["time.sleep(1000)", "cluster.run(stay)"])
+def test_sigkill_of_the_parent_leaves_nothing(then: str, tmp_path: Path) -> None:
+    with program(then, tmp_path) as (parent, pids):
+        assert alive(pids) == pids
+        parent.kill()
+        parent.wait()
+        assert wait_until_gone(pids) == set()
+    assert left_in(tmp_path) == []
+    assert shared_memory() == set()
+
+
+def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path) -> None:
+    with program("cluster.run(stay)", tmp_path) as (parent, pids):
+        time.sleep(0.3)
+        parent.send_signal(signal.SIGINT)
+        _, errors = parent.communicate(timeout=LIMIT_S)
+        assert "KeyboardInterrupt" in errors
+        assert parent.returncode != 0
+        assert wait_until_gone(pids) == set()
+    assert left_in(tmp_path) == []
+
+
+def test_a_parent_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
+    with program("", tmp_path) as (parent, pids):
+        parent.communicate(timeout=LIMIT_S)
+        assert parent.returncode == 0
+        assert wait_until_gone(pids) == set()
+    assert left_in(tmp_path) == []
+
+
+def test_ranks_die_with_their_forkserver(tmp_path: Path) -> None:
+    then = "os.kill(forkserver().pid, 9); time.sleep(1); print(cluster.run(child))"
+    with program(then, tmp_path) as (parent, pids):
+        output, errors = parent.communicate(timeout=LIMIT_S)
+        ranks = pids - {max(pids)}
+        assert "[" in output, errors  # a new server and new ranks took over
+        assert len(alive(ranks)) <= 1  # a daemon of a rank has nobody left to end it
+
+
+def test_a_closed_cluster_leaves_no_process_and_no_descriptor() -> None:
+    with Cluster(2) as cluster:
+        cluster.run(os.getpid)
+    before = set(os.listdir("/proc/self/fd"))
+    with Cluster(2) as cluster:
+        pids = set(cluster.pids)
+        cluster.run(os.getpid)
+    assert alive(pids) == set()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_output_needs_no_disk(tmp_path: Path) -> None:
+    # There is no file: a full disk, or no temporary folder at all, changes nothing.
+    missing = tmp_path / "missing"
+    then = "print(cluster.outcomes(lambda: print('kept'))[1].output)"
+    with program(then, missing) as (parent, _):
+        output, _ = parent.communicate(timeout=LIMIT_S)
+    assert "kept" in output
