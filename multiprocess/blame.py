@@ -58,6 +58,7 @@ def _outcome(fact: Fact) -> RankOutcome:
         state=RankState.OK,
         output=fact.output,
         stacks=fact.stacks,
+        collectives=fact.collectives,
         ended_at_s=fact.ended_at_s,
     )
     if fact.reply is not None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 
-from . import linux, wire
+from . import linux, trail, wire
 from .capture import Capture
 from .forkserver import EXIT_STATUS
 from .launch import forkserver
@@ -24,7 +24,7 @@ _KILL_S = 5.0
 class RankProcess:
     """One rank: its process, its messages, its output, its end."""
 
-    def __init__(self, rank: int, store_fd: int, output_limit: int) -> None:
+    def __init__(self, rank: int, shared: tuple[int, ...], output_limit: int) -> None:
         self.rank = rank
         self.exit_code: int | None = None
         self.ended_at_s = 0.0
@@ -39,7 +39,7 @@ class RankProcess:
         self.stacks = Capture(stacks_r, output_limit)
         handed = [exit_w, theirs.detach(), output_w, stacks_w]
         try:
-            self.pid = forkserver().fork([*handed, store_fd])
+            self.pid = forkserver().fork([*handed, *shared])
         except BaseException:
             self.close()
             raise
@@ -100,9 +100,11 @@ class Crew:
         server = forkserver()
         server.preload(spec.preload)
         self._store_fd = os.memfd_create("gradparity-store", os.MFD_CLOEXEC)
+        self._trail_fd = trail.create(spec.size)
+        shared = (self._store_fd, self._trail_fd)
         try:
             for rank in range(spec.size):
-                process = RankProcess(rank, self._store_fd, spec.output_limit)
+                process = RankProcess(rank, shared, spec.output_limit)
                 self.ranks.append(process)
         except BaseException:
             self.kill()
@@ -112,6 +114,10 @@ class Crew:
     def pids(self) -> tuple[int, ...]:
         """Process ids in rank order."""
         return tuple(rank.pid for rank in self.ranks)
+
+    def collectives(self, rank: int) -> tuple[trail.Collective, ...]:
+        """Return the last collectives of one rank, oldest first."""
+        return trail.read(self._trail_fd, rank)
 
     def intact(self) -> bool:
         """Whether every rank still lives."""
@@ -134,6 +140,7 @@ class Crew:
             rank.close()
         self.ranks.clear()
         os.close(self._store_fd)
+        os.close(self._trail_fd)
 
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
         """Have ranks write their stacks, also stopped ones, into their captures."""

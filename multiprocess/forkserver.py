@@ -25,8 +25,8 @@ from typing import NoReturn
 
 from . import linux, worker
 
-RANK_FDS = 4
-"""Descriptors that come with a fork request: messages, output, stacks, store."""
+RANK_FDS = 5
+"""Descriptors that come with a fork request: messages, output, stacks, store, trail."""
 
 EXIT_STATUS = struct.Struct("!i")
 """What is written on an exit pipe: exit code, or minus the signal."""

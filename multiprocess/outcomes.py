@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from .trail import Collective
+
 
 class RankState(enum.Enum):
     """How a call ended on one rank; each member says when it is entered."""
@@ -65,6 +67,9 @@ class RankOutcome:
 
     stacks: str = ""
     """Python stacks of all threads, dumped from outside."""
+
+    collectives: tuple[Collective, ...] = ()
+    """The last collectives that the rank issued in this call, oldest first."""
 
     ended_at_s: float = 0.0
     """When the rank ended, in seconds of the machine's monotonic clock."""

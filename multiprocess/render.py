@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from .desync import find_desync, find_missing
 from .outcomes import RankOutcome, RankState
+
+_LAST = 3
+"""So many of each rank's collectives are shown."""
 
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
@@ -27,8 +31,24 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
     if fine:
         yield ""
         yield f"returned normally: rank {', '.join(str(o.rank) for o in fine)}"
+    yield from _collectives(outcomes, root)
     for outcome in outcomes:
         yield from _block(f"output of rank {outcome.rank}", outcome.output)
+
+
+def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str]:
+    trails = {outcome.rank: outcome.collectives for outcome in outcomes}
+    parting = find_desync(trails)
+    if parting is None and root.state is RankState.HUNG:
+        parting = find_missing(trails)
+    if parting is not None:
+        yield from ("", parting)
+    waiting = [o for o in outcomes if not o.ok and o.collectives]
+    if waiting:
+        yield from ("", "last collectives:")
+    for outcome in waiting:
+        for call in outcome.collectives[-_LAST:]:
+            yield f"  rank {outcome.rank}: {call}"
 
 
 def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import selectors
 import time
 from dataclasses import dataclass
 
-from . import linux
+from . import linux, trail
 from .crew import Crew, RankProcess
 from .messages import Kind, Reply
 
@@ -36,6 +36,7 @@ class Fact:
     stopped: bool = False
     waited_s: float = 0.0
     stacks: str = ""
+    collectives: tuple[trail.Collective, ...] = ()
     output: str = ""
 
 
@@ -116,6 +117,7 @@ class Watch:
             stopped=rank.rank in self._stopped,
             waited_s=time.monotonic() - self._began,
             stacks=_without_harness(rank.stacks.take()),
+            collectives=self._crew.collectives(rank.rank),
             output=rank.output.take(),
         )
 

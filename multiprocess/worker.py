@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from . import linux, pickling, rewriting, wire
+from . import linux, pickling, rewriting, trail, wire
 from .messages import Context, Kind, Reply, Run, Start
 
 if TYPE_CHECKING:
@@ -35,13 +35,15 @@ _OUR_FILES = (__file__, __file__.replace("worker.py", "ranktest.py"))
 _FOREIGN_ENVIRONMENT = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
 
 
-def main(sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int) -> int:
+def main(
+    sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int, trail_fd: int
+) -> int:
     """Live as a rank; return the exit code."""
     _take_streams(output_fd)
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(sock, store_fd)
+        rank = _Rank(sock, store_fd, trail_fd)
         while (message := wire.receive(sock)) is not None:
             wire.send(sock, rank.answer(message))
     return 0
@@ -50,9 +52,10 @@ def main(sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int) -> int:
 class _Rank:
     """One rank's state between messages."""
 
-    def __init__(self, sock: socket.socket, store_fd: int) -> None:
+    def __init__(self, sock: socket.socket, store_fd: int, trail_fd: int) -> None:
         self._sock = sock
         self._store_fd = store_fd
+        self._trail_fd = trail_fd
         self._groups_made = 0
         self._runs = 0
 
@@ -73,6 +76,7 @@ class _Rank:
     def _join(self, message: Start) -> None:
         import torch
 
+        from . import recorder
         from . import world as world_module
 
         spec, self._spec, self._rank = message.spec, message.spec, message.rank
@@ -88,6 +92,8 @@ class _Rank:
             make_store=lambda: self._open_store(f"run{self._runs}"),
         )
         world_module._set_current(self._world)
+        self._trail = trail.TrailWriter(self._trail_fd, message.rank, spec.size)
+        recorder.install(self._trail)
         self._make_group()
 
     def _open_store(self, prefix: str) -> Store:
@@ -124,6 +130,7 @@ class _Rank:
         if message.fresh_group:
             self._make_group()
         self._runs = message.number
+        self._trail.clear()
         self._world._new_call()
         with restored_settings():
             seed_everything(self._spec.seed)

@@ -1,0 +1,113 @@
+"""A desync names the collective, the ranks and the lines."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess.desync import find_desync, find_missing
+from gradparity.multiprocess.trail import SLOTS, Collective, TrailWriter, create, read
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2) as made:
+        yield made
+
+
+def line() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def call(number: int, op: str = "allreduce", shape: str = "float32[2]") -> Collective:
+    return Collective("the default group", number, op, shape, "a.py:1")
+
+
+def test_a_missing_collective_is_named(cluster: Cluster) -> None:
+    def act() -> None:
+        dist.all_reduce(torch.ones(2, dtype=torch.float64))
+        if current_world().rank == 0:
+            dist.broadcast(torch.ones(4), src=1)
+
+    with pytest.raises(WorldFailure) as caught:
+        cluster.run(act, timeout_s=1)
+    text = str(caught.value)
+    assert "different numbers of collectives in the default group" in text
+    assert "rank 0: 2, the last #2 broadcast float32[4]" in text
+    assert "rank 1: 1, the last #1 allreduce float64[2]" in text
+    assert "test_multiprocess_recorder.py:" in text
+
+
+def test_different_collectives_are_named(cluster: Cluster) -> None:
+    def act() -> int:
+        if current_world().rank == 0:
+            dist.all_reduce(torch.ones(2))
+        else:
+            dist.all_reduce(torch.ones(3))
+        dist.barrier()
+        raise ValueError
+
+    with pytest.raises(WorldFailure) as caught:
+        cluster.run(act, timeout_s=2)
+    text = str(caught.value)
+    assert "the ranks disagree on collective #1 of the default group:" in text
+    assert "  rank 0: allreduce float32[2], test_multiprocess_recorder.py:" in text
+    assert "  rank 1: allreduce float32[3], test_multiprocess_recorder.py:" in text
+
+
+def test_the_line_is_the_callers(cluster: Cluster) -> None:
+    def act() -> int:
+        dist.barrier()
+        return line() - 1
+
+    outcome = cluster.outcomes(act)[0]
+    name = __file__.rpartition("/")[2]
+    assert outcome.collectives[-1].where == f"{name}:{outcome.value}"
+
+
+def test_functional_collectives_are_noted(cluster: Cluster) -> None:
+    def act() -> None:
+        mesh = current_world().mesh((2,), ("data",))
+        distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).full_tensor()
+
+    outcome = cluster.outcomes(act)[0]
+    assert any("gather" in c.op for c in outcome.collectives)
+
+
+def test_records_of_earlier_calls_are_forgotten(cluster: Cluster) -> None:
+    cluster.run(dist.barrier)
+    assert cluster.outcomes(dist.get_rank)[0].collectives == ()
+
+
+def test_the_ring_keeps_the_last() -> None:
+    fd = create(2)
+    writer = TrailWriter(fd, 1, 2)
+    for index in range(SLOTS + 5):
+        writer.record("g", f"op{index}", "-", "here" * 100)
+    assert [c.op for c in read(fd, 1)] == [f"op{i}" for i in range(5, SLOTS + 5)]
+    assert read(fd, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("trails", "finds"),
+    [
+        ({0: [call(1)], 1: [call(1)]}, False),
+        ({0: [call(1)], 1: [call(1, "broadcast")]}, True),
+        ({0: [call(1)], 1: [call(1, shape="float32[3]")]}, True),
+        ({0: [call(1, "gather")], 1: [call(1, "gather", "-")]}, False),
+        ({0: [call(1, "send")], 1: [call(1, "recv")]}, False),
+        ({0: [call(1), call(2)], 1: [call(1)]}, False),
+    ],
+)
+def test_only_a_real_difference_is_a_desync(trails: Any, finds: bool) -> None:
+    assert (find_desync(trails) is not None) is finds
+
+
+def test_a_rank_without_collectives_is_missing() -> None:
+    assert "rank 1: none" in str(find_missing({0: [call(1)], 1: []}))
+    assert find_missing({0: [call(1)], 1: [call(1)]}) is None
