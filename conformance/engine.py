@@ -91,7 +91,9 @@ class Engine:
                 self.schedule.step(target=share.targets)
             else:
                 self.schedule.step()
-        return float(sum(x.item() for x in losses) / len(losses)) if losses else None
+        # the first call also infers shapes, with a loss of empty memory: the last count
+        real = [x.item() for x in losses[-MICRO_BATCHES:]]
+        return sum(real) / len(real) if real else None
 
     def _data_coordinate(self) -> tuple[int, int]:
         """(index, count) of this rank among the ranks that see different rows."""

@@ -68,8 +68,7 @@ class Evidence:
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
         """(step, one trace a rank) for each step that every rank completed."""
-        ended = [t.problem is not None for t in self.ranks]
-        counts = [len(t.steps) - bad for t, bad in zip(self.ranks, ended, strict=True)]
+        counts = [sum(s.complete for s in t.steps) for t in self.ranks]
         for step in range(min(counts, default=0)):
             yield step, [t.steps[step] for t in self.ranks]
 

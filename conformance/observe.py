@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..fixtures import local
 
-__all__ = ["CallLog", "digest", "non_finite", "optimizer_digest"]
+__all__ = ["CallLog", "digest", "non_finite", "optimizer_digest", "partial_axes"]
 
 
 def digest(tensor: Tensor) -> str:
@@ -51,6 +51,15 @@ def non_finite(gradient: Tensor, scale: float) -> bool:
     if part.is_sparse:
         part = part.coalesce().values()
     return not bool(torch.isfinite(part.float() / scale).all())
+
+
+def partial_axes(gradient: Tensor) -> tuple[str, ...]:
+    """Mesh axes over which a gradient is a partial sum; such a one is legal."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    names = gradient.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, gradient.placements, strict=True)
+    return tuple(name for name, placement in pairs if placement.is_partial())
 
 
 class CallLog(TorchDispatchMode):

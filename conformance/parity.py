@@ -220,7 +220,7 @@ def _rows(
                 if not skipped and name in seen.gradients:
                     yield from _compare(
                         ("gradient", step, name, trace.rank),
-                        seen.gradients[name],
+                        _summed(traces, trace, step, name),
                         (truth.gradients[step][name], index),
                         noise.gradient[step][name],
                     )
@@ -231,6 +231,31 @@ def _rows(
                     (truth.updates[step][name], index),
                     noise.update[step][name],
                 )
+
+
+def _summed(
+    traces: Sequence[RankTrace], trace: RankTrace, step: int, name: str
+) -> NDArray[np.floating]:
+    """The gradient of ``trace``, summed over the axes on which it is partial.
+
+    Summed here and not on the ranks: an observer that sends collectives of its own
+    would hang where ranks disagree whether to step.
+    """
+    axes = trace.steps[step].partial.get(name, ())
+    if not axes:
+        return trace.steps[step].gradients[name]
+    parts = [
+        other.steps[step].gradients[name].astype(np.float64)
+        for other in traces
+        if name in other.steps[step].gradients
+        and all(
+            index == other.coordinate.get(axis)
+            for axis, index in trace.coordinate.items()
+            if axis not in axes
+        )
+    ]
+    total: Doubles = np.sum(parts, axis=0)
+    return total
 
 
 def _loss_rows(

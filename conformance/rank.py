@@ -8,9 +8,11 @@ look at the effect, and one checked collective.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,15 +22,23 @@ from torch import Tensor
 from ..fixtures import DATASETS, Strike, aim, inject, local, parse_faults
 from ..multiprocess import current_world
 from .engine import Engine, build_engine, shard_id
-from .observe import CallLog, digest, non_finite, optimizer_digest
+from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
 from .scenario import Scenario
 from .trace import Floats, Problem, RankTrace, StepTrace
 
 __all__ = ["JudgedError", "load_scaler", "observe_rank"]
 
 
+CHECK_TIMEOUT = timedelta(seconds=10)
+"""How long the checked collective may take before it counts as lost."""
+
+
 class JudgedError(Exception):
-    """A legal call of the judged scaler raised; carries what was seen until then."""
+    """The run cannot go on because of the judged scaler; carries what was seen.
+
+    Either a legal call raised (``trace.problem`` says which), or a stray collective has
+    corrupted the one that is checked after each step.
+    """
 
     def __init__(self, trace: RankTrace) -> None:
         super().__init__(trace)
@@ -36,10 +46,10 @@ class JudgedError(Exception):
 
     def __str__(self) -> str:
         problem = self.trace.problem
-        assert problem is not None
-        return f"rank {self.trace.rank}, step {problem.step}, {problem.call}: " + (
-            problem.error
-        )
+        if problem is None:
+            return f"rank {self.trace.rank}: the checked collective was corrupted"
+        where = f"rank {self.trace.rank}, step {problem.step}, {problem.call}"
+        return f"{where}: {problem.error}"
 
 
 def load_scaler(spec: str, folder: str) -> Any:
@@ -207,6 +217,9 @@ def _observe_step(
     seen.scale_after, seen.growth_after = judged.state()
     _look_at_effect(engine, seen, before)
     seen.checked_sum = _checked_collective(trace.rank, seen.step, engine.device)
+    seen.complete = True
+    if not _all_say_right(seen):
+        raise JudgedError(trace)
 
 
 def _dataset(scenario: Scenario) -> str:
@@ -233,6 +246,11 @@ def _gradients_at_optimizer(engine: Engine, seen: StepTrace) -> Iterator[None]:
         seen.gradients = {
             name: _floats(local(gradient) / scale)
             for name, gradient in _local_gradients(engine).items()
+        }
+        seen.partial = {
+            name: axes
+            for name, gradient in _local_gradients(engine).items()
+            if (axes := partial_axes(gradient))
         }
 
     handle = engine.optimizer.register_step_pre_hook(look)
@@ -271,5 +289,27 @@ def _checked_collective(
     """An all-reduce whose sum is known; stray collectives would pair with it."""
     ranks = dist.get_world_size()
     value = torch.tensor([(rank + 1.0) * (step + 1.0)], device=device)
-    dist.all_reduce(value)
-    return value.item(), (step + 1.0) * ranks * (ranks + 1) / 2
+    want = (step + 1.0) * ranks * (ranks + 1) / 2
+    work = dist.all_reduce(value, async_op=True)
+    try:
+        assert work is not None  # None only for ranks outside of the group
+        work.wait(CHECK_TIMEOUT)
+    except RuntimeError:  # lost: recorded as nan, which no expectation equals
+        return math.nan, want
+    return value.item(), want
+
+
+def _all_say_right(seen: StepTrace) -> bool:
+    """Whether the checked sum is right on every rank.
+
+    Told through the store and not through the process group, which may be the very
+    thing that is broken; so no rank goes on alone and hangs.
+    """
+    assert seen.checked_sum is not None
+    world = current_world()
+    right = seen.checked_sum[0] == seen.checked_sum[1]
+    world.store.set(f"checked/{seen.step}/{world.rank}", "right" if right else "wrong")
+    keys = [f"checked/{seen.step}/{rank}" for rank in range(world.size)]
+    world.store.wait(keys, 2 * CHECK_TIMEOUT)
+    answers = [world.store.get(key) for key in keys]
+    return all(answer == b"right" for answer in answers)

@@ -89,7 +89,9 @@ class Runner:
 
     def _evidence(self, spec: str, scenario: Scenario) -> Evidence:
         traces = self._observe(spec, scenario)
-        complete = all(t.problem is None for t in traces)
+        complete = all(
+            sum(s.complete for s in t.steps) == scenario.steps for t in traces
+        )
         parity: Parity | None = measure_parity(scenario, traces) if complete else None
         bare = None
         if complete and scenario.precision == "fp32" and scenario.faults == "none":
@@ -147,11 +149,10 @@ def _is_victim(outcome: RankOutcome) -> bool:
 
 
 def _blameless(outcome: RankOutcome) -> RankTrace:
-    """The trace of a rank whose peer failed first: without the step it broke in."""
+    """The trace of a rank whose peer failed first; what it raised is not its fault."""
     assert isinstance(outcome.exception, JudgedError)
     trace = outcome.exception.trace
     trace.problem = None
-    del trace.steps[-1:]
     return trace
 
 

@@ -34,6 +34,8 @@ class StepTrace:
     """One rank, one step. Built up as the step goes on."""
 
     step: int
+    complete: bool = False
+    """Whether the step was observed to its end."""
     loss: float | None = None
     """Mean loss over this rank's rows; None where the rank does not compute one."""
     scale_before: float = 1.0
@@ -57,9 +59,12 @@ class StepTrace:
     host_syncs: int = 0
     """Reads of a device scalar by the host inside ``step`` and ``unscale_``."""
     checked_sum: tuple[float, float] | None = None
-    """Result and expectation of the checked all-reduce after the step."""
+    """Result and expectation of the checked all-reduce after the step; the result is
+    nan where it did not come back in time."""
     gradients: dict[str, Floats] = field(default_factory=dict)
     """Unscaled local gradients as the optimizer saw them, flattened."""
+    partial: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameter name -> mesh axes over which its gradient is still to be summed."""
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
 
@@ -79,4 +84,4 @@ class RankTrace:
     """Parameter name -> local elements before the first step, flattened."""
     steps: list[StepTrace] = field(default_factory=list)
     problem: Problem | None = None
-    """Why the rank stopped early, if it did."""
+    """The call of the judged scaler that raised, if one did."""

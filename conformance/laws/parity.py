@@ -27,8 +27,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
 def _departed(row: ParityRow) -> Finding:
     return Finding(
         status=Status.FAIL,
-        message=f"step {row.step}: {_subject(row)} departs from the fp64 truth: relative {row.measure} of the error "
-        f"{row.error:.3g}, bound {row.bound:.3g}",
+        message=f"step {row.step}: {_subject(row)} departs from the fp64 truth: "
+        f"relative {row.measure} of the error {row.error:.3g}, bound {row.bound:.3g}",
         step=row.step,
         ranks=(row.rank,),
         parameter=row.parameter,
