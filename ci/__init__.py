@@ -1,1 +1,3 @@
-"""Under construction."""
+"""The gate: report + baseline + expectations -> exit code, and formats CI knows."""
+
+__all__: list[str] = []

@@ -6,10 +6,12 @@ import argparse
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import DEFAULT_SCALER, build_parser
+from .arguments import COMMANDS as GROUP
+from .arguments import DEFAULT_SCALER, FORMATS, build_parser
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
     from .catalogue import Selection
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
     parsed.arguments = arguments
     try:
-        return COMMANDS[parsed.command](parsed)
+        return COMMANDS.get(parsed.command, _plugged)(parsed)
     except ValueError as error:  # the caller's fault: one line, no traceback
         print(f"gradparity: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -103,10 +105,13 @@ def _report(parsed: argparse.Namespace) -> int:
     from .terminal import print_report
 
     report = read_report(parsed.report)
-    if parsed.html is None:
-        print_report(Console(), report)
-    else:
+    if parsed.html is not None:
         print(write_page(report, parsed.html))
+    elif parsed.format is not None:
+        (entry,) = entry_points(group=FORMATS, name=parsed.format)
+        print(entry.load()(report), end="")
+    else:
+        print_report(Console(), report)
     return 0
 
 
@@ -119,6 +124,12 @@ def _compare(parsed: argparse.Namespace) -> int:
         print(change.text)
     print(f"{len(changes)} differences")
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
+
+
+def _plugged(parsed: argparse.Namespace) -> int:
+    """A command of another room, found by its entry point."""
+    (entry,) = entry_points(group=GROUP, name=parsed.command)
+    return int(entry.load()(parsed.rest))
 
 
 def _bench(parsed: argparse.Namespace) -> int:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the class is private and generic only for type checkers
     Commands = argparse._SubParsersAction[Any]
 
-__all__ = ["DEFAULT_SCALER", "LISTS", "build_parser"]
+__all__ = ["COMMANDS", "DEFAULT_SCALER", "FORMATS", "LISTS", "build_parser"]
+
+COMMANDS = "gradparity.commands"
+"""Entry point group of further commands: functions (argv) -> exit code."""
+FORMATS = "gradparity.formats"
+"""Entry point group of report formats: functions (Report) -> text."""
+_HELP = "report + baseline/expectations -> exit code, with reasons"
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
 LISTS = (
@@ -42,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_replay(commands)
     _add_small(commands)
+    for entry in entry_points(group=COMMANDS):
+        plugged = commands.add_parser(entry.name, add_help=False, help=_HELP)
+        plugged.add_argument("rest", nargs=argparse.REMAINDER)
     return parser
 
 
@@ -64,7 +74,16 @@ def _add_small(commands: Commands) -> None:
     explain.add_argument("what", metavar="LAW_OR_ID")
     report = commands.add_parser("report", help="render a report")
     report.add_argument("report", type=Path, metavar="REPORT")
-    report.add_argument("--html", type=Path, metavar="DIR", help="write index.html")
+    formats = report.add_mutually_exclusive_group()
+    formats.add_argument("--html", type=Path, metavar="DIR", help="write index.html")
+    for name in sorted(entry.name for entry in entry_points(group=FORMATS)):
+        formats.add_argument(
+            f"--{name}",
+            action="store_const",
+            const=name,
+            dest="format",
+            help=f"print the report as {name}",
+        )
     compare = commands.add_parser("compare", help="two reports by meaning")
     compare.add_argument("before", type=Path, metavar="BEFORE")
     compare.add_argument("after", type=Path, metavar="AFTER")

@@ -13,7 +13,7 @@ from .law import LAWS
 from .plots import draw_scenario
 from .report import CaseRecord, Report
 from .scenario import Scenario
-from .terminal import cell, worst_status
+from .terminal import cell, plain, worst_status
 
 __all__ = ["render_page", "write_page"]
 
@@ -34,6 +34,7 @@ def render_page(report: Report) -> str:
         loader=PackageLoader("gradparity.conformance"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -46,6 +47,13 @@ def render_page(report: Report) -> str:
         anchor=_anchor,
         scenarios=[_story(report, scenario) for scenario in scenarios],
     )
+
+
+def _printable(value: object) -> object:
+    """Text without control characters; markup that we made stays as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return plain(value)
+    return value
 
 
 def _story(report: Report, scenario: str) -> dict[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .report import CaseRecord, Curves, Number
+from .terminal import plain
 
 __all__ = ["draw_scenario"]
 
@@ -69,7 +71,7 @@ def _draw_loss(axis: Axes, drawn: Sequence[tuple[CaseRecord, Curves]]) -> None:
             losses,
             color=COLOURS[i % 4],
             linestyle=DASHES[i % 4],
-            label=record.scaler,
+            label=plain(record.scaler),
         )
     axis.set_title("loss and fp64 reference", fontsize=9)
     axis.set_xlabel("step")
@@ -91,7 +93,7 @@ def _draw_scale(axis: Axes, record: CaseRecord, curves: Curves) -> None:
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"2^{math.log2(value):g}")
     axis.yaxis.set_minor_formatter("")
-    axis.set_title(f"scale, {record.scaler}", fontsize=9)
+    axis.set_title(f"scale, {plain(record.scaler)}", fontsize=9)
     axis.set_xlabel("step")
     _legend(axis)
 
@@ -107,7 +109,10 @@ def _floats(values: Sequence[Number | None]) -> list[float]:
 
 def _svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with warnings.catch_warnings():
+        # text stays text: it is the reader's font that must have the glyph, not ours
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     # the size comes from the page; the label is for those who do not see the plot

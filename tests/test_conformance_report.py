@@ -1,0 +1,171 @@
+"""A report is complete or says that it is not; tampering is told."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gradparity.conformance.compare import compare
+from gradparity.conformance.page import render_page
+from gradparity.conformance.report import (
+    SCHEMA_VERSION,
+    CaseRecord,
+    Curves,
+    Header,
+    Report,
+    ReportError,
+    ReportWriter,
+    VerdictRecord,
+    read_report,
+)
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m&\"'$x$"
+
+
+def header(planned: int = 2) -> Header:
+    return Header(
+        schema=SCHEMA_VERSION,
+        gradparity="0",
+        torch="0",
+        python="3",
+        platform="linux",
+        backend="gloo",
+        device="cpu",
+        threads=1,
+        commit="abc",
+        command="gradparity run",
+        preset="parity",
+        seed=0,
+        started="2026-01-01T00:00:00+00:00",
+        planned=planned,
+        data={},
+        environment={},
+    )
+
+
+def case(
+    scaler: str = "a:B", status: str = "pass", message: str = "fine"
+) -> CaseRecord:
+    return CaseRecord(
+        scaler=scaler,
+        scenario="fsdp/2/fp32/sgd/none",
+        topology="fsdp",
+        world=2,
+        precision="fp32",
+        data="digits",
+        status=status,
+        verdicts=(
+            VerdictRecord(law="agreement.scale", status=status, message=message),
+        ),
+        seconds=0.1,
+        replay=f"gradparity replay x --scaler {scaler}",
+        curves=Curves(
+            loss=[1.0, None, "nan"],
+            reference_loss=[1.0, 1.0, 1.0],
+            scale=[[2.0, "inf", 4.0], [2.0, 2.0, 2.0]],
+            growth=[[0, 1, 2], [0, 1, 2]],
+            stepped=[[True, None, False], [True, True, True]],
+            bad=[["", "", "w"], ["", "", ""]],
+            parity=[0.1, 0.2, 0.3],
+            parameters={"w": 0.3},
+            collectives=[],
+            host_syncs=[1, 1, 1],
+        ),
+    )
+
+
+def write(path: Path, *cases: CaseRecord, planned: int = 2, close: bool = True) -> Path:
+    with ReportWriter(path, header(planned)) as writer:
+        for each in cases:
+            writer.case(each)
+        if close:
+            writer.close(1.5)
+    return path
+
+
+def test_a_whole_report_comes_back_equal(tmp_path: Path) -> None:
+    cases = (case("a:B"), case("c:D", "fail", "step 1: rank 0"))
+    report = read_report(write(tmp_path / "r.jsonl", *cases))
+    assert report.cases == cases
+    assert report.incomplete == ""
+    assert report.footer is not None
+    assert report.footer.counts == {"fail": 1, "pass": 1}
+    lines = (tmp_path / "r.jsonl").read_bytes().splitlines()
+    kinds = [msgspec.json.decode(line)["kind"] for line in lines]
+    assert kinds == ["header", "case", "case", "footer"]
+
+
+def test_a_run_that_was_cut_off_is_readable_and_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", case(), close=False)
+    with path.open("ab") as file:
+        file.write(b'{"kind":"case","scal')  # killed in the middle of a line
+    report = read_report(path)
+    assert len(report.cases) == 1
+    assert "cut off after 1 of 2" in report.incomplete
+
+
+def test_fewer_cases_than_planned_are_incomplete(tmp_path: Path) -> None:
+    report = read_report(write(tmp_path / "r.jsonl", case()))
+    assert "1 of 2 planned" in report.incomplete
+
+
+def test_an_earlier_report_is_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", case())
+    before = path.read_bytes()
+    write(path, case("c:D"))
+    assert (tmp_path / "r.jsonl.previous").read_bytes() == before
+
+
+def tampered(path: Path, old: bytes, new: bytes) -> Path:
+    raw = path.read_bytes()
+    assert old in raw
+    path.write_bytes(raw.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b'"schema":1', b'"schema":99', "schema version 99"),
+        (b'"kind":"header"', b'"kind":"case"', "line 1"),
+        (b'"cases":2', b'"cases":3', "the footer counts 3"),
+        (b'"pass":2', b'"pass":1', "the footer counts 2"),
+        (b'"planned":2', b'"planned":5', "2 of 5 planned"),
+        (b'"scaler":"c:D"', b'"scaler":"a:B"', "occurs more than once"),
+        (b'"status":"pass"', b'"status":"fail"', "the footer counts"),
+        (b'"seconds":', b'"seconds":}', "line 2"),
+    ],
+)
+def test_tampering_is_told(tmp_path: Path, old: bytes, new: bytes, words: str) -> None:
+    path = write(tmp_path / "r.jsonl", case("a:B"), case("c:D"))
+    with pytest.raises(ReportError, match=words):
+        read_report(tampered(path, old, new))
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="No such file"):
+        read_report(tmp_path / "nosuch.jsonl")
+
+
+def report_of(*cases: CaseRecord) -> Report:
+    return Report(header=header(len(cases)), cases=cases, footer=None)
+
+
+def test_compare_tells_regressions_fixes_new_and_gone() -> None:
+    before = report_of(case("a:B"), case("c:D", "fail"), case("gone:X"))
+    after = report_of(case("a:B", "fail", "step 2"), case("c:D"), case("new:X"))
+    kinds = [change.kind for change in compare(before, after)]
+    assert kinds == ["regression", "gone", "fix", "new"]
+    assert compare(before, before) == []
+
+
+def test_hostile_text_is_escaped_in_the_page() -> None:
+    page = render_page(report_of(case(HOSTILE, "fail", HOSTILE)))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+
+
+def test_the_page_of_an_incomplete_report_says_so() -> None:
+    assert "This report is incomplete" in render_page(report_of(case()))

@@ -1,0 +1,64 @@
+"""The arrows between the rooms, and no others."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gradparity
+
+ROOT = Path(gradparity.__file__).parent
+MAY_IMPORT = {
+    "scaler": set[str](),
+    "multiprocess": set[str](),
+    "fixtures": {"scaler"},
+    "conformance": {"fixtures", "multiprocess"},
+    "ci": {"conformance"},
+}
+MODULES = [path for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def imported_rooms(source: str, module: Path) -> Iterator[str]:
+    """Rooms that ``source``, the text of ``module``, names in an import."""
+    package = module.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            whole = [*base, *(node.module.split(".") if node.module else [])]
+            yield from whole[:1] or [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from _absolute(node.module)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _absolute(alias.name)
+
+
+def _absolute(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    if parts[0] == "gradparity" and len(parts) > 1:
+        yield parts[1]
+
+
+def rooms_of(path: Path) -> set[str]:
+    own = path.relative_to(ROOT).parts[0]
+    found = set(imported_rooms(path.read_text(encoding="utf-8"), path))
+    return (found & MAY_IMPORT.keys()) - {own}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows(path: Path) -> None:
+    assert rooms_of(path) <= MAY_IMPORT[path.relative_to(ROOT).parts[0]]
+
+
+@pytest.mark.parametrize(
+    ("source", "room"),
+    [
+        ("from ..conformance import law", "conformance"),
+        ("from .. import fixtures", "fixtures"),
+        ("import gradparity.ci", "ci"),
+        ("from gradparity.multiprocess import Cluster", "multiprocess"),
+    ],
+)
+def test_a_forbidden_arrow_would_be_seen(source: str, room: str) -> None:
+    assert room in set(imported_rooms(source, ROOT / "scaler" / "made_up.py"))
