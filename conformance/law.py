@@ -135,6 +135,14 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"{noun} {', '.join(map(str, ranks))}"
 
 
+def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace]) -> str:
+    """The first non-finite gradient of a step in words, or the empty string."""
+    for trace, rank in zip(seen, evidence.ranks, strict=True):
+        if trace.non_finite:
+            return f"{trace.non_finite[0]} is not finite on rank {rank.rank}"
+    return ""
+
+
 def passed(message: str) -> Finding:
     """A pass that says what was compared."""
     return Finding(status=Status.PASS, message=message)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gradparity.conformance import Scenario
 from gradparity.fixtures import OPTIMIZERS, ORDERS, PRECISIONS, TOPOLOGIES
 
-scenarios = st.builds(
+scenarios: st.SearchStrategy[dict[str, object]] = st.builds(
     dict,
     topology=st.sampled_from(sorted(TOPOLOGIES)),
     precision=st.sampled_from(sorted(PRECISIONS)),

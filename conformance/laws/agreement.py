@@ -9,6 +9,7 @@ from ..law import (
     Evidence,
     Finding,
     Status,
+    bad_gradient,
     count_or_inconclusive,
     law,
     rank_list,
@@ -37,17 +38,19 @@ def _disagreement(
                 groups[value].append(rank.rank)
         compared += len(seen)
         if len(groups) > 1:
-            return _split(step, what, groups)
+            return _split(step, what, groups, bad_gradient(evidence, seen))
     return count_or_inconclusive(compared, f"rank-steps compared by their {what}")
 
 
-def _split(step: int, what: str, groups: dict[object, list[int]]) -> Finding:
+def _split(
+    step: int, what: str, groups: dict[object, list[int]], cause: str
+) -> Finding:
     # the smaller group departs from the larger one
     minority = min(groups.values(), key=len)
     parts = [f"{rank_list(r)} {_words(what, v)}" for v, r in groups.items()]
     return Finding(
         status=Status.FAIL,
-        message=f"step {step}: {'; '.join(parts)}",
+        message=f"step {step}: {'; '.join(parts)}{cause and f' ({cause})'}",
         step=step,
         ranks=tuple(minority),
         numbers={

@@ -8,6 +8,7 @@ from ..law import (
     Evidence,
     Finding,
     Status,
+    bad_gradient,
     count_or_inconclusive,
     law,
     rank_list,
@@ -18,12 +19,6 @@ from ..trace import StepTrace
 
 def _is_bad(seen: Sequence[StepTrace]) -> bool:
     return any(s.non_finite for s in seen)
-
-
-def _cause(evidence: Evidence, seen: Sequence[StepTrace]) -> str:
-    pairs = zip(seen, evidence.ranks, strict=True)
-    rank, name = next((t.rank, s.non_finite[0]) for s, t in pairs if s.non_finite)
-    return f"{name} is not finite on rank {rank}"
 
 
 def _parameter(seen: Sequence[StepTrace]) -> str:
@@ -48,7 +43,7 @@ def nobody_steps(evidence: Evidence) -> Finding:
             return Finding(
                 status=Status.FAIL,
                 message=f"step {step}: {rank_list(moved)} stepped although "
-                f"{_cause(evidence, seen)}",
+                f"{bad_gradient(evidence, seen)}",
                 step=step,
                 ranks=tuple(moved),
                 parameter=_parameter(seen),
@@ -104,7 +99,7 @@ def frozen(evidence: Evidence) -> Finding:
             return Finding(
                 status=Status.FAIL,
                 message=f"step {step}: the optimizer state changed on "
-                f"{rank_list(ranks)} although {_cause(evidence, seen)}",
+                f"{rank_list(ranks)} although {bad_gradient(evidence, seen)}",
                 step=step,
                 ranks=tuple(ranks),
                 parameter=_parameter(seen),

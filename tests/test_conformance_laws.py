@@ -1,0 +1,221 @@
+"""Laws on made-up traces: each passes what is right and fails on its own fault."""
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from gradparity.conformance import LAWS, Evidence, Scenario, Status, judge
+from gradparity.conformance.parity import Parity, ParityRow
+from gradparity.conformance.trace import Problem, RankTrace, StepTrace
+
+SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
+BAD_STEP = 1
+
+
+def rank_trace(rank: int, *, bad: bool) -> RankTrace:
+    """A right run: two replicas; with ``bad`` the step 1 has an inf on rank 1."""
+    trace = RankTrace(
+        rank=rank,
+        coordinate={"dp": rank},
+        index={"w": np.arange(2)},
+        shards={"w": "same"},
+    )
+    scale, growth, digest = 8.0, 0, "start"
+    for step in range(SCENARIO.steps):
+        skip = bad and step == BAD_STEP
+        seen = StepTrace(step=step, complete=True, loss=1.0)
+        seen.scale_before, seen.growth_before = scale, growth
+        if skip:
+            scale, growth = scale / 2, 0
+        else:
+            digest = f"after {step}"
+            scale, growth = (scale * 2, 0) if growth == 1 else (scale, growth + 1)
+        seen.scale_after, seen.growth_after = scale, growth
+        seen.non_finite = ["w"] if skip and rank == 1 else []
+        seen.parameters_changed = not skip
+        seen.state_changed = not skip
+        seen.digests = {"w": digest}
+        seen.collectives = ["allreduce[6:float64]"]
+        seen.checked_sum = (3.0, 3.0)
+        trace.steps.append(seen)
+    return trace
+
+
+def evidence(*, bad: bool = False) -> Evidence:
+    ranks = tuple(rank_trace(r, bad=bad) for r in range(2))
+    parity = Parity(per_step=[0.0] * SCENARIO.steps)
+    for kind in ("gradient", "update", "loss"):
+        parity.add(row(kind, error=0.5))
+    return Evidence(
+        scenario=SCENARIO, ranks=ranks, bare=copy.deepcopy(ranks), parity=parity
+    )
+
+
+def row(kind: str, error: float) -> ParityRow:
+    return ParityRow(
+        kind=kind,
+        step=2,
+        parameter="w",
+        rank=1,
+        measure="norm",
+        error=error,
+        bound=1.0,
+    )
+
+
+def statuses(of: Evidence) -> dict[str, Status]:
+    return {v.law: v.status for v in judge(of)}
+
+
+def failures(of: Evidence) -> set[str]:
+    return {law for law, status in statuses(of).items() if status is Status.FAIL}
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_right_run_breaks_no_law(bad: bool) -> None:
+    found = statuses(evidence(bad=bad))
+    assert set(found) == set(LAWS)
+    assert {s for s in found.values()} <= {Status.PASS, Status.SKIPPED}
+    assert found["skip.nobody-steps"] is (Status.PASS if bad else Status.SKIPPED)
+
+
+def _scale(e: Evidence) -> None:
+    e.ranks[1].steps[2].scale_after = 99.0
+
+
+def _growth(e: Evidence) -> None:
+    e.ranks[1].steps[2].growth_after += 1
+
+
+def _one_rank_skips(e: Evidence) -> None:
+    e.ranks[1].steps[2].parameters_changed = False
+
+
+def _replica(e: Evidence) -> None:
+    e.ranks[1].steps[2].digests["w"] = "else"
+
+
+def _steps_on_bad(e: Evidence) -> None:
+    for trace in e.ranks:
+        trace.steps[BAD_STEP].parameters_changed = True
+
+
+def _counts_on_bad(e: Evidence) -> None:
+    e.ranks[0].steps[BAD_STEP].state_changed = True
+
+
+def _all_skip_good(e: Evidence) -> None:
+    for trace in e.ranks:
+        trace.steps[3].parameters_changed = False
+
+
+def _no_backoff(e: Evidence) -> None:
+    for trace in e.ranks:
+        trace.steps[BAD_STEP].scale_after *= 2
+
+
+def _zero(e: Evidence) -> None:
+    for trace in e.ranks:
+        trace.steps[3].scale_after = 0.0
+
+
+def _not_bare(e: Evidence) -> None:
+    assert e.bare is not None
+    e.bare[1].steps[3].digests["w"] = "else"
+
+
+def _sequence(e: Evidence) -> None:
+    e.ranks[1].steps[0].collectives = []
+
+
+def _crosstalk(e: Evidence) -> None:
+    e.ranks[0].steps[3].checked_sum = (4.0, 3.0)
+
+
+def _raised(e: Evidence) -> None:
+    e.ranks[1].problem = Problem(step=3, call="step", error="RuntimeError: no")
+    e.ranks[1].steps[3].complete = False
+
+
+def _parity(kind: str) -> Callable[[Evidence], None]:
+    def break_it(e: Evidence) -> None:
+        assert e.parity is not None
+        e.parity.add(row(kind, error=1.01))
+
+    return break_it
+
+
+FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
+    ("agreement.scale", _scale, False),
+    ("agreement.growth", _growth, False),
+    ("agreement.skip", _one_rank_skips, False),
+    ("agreement.replicas", _replica, False),
+    ("skip.nobody-steps", _steps_on_bad, True),
+    ("skip.frozen", _counts_on_bad, True),
+    ("skip.everybody-steps", _all_skip_good, False),
+    ("scale.rule", _no_backoff, True),
+    ("scale.positive", _zero, False),
+    ("transparency.bitwise", _not_bare, False),
+    ("collectives.same-sequence", _sequence, False),
+    ("collectives.no-crosstalk", _crosstalk, False),
+    ("liveness.completes", _raised, False),
+    ("parity.gradient", _parity("gradient"), False),
+    ("parity.update", _parity("update"), False),
+    ("parity.loss", _parity("loss"), False),
+]
+
+
+@pytest.mark.parametrize(("law", "break_it", "bad"), FAULTS, ids=[f[0] for f in FAULTS])
+def test_a_fault_fails_its_law(
+    law: str, break_it: Callable[[Evidence], None], bad: bool
+) -> None:
+    broken = evidence(bad=bad)
+    break_it(broken)
+    assert law in failures(broken)
+
+
+def test_every_law_is_broken_here() -> None:
+    assert {law for law, _, _ in FAULTS} == set(LAWS)
+
+
+def test_evidence_names_step_rank_and_parameter() -> None:
+    broken = evidence(bad=True)
+    broken.ranks[0].steps[BAD_STEP].parameters_changed = True
+    (finding,) = [v.finding for v in judge(broken) if v.law == "skip.nobody-steps"]
+    assert (finding.step, finding.ranks, finding.parameter) == (1, (0,), "w")
+    assert (
+        finding.message == "step 1: rank 0 stepped although w is not finite on rank 1"
+    )
+
+
+def test_disagreement_names_both_sides() -> None:
+    broken = evidence()
+    _scale(broken)
+    (finding,) = [v.finding for v in judge(broken) if v.law == "agreement.scale"]
+    assert "rank 0 scale 16; rank 1 scale 99" in finding.message
+    assert finding.numbers == {"rank 0": 16.0, "rank 1": 99.0}
+
+
+def test_nothing_compared_is_never_a_pass() -> None:
+    empty = evidence()
+    for trace in empty.ranks:
+        trace.steps[0].complete = False
+        del trace.steps[1:]
+    blind = Evidence(scenario=SCENARIO, ranks=empty.ranks)
+    assert Status.PASS not in set(statuses(blind).values())
+
+
+def test_parity_that_compared_nothing_is_inconclusive() -> None:
+    unknown = Evidence(
+        scenario=SCENARIO, ranks=evidence().ranks, parity=Parity(per_step=[0.0] * 4)
+    )
+    found = statuses(unknown)
+    assert found["parity.gradient"] is Status.INCONCLUSIVE
+
+
+def test_a_missing_bare_run_is_inconclusive() -> None:
+    e = evidence()
+    found = statuses(Evidence(scenario=SCENARIO, ranks=e.ranks, parity=e.parity))
+    assert found["transparency.bitwise"] is Status.INCONCLUSIVE

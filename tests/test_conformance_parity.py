@@ -1,0 +1,156 @@
+"""Parity has no blind spot: small wrongs are caught, right runs are not accused."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.parity import demanded_schedule, measure_parity
+from gradparity.conformance.reference import NOISY, Schedule, Variant, train_reference
+from gradparity.conformance.trace import RankTrace, StepTrace
+
+DIGITS = Scenario.parse("single/1/fp32/sgd/none/steps=4")
+TEXT = Scenario.parse("single/1/fp32/adamw/none/data=text,steps=4")
+# another order of reduction than any of the references that make the bounds
+UNSEEN = Variant(parts=8, reverse_rows=True)
+
+
+def traces_of(scenario: Scenario, variant: Variant = UNSEEN) -> list[RankTrace]:
+    """Traces as a rank would give them that trains like ``variant``."""
+    schedule = Schedule(
+        skipped=(False,) * scenario.steps, scales=(1.0,) * scenario.steps
+    )
+    run = train_reference(scenario, schedule, variant)
+    index = {n: np.arange(len(g)) for n, g in run.gradients[0].items()}
+    trace = RankTrace(rank=0, coordinate={"dp": 0}, index=index, shards={})
+    trace.start = {n: np.zeros(len(i), np.float32) for n, i in index.items()}
+    for step in range(scenario.steps):
+        seen = StepTrace(step=step, complete=True, loss=run.losses[step])
+        seen.gradients = {
+            n: g.astype(np.float32) for n, g in run.gradients[step].items()
+        }
+        seen.parameters = {
+            n: u.astype(np.float32) for n, u in run.updates[step].items()
+        }
+        trace.steps.append(seen)
+    return [trace]
+
+
+@pytest.mark.parametrize("scenario", [DIGITS, TEXT], ids=["digits", "text"])
+def test_a_right_run_is_within_its_bounds(scenario: Scenario) -> None:
+    parity = measure_parity(scenario, traces_of(scenario))
+    assert parity.compared > 100
+    assert parity.skipped_rows == 0
+    assert parity.first_bad == {}
+
+
+def _off_by_a_thousandth(trace: RankTrace) -> None:
+    trace.steps[2].gradients["up.weight"] *= np.float32(1.001)
+
+
+def _one_sign_in_a_bias(trace: RankTrace) -> None:
+    trace.steps[1].gradients["head.bias"][0] *= -1
+
+
+def _all_zero(trace: RankTrace) -> None:
+    trace.steps[0].gradients["down.weight"][:] = 0
+
+
+def _one_element(trace: RankTrace) -> None:
+    gradient = trace.steps[0].gradients["up.weight"]
+    gradient[np.abs(gradient).argmax()] *= np.float32(1.01)
+
+
+def _forgotten_unscale(trace: RankTrace) -> None:
+    trace.steps[0].gradients["norm.bias"] *= np.float32(65536)
+
+
+def _not_a_number(trace: RankTrace) -> None:
+    trace.steps[3].gradients["norm.weight"][5] = np.nan
+
+
+def _half_an_update(trace: RankTrace) -> None:
+    trace.steps[3].parameters["down.bias"] *= np.float32(0.5)
+
+
+def _wrong_loss(trace: RankTrace) -> None:
+    assert trace.steps[2].loss is not None
+    trace.steps[2].loss *= 1.001
+
+
+WRONGS: list[tuple[str, int, Callable[[RankTrace], None]]] = [
+    ("gradient", 2, _off_by_a_thousandth),
+    ("gradient", 1, _one_sign_in_a_bias),
+    ("gradient", 0, _all_zero),
+    ("gradient", 0, _one_element),
+    ("gradient", 0, _forgotten_unscale),
+    ("gradient", 3, _not_a_number),
+    ("update", 3, _half_an_update),
+    ("loss", 2, _wrong_loss),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "spoil"), WRONGS, ids=[w[2].__name__ for w in WRONGS]
+)
+def test_small_wrongs_are_caught_at_their_step(
+    kind: str, step: int, spoil: Callable[[RankTrace], None]
+) -> None:
+    traces = traces_of(DIGITS)
+    spoil(traces[0])
+    parity = measure_parity(DIGITS, traces)
+    assert set(parity.first_bad) == {kind}
+    assert parity.first_bad[kind].step == step
+
+
+def test_a_flushed_tiny_gradient_is_caught() -> None:
+    """assert_close accepts zeros for 1e-7: here they are as wrong as any zeros."""
+    traces = traces_of(DIGITS)
+    gradient = traces[0].steps[0].gradients["up.weight"]
+    tiny = np.abs(gradient) < np.abs(gradient).max() * 1e-3
+    assert tiny.any() and np.abs(gradient[tiny]).max() < 1e-4
+    gradient[tiny] = 0
+    parity = measure_parity(DIGITS, traces)
+    assert "gradient" in parity.first_bad
+
+
+def test_partial_gradients_are_summed_over_their_axis() -> None:
+    (whole,) = traces_of(DIGITS)
+    halves = []
+    for rank in range(2):
+        (trace,) = traces_of(DIGITS)
+        trace.rank, trace.coordinate = rank, {"tp": rank}
+        for seen in trace.steps:
+            seen.gradients["norm.bias"] /= np.float32(2)
+            seen.partial = {"norm.bias": ("tp",)}
+        halves.append(trace)
+    assert measure_parity(DIGITS, halves).first_bad == {}
+    for trace in halves:
+        for seen in trace.steps:
+            seen.partial = {}
+    assert "gradient" in measure_parity(DIGITS, halves).first_bad
+    assert whole.steps[0].partial == {}
+
+
+def test_the_demanded_schedule_is_what_any_rank_saw() -> None:
+    first, second = traces_of(DIGITS)[0], traces_of(DIGITS)[0]
+    second.steps[2].non_finite = ["up.weight"]
+    schedule = demanded_schedule([first, second])
+    assert schedule.skipped == (False, False, True, False)
+
+
+def test_skipped_steps_freeze_the_reference() -> None:
+    schedule = Schedule(skipped=(False, True, False, False), scales=(1.0,) * 4)
+    run = train_reference(DIGITS, schedule, NOISY[0])
+    assert np.array_equal(run.updates[0]["up.weight"], run.updates[1]["up.weight"])
+    assert not np.array_equal(run.updates[1]["up.weight"], run.updates[2]["up.weight"])
+
+
+def test_references_differ_by_rounding_only() -> None:
+    schedule = Schedule(skipped=(False,) * 4, scales=(1.0,) * 4)
+    runs = [train_reference(DIGITS, schedule, v) for v in NOISY]
+    first = runs[0].gradients[0]["up.weight"]
+    for run in runs[1:]:
+        other = run.gradients[0]["up.weight"]
+        assert 0 < np.linalg.norm(other - first) < 1e-5 * np.linalg.norm(first)
