@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +71,35 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def sockets() -> frozenset[str]:
+    """Return the identities of this process's sockets."""
+    return frozenset(name for _, name in _open_sockets())
+
+
+def shut_sockets(kept: frozenset[str]) -> None:
+    """Shut the connected internet sockets of this process, save those in ``kept``."""
+    for fd, name in _open_sockets():
+        if name in kept:
+            continue
+        try:
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    copy.getpeername()  # raises for one that listens: leave it alone
+                    copy.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # not connected, or closed meanwhile
+
+
+def _open_sockets() -> Iterator[tuple[int, str]]:
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if name.startswith("socket:"):
+            yield int(entry), name
 
 
 def _prctl(option: int, value: int) -> None:

@@ -6,12 +6,15 @@ what runs worlds is imported when the first test asks for one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 from .marks import MARKER_HELP, sizes_of, spec_of
+from .surroundings import is_reporter
 
 if TYPE_CHECKING:
     from .runners import Runner
@@ -19,12 +22,41 @@ if TYPE_CHECKING:
 
 _MARK = "world"
 _RUNNER = pytest.StashKey["Runner"]()
+_NOWHERE = pytest.StashKey[IO[str]]()
 _SPEC = pytest.StashKey["WorldSpec"]()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker; under torchrun let rank 0 alone report."""
     config.addinivalue_line("markers", MARKER_HELP)
+    if not is_reporter():
+        config.option.xmlpath = None  # one JUnit file
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Silence the ranks that do not report."""
+    if not is_reporter():
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            nowhere = session.config.stash[_NOWHERE] = open(os.devnull, "w")
+            reporter._tw = create_terminal_writer(session.config, nowhere)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Run ordinary tests once, on the rank that reports."""
+    if not is_reporter():
+        ordinary = [item for item in items if not item.get_closest_marker(_MARK)]
+        items[:] = [item for item in items if item.get_closest_marker(_MARK)]
+        config.hook.pytest_deselected(items=ordinary)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A rank that was left without tests has not failed."""
+    if not is_reporter() and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,9 +87,10 @@ def world(request: pytest.FixtureRequest) -> Any:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare for the worlds to come, while pytest goes on."""
-    items = [item for item in session.items if item.get_closest_marker(_MARK)]
-    if items and not session.config.option.collectonly:
-        _runner(session.config).expect([_spec(item) for item in items])
+    if session.config.option.collectonly:
+        return
+    if any(item.get_closest_marker(_MARK) for item in session.items):
+        _runner(session.config).expect()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,6 +145,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if _RUNNER in config.stash:
         config.stash[_RUNNER].close()
         del config.stash[_RUNNER]
+    if _NOWHERE in config.stash:
+        config.stash[_NOWHERE].close()
 
 
 def _runner(config: pytest.Config) -> Runner:

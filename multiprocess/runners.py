@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .cluster import Cluster
 from .launch import forkserver
 from .marks import kind_of
 from .outcomes import RankOutcome
 from .spec import CallOptions, WorldSpec
+from .surroundings import on_torchrun
+
+if TYPE_CHECKING:
+    from .torchrun import TorchrunCluster
 
 _MOST_IDLE_RANKS = 16
+
+
+class UnsuitableWorld(Exception):
+    """The surroundings cannot give a world like this."""
 
 
 class Runner(Protocol):
@@ -23,11 +31,44 @@ class Runner(Protocol):
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
 
-    def expect(self, specs: list[WorldSpec]) -> None:
-        """Prepare for worlds like these."""
+    def expect(self) -> None:
+        """Prepare for worlds to come."""
 
     def close(self) -> None:
         """End all ranks that this runner started."""
+
+
+class TorchrunRunner:
+    """Runs on the ranks that torchrun made; other sizes are no failure, but a skip."""
+
+    def __init__(self) -> None:
+        self._cluster: TorchrunCluster | None = None
+
+    def run(
+        self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
+    ) -> tuple[RankOutcome, ...]:
+        """Return one outcome per rank, or raise ``WorldFailure``."""
+        made = int(os.environ["WORLD_SIZE"])
+        if spec.size != made:
+            raise UnsuitableWorld(f"needs {spec.size} ranks, torchrun made {made}")
+        if self._cluster is None:
+            from .torchrun import TorchrunCluster
+
+            self._cluster = TorchrunCluster(backend=spec.backend, device=spec.device)
+        if (spec.backend, spec.device) != (
+            self._cluster.spec.backend,
+            self._cluster.spec.device,
+        ):
+            raise UnsuitableWorld("torchrun's ranks already use another backend")
+        return self._cluster.submit(options, fn, *args)
+
+    def expect(self) -> None:
+        """Do nothing: the ranks are there."""
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 class PoolRunner:
@@ -42,10 +83,9 @@ class PoolRunner:
         """Return one outcome per rank, or raise ``WorldFailure``."""
         return self._cluster(kind_of(spec)).submit(options, fn, *args)
 
-    def expect(self, specs: list[WorldSpec]) -> None:
+    def expect(self) -> None:
         """Have the forkserver import torch while the session goes on."""
-        if specs:
-            forkserver()
+        forkserver()
 
     def close(self) -> None:
         """End all ranks."""
@@ -66,8 +106,4 @@ class PoolRunner:
 
 def default_runner() -> Runner:
     """Return the runner that this process's surroundings ask for."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from .torchrun import TorchrunRunner
-
-        return TorchrunRunner()
-    return PoolRunner()
+    return TorchrunRunner() if on_torchrun() else PoolRunner()

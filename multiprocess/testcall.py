@@ -31,7 +31,7 @@ from .ranktest import (
     is_special,
     run_body,
 )
-from .runners import Runner
+from .runners import Runner, UnsuitableWorld
 from .spec import CallOptions, WorldSpec
 
 _FAILURE = pytest.StashKey[WorldFailure]()
@@ -135,6 +135,8 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         del item.stash[_FAILURE]
     try:
         outcomes = runner.run(spec, options, run_body, body)
+    except UnsuitableWorld as reason:
+        pytest.skip(str(reason))
     except WorldFailure as failure:
         item.stash[_FAILURE] = failure
         raise _for_pytest(failure) from None

@@ -29,7 +29,10 @@ _GROUP_TIMEOUT = datetime.timedelta(hours=2)
 _MOST_GROUPS = 48
 """So many process groups are left behind by earlier calls before all are made anew."""
 
-_OUR_FILES = (__file__, __file__.replace("worker.py", "ranktest.py"))
+_OUR_FILES = tuple(
+    __file__.replace("worker.py", name)
+    for name in ("worker.py", "ranktest.py", "torchrun.py")
+)
 """Their frames say nothing about what the function did."""
 
 _FOREIGN_ENVIRONMENT = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
