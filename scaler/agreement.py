@@ -33,7 +33,8 @@ message: it is the same mistake on every rank, and nothing was under way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FLAGS", "SHARED", "Agreement", "Holding", "Verdict"]
 
-FLAGS = ("found_inf", "failed", "has_gradients", "was_scaled")
-"""Fields of which the verdict is "on any rank", in message order."""
+FLAGS = ("found_inf", "failed", "has_gradients", "was_scaled", "culprit")
+"""Fields of which the verdict is the largest of any rank, in message order."""
 
 SHARED = (
     "scale",
@@ -56,6 +57,8 @@ SHARED = (
     "growth_factor",
     "backoff_factor",
     "growth_interval",
+    "policy",
+    "hysteresis_left",
     "iteration",
     "agreement",
 )
@@ -79,9 +82,12 @@ class Holding(NamedTuple):
         growth_factor: as set on this rank.
         backoff_factor: as set on this rank.
         growth_interval: as set on this rank.
+        policy: a number that stands for the policy set on this rank.
+        hysteresis_left: (), int32, any device, or None without hysteresis.
         has_gradients: this rank had at least one gradient to look at.
         was_scaled: the scale came from `scale()` or a checkpoint on this rank.
         failed: this rank is about to raise.
+        culprit: a number that stands for the first bad gradient; 0 for none.
     """
 
     found_inf: torch.Tensor | None
@@ -90,16 +96,20 @@ class Holding(NamedTuple):
     growth_factor: float
     backoff_factor: float
     growth_interval: int
+    policy: float = 0.0
+    hysteresis_left: torch.Tensor | None = None
     has_gradients: bool = True
     was_scaled: bool = True
     failed: bool = False
+    culprit: float = 0.0
 
 
 class Verdict:
     """The reduced message of one agreement; the same on every rank.
 
     Attributes:
-        message: (18,), fp64, on the device of the message.
+        message: (size,), fp64, on the device of the message.
+        gathered: (number of ranks, ...), fp64: what the ranks attached, if they did.
     """
 
     def __init__(
@@ -109,15 +119,16 @@ class Verdict:
         self._sent, self._rank, self._size, self._call = sent, rank, size, call
         self._values: list[float] | None = None
         self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self.gathered: torch.Tensor | None = None
 
     @property
     def found_inf(self) -> torch.Tensor:
         """(), fp32, exactly 0 or 1, on the device of the message."""
         return self.message[_FOUND_INF].float()
 
-    def flag(self, name: str) -> bool:
-        """Return whether any rank set this flag; synchronises with the device."""
-        return self.values()[FLAGS.index(name)] > 0
+    def value(self, name: str) -> float:
+        """Return a field of FLAGS; synchronises with the device."""
+        return self.values()[FLAGS.index(name)]
 
     def values(self) -> list[float]:
         """Return the message on the host; synchronises at most once."""
@@ -145,7 +156,7 @@ class Verdict:
             PeerFailedError: another rank raised while it read its gradients.
             RanksDisagreeError: a field of ``SHARED`` differs between ranks.
         """
-        if self.flag("failed"):
+        if self.value("failed"):
             raise PeerFailedError(
                 f"{self._call} on rank {self._rank} of {self._size}: another rank "
                 "raised while it read its gradients, so no rank steps. The cause is in "
@@ -221,13 +232,20 @@ class Agreement:
         """Return the group to agree over, None when this rank is on its own."""
         return self.reach.group(parameters)
 
-    def agree(self, group: ProcessGroup, holding: Holding, call: str) -> Verdict:
+    def agree(
+        self,
+        group: ProcessGroup,
+        holding: Holding,
+        call: str,
+        attached: torch.Tensor | None = None,
+    ) -> Verdict:
         """Exchange one message for one optimizer step.
 
         Args:
             group: what `group` returned.
             holding: what this rank brings.
             call: name of the calling method, for messages.
+            attached: any fixed shape, fp64: gathered from all ranks on the way.
 
         Returns:
             The verdict, already checked where that costs no synchronisation.
@@ -237,7 +255,7 @@ class Agreement:
             RanksDisagreeError: the ranks hold different state.
         """
         self._count += 1
-        return self._exchange(group, holding, self._count, call)
+        return self._exchange(group, holding, self._count, call, attached)
 
     def close(self, group: ProcessGroup | None, holding: Holding, call: str) -> None:
         """End the iteration. See [Note: Closing an iteration].
@@ -255,14 +273,25 @@ class Agreement:
         return {**self.__dict__, "_unread": []}
 
     def _exchange(
-        self, group: ProcessGroup, holding: Holding, position: int, call: str
+        self,
+        group: ProcessGroup,
+        holding: Holding,
+        position: int,
+        call: str,
+        attached: torch.Tensor | None = None,
     ) -> Verdict:
         self._check_unread()
         device = message_device(group, self._device_type)
         sent = _as_numbers(holding, self._iteration, position)
         message = _as_message(sent, holding, device)
-        _all_reduce(message, group, call)
+        gathered = None
+        with _explained(group, call):
+            if attached is None:
+                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+            else:
+                message, gathered = _gather(message, attached.to(device), group)
         verdict = Verdict(message, sent, group.rank(), group.size(), call)
+        verdict.gathered = gathered
         if holding.failed:
             return verdict
         if device.type == "cpu":
@@ -287,6 +316,7 @@ def _as_numbers(holding: Holding, iteration: int, position: int) -> list[float]:
         float(holding.failed),
         float(holding.has_gradients),
         float(holding.was_scaled),
+        holding.culprit,
     ]
     shared = [
         _if_on_host(holding.scale),
@@ -294,10 +324,16 @@ def _as_numbers(holding: Holding, iteration: int, position: int) -> list[float]:
         holding.growth_factor,
         holding.backoff_factor,
         float(holding.growth_interval),
+        holding.policy,
+        _if_on_host(holding.hysteresis_left),
         float(iteration),
         float(position),
     ]
     return flags + [signed for x in shared for signed in (x, -x)]
+
+
+def _place_of(name: str) -> int:
+    return _FIRST_SHARED + 2 * SHARED.index(name)
 
 
 def _if_on_host(tensor: torch.Tensor | None) -> float:
@@ -315,8 +351,9 @@ def _as_message(
     message = torch.tensor(sent, dtype=torch.float64).to(device, non_blocking=True)
     on_device = {
         _FOUND_INF: holding.found_inf,
-        _FIRST_SHARED: holding.scale,
-        _FIRST_SHARED + 2: holding.growth_tracker,
+        _place_of("scale"): holding.scale,
+        _place_of("growth_tracker"): holding.growth_tracker,
+        _place_of("hysteresis_left"): holding.hysteresis_left,
     }
     for index, tensor in on_device.items():
         if tensor is not None and math.isnan(sent[index]):
@@ -326,9 +363,21 @@ def _as_message(
     return message
 
 
-def _all_reduce(message: torch.Tensor, group: ProcessGroup, call: str) -> None:
+def _gather(
+    message: torch.Tensor, attached: torch.Tensor, group: ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # One collective still: the maximum is then taken here.
+    row = torch.cat([message, attached.flatten()])
+    rows = row.new_empty(group.size(), len(row))
+    dist.all_gather(list(rows.unbind()), row, group=group)
+    gathered = rows[:, len(message) :].reshape(-1, *attached.shape)
+    return rows[:, : len(message)].amax(0), gathered
+
+
+@contextmanager
+def _explained(group: ProcessGroup, call: str) -> Iterator[None]:
     try:
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        yield
     except RuntimeError as error:
         error.add_note(
             f"gradparity: in the agreement of {call} on rank {group.rank()} of "

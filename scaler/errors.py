@@ -8,18 +8,20 @@
     └── RuntimeError
         └── ScalerError                 something went wrong while training
             ├── RanksDisagreeError      ranks of one agreement hold different state
-            └── PeerFailedError         another rank raised in the same agreement
+            ├── PeerFailedError         another rank raised in the same agreement
+            └── TooManySkipsError       the policy's limit of skips in a row is reached
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "InvalidSettingError",
     "PeerFailedError",
     "RanksDisagreeError",
     "ScalerError",
+    "TooManySkipsError",
 ]
 
 
@@ -79,3 +81,17 @@ class PeerFailedError(ScalerError):
         super().__init__(message)
         self.rank = rank
         self.call = call
+
+
+class TooManySkipsError(ScalerError):
+    """The limit ``Policy.max_consecutive_skips`` is reached.
+
+    Attributes:
+        skips: skipped iterations in a row.
+        scales: scales of the last iterations, oldest first, as far as the host knows.
+    """
+
+    def __init__(self, message: str, *, skips: int, scales: Sequence[float]) -> None:
+        super().__init__(message)
+        self.skips = skips
+        self.scales = tuple(scales)

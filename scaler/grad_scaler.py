@@ -10,27 +10,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .agreement import Holding, Verdict
+from .answers import Answerer
+from .errors import TooManySkipsError
 from .fused import step_with, wants_scaler
-from .holder import ScaleHolder, never_scaled
 from .policy import advance, set_scale
-from .states import fresh_state, real_optimizer, refuse_closure
-from .unscale import check_and_unscale_, local_gradients
-from .verdicts import Found, any_of, is_found, may_enlarge, reciprocal, spread
+from .states import fresh_state, refuse_closure
+from .verdicts import any_of, is_found, may_enlarge, on_host, reciprocal, spread
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
 __all__ = ["GradScaler"]
 
 
-class GradScaler(ScaleHolder):
+class GradScaler(Answerer):
     """Gradient scaler for one process or many; a drop-in for ``torch.amp.GradScaler``.
 
     All ranks skip a step or none does, and the scale is the same on every rank. Unless
@@ -50,133 +49,14 @@ class GradScaler(ScaleHolder):
             gradients are already equal on all ranks that matter).
         process_group: the ranks that agree; wins over ``agree_over``.
         mesh: the same as a mesh of any number of axes.
-        allow_fp16: let ``unscale_`` divide fp16 gradients in place, which flushes small
-            values to zero; by default it raises, as torch does.
+        fp16_gradients: ``"refuse"`` them as torch does, divide them ``"in place"``,
+            which flushes small values to zero, or ``"widen"`` them to fp32.
+        policy: limits, hysteresis and the like; the default is torch's rule.
 
     Raises:
         InvalidSettingError: a setting that no run can work with.
         ValueError: ``agree_over`` is unknown, or a group and a mesh were both given.
     """
-
-    # - Gradients
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide this optimizer's gradients by the scale, and agree on overflow.
-
-        Optional: only to look at gradients, or to change them, before `step`. Call it
-        once per optimizer and iteration, after all gradients are accumulated. One
-        collective when several ranks agree.
-
-        Args:
-            optimizer: its gradients are changed in place.
-
-        Raises:
-            RuntimeError: called twice, or after `step`, in one iteration.
-            AssertionError: the gradients cannot have been scaled yet.
-            ValueError: an fp16 gradient without ``allow_fp16``.
-            RanksDisagreeError: the ranks hold different state.
-            PeerFailedError: another rank raised.
-        """
-        if not self._enabled:
-            return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer)
-        if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last "
-                "update()."
-            )
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        self._look(optimizer, reciprocal(scale), self._allow_fp16, "unscale_")
-        state["stage"] = OptState.UNSCALED
-
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> Found:
-        gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-        look_again = self._scale is not None and may_enlarge(self._scale)
-        found = check_and_unscale_(
-            gradients, inv_scale, found_inf, look_again=look_again
-        )
-        if not found and self._steps_without_gradients:
-            found[found_inf.device] = found_inf.clone()
-        return found
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        # For optimizers that unscale by themselves: look only, change nothing.
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        return self._look(
-            optimizer, torch.ones_like(scale), True, "_check_inf_per_device"
-        )
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        return self._state_of(optimizer)["found_inf_per_device"]  # type: ignore[no-any-return]
-
-    def _look(
-        self, optimizer: Optimizer, inv_scale: torch.Tensor, allow_fp16: bool, call: str
-    ) -> Found:
-        scale, _ = self._check_scale_growth_tracker(call)
-        group = self._group(optimizer)
-        zero = torch.zeros((), dtype=torch.float32, device=scale.device)
-        try:
-            found = self._unscale_grads_(optimizer, inv_scale, zero, allow_fp16)
-        except Exception:
-            # See [Note: An error on one rank].
-            if group is not None:
-                self._agreement.agree(group, self._holding(None, failed=True), call)
-            raise
-        state = self._state_of(optimizer)
-        state["found_inf_per_device"] = found
-        if group is not None:
-            state["verdict"] = self._settle(group, found, call)
-        elif len(found) > 1:
-            spread(any_of(found, scale.device), found)
-        return found
-
-    # - Agreement
-
-    def _settle(self, group: ProcessGroup, found: Found, call: str) -> Verdict:
-        # Replaces what this rank found by what any rank found.
-        scale, _ = self._check_scale_growth_tracker(call)
-        mine = any_of(found, scale.device) if found else None
-        verdict = self._agreement.agree(group, self._holding(mine), call)
-        if not found:
-            found[scale.device] = torch.zeros(
-                (), dtype=torch.float32, device=scale.device
-            )
-        spread(verdict.found_inf, found)
-        self._refuse_empty_step(verdict, call)
-        return verdict
-
-    def _holding(
-        self, found_inf: torch.Tensor | None, *, failed: bool = False
-    ) -> Holding:
-        scale, tracker = self._check_scale_growth_tracker("agree")
-        return Holding(
-            found_inf=found_inf,
-            scale=scale,
-            growth_tracker=tracker,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            has_gradients=found_inf is not None,
-            was_scaled=self._was_scaled,
-            failed=failed,
-        )
-
-    def _refuse_empty_step(self, verdict: Verdict, call: str) -> None:
-        # What torch refuses on one rank is refused here when it holds for all of them.
-        if not verdict.message.device.type == "cpu":
-            return
-        if not verdict.flag("was_scaled"):
-            raise AssertionError(never_scaled(call, "_scale"))
-        if not verdict.flag("has_gradients") and not self._steps_without_gradients:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
 
     # - Steps
 
@@ -197,7 +77,7 @@ class GradScaler(ScaleHolder):
         Raises:
             RuntimeError: a closure was given, or `step` was already called.
             AssertionError: the gradients cannot have been scaled, or there are none.
-            ValueError: an fp16 gradient without ``allow_fp16``.
+            ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
             RanksDisagreeError: the ranks hold different state.
             PeerFailedError: another rank raised.
         """
@@ -207,21 +87,61 @@ class GradScaler(ScaleHolder):
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                "step() has already been called since the last update()."
-            )
+            raise RuntimeError(_STEPPED)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._fused_step(optimizer, state, *args, **kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
+        self._remember_found(optimizer, self._found_of(state))
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
+    def step_together(self, *optimizers: Optimizer) -> bool:
+        """Step these optimizers, all of them or none.
+
+        They are unscaled unless they were, and checked together, with one collective,
+        before any of them steps.
+
+        Args:
+            *optimizers: fused or not.
+
+        Returns:
+            Whether they stepped; True where only the device knows, on an accelerator.
+
+        Raises:
+            RuntimeError: one of them has already stepped.
+            AssertionError: the gradients cannot have been scaled, or there are none.
+        """
+        if not self._enabled:
+            for optimizer in optimizers:
+                optimizer.step()
+            return True
+        scale, _ = self._check_scale_growth_tracker("step_together")
+        states = [self._state_of(optimizer) for optimizer in optimizers]
+        if any(state["stage"] is OptState.STEPPED for state in states):
+            raise RuntimeError(_STEPPED)
+        fresh = [
+            optimizer
+            for optimizer, state in zip(optimizers, states, strict=True)
+            if state["stage"] is OptState.READY
+        ]
+        allow_fp16 = self._fp16_gradients != "refuse"
+        self._look(fresh, reciprocal(scale), allow_fp16, "step_together")
+        found = any_of(dict(enumerate(_flags_of(states))), scale.device)
+        for state in states:
+            spread(found, state["found_inf_per_device"])
+            state["verdict"], state["stage"] = None, OptState.UNSCALED
+        for optimizer in optimizers:
+            self.step(optimizer)
+        return not on_host(found)
+
     def step_without_optimizer(self) -> None:
         """Take part in the other ranks' next `step`, on a rank without parameters.
+
+        After ``clip_grad_norm_(None, ...)`` there is nothing left to take part in.
 
         Raises:
             RanksDisagreeError: the ranks hold different state.
@@ -230,14 +150,13 @@ class GradScaler(ScaleHolder):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("step_without_optimizer")
-        found: Found = {}
-        if (group := self._group()) is not None:
-            self._settle(group, found, "step_without_optimizer")
-        found = found or {scale.device: torch.zeros_like(scale)}
-        # No optimizer has the id of this very dict while the dict is alive.
-        state = fresh_state()
-        state.update(stage=OptState.STEPPED, found_inf_per_device=found)
-        self._per_optimizer_states[id(state)] = state
+        state = self._per_optimizer_states[id(None)]
+        if state.pop("clipped", False):
+            return
+        verdict = self._conclude([], [], self._group(), "step_without_optimizer")
+        found = state["found_inf_per_device"]
+        agreed = torch.zeros_like(scale) if verdict is None else verdict.found_inf
+        found[len(found)] = agreed.to(scale.device)
 
     def _maybe_opt_step(
         self,
@@ -265,24 +184,33 @@ class GradScaler(ScaleHolder):
         else:
             result = None
         state["stage"] = OptState.STEPPED
+        self._remember_found(optimizer, self._found_of(state))
         return result
 
     def _prepare_fused(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
         # Sets what the kernel divides by; False if the step is known to be skipped.
         scale, _ = self._check_scale_growth_tracker("step")
-        if state["stage"] is OptState.READY and may_enlarge(scale):
+        ready = state["stage"] is OptState.READY
+        if ready and (may_enlarge(scale) or self._divided_before(optimizer)):
             # The kernel would not notice what overflows while it divides.
-            self._look(optimizer, reciprocal(scale), True, "step")
+            # Nor can it divide one gradient and not another.
+            self._look([optimizer], reciprocal(scale), True, "step")
             state["stage"] = OptState.UNSCALED
+        of_user = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
-            state["grad_scale"] = scale * getattr(optimizer, "grad_scale", 1)
+            state["grad_scale"] = scale if of_user is None else scale * of_user
+            state["by_kernel"] = self._found_of(state)
         else:
-            state["grad_scale"] = getattr(optimizer, "grad_scale", None)
-        found = state["found_inf_per_device"]
-        state["found_inf"] = any_of(found, scale.device)
-        on_host = scale.device.type == "cpu"
-        return not (on_host and state["found_inf"].tolist())
+            # What clip_grad_norm_ left to the kernel.
+            folded = state.pop("folded", None)
+            state["grad_scale"] = of_user if folded is None else folded
+        state["found_inf"] = self._found_of(state)
+        return not on_host(state["found_inf"])
+
+    def _found_of(self, state: dict[str, Any]) -> torch.Tensor:
+        scale, _ = self._check_scale_growth_tracker("step")
+        return any_of(state["found_inf_per_device"], scale.device)
 
     # - The policy
 
@@ -314,33 +242,50 @@ class GradScaler(ScaleHolder):
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
             self._move_scale(any_of(dict(enumerate(found)), scale.device), tracker)
+            self._per_optimizer_states = defaultdict(fresh_state)
+            self._refuse_endless_skips()
         self._per_optimizer_states = defaultdict(fresh_state)
 
     def _found_since_update(self) -> list[torch.Tensor]:
-        return [
-            found_inf
-            for state in self._per_optimizer_states.values()
-            for found_inf in state["found_inf_per_device"].values()
-        ]
+        return _flags_of(self._per_optimizer_states.values())
 
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
         assert self._scale is not None
+        scale = self._scale
+        before: Any = scale.tolist() if scale.device.type == "cpu" else scale.clone()
         advance(
-            self._scale,
+            scale,
             tracker,
             found_inf,
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
+            policy=self._policy,
+            hysteresis_left=self._hysteresis_left,
+        )
+        self._history.record(found_inf, before, scale)
+
+    def _refuse_endless_skips(self) -> None:
+        most = self._policy.max_consecutive_skips
+        if most is None or (skips := self.counters.consecutive_skips) < most:
+            return
+        scales = self._history.scales
+        raise TooManySkipsError(
+            f"update: {skips} iterations in a row were skipped, the policy allows "
+            f"fewer than {most}. Scales so far: {list(scales)}; last: "
+            f"{self.last_overflow}. A gradient that is nan at any scale is no question "
+            "of scaling: look at the data, the loss and the learning rate.",
+            skips=skips,
+            scales=scales,
         )
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
         _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
         self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
 
-    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        real = real_optimizer(optimizer)
-        state = self._per_optimizer_states[id(real)]
-        # Keeps it alive: the id of a dead optimizer may be given to a new one.
-        state["optimizer"] = real
-        return state
+
+_STEPPED = "step() has already been called since the last update()."
+
+
+def _flags_of(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    return [f for state in states for f in state["found_inf_per_device"].values()]

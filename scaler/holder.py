@@ -8,14 +8,18 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, overload
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 
 from .agreement import Agreement
+from .errors import InvalidSettingError
 from .groups import AgreeOver, Reach
+from .history import History
 from .multiply import multiply
+from .policy import Policy
 from .settings import (
     check_backoff_factor,
     check_growth_factor,
@@ -31,7 +35,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-__all__ = ["ScaleHolder", "never_scaled"]
+__all__ = ["Fp16Gradients", "ScaleHolder", "never_scaled"]
+
+Fp16Gradients = Literal["refuse", "in place", "widen"]
+"""``refuse``: unscale_ raises, as torch.amp does. ``in place``: divide them where they
+are, which flushes small values to zero, as torch's ShardedGradScaler does. ``widen``:
+replace them by fp32 gradients, which keeps small values; needs an optimizer that takes
+them (SGD, not fused; not Adam with fp16 states)."""
 
 
 class ScaleHolder(_TorchGradScaler):
@@ -43,6 +53,7 @@ class ScaleHolder(_TorchGradScaler):
     # - Lazily made by scale(), or by the first agreement on ranks that never scale
     _scale: torch.Tensor | None
     _growth_tracker: torch.Tensor | None
+    _hysteresis_left: torch.Tensor | None
 
     def __init__(
         self,
@@ -56,7 +67,8 @@ class ScaleHolder(_TorchGradScaler):
         agree_over: AgreeOver = "world",
         process_group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
-        allow_fp16: bool = False,
+        fp16_gradients: Fp16Gradients = "refuse",
+        policy: Policy | None = None,
     ) -> None:
         self._device = device
         self._enabled = enabled and _is_usable(device)
@@ -65,6 +77,12 @@ class ScaleHolder(_TorchGradScaler):
             backoff_factor = check_backoff_factor(backoff_factor)
             growth_interval = check_growth_interval(growth_interval)
             init_scale = check_scale(init_scale, "init_scale")
+            (policy or Policy()).check_start(init_scale)
+        if fp16_gradients not in get_args(Fp16Gradients):
+            raise InvalidSettingError(
+                f"fp16_gradients must be one of {get_args(Fp16Gradients)}, "
+                f"got {fp16_gradients!r}."
+            )
         # A disabled scaler has them too, so that its getters work.
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -74,7 +92,12 @@ class ScaleHolder(_TorchGradScaler):
         self._scale = None
         self._growth_tracker = None
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(fresh_state)
-        self._allow_fp16 = allow_fp16
+        self._fp16_gradients: Fp16Gradients = fp16_gradients
+        self._policy = policy or Policy()
+        self._fingerprint = self._policy.fingerprint()
+        self._init_hysteresis_left = self._policy.hysteresis
+        self._hysteresis_left = None
+        self._history = History()
         # True once the scale came from scale() or a checkpoint, not from a default.
         self._was_scaled = False
         self._agreement = Agreement(Reach(agree_over, process_group, mesh), device)
@@ -84,6 +107,8 @@ class ScaleHolder(_TorchGradScaler):
     def _check_scale_growth_tracker(
         self, funcname: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is not None and self._growth_tracker is not None:
+            return self._scale, self._growth_tracker
         # Ranks of a pipeline that never see a loss get their scale here; so does a run
         # that resumes. Alone and without either, the gradients cannot have been scaled.
         if self._scale is None and (self._was_scaled or self._group() is not None):
@@ -104,6 +129,10 @@ class ScaleHolder(_TorchGradScaler):
         self._growth_tracker = torch.full(
             (), self._init_growth_tracker, dtype=torch.int32, device=dev
         )
+        if self._policy.hysteresis > 1:
+            self._hysteresis_left = torch.full(
+                (), self._init_hysteresis_left, dtype=torch.int32, device=dev
+            )
 
     @overload
     def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
@@ -139,9 +168,9 @@ class ScaleHolder(_TorchGradScaler):
         assert self._scale is not None
         return self._scale
 
-    def _group(self, optimizer: Optimizer | None = None) -> ProcessGroup | None:
+    def _group(self, *optimizers: Optimizer) -> ProcessGroup | None:
         def parameters() -> Iterable[Any]:
-            return () if optimizer is None else parameters_of(optimizer)
+            return chain.from_iterable(map(parameters_of, optimizers))
 
         return self._agreement.group(parameters)
 
@@ -188,17 +217,26 @@ class ScaleHolder(_TorchGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in the keys of torch; empty if disabled.
 
-        Synchronises with the device. Call it after `update`.
+        A policy with hysteresis adds the key ``"_hysteresis_left"``. Synchronises with
+        the device. Call it after `update`.
         """
         if not self._enabled:
             return {}
-        return {
+        state = {
             "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._get_growth_tracker(),
         }
+        if self._policy.hysteresis > 1:
+            state["_hysteresis_left"] = self._get_hysteresis_left()
+        return state
+
+    def _get_hysteresis_left(self) -> int:
+        if self._hysteresis_left is None:
+            return self._init_hysteresis_left
+        return int(self._hysteresis_left.item())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that this class or torch's saved; nothing if disabled.
@@ -221,7 +259,12 @@ class ScaleHolder(_TorchGradScaler):
         backoff = check_backoff_factor(state_dict["backoff_factor"])
         interval = check_growth_interval(state_dict["growth_interval"])
         tracker = check_growth_tracker(state_dict["_growth_tracker"])
+        # Absent in what torch saved.
+        left = state_dict.get("_hysteresis_left", self._policy.hysteresis)
+        left = check_growth_tracker(left)
+        self._policy.check_start(scale)
         self._init_scale, self._init_growth_tracker = scale, tracker
+        self._init_hysteresis_left = left
         self._growth_factor, self._backoff_factor = growth, backoff
         self._growth_interval = interval
         self._was_scaled = True
@@ -229,6 +272,8 @@ class ScaleHolder(_TorchGradScaler):
             self._scale.fill_(scale)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(tracker)
+        if self._hysteresis_left is not None:
+            self._hysteresis_left.fill_(left)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -240,7 +285,9 @@ class ScaleHolder(_TorchGradScaler):
                 )
             state["_init_scale"] = self.get_scale()
             state["_init_growth_tracker"] = self._get_growth_tracker()
+            state["_init_hysteresis_left"] = self._get_hysteresis_left()
             state["_scale"] = state["_growth_tracker"] = None
+            state["_hysteresis_left"] = None
         return state
 
 

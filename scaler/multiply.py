@@ -23,8 +23,8 @@ def multiply(
     Args:
         outputs: a tensor of any shape, or lists, tuples and other iterables of such.
         scale_for: gives the scale, (), fp32, for a first output on that device.
-        keep_dtype: give each result the dtype of its output, which can overflow fp16;
-            otherwise torch's type promotion decides.
+        keep_dtype: give each result the dtype of its output, except fp16; otherwise
+            torch's type promotion decides.
 
     Raises:
         ValueError: something that is neither a tensor nor iterable.
@@ -51,4 +51,6 @@ def _product(
     output: torch.Tensor, scale: torch.Tensor, keep_dtype: bool
 ) -> torch.Tensor:
     product = output * scale
+    # fp16 cannot hold most scaled losses: those stay as wide as the scale.
+    keep_dtype = keep_dtype and output.dtype is not torch.float16
     return product.to(output.dtype) if keep_dtype else product

@@ -2,11 +2,84 @@
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
+from .errors import InvalidSettingError
 from .settings import HIGHEST_SCALE, LOWEST_SCALE, check_scale
 
-__all__ = ["advance", "set_scale"]
+__all__ = ["Policy", "advance", "set_scale"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the scale may do beyond torch's rule; the defaults are torch's rule.
+
+    Raises:
+        InvalidSettingError: limits that no scale fits, or a count below its minimum.
+    """
+
+    min_scale: float = LOWEST_SCALE
+    """The scale never backs off below it. 1 is a good choice for fp16: a smaller scale
+    protects nothing."""
+
+    max_scale: float = HIGHEST_SCALE
+    """The scale never grows beyond it."""
+
+    hysteresis: int = 1
+    """Back off at this overflow only; earlier ones skip the step and keep the scale."""
+
+    refill: Literal["growth", "good step"] = "growth"
+    """What makes the hysteresis count anew: the scale grew (Megatron, DeepSpeed), or
+    one good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
+
+    max_consecutive_skips: int | None = None
+    """`update` raises after so many skipped iterations in a row. Costs one host
+    synchronisation per iteration on an accelerator."""
+
+    constant: bool = False
+    """Keep the scale; overflows still skip the step."""
+
+    def __post_init__(self) -> None:
+        check_scale(self.min_scale, "min_scale")
+        check_scale(self.max_scale, "max_scale")
+        if self.min_scale > self.max_scale:
+            raise InvalidSettingError(
+                f"min_scale ({self.min_scale}) is larger than max_scale "
+                f"({self.max_scale})."
+            )
+        if self.hysteresis < 1:
+            raise InvalidSettingError(
+                f"hysteresis must be at least 1, got {self.hysteresis}."
+            )
+        if self.refill not in ("growth", "good step"):
+            raise InvalidSettingError(
+                f'refill must be "growth" or "good step", got {self.refill!r}.'
+            )
+        if self.max_consecutive_skips is not None and self.max_consecutive_skips < 1:
+            raise InvalidSettingError(
+                "max_consecutive_skips must be at least 1 or None, got "
+                f"{self.max_consecutive_skips}."
+            )
+
+    def fingerprint(self) -> float:
+        """Return a number that equal policies share on all ranks."""
+        return float(zlib.crc32(repr(self).encode()))
+
+    def check_start(self, scale: float) -> None:
+        """Refuse a first scale outside the limits.
+
+        Raises:
+            InvalidSettingError: it is outside.
+        """
+        if not self.min_scale <= scale <= self.max_scale:
+            raise InvalidSettingError(
+                f"The scale ({scale}) is outside the policy's limits "
+                f"[{self.min_scale}, {self.max_scale}]."
+            )
 
 
 def advance(
@@ -17,17 +90,28 @@ def advance(
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
+    policy: Policy,
+    hysteresis_left: torch.Tensor | None = None,
 ) -> None:
     """Move the scale after one iteration, in place and without a synchronisation.
 
     Args:
-        scale: (), fp32; stays within ``[LOWEST_SCALE, HIGHEST_SCALE]``.
+        scale: (), fp32; stays within the limits of the policy.
         growth_tracker: (), int32, on the same device: good iterations in a row.
         found_inf: (), fp32, on the same device: 0 or 1.
         growth_factor: factor after ``growth_interval`` good iterations.
         backoff_factor: factor after an overflow.
         growth_interval: number of good iterations.
+        policy: limits and hysteresis.
+        hysteresis_left: (), int32, on the same device: overflows until the next
+            backoff; None without hysteresis.
     """
+    if policy.constant:
+        growth_tracker.add_(1).mul_(1 - found_inf.int())
+        return
+    before = None if hysteresis_left is None else scale.clone()
+    if hysteresis_left is not None:
+        found_inf = _tolerate(growth_tracker, found_inf, hysteresis_left)
     # torch's kernel asks for equality: a tracker beyond a lowered interval never grows.
     growth_tracker.clamp_(max=growth_interval - 1)
     torch._amp_update_scale_(
@@ -39,7 +123,21 @@ def advance(
         growth_interval,
     )
     # The kernel never grows past fp32, but backs off to zero.
-    scale.clamp_(min=LOWEST_SCALE)
+    scale.clamp_(policy.min_scale, policy.max_scale)
+    if hysteresis_left is not None and before is not None:
+        good = growth_tracker > 0 if policy.refill == "good step" else scale > before
+        hysteresis_left.masked_fill_(good | (scale > before), policy.hysteresis)
+
+
+def _tolerate(
+    growth_tracker: torch.Tensor, found_inf: torch.Tensor, left: torch.Tensor
+) -> torch.Tensor:
+    # Counts an overflow; returns 1 only if it is the one to back off at. The kernel
+    # adds one to the tracker of a tolerated overflow, so that must start from -1.
+    left.sub_(found_inf.int()).clamp_(min=0)
+    backs_off = found_inf * (left == 0)
+    growth_tracker.masked_fill_((found_inf > 0) & (left > 0), -1)
+    return backs_off
 
 
 def set_scale(

@@ -24,8 +24,8 @@ class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
 
     It differs from :class:`GradScaler` in four habits that callers of torch's class may
     rely on: the order of the positional arguments, fp16 gradients are accepted, scaled
-    losses keep their dtype, and a step in which no rank has a gradient is no error. It
-    also works in a single process, without a process group.
+    losses keep their dtype (fp16 ones become fp32), and a step in which no rank has a
+    gradient is no error. It also works in a single process, without a process group.
 
     Args:
         device: device type of the losses.
@@ -61,7 +61,7 @@ class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
             process_group=process_group,
-            allow_fp16=True,
+            fp16_gradients="in place",
         )
 
     def _unscale_grads_(

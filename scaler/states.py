@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import OptState
 
+from .unscale import parameters_of
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["fresh_state", "real_optimizer", "refuse_closure"]
+__all__ = [
+    "Divided",
+    "divided_before",
+    "fresh_state",
+    "real_optimizer",
+    "refuse_closure",
+]
 
 _WRAPPED = ("optimizer", "_optimizer", "base_optimizer")
 
@@ -34,6 +42,29 @@ def real_optimizer(optimizer: Optimizer) -> Optimizer:
         if groups is getattr(optimizer, "param_groups", None):
             return real_optimizer(inner)
     return optimizer
+
+
+Divided = dict[int, tuple[Any, Any]]
+"""By id of a parameter: the parameter, and what a fused kernel found before it divided
+the gradient, (), fp32; None if it was divided without condition."""
+
+
+def divided_before(optimizer: Optimizer, others: Iterable[dict[str, Any]]) -> Divided:
+    """Return the parameters of ``optimizer`` whose gradients were divided already.
+
+    Args:
+        optimizer: it is about to be looked at.
+        others: states of the other optimizers of this iteration.
+    """
+    divided: Divided = {}
+    for state in others:
+        if state["stage"] is not OptState.READY and "optimizer" in state:
+            for parameter in parameters_of(state["optimizer"]):
+                divided[id(parameter)] = parameter, state.get("by_kernel")
+    if not divided:
+        return divided
+    mine = {id(parameter) for parameter in parameters_of(optimizer)}
+    return {key: divided[key] for key in mine & divided.keys()}
 
 
 def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ Everything here looks at local tensors only and never communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,10 @@ __all__ = [
     "Gradients",
     "check_and_unscale_",
     "local_gradients",
+    "local_of",
     "parameters_of",
+    "refuse_fp16",
+    "widen",
 ]
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
@@ -50,20 +53,54 @@ _GeneralMultiDeviceReplicator = _MultiDeviceReplicator
 """The same: a CPU is a device like any other here."""
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the optimizer's parameters, group by group."""
-    for group in optimizer.param_groups:
+def parameters_of(optimizer: Any) -> Iterator[Any]:
+    """Yield the parameters of an optimizer group by group, or those of an iterable."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        yield from optimizer
+        return
+    for group in groups:
         yield from group["params"]
 
 
-def local_gradients(optimizer: Optimizer, *, allow_fp16: bool) -> Gradients:
+def widen(optimizer: Optimizer) -> None:
+    """Replace fp16 gradients by fp32 ones, from now on.
+
+    Backward then hands out fp32 gradients for these parameters by itself.
+    """
+    for parameter in parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype is torch.float16:
+            parameter.grad_dtype = torch.float32
+            parameter.grad = gradient.float()
+
+
+def refuse_fp16(optimizer: Optimizer) -> None:
+    """Refuse fp16 gradients.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None and parameter.grad.dtype is torch.float16:
+            raise ValueError(_FP16)
+
+
+def local_gradients(
+    optimizer: Optimizer | Iterable[Any],
+    *,
+    allow_fp16: bool,
+    without: Container[int] = (),
+) -> Gradients:
     """Collect what this rank holds of the optimizer's gradients.
 
     Args:
         optimizer: its parameters may be plain tensors, DTensors of any placement and
             mesh, or both; gradients may be dense or sparse.
+            Or the parameters themselves.
         allow_fp16: accept fp16 gradients, which lose small values when unscaled in
             place.
+        without: ids of parameters to leave out.
 
     Returns:
         By device and dtype the local dense tensors; of sparse gradients their values.
@@ -75,6 +112,8 @@ def local_gradients(optimizer: Optimizer, *, allow_fp16: bool) -> Gradients:
     gradients: Gradients = {}
     with torch.no_grad():
         for parameter in parameters_of(optimizer):
+            if without and id(parameter) in without:
+                continue
             if not isinstance(parameter, torch.Tensor):
                 raise AssertionError(
                     f"expected param to be torch.Tensor, got {type(parameter).__name__}"
@@ -84,7 +123,7 @@ def local_gradients(optimizer: Optimizer, *, allow_fp16: bool) -> Gradients:
                 continue
             if not allow_fp16 and gradient.dtype is torch.float16:
                 raise ValueError(_FP16)
-            local = _local(parameter, gradient)
+            local = local_of(parameter, gradient)
             gradients.setdefault((local.device, local.dtype), []).append(local)
     return gradients
 
@@ -93,11 +132,12 @@ _FP16 = (
     "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
     "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
     "MixedPrecisionPolicy(param_dtype=torch.float16)), or build the scaler with "
-    "allow_fp16=True if you accept the loss."
+    'fp16_gradients="widen", or "in place" if you accept the loss.'
 )
 
 
-def _local(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def local_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the local dense tensor behind a gradient, of a sparse one its values."""
     if type(gradient) is torch.Tensor:  # the common case, kept free of further lookups
         return gradient if not gradient.is_sparse else _values(parameter, gradient)
     to_local = getattr(gradient, "to_local", None)

@@ -8,7 +8,15 @@ import torch
 
 from .agreement import Verdict
 
-__all__ = ["Found", "any_of", "is_found", "may_enlarge", "reciprocal", "spread"]
+__all__ = [
+    "Found",
+    "any_of",
+    "is_found",
+    "may_enlarge",
+    "on_host",
+    "reciprocal",
+    "spread",
+]
 
 Found = dict[Any, torch.Tensor]
 """By device: (), fp32, 1 if a gradient there is not finite, else 0."""
@@ -43,12 +51,17 @@ def spread(value: torch.Tensor, found: Found) -> None:
         tensor.copy_(value, non_blocking=True)
 
 
+def on_host(found_inf: torch.Tensor) -> bool:
+    """Return whether the host can see a finding, without a synchronisation."""
+    return found_inf.device.type == "cpu" and bool(found_inf.tolist())
+
+
 def is_found(state: dict[str, Any]) -> bool:
     """Return whether the step is to be skipped; at most one synchronisation."""
     # After an agreement all devices hold the same; alone, they were made equal.
     verdict: Verdict | None = state.get("verdict")
     if verdict is not None and verdict.message.device.type != "cpu":
         verdict.check()
-        return verdict.flag("found_inf")
+        return bool(verdict.value("found_inf"))
     found = next(iter(state["found_inf_per_device"].values()))
     return bool(found.tolist() if found.device.type == "cpu" else found.item())
