@@ -11,7 +11,8 @@ _PRIVATE = ("PYTEST_CURRENT_TEST",)
 """Changes with each test, and says nothing to a rank."""
 
 _rewritten: dict[str, str] = {}
-_seen_modules = 0
+_seen_modules: tuple[object, ...] = ()
+"""How many modules there were, and the latest one, when they were looked through."""
 
 
 def current_context() -> Context:
@@ -25,8 +26,10 @@ def current_context() -> Context:
 def _rewritten_modules() -> dict[str, str]:
     """Modules that pytest imported with its own assert: the ranks must do so too."""
     global _seen_modules, _rewritten
-    if "_pytest.assertion.rewrite" in sys.modules and _seen_modules != len(sys.modules):
-        _seen_modules = len(sys.modules)
+    latest = next(reversed(sys.modules.values()))
+    seen = len(sys.modules), id(latest), getattr(latest, "__file__", None)
+    if "_pytest.assertion.rewrite" in sys.modules and _seen_modules != seen:
+        _seen_modules = seen
         _rewritten = {
             name: module.__file__
             for name, module in list(sys.modules.items())

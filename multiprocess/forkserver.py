@@ -85,6 +85,7 @@ class ForkServer:
         else:
             answer = self._import(request["path"], request["modules"])
         try:
+            answer["serial"] = request["serial"]
             self._sock.send(json.dumps(answer).encode())
         except ConnectionError:
             self._end()

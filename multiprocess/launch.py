@@ -47,7 +47,8 @@ class ForkserverClient:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._imported: set[str] = set()
-        self._pending = False
+        self._serial = 0
+        self._pending: int | None = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -86,8 +87,8 @@ class ForkserverClient:
         """Fork one rank, hand it ``fds`` (exit pipe first), return its pid."""
         with self._lock:
             self._settle()
-            self._send({"do": "fork"}, fds)
-            return int(self._answer()["pid"])
+            serial = self._send({"do": "fork"}, fds)
+            return int(self._answer(serial)["pid"])
 
     def close(self) -> None:
         """End the server and with it every rank."""
@@ -112,30 +113,36 @@ class ForkserverClient:
 
     def _send_import(self, modules: Iterable[str]) -> None:
         names = list(modules)
-        self._send({"do": "import", "path": sys.path, "modules": names})
+        request = {"do": "import", "path": sys.path, "modules": names}
+        self._pending = self._send(request)
         self._imported.update(names)
-        self._pending = True
 
     def _settle(self) -> None:
         # Awaited as late as possible: the parent works while the server imports.
-        if self._pending:
-            self._pending = False
-            self._answer()
+        if self._pending is not None:
+            self._answer(self._pending)
+            self._pending = None
 
-    def _send(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    def _send(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
+        self._serial += 1
+        message = json.dumps({**request, "serial": self._serial}).encode()
         try:
-            socket.send_fds(self._sock, [json.dumps(request).encode()], list(fds))
+            socket.send_fds(self._sock, [message], list(fds))
         except OSError as error:
             raise ForkserverError(f"the forkserver is gone: {error}") from error
+        return self._serial
 
-    def _answer(self) -> dict[str, Any]:
-        try:
-            message = self._sock.recv(1 << 20)
-        except ConnectionError:
-            message = b""
-        if not message:
-            raise ForkserverError(self._epitaph())
-        answer: dict[str, Any] = json.loads(message)
+    def _answer(self, serial: int) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        # Older answers belong to calls that ctrl-C or a timeout cut short.
+        while answer.get("serial") != serial:
+            try:
+                message = self._sock.recv(1 << 20)
+            except ConnectionError:
+                message = b""
+            if not message:
+                raise ForkserverError(self._epitaph())
+            answer = json.loads(message)
         if "error" in answer:
             raise ForkserverError(answer["error"])
         return answer

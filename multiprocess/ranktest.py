@@ -198,6 +198,8 @@ def _filters(filters: Sequence[Any]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.filters[:] = filters  # type: ignore[index]  # a list, whatever mypy says
+        # The property is in the parent: `assume` cannot see it from here.
+        warnings.filterwarnings("ignore", "Using `assume` outside")
         yield
 
 

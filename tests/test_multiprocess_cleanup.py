@@ -145,3 +145,25 @@ def test_output_needs_no_disk(tmp_path: Path) -> None:
     with program(then, missing) as (parent, _):
         output, _ = parent.communicate(timeout=LIMIT_S)
     assert "kept" in output
+
+
+def test_an_interrupted_start_does_not_confuse_the_next(tmp_path: Path) -> None:
+    program = """
+import signal
+from gradparity.multiprocess import Cluster
+
+def interrupt(number, frame):
+    raise TimeoutError
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 0.2)  # torch takes longer
+try:
+    Cluster(2).start()
+except TimeoutError:
+    print("interrupted")
+with Cluster(2) as cluster:
+    print(cluster.run(lambda: 1))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n[1, 1]\n", done.stderr

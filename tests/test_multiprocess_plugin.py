@@ -1,0 +1,331 @@
+"""``@pytest.mark.world`` as a stranger's test suite meets it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Imported here, so that the sessions below find them and do not import them anew.
+from gradparity.multiprocess import examples, testcall, torchrun
+
+pytest_plugins = ["pytester"]
+PRELOADED = (examples, testcall, torchrun)
+
+HEAD = """
+import os, time, warnings
+import pytest, torch, torch.distributed as dist
+
+def total(world):
+    value = torch.ones(1) * world.rank
+    dist.all_reduce(value)
+    return value.item()
+"""
+
+Session = Callable[..., "Done"]
+
+
+@dataclass
+class Done:
+    stdout: str
+    returncode: int
+
+
+@pytest.fixture
+def session(pytester: pytest.Pytester) -> Session:
+    """Run pytest on a test module, within this process: torch is there already."""
+
+    def run(body: str, *options: str) -> Done:
+        pytester.makepyfile(test_it=HEAD + body)
+        result = pytester.runpytest_inprocess("-q", "-rA", *options, "test_it.py")
+        return Done(result.stdout.str(), int(result.ret))
+
+    return run
+
+
+def test_passing_tests(session: Session) -> None:
+    done = session("""
+@pytest.fixture
+def plain():
+    return 7
+
+@pytest.fixture(params=[1, 2])
+def scaled(world, request):
+    return request.param * world.rank
+
+@pytest.fixture
+def torn_down(scaled, tmp_path):
+    yield scaled, tmp_path
+    print("torn down on", dist.get_rank())
+
+@pytest.mark.world(size=[1, 2, 3])
+def test_sizes(world):
+    assert total(world) == sum(range(world.size))
+
+@pytest.mark.world(size=2)
+@pytest.mark.parametrize("x", [1, 2])
+def test_parametrized(world, x):
+    assert dist.get_world_size() == 2 and x in (1, 2)
+
+@pytest.mark.world(2)
+def test_fixtures(world, plain, torn_down):
+    scaled, folder = torn_down
+    assert plain == 7
+    assert scaled in (world.rank, 2 * world.rank)
+    assert folder.is_dir()
+
+@pytest.mark.world(size=2)
+def test_without_the_argument():
+    assert dist.get_world_size() == 2
+
+@pytest.mark.world(size=2)
+def test_streams_and_patches(world, capsys, monkeypatch):
+    print("heard")
+    assert capsys.readouterr().out == "heard\\n"
+    monkeypatch.setenv("PATCHED", "1")
+
+@pytest.mark.world(size=2)
+def test_patches_are_undone():
+    assert "PATCHED" not in os.environ
+
+class TestClass:
+    def setup_method(self):
+        self.value = 3
+
+    @pytest.mark.world(size=2, isolation="process")
+    def test_method(self, world):
+        assert self.value == 3 and total(world) == 1
+
+@pytest.mark.world(size=2)
+def test_skipped(world):
+    pytest.skip("not today")
+
+@pytest.mark.world(size=2)
+def test_expected(world):
+    pytest.xfail("some day")
+
+@pytest.mark.world(size=2)
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_expected_kind(world):
+    if world.rank == 1:
+        raise ValueError
+
+@pytest.mark.world(size=2)
+def test_output(world):
+    print("said by", world.rank)
+""")
+    assert done.returncode == 0, done.stdout
+    assert "12 passed, 1 skipped, 2 xfailed" in done.stdout
+    assert "not today" in done.stdout
+    assert "--- rank 1 ---\nsaid by 1" in done.stdout
+    assert "torn down on 1" in done.stdout
+
+
+def test_failing_tests(session: Session) -> None:
+    done = session(
+        """
+@pytest.fixture(scope="module")
+def too_wide(world):
+    return 1
+
+@pytest.fixture
+def stuck():
+    import threading
+    return threading.Lock()
+
+@pytest.mark.world(size=2)
+def test_assert(world):
+    left = [world.rank, 5]
+    assert left == [0, 5]
+
+@pytest.mark.world(size=2)
+def test_some_skip(world):
+    if world.rank == 1:
+        pytest.skip("only me")
+
+@pytest.mark.world(size=2)
+def test_some_skip_some_wait(world):
+    if world.rank == 1:
+        pytest.skip("only me")
+    total(world)
+
+@pytest.mark.world(size=2)
+def test_warning(world):
+    warnings.warn("an error here", stacklevel=1)
+
+@pytest.mark.world(size=2)
+def test_stuck_fixture(world, stuck):
+    pass
+
+@pytest.mark.world(size=2)
+def test_request(world, request):
+    pass
+
+@pytest.mark.world(size=2)
+async def test_coroutine(world):
+    pass
+
+@pytest.mark.world(size=2, sizes=3)
+def test_unknown_setting(world):
+    pass
+
+def test_unmarked(world):
+    pass
+
+import unittest
+class TestCase(unittest.TestCase):
+    @pytest.mark.world(size=2)
+    def test_unittest(self):
+        pass
+
+@pytest.mark.world(size=2)
+def test_innocent(world):
+    assert total(world) == 1
+""",
+        "-Werror",
+    )
+    out = done.stdout
+    assert done.returncode == 1
+    assert "7 failed, 1 passed, 3 errors" in out, out
+    assert "PASSED test_it.py::test_innocent" in out
+    assert "assert [1, 5] == [0, 5]" in out  # pytest's assert, on a rank
+    assert "FAILED test_it.py::test_assert - rank 1: raised AssertionError" in out
+    assert out.count("the ranks do not agree on the outcome:") == 2
+    assert "rank 0: waiting in a collective" in out
+    assert "UserWarning: an error here" in out
+    assert "`stuck` cannot be pickled" in out
+    assert "`request` belongs to the parent" in out
+    assert "cannot run a coroutine" in out
+    assert "has no setting sizes" in out
+    assert "the fixture `world` needs @pytest.mark.world" in out
+    assert "is for plain test functions" in out
+
+
+def test_a_wide_fixture_that_asks_for_the_world_is_refused(session: Session) -> None:
+    done = session("""
+@pytest.fixture(scope="module")
+def wide(world):
+    return 1
+
+@pytest.mark.world(size=2)
+def test_it(world, wide):
+    pass
+""")
+    assert done.returncode == 1
+    assert "ScopeMismatch" in done.stdout
+
+
+def test_pytest_timeout_ends_the_call(session: Session) -> None:
+    done = session("""
+@pytest.mark.world(size=2)
+@pytest.mark.timeout(1)
+def test_slow(world):
+    time.sleep(1000)
+
+@pytest.mark.world(size=2)
+def test_innocent(world):
+    assert total(world) == 1
+""")
+    assert "1 failed, 1 passed" in done.stdout
+    assert "Timeout" in done.stdout
+
+
+def test_exitfirst_keyword_and_last_failed(session: Session) -> None:
+    body = """
+@pytest.mark.world(size=2)
+def test_bad(world):
+    assert world.rank == 0
+
+@pytest.mark.world(size=2)
+def test_good(world):
+    pass
+"""
+    assert "1 failed in" in session(body, "-x").stdout
+    assert "1 passed, 1 deselected" in session(body, "-k", "good").stdout
+    assert "1 failed, 1 deselected" in session(body, "--lf").stdout
+
+
+def test_xdist(session: Session) -> None:
+    done = session(
+        """
+@pytest.mark.world(size=[1, 2, 4])
+@pytest.mark.parametrize("x", [1, 2])
+def test_it(world, x):
+    assert total(world) == sum(range(world.size))
+
+@pytest.mark.world(size=2)
+def test_bad(world):
+    assert world.rank == 0
+""",
+        "-n2",
+    )
+    assert "1 failed, 6 passed" in done.stdout, done.stdout
+    assert "root cause: rank 1: raised AssertionError" in done.stdout
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_import_modes(session: Session, mode: str) -> None:
+    done = session(
+        """
+class Local:
+    pass
+
+@pytest.mark.world(size=2)
+@pytest.mark.parametrize("kind", [Local])
+def test_it(world, kind):
+    assert kind is Local
+""",
+        f"--import-mode={mode}",
+    )
+    assert "1 passed" in done.stdout, done.stdout
+
+
+def test_hypothesis_draws_in_the_parent_and_shrinks(session: Session) -> None:
+    done = session("""
+from hypothesis import assume, given, strategies as st
+
+@pytest.mark.world(size=2)
+@given(n=st.integers(0, 1000))
+def test_shrinks(world, n):
+    value = torch.tensor([n])
+    dist.all_reduce(value)
+    assert value.item() < 100
+
+@pytest.mark.world(size=2)
+@given(n=st.integers(0, 1000))
+def test_assumes(world, n):
+    assume(n % 2 == 0)
+    value = torch.tensor([n])
+    dist.all_reduce(value)
+    assert value.item() == 2 * n
+
+class TestMethod:
+    @pytest.mark.world(size=2)
+    @given(n=st.integers(0, 10))
+    def test_method(self, world, n):
+        assert 0 <= n <= 10
+""")
+    assert "1 failed, 2 passed" in done.stdout, done.stdout
+    assert "n=50," in done.stdout
+    assert "root cause: rank" in done.stdout
+
+
+def test_a_session_without_worlds_does_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("""
+import sys
+
+def test_it():
+    assert "torch" not in sys.modules
+    assert "gradparity.multiprocess.plugin" in sys.modules
+    assert "gradparity.multiprocess.cluster" not in sys.modules
+""")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "test_it.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "1 passed" in done.stdout, done.stdout
