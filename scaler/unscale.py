@@ -71,6 +71,7 @@ def widen(optimizer: Optimizer) -> None:
     for parameter in parameters_of(optimizer):
         gradient = parameter.grad
         if gradient is not None and gradient.dtype is torch.float16:
+            parameter.grad = None  # or torch refuses another dtype
             parameter.grad_dtype = torch.float32
             parameter.grad = gradient.float()
 

@@ -208,7 +208,8 @@ def test_b02_b09_b13_fused(
     def step() -> list[Any]:
         p = parameter(torch.ones(3))
         optimizer: Any = kinds[kind]([p], lr=0.25, fused=True)
-        scaler, seen = scaler_of(make), []
+        scaler = scaler_of(make)
+        seen: list[Any] = []
         for bad in (False, True, False):
             nan_here = bad and dist.get_rank() in bad_ranks
             give_gradient(p, NAN if nan_here else 4.0)
@@ -309,6 +310,16 @@ def test_b03c_experts_in_their_own_optimizer(
 
 
 @SCALERS
+@pytest.mark.parametrize("bad_rank", [0, 3])
+def test_b03d_optimizers_step_all_or_none(
+    four: Cluster, make: Make, bad_rank: int
+) -> None:
+    results = four.run(experts, make, bad_rank, True)
+    assert results == [[False, False, True, True]] * 4
+    assert four.run(experts, make, -1, True) == [[True, True, False, False]] * 4
+
+
+@SCALERS
 def test_b14c_parameters_on_a_mesh_that_others_are_not_in(
     four: Cluster, make: Make
 ) -> None:
@@ -335,11 +346,12 @@ def test_independent_models_need_not_agree(four: Cluster) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         mesh = DeviceMesh.from_group(groups[mine], "cpu")
-        settings: dict[str, Any] = {
+        choices: dict[str, dict[str, Any]] = {
             "rule": {"agree_over": "mesh"},
             "mesh": {"mesh": mesh},
             "group": {"process_group": groups[mine]},
-        }[how]
+        }
+        settings = choices[how]
         scaler = scaler_of(GradScaler, **settings)
         p = parameter(torch.ones(2), mesh, [Shard(0)])
         for _ in range(3 + mine):  # not even the same number of iterations
@@ -630,7 +642,7 @@ def test_host_synchronisations(
                 scaler.step(optimizer)
                 scaler.update()
         events = {e.key: e.count for e in seen.key_averages()}
-        return events.get("aten::_local_scalar_dense", 0)
+        return int(events.get("aten::_local_scalar_dense", 0))
 
     assert all(count <= syncs for count in two.run(step))
 
