@@ -46,7 +46,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Run ordinary tests once, on the rank that reports."""
+    """Largest worlds first under xdist; under torchrun, ordinary tests on one rank."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=_size, reverse=True)
     if not is_reporter():
         ordinary = [item for item in items if not item.get_closest_marker(_MARK)]
         items[:] = [item for item in items if item.get_closest_marker(_MARK)]
@@ -157,15 +159,19 @@ def _runner(config: pytest.Config) -> Runner:
     return config.stash[_RUNNER]
 
 
+def _size(item: pytest.Item) -> int:
+    marker = item.get_closest_marker(_MARK)
+    if marker is None:
+        return 0
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None:
+        return int(callspec.params["world"])
+    return sizes_of(marker.args, marker.kwargs)[0]
+
+
 def _spec(item: pytest.Item) -> WorldSpec:
     if _SPEC not in item.stash:
         marker = item.get_closest_marker(_MARK)
         assert marker is not None
-        callspec = getattr(item, "callspec", None)
-        size = (
-            callspec.params["world"]
-            if callspec
-            else sizes_of(marker.args, marker.kwargs)[0]
-        )
-        item.stash[_SPEC] = spec_of(size, marker.kwargs)
+        item.stash[_SPEC] = spec_of(_size(item), marker.kwargs)
     return item.stash[_SPEC]

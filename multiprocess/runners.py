@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .broker import cpu_broker, gpu_broker, visible_gpus
 from .cluster import Cluster
 from .launch import forkserver
 from .marks import kind_of
@@ -81,7 +85,12 @@ class PoolRunner:
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
-        return self._cluster(kind_of(spec)).submit(options, fn, *args)
+        with contextlib.ExitStack() as held:
+            held.enter_context(cpu_broker().slots(spec.size))
+            if spec.device == "cuda":
+                names = held.enter_context(_gpus(spec))
+                spec = replace(spec, visible_devices=names)
+            return self._cluster(kind_of(spec)).submit(options, fn, *args)
 
     def expect(self) -> None:
         """Have the forkserver import torch while the session goes on."""
@@ -102,6 +111,14 @@ class PoolRunner:
                 idle -= len(other.pids)
                 other.close()
         return cluster
+
+
+def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
+    visible = visible_gpus()
+    wanted = 1 if spec.share_devices else spec.size
+    if len(visible) < wanted:
+        raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
+    return gpu_broker(visible).slots(wanted)
 
 
 def default_runner() -> Runner:

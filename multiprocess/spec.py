@@ -51,6 +51,9 @@ class WorldSpec:
     share_devices: bool = False
     """Whether several gloo ranks may share one CUDA device."""
 
+    visible_devices: tuple[str, ...] = ()
+    """CUDA devices that the ranks may see; all that the parent may see by default."""
+
     preload: tuple[str, ...] = ()
     """Modules that the forkserver imports once, before ranks are forked from it."""
 
@@ -64,6 +67,8 @@ class WorldSpec:
         check_isolation(self.isolation)
         if self.backend == "nccl" and self.device != "cuda":
             raise ValueError('backend "nccl" needs device="cuda"')
+        if self.backend == "nccl" and self.share_devices:
+            raise ValueError('backend "nccl" needs one device per rank')
         for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
             check_positive(name, getattr(self, name))
 

@@ -140,7 +140,7 @@ class TorchrunCluster:
             rank=self.rank,
             size=self.size,
             backend=self.spec.backend,
-            device=worker._device(self.spec.device, local),
+            device=worker._device(self.spec, local),
             seed=self.spec.seed,
             make_store=lambda: PrefixStore(f"user{self._calls}", self._store),
         )

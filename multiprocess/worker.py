@@ -21,6 +21,7 @@ from .messages import Context, Kind, Reply, Run, Start
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from .spec import WorldSpec
     from .world import World
 
 _GROUP_TIMEOUT = datetime.timedelta(hours=2)
@@ -84,13 +85,13 @@ class _Rank:
 
         spec, self._spec, self._rank = message.spec, message.spec, message.rank
         _take_context(message.context)
-        os.environ.update(_rank_environment(spec.size, message.rank))
+        os.environ.update(_rank_environment(spec, message.rank))
         torch.set_num_threads(spec.threads)
         self._world: World = world_module.World(
             rank=message.rank,
             size=spec.size,
             backend=spec.backend,
-            device=_device(spec.device, message.rank),
+            device=_device(spec, message.rank),
             seed=spec.seed,
             make_store=lambda: self._open_store(f"run{self._runs}"),
         )
@@ -129,7 +130,7 @@ class _Rank:
 
         if message.context is not None:
             _take_context(message.context)
-            os.environ.update(_rank_environment(self._spec.size, self._rank))
+            os.environ.update(_rank_environment(self._spec, self._rank))
         if message.fresh_group:
             self._make_group()
         self._runs = message.number
@@ -261,13 +262,15 @@ def _take_context(context: Context) -> None:
     rewriting.take_modules(context.modules)
 
 
-def _rank_environment(size: int, rank: int) -> dict[str, str]:
+def _rank_environment(spec: WorldSpec, rank: int) -> dict[str, str]:
     found = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
+        "WORLD_SIZE": str(spec.size),
+        "LOCAL_WORLD_SIZE": str(spec.size),
     }
+    if spec.visible_devices:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
     if "GLOO_SOCKET_IFNAME" not in os.environ and _has_loopback():
         found["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     return found
@@ -277,11 +280,17 @@ def _has_loopback() -> bool:
     return any(name == "lo" for _, name in socket.if_nameindex())
 
 
-def _device(kind: str, rank: int) -> Any:
+def _device(spec: WorldSpec, rank: int) -> Any:
     import torch
 
-    if kind == "cpu":
+    if spec.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if count == 0 or (rank >= count and not spec.share_devices):
+        raise RuntimeError(
+            f"rank {rank} has no CUDA device of its own: {count} visible. "
+            "share_devices=True lets ranks with backend gloo share them."
+        )
+    device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)
     return device

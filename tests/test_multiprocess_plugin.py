@@ -329,3 +329,38 @@ def test_it():
         timeout=60,
     )
     assert "1 passed" in done.stdout, done.stdout
+
+
+def test_a_world_without_its_devices_is_skipped(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = session("""
+@pytest.mark.world(size=2, device="cuda", backend="nccl")
+def test_it(world):
+    pass
+""")
+    assert "needs 2 CUDA devices, 0 visible" in done.stdout
+
+
+def test_the_largest_worlds_run_first_under_xdist(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    done = session(
+        """
+def test_plain():
+    pass
+
+@pytest.mark.world(size=[1, 2, 3])
+def test_sizes(world):
+    pass
+""",
+        "--collect-only",
+    )
+    assert done.stdout.split()[:4] == [
+        "test_it.py::test_sizes[world3]",
+        "test_it.py::test_sizes[world2]",
+        "test_it.py::test_sizes[world1]",
+        "test_it.py::test_plain",
+    ]

@@ -1,0 +1,154 @@
+"""Shares CPU slots and GPUs between xdist workers and concurrent runs on one machine.
+
+A slot is a file lock: the kernel gives it back when its owner dies, however it dies.
+A world takes as many slots as it has ranks. One that is larger than the machine takes
+them all, and so runs alone. Slots are taken under one gate, one world at a time, so two
+worlds that each wait for the rest of their slots cannot block each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .errors import HarnessError
+
+_POLL_S = 0.01
+
+SLOTS_VARIABLE = "GRADPARITY_CPU_SLOTS"
+"""Environment variable: CPU slots of this machine; 0 switches the broker off."""
+
+_RANKS_PER_CORE = 4
+"""Ranks of tests mostly wait for each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broker:
+    """Hands out named slots; every process with the same folder shares them."""
+
+    names: Sequence[str]
+    """One name per slot."""
+
+    folder: Path = field(default_factory=lambda: default_folder())
+    """Where the locks are."""
+
+    @contextlib.contextmanager
+    def slots(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
+        """Hold ``wanted`` slots, or all where there are fewer.
+
+        Args:
+            wanted: How many.
+            limit_s: How long to wait for them.
+
+        Yields:
+            The names of the slots.
+
+        Raises:
+            HarnessError: Others held them for too long.
+        """
+        count = min(wanted, len(self.names))
+        with contextlib.ExitStack() as held:
+            names = self._take(held, count, limit_s) if count else ()
+            yield names
+
+    def _take(
+        self, held: contextlib.ExitStack, count: int, limit_s: float
+    ) -> tuple[str, ...]:
+        deadline = time.monotonic() + limit_s
+        taken: list[str] = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._gate(limit_s):
+            while len(taken) < count:
+                free = [name for name in self.names if name not in taken]
+                taken += self._free(held, free, count - len(taken))
+                if len(taken) < count:
+                    if time.monotonic() > deadline:
+                        raise self._starved(count, limit_s)
+                    time.sleep(_POLL_S)
+        return tuple(taken)
+
+    def _free(
+        self, held: contextlib.ExitStack, names: Sequence[str], most: int
+    ) -> list[str]:
+        taken: list[str] = []
+        for name in names:
+            if len(taken) == most:
+                break
+            lock = FileLock(self.folder / f"{name}.lock")
+            try:
+                held.enter_context(lock.acquire(timeout=0))
+            except Timeout:
+                continue
+            taken.append(name)
+        return taken
+
+    @contextlib.contextmanager
+    def _gate(self, limit_s: float) -> Iterator[None]:
+        lock = FileLock(self.folder / "gate.lock")
+        try:
+            proxy = lock.acquire(timeout=limit_s, poll_interval=_POLL_S)
+        except Timeout:
+            raise self._starved(1, limit_s) from None
+        with proxy:
+            yield
+
+    def _starved(self, count: int, limit_s: float) -> HarnessError:
+        return HarnessError(
+            f"waited {limit_s:.0f} s for {count} of the {len(self.names)} slots in "
+            f"{self.folder}; other runs hold them. {SLOTS_VARIABLE}=0 does without."
+        )
+
+
+def cpu_broker() -> Broker:
+    """Return the broker of this machine's CPU slots."""
+    count = int(os.environ.get(SLOTS_VARIABLE, _cores() * _RANKS_PER_CORE))
+    return Broker(names=[f"cpu{index}" for index in range(count)])
+
+
+def gpu_broker(visible: Sequence[str]) -> Broker:
+    """Return the broker of the GPUs that the caller may use.
+
+    Args:
+        visible: Their names, as in ``CUDA_VISIBLE_DEVICES``: a slot is a device, not a
+            position in anybody's list.
+    """
+    return Broker(names=[f"gpu-{name}" for name in visible])
+
+
+def visible_gpus(count: int | None = None) -> list[str]:
+    """Return the devices that the caller may use, in the caller's order.
+
+    Args:
+        count: How many the machine has; found out without torch by default.
+    """
+    count = _installed_gpus() if count is None else count
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in allowed.split(",") if name.strip()][:count]
+
+
+def default_folder() -> Path:
+    """Return the folder that all runs of this user on this machine share.
+
+    Not the temporary folder: lock files stay, and nothing of ours may stay there.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "gradparity" / "slots"
+
+
+def _installed_gpus() -> int:
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

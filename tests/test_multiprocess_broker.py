@@ -1,0 +1,103 @@
+"""Slots are shared between processes and given back by whoever dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gradparity.multiprocess import HarnessError
+from gradparity.multiprocess.broker import (
+    SLOTS_VARIABLE,
+    Broker,
+    cpu_broker,
+    gpu_broker,
+    visible_gpus,
+)
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from gradparity.multiprocess.broker import Broker
+with Broker(names=sys.argv[2].split(","), folder=Path(sys.argv[1])).slots(2) as held:
+    print(*held, flush=True)
+    time.sleep(1000)
+"""
+
+
+def broker(folder: Path, count: int = 3) -> Broker:
+    return Broker(names=[f"cpu{i}" for i in range(count)], folder=folder)
+
+
+def test_two_worlds_never_hold_the_same_slot(tmp_path: Path) -> None:
+    shared = broker(tmp_path, 4)
+    with shared.slots(2) as first, shared.slots(2) as second:
+        assert len({*first, *second}) == 4
+
+
+def test_a_large_world_takes_all_and_runs_alone(tmp_path: Path) -> None:
+    shared = broker(tmp_path)
+    with shared.slots(64) as held:
+        assert len(held) == 3
+        with pytest.raises(HarnessError, match="other runs hold them"):
+            with shared.slots(1, limit_s=0.1):
+                pass
+    with shared.slots(3) as held:
+        assert len(held) == 3
+
+
+def test_slots_of_a_killed_process_are_free(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "cpu0,cpu1,cpu2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline().split() == ["cpu0", "cpu1"]
+        with broker(tmp_path).slots(1) as held:
+            assert held == ("cpu2",)
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    with broker(tmp_path).slots(3, limit_s=20) as held:
+        assert len(held) == 3
+
+
+def test_worlds_that_need_more_than_half_do_not_block_each_other(
+    tmp_path: Path,
+) -> None:
+    shared = broker(tmp_path)
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work() -> None:
+        for _ in range(5):
+            with shared.slots(2, limit_s=60):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.002)
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(most) == 20
+    assert max(most) == 1
+
+
+def test_no_slots_means_no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SLOTS_VARIABLE, "0")
+    with cpu_broker().slots(8) as held:
+        assert held == ()
+
+
+def test_gpus_are_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3")
+    assert visible_gpus(8) == ["5", "3"]
+    assert list(gpu_broker(["5", "3"]).names) == ["gpu-5", "gpu-3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus(8) == []
