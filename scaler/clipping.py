@@ -16,6 +16,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from .checking import GradientChecker
+from .settings import HIGHEST_SCALE
 from .totals import MESHES, Held, Shares, global_norm, held_by, shares_of
 from .unscale import local_of, refuse_fp16, widen
 from .verdicts import any_of, may_enlarge, on_host
@@ -163,14 +164,14 @@ class GradientClipper(GradientChecker):
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         if optimizer is None:
             return
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            base = torch.ones_like(scale) if unscaled else scale
-            state["folded"] = (base.double() / factor).float()
+        if on_host(any_of(state["found_inf_per_device"], scale.device)):
             return
-        found = state["found_inf_per_device"]
-        if on_host(any_of(found, scale.device)):
+        divisor = (1.0 if unscaled else scale.double()) / factor
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and _fits(divisor):
+            state["folded"] = divisor.float()
             return
-        multiply_(held, (factor if unscaled else factor / scale.double()).float())
+        multiply_(held, divisor.reciprocal().float())
+        state["folded"] = None
 
     def _clip_unscaled(
         self, optimizer: Optimizer | None, max_norm: float, norm_type: float
@@ -196,6 +197,13 @@ def multiply_(held: list[Held], factor: torch.Tensor) -> None:
     with torch.no_grad():
         for (device, _), tensors in groups.items():
             torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
+
+
+def _fits(divisor: torch.Tensor) -> bool:
+    # A norm beyond fp32 can ask for a divisor beyond fp32. On an accelerator, where
+    # looking would synchronise, it then clips to zero.
+    value: Any = divisor.tolist() if divisor.device.type == "cpu" else 1.0
+    return bool(value <= HIGHEST_SCALE)
 
 
 def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -203,8 +203,7 @@ class GradScaler(Answerer):
             state["by_kernel"] = self._found_of(state)
         else:
             # What clip_grad_norm_ left to the kernel.
-            folded = state.pop("folded", None)
-            state["grad_scale"] = of_user if folded is None else folded
+            state["grad_scale"] = state.pop("folded", of_user)
         state["found_inf"] = self._found_of(state)
         return not on_host(state["found_inf"])
 

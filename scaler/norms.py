@@ -7,7 +7,8 @@ for 16 elements, twice for 4096, and slower beyond. An accelerator batches by it
 
 [Note: Exact enough]
 fp32 accumulation loses digits with the number of elements (0.5 % at 65 million on a
-CPU). So large tensors are reduced in pieces, and pieces are added in fp64. A finite
+CPU). So large tensors are reduced in pieces, and pieces are added in fp64. Orders other
+than 2 and infinity lose more, and are rare: they are read in fp64 throughout. A finite
 gradient may have a norm beyond fp32: what is not finite is read again in fp64, and only
 what is still not finite has overflowed.
 """
@@ -23,6 +24,7 @@ __all__ = ["norms"]
 
 _SMALL = 8192  # elements; see [Note: Small tensors]
 _PIECE = 65536  # elements; see [Note: Exact enough]
+_NARROW_PIECE = 4096  # the same for 16-bit elements, which torch adds up less well
 
 
 def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -42,6 +44,8 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         # fp64 sums cannot overflow, so no second look, which would synchronise.
         each = torch._foreach_norm(list(tensors), norm_type, torch.float64)
         return torch.stack(each)
+    if norm_type not in (2.0, math.inf):
+        tensors = [tensor.double() for tensor in tensors]
     found = _norms_cpu(tensors, norm_type)
     for i in (~found.isfinite()).nonzero().flatten().tolist():
         found[i] = _norm(tensors[i].double(), norm_type)
@@ -57,7 +61,7 @@ def _norms_cpu(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
         if math.prod(shape) <= _SMALL and len(group) > 1 and shape:
             side_by_side = torch.cat(group).view(len(group), -1)
             parts.append(_norm(_wide(side_by_side), norm_type, dim=1))
-        elif math.prod(shape) <= 2 * _PIECE:
+        elif math.prod(shape) <= _piece_of(group[0]):
             dtype = None if group[0].dtype is torch.float64 else torch.float32
             parts.append(torch.stack(torch._foreach_norm(group, norm_type, dtype)))
         else:
@@ -68,6 +72,10 @@ def _norms_cpu(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
     return torch.empty_like(found).index_copy_(0, torch.tensor(order), found)
 
 
+def _piece_of(tensor: torch.Tensor) -> int:
+    return _PIECE if tensor.element_size() >= 4 else _NARROW_PIECE
+
+
 def _by_shape(tensors: Sequence[torch.Tensor]) -> dict[torch.Size, list[int]]:
     indices: dict[torch.Size, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -76,7 +84,7 @@ def _by_shape(tensors: Sequence[torch.Tensor]) -> dict[torch.Size, list[int]]:
 
 
 def _norm_in_pieces(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    pieces = tensor.reshape(-1).split(_PIECE)
+    pieces = tensor.reshape(-1).split(_piece_of(tensor))
     dtype = None if tensor.dtype is torch.float64 else torch.float32
     each = torch.stack(torch._foreach_norm(pieces, norm_type, dtype)).double()
     return _norm(each, norm_type).reshape(1)

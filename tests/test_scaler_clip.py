@@ -1,0 +1,353 @@
+"""clip_grad_norm_: unscale, check and clip from one read of the gradients."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from gradparity.multiprocess import Cluster
+from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.scaler.norms import norms
+
+SCALE = 1024.0
+BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
+FUSED = pytest.mark.parametrize("fused", [False, True])
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    with Cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    with Cluster(4) as cluster:
+        yield cluster
+
+
+def scaled(make: Any = GradScaler, scale: float = SCALE, **settings: Any) -> Any:
+    scaler = make(device="cpu", init_scale=scale, **settings)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def parameters_with(gradients: list[Tensor]) -> list[Tensor]:
+    params = [torch.zeros_like(g, requires_grad=True) for g in gradients]
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = g.clone()
+    return params
+
+
+def exact(
+    gradients: list[Tensor], scale: float, max_norm: float, order: float
+) -> tuple[float, list[Tensor]]:
+    unscaled = [g.double() / scale for g in gradients]
+    norm = torch.cat([g.flatten() for g in unscaled]).norm(order).item()
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    return norm, [g * factor for g in unscaled]
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+SHAPES: dict[str, Any] = {
+    "small": [(16,)] * 40,
+    "mixed": [(3, 5), (16,), (), (7, 1), (16,), (300, 40), (2, 3, 4)],
+    "large": [(600, 700), (64, 64), (64, 64)],
+}
+
+
+@BOTH
+@FUSED
+@pytest.mark.parametrize("shapes", sorted(SHAPES))
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_equals_exact_clipping(
+    make: Any, fused: bool, shapes: str, order: float, max_norm: float
+) -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(shape) * SCALE for shape in SHAPES[shapes]]
+    params = parameters_with(gradients)
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = scaled(make)
+    norm = scaler.clip_grad_norm_(optimizer, max_norm, order)
+    scaler.step(optimizer)
+    scaler.update()
+    expected, clipped = exact(gradients, SCALE, max_norm, order)
+    assert norm.shape == () and norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    for p, g in zip(params, clipped, strict=True):
+        assert error(-p.detach(), g) < 1e-6
+
+
+@FUSED
+def test_after_unscale(fused: bool) -> None:
+    gradients = [torch.randn(5, 4) * SCALE, torch.randn(3) * SCALE]
+    params = parameters_with(gradients)
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = scaled()
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer)
+    for p, g in zip(params, exact(gradients, SCALE, 0.5, 2.0)[1], strict=True):
+        assert error(-p.detach(), g) < 1e-6
+
+
+@FUSED
+def test_a_norm_beyond_fp32_is_no_overflow(fused: bool) -> None:
+    params = parameters_with([torch.full((100,), 3e37)] * 3)
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = scaled()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert norm.item() == pytest.approx(3e37 / SCALE * 300**0.5, rel=1e-6)
+    assert not scaler.step_was_skipped(optimizer)
+    assert error(-params[0].detach(), torch.full((100,), 300**-0.5)) < 1e-6
+
+
+@FUSED
+def test_a_scale_below_one_can_overflow(fused: bool) -> None:
+    params = parameters_with([torch.full((2,), 3e38)])
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = scaled(scale=0.5)
+    assert not math.isfinite(scaler.clip_grad_norm_(optimizer, 1.0))
+    scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer) and params[0].tolist() == [0.0, 0.0]
+
+
+@FUSED
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
+    params = parameters_with([torch.ones(4), torch.ones(4), torch.ones(9)])
+    grad = params[1].grad
+    assert grad is not None
+    grad[2] = bad
+    named = [(f"weight{i}", p) for i, p in enumerate(params)]
+    optimizer = torch.optim.SGD(named, lr=1.0, fused=fused)
+    scaler = scaled()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert not math.isfinite(norm.item())
+    scaler.step(optimizer)
+    scaler.update()
+    kind = "nan" if math.isnan(bad) else "inf"
+    assert scaler.last_overflow == (0, 1, "weight1", kind)
+    assert str(scaler.last_overflow) == f"{kind} in weight1 on rank 0"
+    assert all(not p.any() for p in params) and scaler.get_scale() == SCALE / 2
+
+
+def test_errors() -> None:
+    params = parameters_with([torch.full((2,), math.inf)])
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = scaled()
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match="twice since update"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.raises(AssertionError, match="did not use"):
+        GradScaler(device="cpu").clip_grad_norm_(optimizer, 1.0)
+    half = parameters_with([torch.ones(2).half()])
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.clip_grad_norm_(torch.optim.SGD(half), 1.0)
+    first, second = torch.optim.SGD(params), torch.optim.SGD(params)
+    scaler.clip_grad_norm_(first, 1.0)
+    with pytest.raises(ValueError, match="shares"):
+        scaler.clip_grad_norm_(second, 1.0)
+
+
+def test_disabled_clips_as_torch_does() -> None:
+    gradients = [torch.randn(5)]
+    ours, theirs = parameters_with(gradients), parameters_with(gradients)
+    scaler = GradScaler(device="cpu", enabled=False)
+    got = scaler.clip_grad_norm_(torch.optim.SGD(ours), 0.1)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.1)
+    assert torch.equal(got, expected)
+    assert ours[0].grad is not None and theirs[0].grad is not None
+    assert torch.equal(ours[0].grad, theirs[0].grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_norms_of_any_dtype(dtype: torch.dtype, order: float) -> None:
+    shapes = [(4,), (400, 500), (4,), (), (0, 3), (0, 3)]
+    tensors = [torch.rand(shape).to(dtype) for shape in shapes]
+    got = norms(tensors, order)
+    assert got.dtype is torch.float64
+    for value, tensor in zip(got.tolist(), tensors, strict=True):
+        exactly = tensor.double().flatten().norm(order).item() if tensor.numel() else 0
+        assert value == pytest.approx(exactly, rel=1e-6)
+    assert norms([], order).tolist() == []
+
+
+# - Over ranks
+
+
+def placed(local: Tensor, mesh: Any, placements: Any) -> Tensor:
+    made: Tensor = DTensor.from_local(local, mesh, placements, run_check=False)
+    return made
+
+
+def clip_and_step(
+    scaler: Any, params: list[Tensor], gradients: list[Tensor], fused: bool
+) -> tuple[float, list[Tensor], int]:
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = g
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    with CommDebugMode() as mode:
+        norm = scaler.clip_grad_norm_(optimizer, 0.5).item()
+        scaler.step(optimizer)
+    count = mode.get_total_counts()
+    scaler.update()
+    steps = [
+        -(p.to_local() if isinstance(p, DTensor) else p).detach().double()
+        for p in params
+    ]
+    return norm, steps, count
+
+
+@BOTH
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_b16b_mixed_meshes(four: Cluster, make: Any, order: float) -> None:
+    def step() -> tuple[float, float, float, int]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        generator = torch.Generator().manual_seed(7)
+
+        def whole(*shape: int) -> Tensor:  # the same on every rank
+            return torch.randn(*shape, generator=generator) * SCALE
+
+        plain, grid, rows, columns = whole(5), whole(4, 4), whole(4), whole(6)
+        i, j = mesh.get_coordinate() or (0, 0)
+        locals_ = [
+            plain,
+            grid[2 * i : 2 * i + 2, 2 * j : 2 * j + 2].contiguous(),
+            rows[2 * i : 2 * i + 2].clone(),
+            columns[3 * j : 3 * j + 3].clone(),
+            rows[2 * i : 2 * i + 2].clone(),
+        ]
+        where: list[Any] = [
+            None,
+            (mesh, [Shard(0), Shard(1)]),
+            (mesh, [Shard(0), Replicate()]),
+            (mesh["tp"], [Shard(0)]),
+            (mesh["dp"], [Shard(0)]),
+        ]
+        gradients = [
+            local.clone() if at is None else placed(local.clone(), *at)
+            for local, at in zip(locals_, where, strict=True)
+        ]
+        params: list[Tensor] = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g
+        optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+        scaler = scaled(make)
+        with CommDebugMode() as mode:
+            norm = scaler.clip_grad_norm_(optimizer, 0.5, order).item()
+            scaler.step(optimizer)
+        everything = [plain, grid, rows, columns, rows]
+        expected, _ = exact(everything, SCALE, 0.5, order)
+        factor = 0.5 / (expected + 1e-6) / SCALE
+        worst = max(
+            error(-(p.to_local() if isinstance(p, DTensor) else p).detach(), g * factor)
+            for p, g in zip(params, [g.double() for g in locals_], strict=True)
+        )
+        return norm, expected, worst, mode.get_total_counts()
+
+    for norm, expected, worst, collectives in four.run(step):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert worst < 1e-6 and collectives == 1
+
+
+@FUSED
+@pytest.mark.parametrize("replicas", [True, False])
+def test_plain_replicas_once_and_stages_each(
+    two: Cluster, fused: bool, replicas: bool
+) -> None:
+    def step() -> tuple[float, list[Tensor], int]:
+        torch.manual_seed(0 if replicas else dist.get_rank())
+        gradient = torch.randn(8) * SCALE
+        params: list[Tensor] = [nn.Parameter(torch.zeros(8))]
+        return clip_and_step(scaled(), params, [gradient], fused)
+
+    results = two.run(step)
+    torch.manual_seed(0)
+    parts = [torch.randn(8).double()]
+    if not replicas:
+        torch.manual_seed(1)
+        parts.append(torch.randn(8).double())
+    expected = torch.cat(parts).norm().item()
+    for (norm, steps, collectives), part in zip(results, parts * 2, strict=False):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert error(steps[0], part * 0.5 / expected) < 2e-6
+        assert collectives == 1
+
+
+def test_partial_gradients_are_summed_first(two: Cluster) -> None:
+    def step() -> tuple[float, list[float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(placed(torch.zeros(2), mesh, [Replicate()]))
+        part = torch.tensor([3.0, 0.0]) if dist.get_rank() else torch.tensor([0.0, 4.0])
+        gradient = placed(part * SCALE, mesh, [Partial()])
+        norm, steps, _ = clip_and_step(scaled(), [weight], [gradient], False)
+        return norm, steps[0].tolist()
+
+    for norm, steps in two.run(step):
+        assert norm == pytest.approx(5.0)
+        assert steps == pytest.approx([0.3, 0.4], rel=1e-6)
+
+
+def test_rank_without_parameters_and_overflow(two: Cluster) -> None:
+    def step(bad: bool) -> tuple[float, float]:
+        scaler = GradScaler(device="cpu", init_scale=4.0)
+        if dist.get_rank():
+            norm = scaler.clip_grad_norm_(None, 1.0)
+            scaler.step_without_optimizer()
+        else:
+            scaler.scale(torch.ones(()))
+            (p,) = parameters_with([torch.full((4,), math.inf if bad else 4.0)])
+            optimizer = torch.optim.SGD([p], lr=1.0)
+            norm = scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+        scaler.update()
+        return norm.item(), scaler.get_scale()
+
+    assert two.run(step, False) == [(2.0, 4.0)] * 2
+    assert two.run(step, True) == [(math.inf, 2.0)] * 2
+
+
+def test_culprit_is_known_on_every_rank(four: Cluster) -> None:
+    def step() -> Any:
+        params = parameters_with([torch.ones(2), torch.ones(2)])
+        if dist.get_rank() in (0, 2):
+            assert params[1].grad is not None
+            params[1].grad[0] = math.nan if dist.get_rank() == 2 else math.inf
+        named = [(f"p{i}", p) for i, p in enumerate(params)]
+        optimizer = torch.optim.SGD(named, lr=1.0)
+        scaler = scaled()
+        scaler.step(optimizer)
+        return scaler.last_overflow
+
+    results = four.run(step)
+    assert results[2] == (2, 1, "p1", "nan")
+    assert [results[i] for i in (0, 1, 3)] == [(2, 1, None, "nan")] * 3
+
+
+def test_local_agreement_cannot_clip_shards(two: Cluster) -> None:
+    def step() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        p = nn.Parameter(placed(torch.ones(2), mesh, [Shard(0)]))
+        p.grad = placed(torch.ones(2), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="agrees with nobody"):
+            scaled(agree_over="local").clip_grad_norm_(torch.optim.SGD([p]), 1.0)
+
+    two.run(step)
