@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -10,7 +12,7 @@ from markupsafe import Markup
 
 from . import laws as laws
 from .law import LAWS
-from .plots import draw_scenario
+from .plots import error_bars, loss_chart, scale_chart, skip_strip
 from .report import CaseRecord, Report
 from .scenario import Scenario
 from .terminal import cell, plain, worst_status
@@ -38,14 +40,15 @@ def render_page(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    scenarios = list(dict.fromkeys(c.scenario for c in report.cases))
     return environment.get_template("report.html.j2").render(
         report=report,
         laws=LAWS,
+        chapters=list(dict.fromkeys(law.chapter for law in LAWS.values())),
         cell=cell,
         worst=worst_status,
         anchor=_anchor,
-        scenarios=[_story(report, scenario) for scenario in scenarios],
+        rows=_rows(report),
+        groups=_groups(report),
     )
 
 
@@ -56,15 +59,96 @@ def _printable(value: object) -> object:
     return value
 
 
-def _story(report: Report, scenario: str) -> dict[str, object]:
-    records = [c for c in report.cases if c.scenario == scenario]
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One chapter of laws in one row of the matrix."""
+
+    status: str
+    link: str
+    """Anchor of the run that shows it."""
+    words: str
+    """What a reader who does not see the colour is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One scaler on one topology in one precision."""
+
+    topology: str
+    precision: str
+    scaler: str
+    marks: Sequence[Mark]
+
+
+def _rows(report: Report) -> list[Row]:
+    keys = dict.fromkeys((c.topology, c.precision, c.scaler) for c in report.cases)
+    chapters = dict.fromkeys(law.chapter for law in LAWS.values())
+    return [
+        Row(
+            topology=topology,
+            precision=precision,
+            scaler=scaler,
+            marks=[
+                _mark(
+                    chapter,
+                    [
+                        c
+                        for c in report.cases
+                        if (c.topology, c.precision, c.scaler)
+                        == (topology, precision, scaler)
+                    ],
+                )
+                for chapter in chapters
+            ],
+        )
+        for topology, precision, scaler in keys
+    ]
+
+
+def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
+    found = [
+        (v.status, record)
+        for record in records
+        for v in record.verdicts
+        if v.law.partition(".")[0] == chapter
+    ]
+    for status in ("error", "fail", "inconclusive", "pass"):
+        hits = [record for s, record in found if s == status]
+        if hits:
+            words = f"{status}: {len(hits)} of {len(found)} verdicts"
+            return Mark(status=status, link=_anchor(hits[0]), words=words)
+    return Mark(status="skipped", link=_anchor(records[0]), words="does not apply")
+
+
+def _groups(report: Report) -> dict[str, list[dict[str, object]]]:
+    """Topology -> the stories of its scenarios."""
+    groups: dict[str, list[dict[str, object]]] = {}
+    for scenario in dict.fromkeys(c.scenario for c in report.cases):
+        records = [c for c in report.cases if c.scenario == scenario]
+        groups.setdefault(records[0].topology, []).append(_story(records))
+    return groups
+
+
+def _story(records: Sequence[CaseRecord]) -> dict[str, object]:
     return {
-        "id": scenario,
+        "id": records[0].scenario,
         "anchor": _anchor(records[0]),
         "status": worst_status(records),
         "records": records,
-        "plot": Markup(draw_scenario(records)),
+        "plots": _plots(records),
     }
+
+
+def _plots(records: Sequence[CaseRecord]) -> list[Markup]:
+    plots = [loss_chart(records)]
+    for record in records:
+        if record.curves is None:
+            continue
+        plots.append(scale_chart(record, record.curves))
+        if record.failures:
+            plots.append(skip_strip(record, record.curves))
+            plots.append(error_bars(record, record.curves))
+    return [plot for plot in plots if plot]
 
 
 def _anchor(record: CaseRecord) -> str:
