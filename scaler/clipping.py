@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from .checking import GradientChecker
 from .settings import HIGHEST_SCALE
 from .totals import MESHES, Held, Shares, global_norm, held_by, shares_of
-from .unscale import local_of, refuse_fp16, widen
+from .unscale import FP16, by_device_and_dtype, local_of, widen
 from .verdicts import any_of, may_enlarge, on_host
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class GradientClipper(GradientChecker):
 
     def _global_norm(
         self, optimizer: Optimizer | None, norm_type: float
-    ) -> tuple[list[Held], torch.Tensor]:
+    ) -> tuple[Held, torch.Tensor]:
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         optimizers = [] if optimizer is None else [optimizer]
         group = self._group(*optimizers)
@@ -136,16 +137,16 @@ class GradientClipper(GradientChecker):
         group: ProcessGroup | None,
         norm_type: float,
         device: torch.device,
-    ) -> tuple[list[Held], Shares]:
+    ) -> tuple[Held, Shares]:
         if optimizer is None:
-            return [], shares_of([], norm_type, device)
+            return {}, shares_of({}, norm_type, device)
         if self._enabled and self._fp16_gradients == "widen":
             widen(optimizer)
-        elif self._enabled and self._fp16_gradients == "refuse":
-            refuse_fp16(optimizer)
         rank = 0 if group is None else group.rank()
         held = held_by(optimizer, local_of, rank)
-        if group is None and any(len(h.mesh) > 1 for h in held):
+        if self._fp16_gradients == "refuse" and _has_fp16(held):
+            raise ValueError(FP16)
+        if group is None and any(len(mesh) > 1 for mesh, _, _ in held):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
                 "scaler agrees with nobody. Do not pass agree_over='local'."
@@ -155,7 +156,7 @@ class GradientClipper(GradientChecker):
     def _apply(
         self,
         optimizer: Optimizer | None,
-        held: list[Held],
+        held: Held,
         factor: torch.Tensor,
         unscaled: bool,
         state: dict[str, Any],
@@ -184,19 +185,21 @@ class GradientClipper(GradientChecker):
         )
 
 
-def multiply_(held: list[Held], factor: torch.Tensor) -> None:
+def multiply_(held: Held, factor: torch.Tensor) -> None:
     """Multiply local gradients in place.
 
     Args:
         held: the gradients.
         factor: (), fp32, any device.
     """
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for h in held:
-        groups.setdefault((h.local.device, h.local.dtype), []).append(h.local)
+    tensors = list(chain.from_iterable(held.values()))
     with torch.no_grad():
-        for (device, _), tensors in groups.items():
-            torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
+        for (device, _), group in by_device_and_dtype(tensors).items():
+            torch._foreach_mul_(group, factor.to(device, non_blocking=True))
+
+
+def _has_fp16(held: Held) -> bool:
+    return any(t.dtype is torch.float16 for t in chain.from_iterable(held.values()))
 
 
 def _fits(divisor: torch.Tensor) -> bool:

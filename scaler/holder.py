@@ -211,6 +211,15 @@ class ScaleHolder(_TorchGradScaler):
             InvalidSettingError: not an integer of at least 1.
         """
         self._growth_interval = check_growth_interval(new_interval)
+        self._limit_tracker()
+
+    def _limit_tracker(self) -> None:
+        # torch's kernel asks for equality: a tracker beyond a lowered interval would
+        # never grow the scale again.
+        most = self._growth_interval - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=most)
 
     # - State
 
@@ -274,6 +283,7 @@ class ScaleHolder(_TorchGradScaler):
             self._growth_tracker.fill_(tracker)
         if self._hysteresis_left is not None:
             self._hysteresis_left.fill_(left)
+        self._limit_tracker()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -56,7 +56,9 @@ def _norms_cpu(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
     order: list[int] = []
     parts: list[torch.Tensor] = []
     for shape, indices in _by_shape(tensors).items():
-        group = [tensors[i] for i in indices]
+        group = list(tensors)
+        if len(indices) < len(group):
+            group = [tensors[i] for i in indices]
         order += indices
         if math.prod(shape) <= _SMALL and len(group) > 1 and shape:
             side_by_side = torch.cat(group).view(len(group), -1)
@@ -77,6 +79,9 @@ def _piece_of(tensor: torch.Tensor) -> int:
 
 
 def _by_shape(tensors: Sequence[torch.Tensor]) -> dict[torch.Size, list[int]]:
+    shapes = {tensor.shape for tensor in tensors}
+    if len(shapes) == 1:
+        return {shapes.pop(): list(range(len(tensors)))}
     indices: dict[torch.Size, list[int]] = {}
     for i, tensor in enumerate(tensors):
         indices.setdefault(tensor.shape, []).append(i)

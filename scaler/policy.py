@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -112,8 +112,6 @@ def advance(
     before = None if hysteresis_left is None else scale.clone()
     if hysteresis_left is not None:
         found_inf = _tolerate(growth_tracker, found_inf, hysteresis_left)
-    # torch's kernel asks for equality: a tracker beyond a lowered interval never grows.
-    growth_tracker.clamp_(max=growth_interval - 1)
     torch._amp_update_scale_(
         scale,
         growth_tracker,
@@ -123,10 +121,17 @@ def advance(
         growth_interval,
     )
     # The kernel never grows past fp32, but backs off to zero.
-    scale.clamp_(policy.min_scale, policy.max_scale)
+    if not _is_within(scale, policy):
+        scale.clamp_(policy.min_scale, policy.max_scale)
     if hysteresis_left is not None and before is not None:
         good = growth_tracker > 0 if policy.refill == "good step" else scale > before
         hysteresis_left.masked_fill_(good | (scale > before), policy.hysteresis)
+
+
+def _is_within(scale: torch.Tensor, policy: Policy) -> bool:
+    # Known at no cost only where the host's memory holds the scale.
+    value: Any = scale.tolist() if scale.device.type == "cpu" else -1.0
+    return bool(policy.min_scale <= value <= policy.max_scale)
 
 
 def _tolerate(

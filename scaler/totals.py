@@ -16,30 +16,28 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .norms import norms
-from .verdicts import any_of
+from .unscale import by_device_and_dtype, parameters_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["MESHES", "Shares", "global_norm", "held_by", "shares_of"]
+__all__ = ["MESHES", "Held", "Shares", "global_norm", "held_by", "shares_of"]
 
 MESHES = 4
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
 
 
-class Held(NamedTuple):
-    """One local gradient and how often the ranks of its mesh hold it."""
+Place = tuple[tuple[int, ...], str, int]
+"""Ranks of a mesh, what kind of mesh it is, and how often it holds each element."""
 
-    local: torch.Tensor
-    mesh: tuple[int, ...]
-    kind: str
-    copies: int
+Held = dict[Place, list[torch.Tensor]]
+"""Local gradients by where they lie."""
 
 
 class Shares(NamedTuple):
@@ -56,35 +54,51 @@ class Shares(NamedTuple):
 
 def held_by(
     optimizer: Optimizer, local_of: Callable[[Any, Any], torch.Tensor], rank: int
-) -> list[Held]:
-    """Collect the local gradients of an optimizer with their meshes.
+) -> Held:
+    """Collect the local gradients of an optimizer by where they lie.
 
     Partial gradients are summed up first, a collective over their mesh.
     """
-    held: list[Held] = []
-    alone: tuple[tuple[int, ...], str, int] = ((rank,), "plain", 1)
-    known: dict[Any, tuple[tuple[int, ...], str, int]] = {}
-    last: Any = (None, None)
-    where = alone
+    held: Held = {}
+    alone: Place = ((rank,), "plain", 1)
     with torch.no_grad():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                spec = getattr(gradient, "_spec", None)
-                if spec is None:
-                    held.append(Held(local_of(parameter, gradient), *alone))
-                    continue
-                if any(p.is_partial() for p in spec.placements):
-                    gradient = parameter.grad = _summed(gradient)
-                    spec = gradient._spec
-                key = (spec.mesh, spec.placements)
-                if key[0] is not last[0] or key[1] is not last[1]:
-                    last = key  # most neighbours are alike: spares the hashing
-                    where = known.get(key) or known.setdefault(key, _where(spec))
-                held.append(Held(local_of(parameter, gradient), *where))
+        for parameter in parameters_of(optimizer):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            spec = getattr(gradient, "_spec", None) if _is_special(gradient) else None
+            place = alone if spec is None else _place(spec)
+            if place is None:
+                gradient = parameter.grad = _summed(gradient)
+                place = _where(gradient._spec)
+            if _is_special(gradient):
+                gradient = local_of(parameter, gradient)
+            if (group := held.get(place)) is None:
+                group = held[place] = []
+            group.append(gradient)
     return held
+
+
+def _is_special(gradient: torch.Tensor) -> bool:
+    return type(gradient) is not torch.Tensor or gradient.is_sparse
+
+
+# Where a spec lies, by its id; the spec is kept, so that the id stays its own.
+# fully_shard gives the same spec to a parameter's gradient in every step.
+_places: dict[int, tuple[Any, Place | None]] = {}
+_MOST_PLACES = 65536
+
+
+def _place(spec: Any) -> Place | None:
+    known = _places.get(id(spec))
+    if known is not None:
+        return known[1]
+    if len(_places) >= _MOST_PLACES:
+        _places.clear()
+    partial = any(p.is_partial() for p in spec.placements)
+    place = None if partial else _where(spec)
+    _places[id(spec)] = spec, place
+    return place
 
 
 def _summed(gradient: Any) -> Any:
@@ -94,7 +108,7 @@ def _summed(gradient: Any) -> Any:
     return gradient.redistribute(placements=whole)
 
 
-def _where(spec: Any) -> tuple[tuple[int, ...], str, int]:
+def _where(spec: Any) -> Place:
     mesh = spec.mesh
     copies = math.prod(
         mesh.size(axis) for axis, p in enumerate(spec.placements) if p.is_replicate()
@@ -103,7 +117,7 @@ def _where(spec: Any) -> tuple[tuple[int, ...], str, int]:
     return ranks, f"{mesh.mesh_dim_names}{tuple(mesh.shape)}", copies
 
 
-def shares_of(held: Sequence[Held], norm_type: float, device: torch.device) -> Shares:
+def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
     """Read the gradients and add up this rank's shares.
 
     Args:
@@ -117,19 +131,13 @@ def shares_of(held: Sequence[Held], norm_type: float, device: torch.device) -> S
     entries = torch.zeros(MESHES, 3, dtype=torch.float64, device=device)
     sums: dict[tuple[int, ...], list[torch.Tensor]] = {}
     kinds: dict[tuple[int, ...], tuple[str, int, int]] = {}
-    finite: dict[Any, torch.Tensor] = {}
-    for (mesh, kind, copies, *_), locals_ in _alike(held).items():
-        each = norms(locals_, norm_type).to(device, non_blocking=True)
-        sums.setdefault(mesh, []).append(
-            _joined(each, norm_type) / _once(copies, norm_type)
-        )
+    for (mesh, kind, copies), locals_ in held.items():
+        each = _norms_on(locals_, norm_type, device)
+        part = _joined(each, norm_type) / _once(copies, norm_type)
+        sums.setdefault(mesh, []).append(part)
         _, count, numel = kinds.get(mesh, (kind, 0, 0))
-        kinds[mesh] = (
-            kind,
-            count + len(locals_),
-            numel + sum(t.numel() for t in locals_),
-        )
-        finite[len(finite)] = (~each.isfinite().all()).float()
+        numel += sum(map(torch.Tensor.numel, locals_))
+        kinds[mesh] = kind, count + len(locals_), numel
     if len(sums) > MESHES:
         raise ValueError(
             f"The gradients lie on {len(sums)} meshes, clip_grad_norm_ knows at most "
@@ -138,18 +146,19 @@ def shares_of(held: Sequence[Held], norm_type: float, device: torch.device) -> S
     for row, (mesh, parts) in zip(entries, sums.items(), strict=False):
         row[0], row[1] = _number(str(mesh)), _number(str(kinds[mesh]))
         row[2] = _joined(torch.stack(parts), norm_type, powered=True)
-    return Shares(entries, any_of(finite, device) if finite else None)
+    if not sums:
+        return Shares(entries, None)
+    # A share is finite if and only if its gradients are: they were added in fp64.
+    finite = entries[:, 2].isfinite().all()
+    return Shares(entries, (~finite).float())
 
 
-_Alike = dict[tuple[Any, ...], list[torch.Tensor]]
-
-
-def _alike(held: Sequence[Held]) -> _Alike:
-    groups: _Alike = {}
-    for local, mesh, kind, copies in held:
-        key = (mesh, kind, copies, local.device, local.dtype)
-        groups.setdefault(key, []).append(local)
-    return groups
+def _norms_on(
+    tensors: list[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    groups = by_device_and_dtype(tensors).values()
+    parts = [norms(group, norm_type).to(device, non_blocking=True) for group in groups]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _once(copies: int, norm_type: float) -> int:

@@ -6,6 +6,7 @@ Everything here looks at local tensors only and never communicates.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "FP16",
     "Gradients",
+    "by_device_and_dtype",
     "check_and_unscale_",
     "local_gradients",
     "local_of",
     "parameters_of",
-    "refuse_fp16",
     "widen",
 ]
 
@@ -54,13 +56,11 @@ _GeneralMultiDeviceReplicator = _MultiDeviceReplicator
 
 
 def parameters_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the parameters of an optimizer group by group, or those of an iterable."""
+    """Return the parameters of an optimizer group by group, or of an iterable."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
-        yield from optimizer
-        return
-    for group in groups:
-        yield from group["params"]
+        return iter(optimizer)
+    return chain.from_iterable([group["params"] for group in groups])
 
 
 def widen(optimizer: Optimizer) -> None:
@@ -76,17 +76,6 @@ def widen(optimizer: Optimizer) -> None:
             parameter.grad = gradient.float()
 
 
-def refuse_fp16(optimizer: Optimizer) -> None:
-    """Refuse fp16 gradients.
-
-    Raises:
-        ValueError: there is one.
-    """
-    for parameter in parameters_of(optimizer):
-        if parameter.grad is not None and parameter.grad.dtype is torch.float16:
-            raise ValueError(_FP16)
-
-
 def local_gradients(
     optimizer: Optimizer | Iterable[Any],
     *,
@@ -97,8 +86,8 @@ def local_gradients(
 
     Args:
         optimizer: its parameters may be plain tensors, DTensors of any placement and
-            mesh, or both; gradients may be dense or sparse.
-            Or the parameters themselves.
+            mesh, or both; gradients may be dense or sparse. Or the parameters
+            themselves.
         allow_fp16: accept fp16 gradients, which lose small values when unscaled in
             place.
         without: ids of parameters to leave out.
@@ -110,7 +99,7 @@ def local_gradients(
         AssertionError: a parameter is not a tensor.
         ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
-    gradients: Gradients = {}
+    gradients: list[torch.Tensor] = []
     with torch.no_grad():
         for parameter in parameters_of(optimizer):
             if without and id(parameter) in without:
@@ -122,14 +111,29 @@ def local_gradients(
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if not allow_fp16 and gradient.dtype is torch.float16:
-                raise ValueError(_FP16)
-            local = local_of(parameter, gradient)
-            gradients.setdefault((local.device, local.dtype), []).append(local)
-    return gradients
+            if type(gradient) is not torch.Tensor or gradient.is_sparse:
+                if not allow_fp16 and gradient.dtype is torch.float16:
+                    raise ValueError(FP16)
+                gradient = local_of(parameter, gradient)
+            gradients.append(gradient)
+    grouped = by_device_and_dtype(gradients)
+    if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
+        raise ValueError(FP16)
+    return grouped
 
 
-_FP16 = (
+def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
+    """Group tensors as the foreach kernels want them, keeping their order."""
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    if len(kinds) == 1:  # nearly always, and a list is quicker than a dict of lists
+        return {kinds.pop(): tensors}
+    groups: Gradients = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+FP16 = (
     "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
     "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
     "MixedPrecisionPolicy(param_dtype=torch.float16)), or build the scaler with "
@@ -139,15 +143,12 @@ _FP16 = (
 
 def local_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the local dense tensor behind a gradient, of a sparse one its values."""
-    if type(gradient) is torch.Tensor:  # the common case, kept free of further lookups
-        return gradient if not gradient.is_sparse else _values(parameter, gradient)
     to_local = getattr(gradient, "to_local", None)
-    if to_local is None:
-        return gradient if not gradient.is_sparse else _values(parameter, gradient)
-    local: torch.Tensor = to_local()
-    # An AsyncCollectiveTensor still waits for its reduction.
-    wait = getattr(local, "wait", None)
-    return local if wait is None else wait()
+    if to_local is not None:
+        gradient = to_local()
+        if type(gradient) is not torch.Tensor and hasattr(gradient, "wait"):
+            gradient = gradient.wait()  # an AsyncCollectiveTensor, still on its way
+    return _values(parameter, gradient) if gradient.is_sparse else gradient
 
 
 def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -179,13 +180,13 @@ def check_and_unscale_(
         For each device with gradients, (), fp32: 1 if any of them is not finite.
     """
     founds = _MultiDeviceReplicator(found_inf)
-    factors = [_MultiDeviceReplicator(inv_scale)]
-    if look_again:
-        factors.append(_MultiDeviceReplicator(torch.ones_like(inv_scale)))
+    factors = [inv_scale, torch.ones_like(inv_scale)] if look_again else [inv_scale]
     with torch.no_grad():
         for factor in factors:
             for (device, _), tensors in gradients.items():
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    tensors, founds.get(device), factor.get(device)
+                    tensors,
+                    founds.get(device),
+                    factor.to(device=device, non_blocking=True),
                 )
     return founds._per_device_tensors

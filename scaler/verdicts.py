@@ -24,6 +24,9 @@ Found = dict[Any, torch.Tensor]
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Return (), fp32: one over the scale."""
+    if scale.device.type == "cpu":
+        value: Any = scale.tolist()  # Python divides in fp64
+        return torch.tensor(1.0 / value, dtype=torch.float32)
     # An fp32 division may be compiled to an approximation; through fp64 it is exact.
     if scale.device.type == "mps":  # has no fp64
         return scale.reciprocal()
