@@ -257,14 +257,16 @@ class Agreement:
         self._count += 1
         return self._exchange(group, holding, self._count, call, attached)
 
-    def close(self, group: ProcessGroup | None, holding: Holding, call: str) -> None:
+    def close(
+        self, group: ProcessGroup | None, holding: Holding | None, call: str
+    ) -> None:
         """End the iteration. See [Note: Closing an iteration].
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of agreements.
         """
         count, self._count = self._count, 0
-        if group is not None and count != self._most:
+        if group is not None and holding is not None and count != self._most:
             self._exchange(group, holding, _CLOSING, call)
         self._most = max(self._most, count)
         self._iteration += 1

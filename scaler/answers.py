@@ -74,16 +74,16 @@ class Answerer(GradientClipper):
         """
         return self._history.last_overflow
 
-    def _remember_found(self, optimizer: Optimizer, found_inf: torch.Tensor) -> None:
-        self._last_found[real_optimizer(optimizer)] = found_inf
+    def _remember_found(self, state: dict[str, Any], found_inf: torch.Tensor) -> None:
+        self._last_found[state["optimizer"]] = found_inf
 
     @property
     def _last_found(self) -> weakref.WeakKeyDictionary[Optimizer, torch.Tensor]:
         # Made on demand: it neither copies nor pickles, and need not.
-        held: weakref.WeakKeyDictionary[Optimizer, torch.Tensor]
-        held = self.__dict__.setdefault(
-            "_found_by_optimizer", weakref.WeakKeyDictionary()
-        )
+        held: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] | None
+        held = self.__dict__.get("_found_by_optimizer")
+        if held is None:
+            held = self.__dict__["_found_by_optimizer"] = weakref.WeakKeyDictionary()
         return held
 
     def __getstate__(self) -> dict[str, Any]:

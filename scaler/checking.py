@@ -221,6 +221,9 @@ class GradientChecker(ScaleHolder):
     # - State
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = self._per_optimizer_states.get(id(optimizer))
+        if state is not None and state.get("optimizer") is optimizer:
+            return state
         real = real_optimizer(optimizer)
         state = self._per_optimizer_states[id(real)]
         # Keeps it alive: the id of a dead optimizer may be given to a new one.

@@ -94,7 +94,7 @@ class GradScaler(Answerer):
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        self._remember_found(optimizer, self._found_of(state))
+        self._remember_found(state, self._found_of(state))
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
@@ -184,7 +184,7 @@ class GradScaler(Answerer):
         else:
             result = None
         state["stage"] = OptState.STEPPED
-        self._remember_found(optimizer, self._found_of(state))
+        self._remember_found(state, self._found_of(state))
         return result
 
     def _prepare_fused(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
@@ -234,7 +234,7 @@ class GradScaler(Answerer):
         scale, tracker = self._check_scale_growth_tracker("update")
         found = self._found_since_update()
         if new_scale is None or found:
-            self._agreement.close(self._group(), self._holding(None), "update")
+            self._close("update")
         if new_scale is not None:
             set_scale(scale, new_scale, self._device)
         elif not found:
@@ -244,6 +244,11 @@ class GradScaler(Answerer):
             self._per_optimizer_states = defaultdict(fresh_state)
             self._refuse_endless_skips()
         self._per_optimizer_states = defaultdict(fresh_state)
+
+    def _close(self, call: str) -> None:
+        group = self._group()
+        holding = None if group is None else self._holding(None)
+        self._agreement.close(group, holding, call)
 
     def _found_since_update(self) -> list[torch.Tensor]:
         return _flags_of(self._per_optimizer_states.values())

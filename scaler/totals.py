@@ -66,21 +66,21 @@ def held_by(
             gradient = parameter.grad
             if gradient is None:
                 continue
-            spec = getattr(gradient, "_spec", None) if _is_special(gradient) else None
-            place = alone if spec is None else _place(spec)
-            if place is None:
-                gradient = parameter.grad = _summed(gradient)
-                place = _where(gradient._spec)
-            if _is_special(gradient):
+            place: Place | None = alone
+            if type(gradient) is not torch.Tensor or gradient.is_sparse:
+                if (spec := getattr(gradient, "_spec", None)) is not None:
+                    # Looked up here first: this loop is what small tensors cost.
+                    known = _places.get(id(spec))
+                    place = _place(spec) if known is None else known[1]
+                if place is None:
+                    gradient = parameter.grad = _summed(gradient)
+                    place = _where(gradient._spec)
                 gradient = local_of(parameter, gradient)
+            assert place is not None
             if (group := held.get(place)) is None:
                 group = held[place] = []
             group.append(gradient)
     return held
-
-
-def _is_special(gradient: torch.Tensor) -> bool:
-    return type(gradient) is not torch.Tensor or gradient.is_sparse
 
 
 # Where a spec lies, by its id; the spec is kept, so that the id stays its own.
@@ -90,9 +90,6 @@ _MOST_PLACES = 65536
 
 
 def _place(spec: Any) -> Place | None:
-    known = _places.get(id(spec))
-    if known is not None:
-        return known[1]
     if len(_places) >= _MOST_PLACES:
         _places.clear()
     partial = any(p.is_partial() for p in spec.placements)

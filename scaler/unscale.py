@@ -143,10 +143,11 @@ FP16 = (
 
 def local_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the local dense tensor behind a gradient, of a sparse one its values."""
-    to_local = getattr(gradient, "to_local", None)
-    if to_local is not None:
+    if to_local := getattr(gradient, "to_local", None):
         gradient = to_local()
-        if type(gradient) is not torch.Tensor and hasattr(gradient, "wait"):
+        if type(gradient) is torch.Tensor and not gradient.is_sparse:
+            return gradient
+        if hasattr(gradient, "wait"):
             gradient = gradient.wait()  # an AsyncCollectiveTensor, still on its way
     return _values(parameter, gradient) if gradient.is_sparse else gradient
 

@@ -42,10 +42,13 @@ def may_enlarge(scale: torch.Tensor) -> bool:
 
 def any_of(found: dict[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return (), fp32 on ``device``: 1 if any of them is 1."""
+    if len(found) == 1:
+        (only,) = found.values()
+        return only.to(device=device, non_blocking=True)
     tensors = [f.to(device=device, non_blocking=True) for f in found.values()]
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).amax()
+    return torch.stack(tensors).amax()
 
 
 def spread(value: torch.Tensor, found: Found) -> None:

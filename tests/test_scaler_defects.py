@@ -418,3 +418,16 @@ def test_step_together(bad: int | None, fused: tuple[int, int], clip: bool) -> N
     assert scaler.get_scale() == (4.0 if bad is None else 2.0)
     with pytest.raises(AssertionError, match="No inf checks"):
         scaler.update()
+
+
+def test_fused_attributes_are_removed() -> None:
+    p = with_grad()
+    optimizer = sgd(p, fused=True)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("from a hook")
+
+    optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        scaled().step(optimizer)
+    assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
