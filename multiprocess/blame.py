@@ -126,15 +126,13 @@ def _unanswered(blank: RankOutcome, fact: Fact) -> RankOutcome:
 
 def _root(outcomes: Sequence[RankOutcome]) -> int | None:
     failed = [o for o in outcomes if not o.ok]
-    # First list that is not empty: own faults, then lost peers, then hung ranks.
+    hung = [o for o in failed if o.state is RankState.HUNG]
     ended = [o for o in failed if o.state is not RankState.HUNG]
-    for group in ([o for o in ended if not lost_peer(o)], ended):
+    own = [o for o in ended if not lost_peer(o)]
+    stuck = [o for o in hung if not waits_in_collective(o.stacks)]
+    for group in (own, stuck, ended, hung):  # the first that is not empty
         if group:
             return min(group, key=lambda o: o.ended_at_s).rank
-    elsewhere = [o for o in failed if not waits_in_collective(o.stacks)]
-    for group in (elsewhere, failed):
-        if group:
-            return group[0].rank
     return None
 
 

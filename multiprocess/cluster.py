@@ -259,6 +259,8 @@ def _call(
 
 def _judged(crew: Crew, limit_s: float) -> tuple[RankOutcome, ...]:
     facts = Watch(crew, limit_s, crew.spec.grace_s).facts()
+    # Later ranks shall find what these had to import.
+    crew.learn(name for f in facts if f.reply for name in f.reply.imported)
     outcomes, root = outcomes_of(facts)
     if root is not None:
         raise WorldFailure(outcomes, outcomes[root])

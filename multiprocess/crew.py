@@ -7,6 +7,7 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Iterable
 
 from . import linux, trail, wire
 from .capture import Capture
@@ -118,6 +119,12 @@ class Crew:
     def collectives(self, rank: int) -> tuple[trail.Collective, ...]:
         """Return the last collectives of one rank, oldest first."""
         return trail.read(self._trail_fd, rank)
+
+    def learn(self, modules: Iterable[str]) -> None:
+        """Have the forkserver import modules before it forks again."""
+        found = set(modules)
+        if found:
+            forkserver().preload(sorted(found))
 
     def intact(self) -> bool:
         """Whether every rank still lives."""

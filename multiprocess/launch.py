@@ -16,16 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .errors import ForkserverError
-
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining",
-    "cloudpickle",
-)
-"""What nearly every rank needs, and what costs seconds to import."""
+from .preloads import COSTLY, PRELOAD
 
 # The import path comes first: the parent may find this package by it alone.
 _BOOT = """
@@ -61,7 +52,7 @@ class ForkserverClient:
                 start_new_session=True,  # ctrl-C is for the parent alone
             )
         self._sock = ours
-        self._send_import(_preloaded())
+        self._send_import((*PRELOAD, *_costly_here()))
 
     @property
     def pid(self) -> int:
@@ -73,15 +64,18 @@ class ForkserverClient:
         """Whether it belongs to this process and still runs."""
         return self.owner == os.getpid() and self._process.poll() is None
 
-    def preload(self, modules: Iterable[str]) -> None:
-        """Import ``modules`` in the server, for ranks that are forked later."""
-        missing = [name for name in modules if name not in self._imported]
-        if not missing:
-            return
+    def preload(self, modules: Iterable[str] = ()) -> None:
+        """Import ``modules`` in the server, for ranks that are forked later.
+
+        Args:
+            modules: Their names; costly ones that the parent has are added.
+        """
         with self._lock:
-            self._settle()
-            self._send_import(missing)
-            self._settle()
+            wanted = dict.fromkeys((*modules, *_costly_here()))
+            missing = [name for name in wanted if name not in self._imported]
+            if missing:
+                self._settle()
+                self._send_import(missing)
 
     def fork(self, fds: Sequence[int]) -> int:
         """Fork one rank, hand it ``fds`` (exit pipe first), return its pid."""
@@ -172,10 +166,8 @@ def stop_forkserver() -> None:
             _client = None
 
 
-def _preloaded() -> tuple[str, ...]:
-    # A rank of a pytest run imports test modules the way pytest does.
-    testing = ("pytest", "_pytest.assertion.rewrite", "hypothesis")
-    return PRELOAD + tuple(name for name in testing if name in sys.modules)
+def _costly_here() -> tuple[str, ...]:
+    return tuple(name for name in COSTLY if name in sys.modules)
 
 
 def _command(fd: int) -> list[str]:

@@ -64,5 +64,8 @@ class Reply:
     error_type: str | None = None
     message: str | None = None
     traceback: str | None = None
+    imported: tuple[str, ...] = ()
+    """Costly modules that the rank had to import itself."""
+
     reusable: bool = True
     """Whether the next call may use the process group as it is now."""

@@ -264,8 +264,10 @@ class _SelfWatch:
                 return self._give_up()
 
     def _give_up(self) -> None:
-        self.gave_up = True
-        self.stacks = _stacks()
+        stacks = _stacks()
+        if self._done.is_set():
+            return  # it has just ended: the stacks are not of the call
+        self.gave_up, self.stacks = True, stacks
         self._store.set(self._key, "")
         group = dist.group.WORLD
         if group is not None:

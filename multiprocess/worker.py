@@ -6,6 +6,7 @@ imported when a rank has been forked, from what the forkserver has preloaded.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import faulthandler
 import os
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import linux, pickling, rewriting, trail, wire
 from .messages import Context, Kind, Reply, Run, Start
+from .preloads import COSTLY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,6 +62,7 @@ class _Rank:
         self._sock = sock
         self._store_fd = store_fd
         self._trail_fd = trail_fd
+        self._known = _costly_modules()
         self._groups_made = 0
         self._runs = 0
 
@@ -142,10 +145,12 @@ class _Rank:
                 value = _call(message.payload)
                 reply = _reply(Kind.OK, value=_pickled_result(value))
             except BaseException as error:
-                reply = _raised(error, reusable=self._reusable())
-            else:
-                reply = _with_reusable(reply, self._reusable())
-        return reply
+                reply = _raised(error, reusable=True)
+        return dataclasses.replace(
+            reply,
+            reusable=self._reusable(),
+            imported=tuple(sorted(_costly_modules() - self._known)),
+        )
 
     def _reusable(self) -> bool:
         import torch.distributed as dist
@@ -155,6 +160,10 @@ class _Rank:
             and dist.group.WORLD is self._group
             and len(dist.distributed_c10d._world.pg_map) < _MOST_GROUPS
         )
+
+
+def _costly_modules() -> frozenset[str]:
+    return frozenset(name for name in COSTLY if name in sys.modules)
 
 
 def _call(payload: bytes) -> object:
@@ -177,12 +186,6 @@ def _pickled_result(value: object) -> bytes:
 
 def _reply(kind: Kind, **fields: Any) -> Reply:
     return Reply(kind=kind, ended_at_s=time.monotonic(), **fields)
-
-
-def _with_reusable(reply: Reply, reusable: bool) -> Reply:
-    import dataclasses
-
-    return dataclasses.replace(reply, reusable=reusable)
 
 
 def _raised(error: BaseException, reusable: bool) -> Reply:

@@ -1,0 +1,291 @@
+"""The speed of the harness, with torch's own test classes beside it in the same run.
+
+1. The same trivial all_reduce tests through pytest: CPU seconds of the whole process
+   tree for ours, ``MultiProcContinuousTest`` and ``MultiProcessTestCase``.
+2. Milliseconds of one warm call above the function's own work, by isolation.
+3. Seconds from a fault to the error in the parent.
+4. A large world: start, all_reduce, stop, memory.
+
+``gradparity bench harness`` prints a table and writes ``results/harness.json``. The
+peers need the package ``expecttest``; without it they are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess.spec import Isolation
+
+OURS = """
+import pytest, torch, torch.distributed as dist
+
+@pytest.mark.world(size={size})
+@pytest.mark.parametrize("number", range({tests}))
+def test_it(world, number):
+    value = torch.ones(1) * world.rank
+    dist.all_reduce(value)
+    assert value.item() == sum(range({size}))
+"""
+
+CONTINUOUS = """
+import torch, torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+class Test(MultiProcContinuousTest):
+    world_size = {size}
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    @classmethod
+    def device_type(cls):
+        return "cpu"
+
+    def _body(self):
+        value = torch.ones(1) * self.rank
+        dist.all_reduce(value)
+        assert value.item() == sum(range({size}))
+
+for number in range({tests}):
+    def test(self):
+        self._body()
+    test.__name__ = f"test_{{number}}"
+    setattr(Test, test.__name__, test)
+del test
+"""
+
+CASE = """
+import torch, torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+class Test(MultiProcessTestCase):
+    world_size = {size}
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def _body(self):
+        store = dist.FileStore(self.file_name, {size})
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size={size}
+        )
+        value = torch.ones(1) * self.rank
+        dist.all_reduce(value)
+        assert value.item() == sum(range({size}))
+        dist.destroy_process_group()
+
+for number in range({tests}):
+    def test(self):
+        self._body()
+    test.__name__ = f"test_{{number}}"
+    setattr(Test, test.__name__, test)
+del test
+"""
+
+NOTHING = """
+import pytest, torch, torch.distributed as dist
+
+@pytest.mark.parametrize("number", range({tests}))
+def test_it(number):
+    assert {size}
+"""
+
+HARNESSES = {
+    "gradparity": OURS,
+    "MultiProcContinuousTest": CONTINUOUS,
+    "MultiProcessTestCase": CASE,
+}
+RESULTS = Path(__file__).parent / "results" / "harness.json"
+
+
+def session(source: str, size: int, tests: int) -> dict[str, float]:
+    """Run one generated test file; return wall and CPU seconds of the whole tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "test_it.py").write_text(source.format(size=size, tests=tests))
+        before = _cpu_s()
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        wall_s = time.monotonic() - began
+    if f"{tests} passed" not in done.stdout:
+        raise RuntimeError(done.stdout + done.stderr)
+    return {"wall_s": round(wall_s, 3), "cpu_s": round(_cpu_s() - before, 3)}
+
+
+def sessions(size: int, tests: int) -> dict[str, Any]:
+    """Compare the harnesses on the same tests, one after the other."""
+    names = list(HARNESSES)
+    if importlib.util.find_spec("expecttest") is None:
+        print("peers left out: they need the package expecttest")
+        names = ["gradparity"]
+    found: dict[str, Any] = {n: session(HARNESSES[n], size, tests) for n in names}
+    # What any session pays that imports torch: pytest, and that import.
+    found["torch imported, no ranks"] = session(NOTHING, size, tests)
+    for peer in names[1:]:
+        ratio = found[peer]["cpu_s"] / found["gradparity"]["cpu_s"]
+        found[peer]["cpu_ratio_to_ours"] = round(ratio, 1)
+    return found
+
+
+def calls(size: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds of one warm call above what its function takes itself."""
+    found = {}
+    with Cluster(size) as cluster:
+        cluster.run(timed_all_reduce)
+        isolations: tuple[Isolation, ...] = ("pool", "group", "process")
+        for isolation in isolations:
+            above = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                own_s = max(cluster.run(timed_all_reduce, isolation=isolation))
+                above.append(time.perf_counter() - began - own_s)
+            found[f"{isolation}_ms"] = round(statistics.median(above) * 1e3, 2)
+    return found
+
+
+def timed_all_reduce() -> float:
+    """Return the seconds that one all_reduce takes on this rank."""
+    began = time.perf_counter()
+    dist.all_reduce(torch.ones(1))
+    return time.perf_counter() - began
+
+
+def faults(size: int, repeats: int) -> dict[str, float]:
+    """Median seconds from the start of a call with a fault to its error."""
+    kinds: dict[str, Callable[[], Any]] = {
+        "exit_s": lambda: os._exit(3),
+        "raise_s": lambda: 1 / 0,
+        "hang_beyond_limit_s": lambda: time.sleep(1000),
+    }
+
+    def act(bad: Callable[[], Any]) -> None:
+        if current_world().rank == 1:
+            bad()
+        dist.all_reduce(torch.ones(1))
+
+    found = {}
+    with Cluster(size) as cluster:
+        for name, bad in kinds.items():
+            took = []
+            limit_s = 1.0 if name.startswith("hang") else 60.0
+            for _ in range(repeats):
+                cluster.start()
+                began = time.perf_counter()
+                try:
+                    cluster.run(act, bad, timeout_s=limit_s)
+                except WorldFailure as failure:
+                    assert failure.root.rank == 1
+                took.append(time.perf_counter() - began)
+            beyond_s = limit_s if name.startswith("hang") else 0.0
+            found[name] = round(statistics.median(took) - beyond_s, 3)
+    return found
+
+
+def large(size: int) -> dict[str, float]:
+    """Start, use and stop one large world."""
+    began = time.perf_counter()
+    with Cluster(size, start_timeout_s=600) as cluster:
+        started = time.perf_counter()
+        assert cluster.run(timed_all_reduce, timeout_s=600)
+        used = time.perf_counter()
+        memory = sum(_pss_mib(pid) for pid in cluster.pids)
+    return {
+        "ranks": size,
+        "start_s": round(started - began, 2),
+        "all_reduce_s": round(used - started, 3),
+        "stop_s": round(time.perf_counter() - used, 2),
+        "memory_mib": round(memory),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, record it with its provenance."""
+    parser = argparse.ArgumentParser(prog="gradparity bench harness")
+    parser.add_argument("--tests", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--large", type=int, default=64, help="0 leaves it out")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    found = {
+        "provenance": provenance(),
+        "sessions": {
+            "tests": options.tests,
+            "size": 2,
+            **sessions(2, options.tests),
+        },
+        "calls": {f"size_{n}": calls(n, options.repeats) for n in (2, 4)},
+        "faults_size_4": faults(4, 3),
+    }
+    if options.large:
+        found["large"] = large(options.large)
+    _print(found)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def provenance() -> dict[str, Any]:
+    """Say what was measured on what."""
+    root = Path(__file__).parent.parent
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.machine()}".lower(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "commit": commit.stdout.strip(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    for part, figures in found.items():
+        print(part)
+        for name, value in figures.items():
+            print(f"  {name:<26} {value}")
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _pss_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Who failed first: pure functions on made-up facts."""
+
+import pytest
+
+from gradparity.multiprocess import RankState
+from gradparity.multiprocess.blame import outcomes_of, waits_in_collective
+from gradparity.multiprocess.messages import Kind, Reply
+from gradparity.multiprocess.watch import Fact
+
+OK, RAISED, EXITED = RankState.OK, RankState.RAISED, RankState.EXITED
+KILLED, HUNG, VICTIM = RankState.KILLED, RankState.HUNG, RankState.VICTIM
+
+IN_COLLECTIVE = """Thread 0x01 (most recent call first):
+  File "/lib/threading.py", line 1 in wait
+
+Current thread 0x02 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 5 in all_reduce
+  File "/tests/test_it.py", line 3 in test_it
+"""
+ELSEWHERE = """Current thread 0x02 (most recent call first):
+  File "/tests/test_it.py", line 3 in test_it
+"""
+GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:5"
+
+
+def ok(rank: int) -> Fact:
+    return Fact(rank=rank, reply=Reply(kind=Kind.OK, ended_at_s=0.0))
+
+
+def raised(rank: int, at_s: float, message: str = "boo", kind: str = "E") -> Fact:
+    reply = Reply(kind=Kind.RAISED, ended_at_s=at_s, error_type=kind, message=message)
+    return Fact(rank=rank, reply=reply)
+
+
+def ended(rank: int, at_s: float, code: int) -> Fact:
+    return Fact(rank=rank, exit_code=code, ended_at_s=at_s)
+
+
+def hung(rank: int, stacks: str = ELSEWHERE, stopped: bool = False) -> Fact:
+    return Fact(rank=rank, stacks=stacks, stopped=stopped)
+
+
+@pytest.mark.parametrize(
+    ("facts", "states", "root"),
+    [
+        ([ok(0), ok(1)], [OK, OK], None),
+        ([ok(0), raised(1, 1.0)], [OK, RAISED], 1),
+        ([raised(0, 2.0), raised(1, 1.0)], [RAISED, RAISED], 1),
+        ([raised(0, 1.0, GLOO, "RuntimeError"), raised(1, 2.0)], [VICTIM, RAISED], 1),
+        ([raised(0, 1.0, GLOO, "ConnectionError"), ok(1)], [RAISED, OK], 0),
+        (
+            [raised(0, 1.0, GLOO, "RuntimeError"), ended(1, 2.0, 3)],
+            [VICTIM, EXITED],
+            1,
+        ),
+        ([hung(0), ended(1, 2.0, -9)], [VICTIM, KILLED], 1),
+        ([hung(0, IN_COLLECTIVE), hung(1)], [VICTIM, HUNG], 1),
+        ([hung(0, IN_COLLECTIVE), hung(1, IN_COLLECTIVE)], [HUNG, HUNG], 0),
+        ([hung(0, IN_COLLECTIVE), ok(1)], [HUNG, OK], 0),
+        ([raised(0, 1.0, GLOO, "RuntimeError"), hung(1)], [VICTIM, HUNG], 1),
+        ([ended(0, 2.0, 1), ended(1, 1.0, 1)], [EXITED, EXITED], 1),
+    ],
+)
+def test_the_first_fault_is_the_root(
+    facts: list[Fact], states: list[RankState], root: int | None
+) -> None:
+    outcomes, found = outcomes_of(facts)
+    assert [outcome.state for outcome in outcomes] == states
+    assert found == root
+
+
+def test_only_the_main_thread_tells_where_a_rank_waits() -> None:
+    assert waits_in_collective(IN_COLLECTIVE)
+    assert not waits_in_collective(ELSEWHERE)
+    assert not waits_in_collective("")
+    swapped = ELSEWHERE.replace("Current t", "T")
+    assert not waits_in_collective(IN_COLLECTIVE.replace("Current t", "T") + swapped)
