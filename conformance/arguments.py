@@ -113,7 +113,11 @@ _JUDGED: Options = {
     "scaler": _repeated("SPEC", f"module:attribute to judge ({DEFAULT_SCALER})"),
 }
 _SELECTION: Options = {
-    "preset": {"default": "parity", "help": "named set of scenarios"},
+    "preset": {
+        "default": "parity",
+        "metavar": "NAME",
+        "help": "parity (the main job), quick (every pair of choices) or full (triples)",
+    },
     "topology": _repeated("NAME", "only this topology"),
     "data": _repeated("NAME", "only this data set"),
     "precision": _repeated("NAME", "only this precision"),

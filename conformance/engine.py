@@ -67,6 +67,14 @@ class Engine:
         ]
         return sum(losses) / parts
 
+    def clip(self) -> None:
+        """Clip the unscaled gradients as the recipe says."""
+        limit = self.scenario.clip_value
+        if limit is not None:
+            # parameter by parameter: torch's foreach form refuses mixed tensor types
+            for parameter in self.parameters.values():
+                torch.nn.utils.clip_grad_value_(parameter, limit, foreach=False)
+
     def _pass(self, share: Batch, scale: Scale) -> float:
         with self.scenario.parsed_precision.autocast(self.device.type):
             value = loss(self.module(share.inputs), share.targets)
@@ -83,7 +91,7 @@ class Engine:
 
         # The schedule keeps its loss function; only this closure knows the scaler.
         self.schedule._loss_fn = scaled_loss
-        stage, stages = self.mesh.get_local_rank("pp"), self.mesh.size()
+        stage, stages = self.mesh.get_local_rank("pp"), self.mesh["pp"].size()
         with self.scenario.parsed_precision.autocast(self.device.type):
             if stage == 0:
                 self.schedule.step(share.inputs)
@@ -173,7 +181,7 @@ def _pipeline(engine: Engine) -> ScheduleGPipe:
     stage = PipelineStage(
         engine.module,
         mesh.get_local_rank("pp"),
-        mesh.size(),
+        mesh["pp"].size(),
         engine.device,
         group=mesh.get_group("pp"),
     )

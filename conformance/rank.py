@@ -180,11 +180,13 @@ class _Judged:
     def step(self) -> None:
         optimizer = self.engine.optimizer
         if self.scaler is None:
+            self.engine.clip()
             optimizer.step()
             return
-        if self.engine.scenario.recipe == "unscale":
+        if self.engine.scenario.recipe in ("unscale", "clip-value"):
             with self.watch("unscale_"):
                 self.scaler.unscale_(optimizer)
+        self.engine.clip()
         with self.watch("step"):
             self.scaler.step(optimizer)
 

@@ -81,7 +81,13 @@ def train_reference(
     precision = scenario.parsed_precision
     half = precision.compute_dtype != torch.float32 and not variant.double
     scales = schedule.scales if half else (1.0,) * scenario.steps
-    key = (scenario.data, scenario.optimizer, scenario.steps, scenario.seed)
+    key = (
+        scenario.data,
+        scenario.optimizer,
+        scenario.steps,
+        scenario.seed,
+        scenario.clip_value,
+    )
     return _train(
         key, precision.name if half else "fp32", schedule.skipped, scales, variant
     )
@@ -89,17 +95,18 @@ def train_reference(
 
 @lru_cache(maxsize=256)
 def _train(
-    key: tuple[str, str, int, int],
+    key: tuple[str, str, int, int, float | None],
     precision_name: str,
     skipped: tuple[bool, ...],
     scales: tuple[float, ...],
     variant: Variant,
 ) -> Reference:
-    data, optimizer_name, steps, seed = key
+    data, optimizer_name, steps, seed, clip_value = key
     scenario = Scenario(
         topology="single", world=1, precision="fp32", data=data, seed=seed, steps=steps
     )
     run = _Run(scenario, optimizer_name, precision_name, variant)
+    run.clip_value = clip_value
     for step in range(steps):
         run.step(step, skipped[step], scales[step])
     return Reference(tuple(run.losses), tuple(run.gradients), tuple(run.updates))
@@ -120,6 +127,7 @@ class _Run:
         self.model = initial_model(scenario).to(dtype)
         self.optimizer = OPTIMIZERS[optimizer](list(self.model.parameters()))
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
+        self.clip_value: float | None = None
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
@@ -132,6 +140,8 @@ class _Run:
             self._pass(batch.shard(i, parts), scale / parts) for i in range(parts)
         ]
         self._unscale(scale)
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), self.clip_value)
         self.losses.append(sum(losses) / parts)
         named = dict(self.model.named_parameters())
         self.gradients.append(

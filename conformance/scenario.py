@@ -30,6 +30,7 @@ __all__ = ["RECIPES", "Scenario"]
 RECIPES = {
     "plain": "backward, step, update",
     "unscale": "backward, explicit unscale_, step, update",
+    "clip-value": "backward, unscale_, clip_grad_value_, step, update",
     "accumulate": "two backward passes a step, synchronised in each",
 }
 """Training recipes by name."""
@@ -139,6 +140,11 @@ class Scenario:
             **extra,
         )
 
+    @property
+    def clip_value(self) -> float | None:
+        """Largest absolute gradient element, or None where nothing is clipped."""
+        return CLIP_VALUE if self.recipe == "clip-value" else None
+
     def not_runnable(self) -> str:
         """Why the parts do not go together, or the empty string."""
         topology, precision = self.parsed_topology, self.parsed_precision
@@ -154,12 +160,14 @@ class Scenario:
             )
         if self.data == "text-tied" and topology.name not in _TIEABLE:
             return f"tied weights cannot be laid out by topology {self.topology!r}"
-        if self.recipe == "accumulate" and topology.name == "pp":
+        if self.recipe == "accumulate" and topology.name.startswith("pp"):
             return "a pipeline accumulates inside its schedule: choose another recipe"
         return ""
 
 
-_FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp")
+CLIP_VALUE = 2.0**-8
+"""Bound of ``clip_grad_value_``: some gradients of every model here exceed it."""
+_FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
 _TIEABLE = ("single", "ddp", "fsdp", "hsdp", "tp")
 _TABLES: dict[str, Any] = {
     "topology": TOPOLOGIES,

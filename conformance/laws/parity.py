@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..law import Evidence, Finding, Status, inconclusive, law, passed
+from ..law import Evidence, Finding, Status, inconclusive, law, passed, skipped
 from ..parity import ParityRow
 
 REASON = (
@@ -16,12 +16,19 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     if parity is None:
         return inconclusive("the run stopped before it could be compared")
     worst = parity.worst.get(kind)
+    if worst is None and kind == "gradient" and _all_bad(evidence):
+        return skipped("every step had a bad gradient: none was used")
     if worst is None:
         return inconclusive(f"no {kind} could be compared with a finite reference")
     first = parity.first_bad.get(kind)
     if first is not None:
         return _departed(first)
     return passed(f"worst {kind} at {worst.ratio:.2g} of its bound ({_where(worst)})")
+
+
+def _all_bad(evidence: Evidence) -> bool:
+    """Whether no step had only finite gradients."""
+    return all(any(s.non_finite for s in seen) for _, seen in evidence.steps())
 
 
 def _departed(row: ParityRow) -> Finding:
