@@ -74,8 +74,11 @@ class Answerer(GradientClipper):
         """
         return self._history.last_overflow
 
-    def _remember_found(self, state: dict[str, Any], found_inf: torch.Tensor) -> None:
-        self._last_found[state["optimizer"]] = found_inf
+    def _remember_found(self, state: dict[str, Any]) -> None:
+        # All devices hold the same finding once it is settled.
+        found = next(iter(state["found_inf_per_device"].values()), None)
+        if found is not None:
+            self._last_found[state["optimizer"]] = found
 
     @property
     def _last_found(self) -> weakref.WeakKeyDictionary[Optimizer, torch.Tensor]:

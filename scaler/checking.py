@@ -129,6 +129,9 @@ class GradientChecker(ScaleHolder):
         attached: torch.Tensor | None = None,
     ) -> Verdict | None:
         # Replaces what this rank found by what any rank found.
+        if group is None and len(founds) == 1 and len(founds[0]) < 2:
+            self._conclude_alone(optimizers[0], founds[0])
+            return None
         scale, _ = self._check_scale_growth_tracker(call)
         flags = [f for found in founds for f in found.values()]
         mine = any_of(dict(enumerate(flags)), scale.device) if flags else None
@@ -144,6 +147,13 @@ class GradientChecker(ScaleHolder):
         if verdict is not None:
             self._refuse_empty_step(verdict, call)
         return verdict
+
+    def _conclude_alone(self, optimizer: Optimizer, found: Found) -> None:
+        # The same for one process, one optimizer and one device, without the detours.
+        state = self._state_of(optimizer)
+        state["found_inf_per_device"], state["verdict"] = found, None
+        if any(on_host(flag) for flag in found.values()):
+            self._remember([optimizer], None, code_of(optimizer, 0), None)
 
     def _note(
         self,

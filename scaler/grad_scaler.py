@@ -94,7 +94,7 @@ class GradScaler(Answerer):
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        self._remember_found(state, self._found_of(state))
+        self._remember_found(state)
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
@@ -130,7 +130,7 @@ class GradScaler(Answerer):
         ]
         allow_fp16 = self._fp16_gradients != "refuse"
         self._look(fresh, reciprocal(scale), allow_fp16, "step_together")
-        found = any_of(dict(enumerate(_flags_of(states))), scale.device)
+        found = _any(_flags_of(states), scale.device)
         for state in states:
             spread(found, state["found_inf_per_device"])
             state["verdict"], state["stage"] = None, OptState.UNSCALED
@@ -184,7 +184,7 @@ class GradScaler(Answerer):
         else:
             result = None
         state["stage"] = OptState.STEPPED
-        self._remember_found(state, self._found_of(state))
+        self._remember_found(state)
         return result
 
     def _prepare_fused(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
@@ -240,10 +240,10 @@ class GradScaler(Answerer):
         elif not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            self._move_scale(any_of(dict(enumerate(found)), scale.device), tracker)
-            self._per_optimizer_states = defaultdict(fresh_state)
-            self._refuse_endless_skips()
+            self._move_scale(_any(found, scale.device), tracker)
         self._per_optimizer_states = defaultdict(fresh_state)
+        if new_scale is None and self._policy.max_consecutive_skips is not None:
+            self._refuse_endless_skips()
 
     def _close(self, call: str) -> None:
         group = self._group()
@@ -289,6 +289,10 @@ class GradScaler(Answerer):
 
 
 _STEPPED = "step() has already been called since the last update()."
+
+
+def _any(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return any_of(dict(enumerate(flags)), device)
 
 
 def _flags_of(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:

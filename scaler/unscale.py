@@ -112,8 +112,9 @@ def local_gradients(
             if gradient is None:
                 continue
             if type(gradient) is not torch.Tensor or gradient.is_sparse:
-                if not allow_fp16 and gradient.dtype is torch.float16:
-                    raise ValueError(FP16)
+                if gradient.is_sparse and gradient.dtype is torch.float16:
+                    if not allow_fp16:  # before it is coalesced
+                        raise ValueError(FP16)
                 gradient = local_of(parameter, gradient)
             gradients.append(gradient)
     grouped = by_device_and_dtype(gradients)
