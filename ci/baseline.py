@@ -1,0 +1,271 @@
+"""Baseline: what must hold on one platform, checked in as JSON lines.
+
+The first line is provenance. Each further line is one case, with two kinds of fields:
+
+- exact: verdict statuses, numbers of comparisons, skip decisions, scale sequences;
+- measured: the worst error ratio, with its spread over repeated runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..conformance.report import CaseRecord, Header, Number, Report
+
+__all__ = [
+    "BASELINE_VERSION",
+    "Baseline",
+    "BaselineCase",
+    "BaselineError",
+    "Exact",
+    "Measured",
+    "Provenance",
+    "Spread",
+    "compared",
+    "make_baseline",
+    "read_baseline",
+    "worst",
+    "write_baseline",
+]
+
+BASELINE_VERSION = 1
+_COUNT = re.compile(r"(\d+) ")
+
+
+class BaselineError(ValueError):
+    """A baseline cannot be used; the message says why and where."""
+
+
+class Provenance(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="baseline"
+):
+    """Where the numbers come from: the first line of the file."""
+
+    schema: int
+    gradparity: str
+    torch: str
+    python: str
+    platform: str
+    backend: str
+    device: str
+    commit: str
+    command: str
+    made: str
+    """When the run was started."""
+    runs: int
+    """Reports that the measured fields were taken from."""
+    cases: int
+    """Lines that follow; a file with fewer has been cut."""
+    data: dict[str, str]
+    """Data set -> hash of its raw bytes."""
+
+
+class Exact(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be the same again."""
+
+    status: str
+    laws: dict[str, str]
+    """Law -> status."""
+    compared: dict[str, int]
+    """Law -> comparisons behind its pass; fewer would be a weaker promise."""
+    stepped: list[list[bool | None]] | None
+    """Per rank: whether each step was taken; None where nothing was observed."""
+    scale: list[list[Number]] | None
+    """Per rank: the scale after each step; None where nothing was observed."""
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A ratio error / bound over repeated runs."""
+
+    low: Number
+    high: Number
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What may move within its noise."""
+
+    ratio: Spread | None
+    """Worst error / bound of the case; None where parity was not measured."""
+    parameters: dict[str, Spread]
+    """Worst error / bound of each parameter."""
+
+
+class BaselineCase(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="case"
+):
+    """One scaler in one scenario."""
+
+    scaler: str
+    scenario: str
+    exact: Exact
+    measured: Measured
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies a case, as in a report."""
+        return self.scaler, self.scenario
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole baseline, its cases sorted by scaler and scenario."""
+
+    provenance: Provenance
+    cases: tuple[BaselineCase, ...]
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Provenance | BaselineCase)
+
+
+def compared(message: str) -> int | None:
+    """The number of comparisons with which a pass says what it rests on, if it does."""
+    found = _COUNT.match(message)
+    return int(found[1]) if found else None
+
+
+def worst(values: Sequence[Number]) -> float:
+    """The largest of ``values``; nan is larger than all, since it hides any error."""
+    numbers = [float(value) for value in values]
+    return max((x if x == x else float("inf") for x in numbers), default=0.0)
+
+
+def make_baseline(reports: Sequence[Report]) -> Baseline:
+    """The baseline that the first report meets, with the spread over all of them.
+
+    Raises:
+        BaselineError: if the reports differ in their cases or in an exact field.
+    """
+    first = reports[0]
+    cases = [{c.key: c for c in report.cases} for report in reports]
+    for number, other in enumerate(cases[1:], 2):
+        if other.keys() != cases[0].keys():
+            raise BaselineError(f"report {number} holds other cases than report 1")
+    made = [_case([run[key] for run in cases]) for key in sorted(cases[0])]
+    return Baseline(
+        provenance=_provenance(first.header, len(reports), len(made)),
+        cases=tuple(made),
+    )
+
+
+def _provenance(header: Header, runs: int, cases: int) -> Provenance:
+    return Provenance(
+        schema=BASELINE_VERSION,
+        gradparity=header.gradparity,
+        torch=header.torch,
+        python=header.python,
+        platform=header.platform,
+        backend=header.backend,
+        device=header.device,
+        commit=header.commit,
+        command=header.command,
+        made=header.started,
+        runs=runs,
+        cases=cases,
+        data=dict(sorted(header.data.items())),
+    )
+
+
+def _case(runs: Sequence[CaseRecord]) -> BaselineCase:
+    first = runs[0]
+    exact = _exact(first)
+    for number, run in enumerate(runs[1:], 2):
+        if _exact(run) != exact:
+            raise BaselineError(
+                f"run {number} of {first.scenario}  {first.scaler} differs from run 1 "
+                "in an exact field: repeated runs must agree on verdicts, skips, scales"
+            )
+    return BaselineCase(
+        scaler=first.scaler,
+        scenario=first.scenario,
+        exact=exact,
+        measured=_measured(runs),
+    )
+
+
+def _exact(case: CaseRecord) -> Exact:
+    counts = {v.law: compared(v.message) for v in case.verdicts if v.status == "pass"}
+    return Exact(
+        status=case.status,
+        laws={v.law: v.status for v in case.verdicts},
+        compared={law: n for law, n in counts.items() if n is not None},
+        stepped=None if case.curves is None else case.curves.stepped,
+        scale=None if case.curves is None else case.curves.scale,
+    )
+
+
+def _measured(runs: Sequence[CaseRecord]) -> Measured:
+    curves = [run.curves for run in runs if run.curves is not None]
+    ratios = [worst(c.parity) for c in curves if c.parity]
+    names = dict.fromkeys(name for c in curves for name in c.parameters)
+    return Measured(
+        ratio=_spread(ratios) if ratios else None,
+        parameters={
+            name: _spread([worst([c.parameters[name]]) for c in curves])
+            for name in names
+            if all(name in c.parameters for c in curves)
+        },
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(low=_number(min(values)), high=_number(max(values)))
+
+
+def _number(value: float) -> Number:
+    """JSON has no infinity: write it as a word, as reports do."""
+    return value if value < float("inf") else str(value)
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read a baseline.
+
+    Raises:
+        BaselineError: if the file is no baseline of this version, or has been cut.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise BaselineError(f"{path}: {error.strerror or error}") from error
+    lines = [_line(path, n, line) for n, line in enumerate(raw.splitlines(), 1)]
+    head = lines[0] if lines else None
+    if not isinstance(head, Provenance):
+        raise BaselineError(f"{path}: line 1 is no provenance of a baseline")
+    if head.schema != BASELINE_VERSION:
+        raise BaselineError(
+            f"{path}: version {head.schema}, this program reads {BASELINE_VERSION}"
+        )
+    cases = tuple(line for line in lines if isinstance(line, BaselineCase))
+    _check(path, head, cases, len(lines) - 1)
+    return Baseline(provenance=head, cases=cases)
+
+
+def _line(path: Path, number: int, line: bytes) -> Provenance | BaselineCase:
+    try:
+        return _DECODER.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BaselineError(f"{path}: line {number}: {error}") from error
+
+
+def _check(
+    path: Path, head: Provenance, cases: Sequence[BaselineCase], lines: int
+) -> None:
+    distinct: Mapping[tuple[str, str], BaselineCase] = {c.key: c for c in cases}
+    if not head.cases == lines == len(distinct):
+        raise BaselineError(
+            f"{path}: line 1 promises {head.cases} cases, the file holds "
+            f"{len(distinct)} distinct ones on {lines} lines"
+        )
+
+
+def write_baseline(path: Path, baseline: Baseline) -> None:
+    """Write ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    lines = [baseline.provenance, *baseline.cases]
+    draft.write_bytes(b"".join(_ENCODER.encode(line) + b"\n" for line in lines))
+    os.replace(draft, path)

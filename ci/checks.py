@@ -1,0 +1,266 @@
+"""Checks: what a report owes to a baseline, case by case; pure functions.
+
+Verdicts are judged under their own law. What is compared beside them bears an id of the
+chapter ``baseline``, so that an expectation can name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..conformance.report import CaseRecord, Header, Number, Report, VerdictRecord
+from .baseline import Baseline, BaselineCase, Provenance, Spread, compared, worst
+from .expectations import Judgement
+from .reasons import Reason, at
+from .statuses import is_worse
+
+__all__ = ["LUCK", "Finding", "check_cases", "check_vanished", "check_whole", "limit"]
+
+LUCK = 0.125
+"""Error / bound of a run that is exactly as far from the truth as the references are.
+
+The bound of parity is eight times what correct runs err by (docs/parity.md). Below one
+eighth a ratio says only how lucky the roundings were, so growth up to it is noise.
+"""
+_MARGIN = 1.25
+_SPREADS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A judgement, and the reason to close the gate that it may be."""
+
+    judgement: Judgement
+    reason: Reason | None
+    better: bool = False
+    """Whether it is better than the baseline knows."""
+
+
+def limit(spread: Spread) -> float:
+    """The largest ratio that the recorded noise explains."""
+    low, high = float(spread.low), float(spread.high)
+    if high == float("inf"):  # inf - inf is nan
+        return high
+    return max(LUCK, high * _MARGIN, high + _SPREADS * (high - low))
+
+
+def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Finding]:
+    """Judge every verdict of ``report``, and its sequences and ratios."""
+    known = {c.key: c for c in baseline.cases} if baseline else {}
+    for case in report.cases:
+        old = known.get(case.key)
+        for verdict in case.verdicts:
+            yield _verdict(case, verdict, old)
+        if old is not None:
+            yield from _numbers(case, old)
+
+
+def _verdict(
+    case: CaseRecord, verdict: VerdictRecord, old: BaselineCase | None
+) -> Finding:
+    before = old.exact.laws.get(verdict.law, "") if old else ""
+    judgement = Judgement(case=case, law=verdict.law, status=verdict.status)
+    return Finding(
+        judgement=judgement,
+        reason=_reason(case, verdict, before),
+        better=bool(before) and is_worse(before, verdict.status),
+    )
+
+
+def _reason(case: CaseRecord, verdict: VerdictRecord, before: str) -> Reason | None:
+    """Why this verdict closes the gate; a new law or case owes a pass or a skip."""
+    now = verdict.status
+    if not is_worse(now, before or "skipped"):
+        return None
+    kind = "worse" if before else "failing"
+    change = f"{before} -> {now}" if before else f"is {now}"
+    return Reason(
+        kind="undecided" if now == "inconclusive" else kind,
+        text=f"{verdict.law} {change} in {at(case)}: {_step(verdict)}{verdict.message}",
+        scaler=case.scaler,
+        scenario=case.scenario,
+        law=verdict.law,
+        before=before,
+        now=now,
+        step=verdict.step,
+        ranks=verdict.ranks,
+        replay=case.replay,
+    )
+
+
+def _step(verdict: VerdictRecord) -> str:
+    """The step, where the message does not begin with it."""
+    words = f"step {verdict.step}: "
+    told = verdict.step is None or verdict.message.startswith(words)
+    return "" if told else words
+
+
+def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Finding]:
+    """Sequences, counts, ratios of cases that passed: a failure promises none."""
+    if old.exact.status != "pass":
+        return
+    for law, (kind, check) in _NUMBERS.items():
+        text = check(case, old)
+        yield Finding(
+            judgement=Judgement(case=case, law=law, status="fail" if text else "pass"),
+            reason=_broken(case, kind, law, text) if text else None,
+        )
+
+
+def _broken(case: CaseRecord, kind: str, law: str, text: str) -> Reason:
+    return Reason(
+        kind=kind,
+        text=f"{text} in {at(case)}",
+        scaler=case.scaler,
+        scenario=case.scenario,
+        law=law,
+        replay=case.replay,
+    )
+
+
+def _scale(case: CaseRecord, old: BaselineCase) -> str:
+    now = case.curves.scale if case.curves else None
+    return _differs("the scale after", old.exact.scale, now)
+
+
+def _skip(case: CaseRecord, old: BaselineCase) -> str:
+    now = case.curves.stepped if case.curves else None
+    return _differs("whether the parameters changed in", old.exact.stepped, now)
+
+
+Rows = Sequence[Sequence[object]]
+
+
+def _differs(what: str, before: Rows | None, now: Rows | None) -> str:
+    """The first difference of two sequences a rank in words, or the empty string."""
+    if before is None or before == now:
+        return ""
+    if now is None:
+        return f"{what} each step is no longer recorded"
+    shape, seen = [len(row) for row in before], [len(row) for row in now]
+    if shape != seen:
+        return f"{what} each step covers {seen} steps of the ranks, was {shape}"
+    step, rank = min(
+        (step, rank)
+        for rank, row in enumerate(before)
+        for step, value in enumerate(row)
+        if value != now[rank][step]
+    )
+    was, is_now = before[rank][step], now[rank][step]
+    return f"{what} step {step} on rank {rank} is {is_now}, was {was}"
+
+
+def _counts(case: CaseRecord, old: BaselineCase) -> str:
+    for law, before in old.exact.compared.items():
+        verdict = case.verdict(law)
+        if verdict is None or verdict.status != "pass":
+            continue  # told under its own law
+        now = compared(verdict.message)
+        if now is None or now < before:
+            words = "an unknown number of" if now is None else now
+            return f"{law} rests on {words} comparisons, was {before}"
+    return ""
+
+
+def _ratio(case: CaseRecord, old: BaselineCase) -> str:
+    curves, before = case.curves, old.measured
+    series: dict[str, tuple[Spread, list[Number]]] = {}
+    if before.ratio is not None:
+        series["the largest"] = (before.ratio, curves.parity if curves else [])
+    now = curves.parameters if curves else {}
+    for name, spread in before.parameters.items():
+        series[f"the {name}"] = (spread, [now[name]] if name in now else [])
+    return _grown(series)
+
+
+def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
+    """The ratio furthest beyond its limit in words, or the empty string."""
+    gone = [name for name, (_, values) in series.items() if not values]
+    if gone:
+        return f"{gone[0]} error / bound is no longer measured"
+    beyond = [
+        (worst(values) / limit(spread), name)
+        for name, (spread, values) in series.items()
+        if worst(values) > limit(spread)
+    ]
+    if not beyond:
+        return ""
+    _, name = max(beyond)
+    spread, values = series[name]
+    return (
+        f"{name} error / bound grew to {worst(values):.3g}, "
+        f"was {float(spread.high):.3g}, its noise ends at {limit(spread):.3g}"
+    )
+
+
+Check = Callable[[CaseRecord, BaselineCase], str]
+_NUMBERS: dict[str, tuple[str, Check]] = {
+    "baseline.scale": ("sequence", _scale),
+    "baseline.skip": ("sequence", _skip),
+    "baseline.compared": ("too-few", _counts),
+    "baseline.ratio": ("ratio", _ratio),
+}
+"""Id -> (kind of reason, check of one case against its baseline)."""
+
+
+def check_vanished(report: Report, baseline: Baseline) -> Iterator[Reason]:
+    """Scenarios and laws of the baseline that the report no longer has."""
+    now = {c.key: c for c in report.cases}
+    for old in baseline.cases:
+        case = now.get(old.key)
+        where = f"{old.scenario}  {old.scaler}"
+        if case is None:
+            yield _vanished(old, f"scenario {where} is not in the report")
+            continue
+        for law in old.exact.laws:
+            if case.verdict(law) is None:
+                yield _vanished(old, f"law {law} is not judged in {where}", law)
+
+
+def _vanished(old: BaselineCase, text: str, law: str = "") -> Reason:
+    return Reason(
+        kind="vanished", text=text, scaler=old.scaler, scenario=old.scenario, law=law
+    )
+
+
+def check_whole(
+    report: Report, baseline: Baseline | None, min_cases: int
+) -> Iterator[Reason]:
+    """What concerns the report as a whole: was anything compared, and where was it."""
+    decided = [c for c in report.cases if _decided(c)]
+    if not decided:
+        text = f"nothing was compared: {len(report.cases)} cases, no law decided"
+        yield Reason(kind="nothing", text=text)
+    if len(decided) < min_cases:
+        text = f"{len(decided)} cases were judged, at least {min_cases} were promised"
+        yield Reason(kind="too-few", text=text)
+    if baseline is not None:
+        yield from _elsewhere(report.header, baseline.provenance)
+
+
+def _decided(case: CaseRecord) -> bool:
+    return any(v.status in ("pass", "fail") for v in case.verdicts)
+
+
+def _elsewhere(now: Header, then: Provenance) -> Iterator[Reason]:
+    """A baseline of another platform or of other data says nothing about this one."""
+    places: list[tuple[str, str, str]] = [
+        ("torch", _minor(then.torch), _minor(now.torch)),
+        *(
+            (name, getattr(then, name), getattr(now, name))
+            for name in ("platform", "backend", "device")
+        ),
+        *(
+            (f"data {name}", digest, now.data.get(name, "missing"))
+            for name, digest in then.data.items()
+        ),
+    ]
+    for name, before, seen in places:
+        if before != seen:
+            text = f"the baseline was made with {name} {before}, the report has {seen}"
+            yield Reason(kind="elsewhere", text=text)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,0 +1,168 @@
+"""Decision: report + baseline + expectations -> outcome, reasons and notes; pure.
+
+1. A report that contradicts itself is refused, and nothing else is said.
+2. Every verdict, sequence and ratio is judged against the baseline.
+3. Expectations excuse what they name; those that do nothing are told.
+4. What vanished and what concerns the whole cannot be excused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import msgspec
+
+from ..conformance.report import Report
+from .baseline import Baseline
+from .checks import Finding, check_cases, check_vanished, check_whole
+from .expectations import Expectation
+from .integrity import contradictions
+from .reasons import Outcome, Reason, at, outcome_of
+
+__all__ = ["Decision", "Terms", "decide"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a report is held to."""
+
+    today: date
+    """The day by which expectations expire."""
+    baseline: Baseline | None = None
+    """None holds every law to a pass."""
+    expectations: Sequence[Expectation] = ()
+    strict: bool = False
+    """Whether an expectation that does nothing closes the gate."""
+    min_cases: int = 0
+    """Cases with at least one decided law that were promised."""
+
+    def __post_init__(self) -> None:
+        if self.min_cases < 0:
+            raise ValueError(f"--min-cases takes 0 or more, got {self.min_cases}")
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gate says of one report."""
+
+    outcome: Outcome
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...]
+    """One line each: what is excused, better, or left over. None closes the gate."""
+    cases: int
+    """Cases that were looked at."""
+    judged: int
+    """Verdicts, sequences and ratios that were looked at."""
+
+
+def decide(report: Report, terms: Terms) -> Decision:
+    """Hold ``report`` to ``terms``. Order, dates and timings do not matter."""
+    broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
+    if broken:
+        return _decision(report, broken, [], 0)
+    findings = list(check_cases(report, terms.baseline))
+    live = [
+        e
+        for e in terms.expectations
+        if e.applies(report.header) and not e.expired(terms.today)
+    ]
+    reasons, notes = _excuse(findings, live)
+    notes += [_better(f) for f in findings if f.better]
+    left = [*_expired(terms, report), *_idle(live, findings)]
+    if terms.strict:
+        reasons += [Reason(kind="expectation", text=text) for text in left]
+    else:
+        notes += left
+    notes += _unexpected(live, findings)
+    if terms.baseline is not None:
+        reasons += check_vanished(report, terms.baseline)
+        notes += _unknown(report, terms.baseline)
+    reasons += check_whole(report, terms.baseline, terms.min_cases)
+    return _decision(report, reasons, notes, len(findings))
+
+
+def _decision(
+    report: Report, reasons: Sequence[Reason], notes: Sequence[str], judged: int
+) -> Decision:
+    """Sorted, so that the order of the cases in the report does not show."""
+    return Decision(
+        outcome=outcome_of(reasons),
+        reasons=tuple(sorted(reasons, key=lambda r: (_severity(r), r.line))),
+        notes=tuple(sorted(set(notes))),
+        cases=len(report.cases),
+        judged=judged,
+    )
+
+
+def _severity(reason: Reason) -> int:
+    order = (Outcome.INVALID, Outcome.REGRESSION, Outcome.INCONCLUSIVE)
+    return order.index(outcome_of([reason]))
+
+
+def _excuse(
+    findings: Sequence[Finding], live: Sequence[Expectation]
+) -> tuple[list[Reason], list[str]]:
+    reasons: list[Reason] = []
+    notes: list[str] = []
+    for finding in findings:
+        if finding.reason is None:
+            continue
+        entry = next((e for e in live if e.expects(finding.judgement)), None)
+        if entry is None:
+            reasons.append(finding.reason)
+        else:
+            link = f" {entry.link}" if entry.link else ""
+            notes.append(f"expected, {entry.reason}{link}: {finding.reason.text}")
+    return reasons, notes
+
+
+def _better(finding: Finding) -> str:
+    judged = finding.judgement
+    return (
+        f"better: {judged.law} is {judged.status} in {at(judged.case)}: "
+        "--update-baseline makes it a promise"
+    )
+
+
+def _expired(terms: Terms, report: Report) -> Iterator[str]:
+    for entry in terms.expectations:
+        if entry.applies(report.header) and entry.expired(terms.today):
+            yield f"the expectation of {entry.name} expired on {entry.expires}"
+
+
+def _idle(live: Sequence[Expectation], findings: Sequence[Finding]) -> Iterator[str]:
+    """Entries that match nothing, or nothing that is as they say."""
+    for entry in live:
+        matched = [f.judgement for f in findings if entry.matches(f.judgement)]
+        if not matched:
+            yield f"the expectation of {entry.name} matches nothing"
+        elif not any(entry.expects(j) for j in matched):
+            yield (
+                f"the expectation of {entry.name} is stale: none of {len(matched)} "
+                f"verdicts is {' or '.join(entry.statuses)}"
+            )
+
+
+def _unexpected(
+    live: Sequence[Expectation], findings: Sequence[Finding]
+) -> Iterator[str]:
+    for entry in live:
+        for judged in (f.judgement for f in findings):
+            if judged.status == "pass" and entry.matches(judged):
+                yield (
+                    f"unexpected pass: {judged.law} in {at(judged.case)}: expected "
+                    f"{' or '.join(entry.statuses)}, {entry.reason}"
+                )
+
+
+def _unknown(report: Report, baseline: Baseline) -> Iterator[str]:
+    known = {c.key for c in baseline.cases}
+    new = [at(c) for c in report.cases if c.key not in known]
+    for where in sorted(new)[:_SHOWN]:
+        yield f"new: {where} is not in the baseline"
+    if len(new) > _SHOWN:
+        yield f"new: {len(new) - _SHOWN} more cases are not in the baseline"
+
+
+_SHOWN = 10

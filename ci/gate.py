@@ -1,0 +1,186 @@
+"""``gradparity gate``: parse, read, decide, say each reason in one line and in JSON."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from ..conformance.report import ReportError, read_report
+from ..conformance.terminal import plain
+from .baseline import read_baseline
+from .decision import Decision, Terms, decide
+from .expectations import read_expectations
+from .reasons import Outcome, Reason
+from .update import Refused, update
+
+__all__ = ["USAGE", "main"]
+
+USAGE = 2
+"""Exit code of bad usage; the others are those of ``Outcome``."""
+_JSON_VERSION = 1
+
+
+class _Usage(ValueError):
+    """The caller's fault, in one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Usage(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the gate.
+
+    Args:
+        argv: arguments after ``gradparity gate``; None takes the process's own.
+
+    Returns:
+        0 pass, 1 regression, 2 usage, 3 invalid or incomplete report, 4 inconclusive.
+    """
+    try:
+        parsed = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+        _check(parsed)
+        return _update(parsed) if parsed.update_baseline else _gate(parsed)
+    except Refused as error:
+        return _fail(error, error.code)
+    except ReportError as error:  # of a repeated report; that of REPORT is a reason
+        return _fail(error, Outcome.INVALID.value)
+    except (ValueError, OSError) as error:
+        return _fail(error, USAGE)
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"gradparity gate: {plain(str(error))}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="gradparity gate",
+        description="Hold a report to a baseline and to expectations.",
+        epilog="exit codes: 0 pass, 1 regression, 2 usage, 3 invalid or incomplete "
+        "report, 4 inconclusive",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("report", type=Path, metavar="REPORT", help="report.jsonl of gradparity run")
+    add("--baseline", type=Path, metavar="FILE", help="what must hold")
+    add(
+        "--expect",
+        type=Path,
+        metavar="FILE",
+        help="expectations.toml: known violations",
+    )
+    add("--strict", action="store_true", help="an idle or expired expectation fails")
+    add("--json", type=Path, metavar="FILE", help="write the decision to FILE")
+    add("--min-cases", type=int, default=0, metavar="N", help="judged cases promised")
+    add("--update-baseline", action="store_true", help="write REPORT as the baseline")
+    add("--yes", action="store_true", help="with --update-baseline: do not ask")
+    add(
+        "--repeat",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="REPORT",
+        help="with --update-baseline: another run of the same code, for the noise",
+    )
+    return parser
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    if parsed.update_baseline and parsed.baseline is None:
+        raise _Usage("--update-baseline needs --baseline FILE, the file to write")
+    for name in ("yes", "repeat"):
+        if getattr(parsed, name) and not parsed.update_baseline:
+            raise _Usage(f"--{name} goes with --update-baseline only")
+
+
+def _gate(parsed: argparse.Namespace) -> int:
+    # what the caller owns is read first: its faults are usage, whatever the report is
+    terms = Terms(
+        today=date.today(),
+        baseline=read_baseline(parsed.baseline) if parsed.baseline else None,
+        expectations=read_expectations(parsed.expect) if parsed.expect else (),
+        strict=parsed.strict,
+        min_cases=parsed.min_cases,
+    )
+    try:
+        decision = decide(read_report(parsed.report), terms)
+    except ReportError as error:
+        decision = _unreadable(error)
+    if parsed.json is not None:
+        _write_json(parsed.json, decision, parsed)
+    _say(decision)
+    return decision.outcome.value
+
+
+def _unreadable(error: ReportError) -> Decision:
+    return Decision(
+        outcome=Outcome.INVALID,
+        reasons=(Reason(kind="invalid", text=str(error)),),
+        notes=(),
+        cases=0,
+        judged=0,
+    )
+
+
+def _say(decision: Decision) -> None:
+    word = decision.outcome.word.upper()
+    print(
+        f"gate: {word}: {len(decision.reasons)} reasons, {decision.cases} cases, "
+        f"{decision.judged} judgements"
+    )
+    for reason in decision.reasons:
+        print(reason.line)
+    for note in decision.notes:
+        print(plain(f"note: {note}"))
+
+
+def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> None:
+    value = {
+        "schema": _JSON_VERSION,
+        "outcome": decision.outcome.word,
+        "exit_code": decision.outcome.value,
+        "report": str(parsed.report),
+        "baseline": str(parsed.baseline) if parsed.baseline else None,
+        "expectations": str(parsed.expect) if parsed.expect else None,
+        "strict": parsed.strict,
+        "cases": decision.cases,
+        "judged": decision.judged,
+        "reasons": [
+            {**msgspec.to_builtins(r), "text": r.line} for r in decision.reasons
+        ],
+        "notes": decision.notes,
+    }
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    os.replace(draft, path)
+
+
+def _update(parsed: argparse.Namespace) -> int:
+    reports = [read_report(path) for path in (parsed.report, *parsed.repeat)]
+    ask = _agree if parsed.yes else _ask
+    if update(parsed.baseline, reports, ask, print):
+        print(f"written: {parsed.baseline}")
+        return Outcome.PASS.value
+    raise _Usage("the baseline is left as it was: answer y, or give --yes")
+
+
+def _agree(question: str) -> bool:
+    return True
+
+
+def _ask(question: str) -> bool:
+    print(f"{question} [y/N] ", end="", flush=True)
+    answer = sys.stdin.readline()  # the empty string where nobody can answer
+    return answer.strip().lower() in ("y", "yes")

@@ -1,0 +1,116 @@
+"""Integrity: a report that contradicts itself is refused before anything is compared.
+
+Reading a report checks its schema, its footer and its counts. Here is what a hand that
+edits single lines would forget: every rule derives one field from others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from ..conformance.report import CaseRecord, Curves, Number, Report
+from .statuses import RANKING, case_status
+
+__all__ = ["contradictions"]
+
+PARITY = "parity."
+"""Chapter of the laws that judge ``curves.parity``."""
+
+
+def contradictions(report: Report) -> list[str]:
+    """Why ``report`` cannot be believed; empty for a sound and complete one."""
+    found = [report.incomplete] if report.incomplete else []
+    for case in report.cases:
+        where = f"{case.scenario}  {case.scaler}"
+        found += [f"{text} in {where}" for rule in _RULES for text in rule(case)]
+    return found
+
+
+def _known_words(case: CaseRecord) -> Iterator[str]:
+    for word in dict.fromkeys([case.status, *(v.status for v in case.verdicts)]):
+        if word not in RANKING:
+            yield f"unknown status {word!r}, expected one of {', '.join(RANKING)}"
+
+
+def _one_verdict_a_law(case: CaseRecord) -> Iterator[str]:
+    for law, count in Counter(v.law for v in case.verdicts).items():
+        if count > 1:
+            yield f"law {law} has {count} verdicts"
+
+
+def _status_follows(case: CaseRecord) -> Iterator[str]:
+    expected = case_status(v.status for v in case.verdicts)
+    if case.status != expected:
+        yield f"the case says {case.status}, its verdicts come to {expected}"
+
+
+def _id_agrees(case: CaseRecord) -> Iterator[str]:
+    """The id is what replays the case: its fields must be the ones that are shown."""
+    seen = f"{case.topology}/{case.world}/{case.precision}"
+    if not f"{case.scenario}/".startswith(f"{seen}/"):
+        yield f"the case says {seen}, which is not how its scenario id begins"
+
+
+def _a_row_a_rank(case: CaseRecord) -> Iterator[str]:
+    curves = case.curves
+    if curves is None:
+        return
+    rows = {"scale": curves.scale, "stepped": curves.stepped}
+    for name, ranks in rows.items():
+        if len(ranks) != case.world:
+            yield f"{name} has {len(ranks)} rows for {case.world} ranks"
+
+
+def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
+    """A pass whose own curves show a violation has been painted over."""
+    if case.curves is None:
+        return
+    passed = {v.law for v in case.verdicts if v.status == "pass"}
+    for law, (shows_violation, words) in _EVIDENCE.items():
+        if law in passed and shows_violation(case.curves):
+            yield f"{law} passes, but {words}"
+    parity = {v.status for v in case.verdicts if v.law.startswith(PARITY)}
+    # nan compares false with everything, so the question is asked the other way round
+    if parity == {"pass"} and not all(float(x) <= 1 for x in _ratios(case.curves)):
+        yield "parity passes, but an error is beyond its bound"
+
+
+def _ratios(curves: Curves) -> list[Number]:
+    return [*curves.parity, *curves.parameters.values()]
+
+
+def _rows_differ(rows: Sequence[Sequence[object]]) -> bool:
+    return any(row != rows[0] for row in rows)
+
+
+def _decisions_differ(curves: Curves) -> bool:
+    """None is a rank without parameters of its own: it has no decision to differ."""
+    steps = zip(*curves.stepped, strict=False)
+    return any({True, False} <= set(step) for step in steps)
+
+
+_EVIDENCE: dict[str, tuple[Callable[[Curves], bool], str]] = {
+    "agreement.scale": (
+        lambda curves: _rows_differ(curves.scale),
+        "the scales of its ranks differ",
+    ),
+    "agreement.growth": (
+        lambda curves: _rows_differ(curves.growth),
+        "the growth trackers of its ranks differ",
+    ),
+    "agreement.skip": (
+        _decisions_differ,
+        "a step was taken by some ranks and skipped by others",
+    ),
+}
+"""Law -> (whether the curves show that it is broken, what they show)."""
+
+_RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
+    _known_words,
+    _one_verdict_a_law,
+    _status_follows,
+    _id_agrees,
+    _a_row_a_rank,
+    _passes_are_borne_out,
+)
