@@ -119,7 +119,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Provenance | BaselineCase)
+Line = Provenance | BaselineCase
+_DECODER = msgspec.json.Decoder(Line)
 
 
 def compared(message: str) -> int | None:
@@ -244,11 +245,12 @@ def read_baseline(path: Path) -> Baseline:
     return Baseline(provenance=head, cases=cases)
 
 
-def _line(path: Path, number: int, line: bytes) -> Provenance | BaselineCase:
+def _line(path: Path, number: int, line: bytes) -> Line:
     try:
-        return _DECODER.decode(line)
+        decoded: Line = _DECODER.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BaselineError(f"{path}: line {number}: {error}") from error
+    return decoded
 
 
 def _check(

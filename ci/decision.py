@@ -19,7 +19,7 @@ from .baseline import Baseline
 from .checks import Finding, check_cases, check_vanished, check_whole
 from .expectations import Expectation
 from .integrity import contradictions
-from .reasons import Outcome, Reason, at, outcome_of
+from .reasons import KINDS, Outcome, Reason, at, outcome_of
 
 __all__ = ["Decision", "Terms", "decide"]
 
@@ -86,18 +86,14 @@ def _decision(
     report: Report, reasons: Sequence[Reason], notes: Sequence[str], judged: int
 ) -> Decision:
     """Sorted, so that the order of the cases in the report does not show."""
+    order = list(KINDS)  # worst first
     return Decision(
         outcome=outcome_of(reasons),
-        reasons=tuple(sorted(reasons, key=lambda r: (_severity(r), r.line))),
+        reasons=tuple(sorted(reasons, key=lambda r: (order.index(r.kind), r.line))),
         notes=tuple(sorted(set(notes))),
         cases=len(report.cases),
         judged=judged,
     )
-
-
-def _severity(reason: Reason) -> int:
-    order = (Outcome.INVALID, Outcome.REGRESSION, Outcome.INCONCLUSIVE)
-    return order.index(outcome_of([reason]))
 
 
 def _excuse(

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--expect",
         type=Path,
         metavar="FILE",
-        help="expectations.toml: known violations",
+        help="known violations, TOML",
     )
     add("--strict", action="store_true", help="an idle or expired expectation fails")
     add("--json", type=Path, metavar="FILE", help="write the decision to FILE")
@@ -158,7 +158,7 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
         "cases": decision.cases,
         "judged": decision.judged,
         "reasons": [
-            {**msgspec.to_builtins(r), "text": r.line} for r in decision.reasons
+            {"line": r.line, **msgspec.to_builtins(r)} for r in decision.reasons
         ],
         "notes": decision.notes,
     }

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ..conformance.report import CaseRecord, Curves, Number, Report
+from .reasons import at
 from .statuses import RANKING, case_status
 
 __all__ = ["contradictions"]
@@ -22,8 +23,7 @@ def contradictions(report: Report) -> list[str]:
     """Why ``report`` cannot be believed; empty for a sound and complete one."""
     found = [report.incomplete] if report.incomplete else []
     for case in report.cases:
-        where = f"{case.scenario}  {case.scaler}"
-        found += [f"{text} in {where}" for rule in _RULES for text in rule(case)]
+        found += [f"{text} in {at(case)}" for rule in _RULES for text in rule(case)]
     return found
 
 
@@ -56,10 +56,10 @@ def _a_row_a_rank(case: CaseRecord) -> Iterator[str]:
     curves = case.curves
     if curves is None:
         return
-    rows = {"scale": curves.scale, "stepped": curves.stepped}
-    for name, ranks in rows.items():
-        if len(ranks) != case.world:
-            yield f"{name} has {len(ranks)} rows for {case.world} ranks"
+    rows = {"scale": len(curves.scale), "stepped": len(curves.stepped)}
+    for name, count in rows.items():
+        if count != case.world:
+            yield f"{name} has {count} rows for {case.world} ranks"
 
 
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
