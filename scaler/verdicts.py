@@ -26,7 +26,7 @@ def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """Return (), fp32: one over the scale."""
     if scale.device.type == "cpu":
         value: Any = scale.tolist()  # Python divides in fp64
-        return torch.tensor(1.0 / value, dtype=torch.float32)
+        return torch.full((), 1.0 / value, dtype=torch.float32)
     # An fp32 division may be compiled to an approximation; through fp64 it is exact.
     if scale.device.type == "mps":  # has no fp64
         return scale.reciprocal()
@@ -44,6 +44,8 @@ def any_of(found: dict[Any, torch.Tensor], device: torch.device) -> torch.Tensor
     """Return (), fp32 on ``device``: 1 if any of them is 1."""
     if len(found) == 1:
         (only,) = found.values()
+        if only.device == device:
+            return only
         return only.to(device=device, non_blocking=True)
     tensors = [f.to(device=device, non_blocking=True) for f in found.values()]
     if not tensors:
