@@ -14,7 +14,7 @@ from ..conformance.terminal import plain
 from .locate import locate
 from .reasons import at
 
-__all__ = ["SHOWN", "annotations", "render"]
+__all__ = ["SHOWN", "commands", "render"]
 
 SHOWN = 10
 """Errors that GitHub shows of one step."""
@@ -24,10 +24,10 @@ Violation = tuple[CaseRecord, VerdictRecord]
 
 def render(report: Report) -> str:
     """The report as ``::error`` lines; empty where nothing is wrong."""
-    return "".join(f"{line}\n" for line in annotations(report, Path.cwd()))
+    return "".join(f"{line}\n" for line in commands(report, Path.cwd()))
 
 
-def annotations(report: Report, root: Path) -> list[str]:
+def commands(report: Report, root: Path) -> list[str]:
     """One workflow command a scaler and law.
 
     Args:
@@ -58,9 +58,8 @@ def _violation(found: list[Violation], root: Path) -> str:
         properties = {"file": place.file, "line": str(place.line), **properties}
     more = f" (and in {len(found) - 1} more cases)" if len(found) > 1 else ""
     again = f"\n{plain(case.replay)}" if case.replay else ""
-    return _command(
-        properties, f"{plain(f'{at(case)}: {verdict.message}{more}')}{again}"
-    )
+    text = plain(f"{at(case)}: {verdict.message}{more}")
+    return _command(properties, f"{text}{again}")
 
 
 def _whole(text: str) -> str:

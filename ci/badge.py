@@ -1,4 +1,4 @@
-"""Badge: an SVG with the share of conformant cases; it shows 100 only for all of them."""
+"""Badge: an SVG with the share of conformant cases; 100 only for all of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """JUnit XML: one suite a case, one test a law; rank and numbers are properties.
 
-Inconclusive is an ``error`` element of that type, so that no reader takes it for a pass.
+Inconclusive is an ``error`` of that type: no reader shall take it for a pass.
 """
 
 from __future__ import annotations

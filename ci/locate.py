@@ -22,7 +22,7 @@ class Place:
 
 
 def locate(spec: str, root: Path) -> Place | None:
-    """Find ``package.module:attribute`` in the source tree at ``root``, if it is there."""
+    """Find ``package.module:attribute`` in the source tree at ``root``, if there."""
     module, _, attribute = spec.partition(":")
     parts = module.split(".")
     if not all(part.isidentifier() for part in [*parts, attribute]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..conformance.law import rank_list
 from ..conformance.report import CaseRecord, Report, VerdictRecord
 from ..conformance.terminal import cell, plain
 from .reasons import at
@@ -78,14 +79,11 @@ def _story(case: CaseRecord) -> Iterator[str]:
 
 
 def _finding(verdict: VerdictRecord) -> str:
-    facts = {
-        "step": verdict.step,
-        "ranks": ", ".join(map(str, verdict.ranks)) or None,
-        "parameter": verdict.parameter,
-        **verdict.numbers,
-    }
-    known = "; ".join(f"{k} {v}" for k, v in facts.items() if v is not None)
-    extra = f" ({escape(known)})" if known else ""
+    facts = [] if verdict.step is None else [f"step {verdict.step}"]
+    facts += [rank_list(verdict.ranks)] if verdict.ranks else []
+    facts += [verdict.parameter] if verdict.parameter else []
+    facts += [f"{name} = {float(x):.6g}" for name, x in verdict.numbers.items()]
+    extra = f" ({escape('; '.join(facts))})" if facts else ""
     return f"**{escape(verdict.law)}** {escape(verdict.message)}{extra}"
 
 
