@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ..conformance.report import CaseRecord, Header, Number, Report
+from .ratios import Spread, spread_of, worst
 
 __all__ = [
     "BASELINE_VERSION",
@@ -25,11 +26,9 @@ __all__ = [
     "Exact",
     "Measured",
     "Provenance",
-    "Spread",
     "compared",
     "make_baseline",
     "read_baseline",
-    "worst",
     "write_baseline",
 ]
 
@@ -79,13 +78,6 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
     """Per rank: the scale after each step; None where nothing was observed."""
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A ratio error / bound over repeated runs."""
-
-    low: Number
-    high: Number
-
-
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What may move within its noise."""
 
@@ -127,12 +119,6 @@ def compared(message: str) -> int | None:
     """The number of comparisons with which a pass says what it rests on, if it does."""
     found = _COUNT.match(message)
     return int(found[1]) if found else None
-
-
-def worst(values: Sequence[Number]) -> float:
-    """The largest of ``values``; nan is larger than all, since it hides any error."""
-    numbers = [float(value) for value in values]
-    return max((x if x == x else float("inf") for x in numbers), default=0.0)
 
 
 def make_baseline(reports: Sequence[Report]) -> Baseline:
@@ -204,22 +190,13 @@ def _measured(runs: Sequence[CaseRecord]) -> Measured:
     ratios = [worst(c.parity) for c in curves if c.parity]
     names = dict.fromkeys(name for c in curves for name in c.parameters)
     return Measured(
-        ratio=_spread(ratios) if ratios else None,
+        ratio=spread_of(ratios) if ratios else None,
         parameters={
-            name: _spread([worst([c.parameters[name]]) for c in curves])
+            name: spread_of([worst([c.parameters[name]]) for c in curves])
             for name in names
             if all(name in c.parameters for c in curves)
         },
     )
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(low=_number(min(values)), high=_number(max(values)))
-
-
-def _number(value: float) -> Number:
-    """JSON has no infinity: write it as a word, as reports do."""
-    return value if value < float("inf") else str(value)
 
 
 def read_baseline(path: Path) -> Baseline:

@@ -10,21 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..conformance.report import CaseRecord, Header, Number, Report, VerdictRecord
-from .baseline import Baseline, BaselineCase, Provenance, Spread, compared, worst
+from .baseline import Baseline, BaselineCase, Provenance, compared
 from .expectations import Judgement
+from .ratios import Spread, limit, worst
 from .reasons import Reason, at
 from .statuses import is_worse
 
-__all__ = ["LUCK", "Finding", "check_cases", "check_vanished", "check_whole", "limit"]
-
-LUCK = 0.125
-"""Error / bound of a run that is exactly as far from the truth as the references are.
-
-The bound of parity is eight times what correct runs err by (docs/parity.md). Below one
-eighth a ratio says only how lucky the roundings were, so growth up to it is noise.
-"""
-_MARGIN = 1.25
-_SPREADS = 3.0
+__all__ = ["Finding", "check_cases", "check_vanished", "check_whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +27,6 @@ class Finding:
     reason: Reason | None
     better: bool = False
     """Whether it is better than the baseline knows."""
-
-
-def limit(spread: Spread) -> float:
-    """The largest ratio that the recorded noise explains."""
-    low, high = float(spread.low), float(spread.high)
-    if high == float("inf"):  # inf - inf is nan
-        return high
-    return max(LUCK, high * _MARGIN, high + _SPREADS * (high - low))
 
 
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Finding]:

@@ -10,13 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ..conformance.report import CaseRecord, Curves, Number, Report
+from .ratios import as_float, worst
 from .reasons import at
 from .statuses import RANKING, case_status
 
 __all__ = ["contradictions"]
-
-PARITY = "parity."
-"""Chapter of the laws that judge ``curves.parity``."""
 
 
 def contradictions(report: Report) -> list[str]:
@@ -62,6 +60,28 @@ def _a_row_a_rank(case: CaseRecord) -> Iterator[str]:
             yield f"{name} has {count} rows for {case.world} ranks"
 
 
+def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
+    """Every step has its ratio, and what the steps hold is what the parameters hold."""
+    curves = case.curves
+    if curves is None or not curves.parity:
+        return
+    steps = {len(row) for row in curves.scale}
+    if steps != {len(curves.parity)}:
+        yield f"error / bound is given for {len(curves.parity)} steps, not for all"
+    ratios = [*curves.parity, *curves.parameters.values()]
+    if any(_no_ratio(value) for value in ratios):
+        yield "an error / bound is no number from 0 up"
+    elif worst(curves.parity) != worst(curves.parameters.values()):
+        yield "the largest error / bound of the steps is not that of the parameters"
+
+
+def _no_ratio(value: Number) -> bool:
+    try:
+        return as_float(value) < 0
+    except ValueError:
+        return True
+
+
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
     """A pass whose own curves show a violation has been painted over."""
     if case.curves is None:
@@ -70,18 +90,27 @@ def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
     for law, (shows_violation, words) in _EVIDENCE.items():
         if law in passed and shows_violation(case.curves):
             yield f"{law} passes, but {words}"
-    parity = {v.status for v in case.verdicts if v.law.startswith(PARITY)}
-    # nan compares false with everything, so the question is asked the other way round
-    if parity == {"pass"} and not all(float(x) <= 1 for x in _ratios(case.curves)):
-        yield "parity passes, but an error is beyond its bound"
 
 
-def _ratios(curves: Curves) -> list[Number]:
-    return [*curves.parity, *curves.parameters.values()]
+def _parity_is_borne_out(case: CaseRecord) -> Iterator[str]:
+    """A ratio above 1 is a violation of some law of parity."""
+    statuses = {v.status for v in case.verdicts if v.law.startswith("parity.")}
+    if case.curves and "pass" in statuses and not statuses & {"fail", "error"}:
+        if _beyond_bound(case.curves):
+            yield "parity passes, but an error is beyond its bound"
 
 
 def _rows_differ(rows: Sequence[Sequence[object]]) -> bool:
     return any(row != rows[0] for row in rows)
+
+
+def _beyond_bound(curves: Curves) -> bool:
+    """Whether any error is beyond its bound; nan hides one."""
+    return not all(_within(x) for x in [*curves.parity, *curves.parameters.values()])
+
+
+def _within(value: Number) -> bool:
+    return not _no_ratio(value) and as_float(value) <= 1
 
 
 def _decisions_differ(curves: Curves) -> bool:
@@ -112,5 +141,7 @@ _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _status_follows,
     _id_agrees,
     _a_row_a_rank,
+    _ratios_are_numbers,
     _passes_are_borne_out,
+    _parity_is_borne_out,
 )

@@ -1,0 +1,68 @@
+"""Ratios: error / bound as a report writes it, its spread, and where its noise ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ..conformance.report import Number
+
+__all__ = ["LUCK", "Spread", "as_float", "limit", "spread_of", "worst"]
+
+LUCK = 0.125
+"""Error / bound of a run that is exactly as far from the truth as the references are.
+
+The bound of parity is eight times what correct runs err by (docs/parity.md). Below one
+eighth a ratio says only how lucky the roundings were, so growth up to it is noise.
+"""
+_MARGIN = 1.25
+_SPREADS = 3.0
+_WORDS = ("nan", "inf", "-inf")
+
+
+def as_float(value: Number) -> float:
+    """A number of a report.
+
+    Raises:
+        ValueError: if it is a word other than those for nan and the infinities.
+    """
+    if isinstance(value, str) and value not in _WORDS:
+        raise ValueError(f"{value!r} is no number")
+    return float(value)
+
+
+def worst(values: Iterable[Number]) -> float:
+    """The largest of ``values``; nan is larger than all, since it hides any error."""
+    numbers = [as_float(value) for value in values]
+    return max((x if x == x else float("inf") for x in numbers), default=0.0)
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A ratio error / bound over repeated runs."""
+
+    low: Number
+    high: Number
+
+    def __post_init__(self) -> None:
+        if not 0 <= as_float(self.low) <= as_float(self.high):
+            raise ValueError(f"{self.low} to {self.high} is no range of error / bound")
+
+
+def spread_of(values: Iterable[float]) -> Spread:
+    """From the least to the largest of ``values``."""
+    found = sorted(values)
+    return Spread(low=_number(found[0]), high=_number(found[-1]))
+
+
+def _number(value: float) -> Number:
+    """JSON has no infinity: write it as a word, as reports do."""
+    return value if value < float("inf") else str(value)
+
+
+def limit(spread: Spread) -> float:
+    """The largest ratio that the recorded noise explains."""
+    low, high = as_float(spread.low), as_float(spread.high)
+    if high == float("inf"):  # inf - inf is nan
+        return high
+    return max(LUCK, high * _MARGIN, high + _SPREADS * (high - low))
