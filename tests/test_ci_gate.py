@@ -1,0 +1,432 @@
+"""The gate as a program: exit codes, a line a reason, JSON, a table of tampering."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gradparity.ci.baseline import make_baseline, write_baseline
+from gradparity.ci.gate import main
+from gradparity.conformance.report import CaseRecord, Report
+from gradparity.tests.test_ci_samples import (
+    case,
+    curves,
+    report_of,
+    sample,
+    verdict,
+    with_curves,
+    with_verdict,
+    write,
+)
+
+Edit = Callable[[Report], Report]
+Lines = Callable[[list[bytes]], list[bytes]]
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    path = tmp_path / "baseline.jsonl"
+    write_baseline(path, make_baseline([sample()]))
+    return path
+
+
+def gate(
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, str]:
+    path = write(report, tmp_path / "report.jsonl")
+    code = main([str(path), *options])
+    return code, capsys.readouterr().out
+
+
+def first(change: Callable[[CaseRecord], CaseRecord]) -> Edit:
+    """Change the first case and keep the footer honest."""
+    return lambda report: report_of([change(report.cases[0]), *report.cases[1:]])
+
+
+def drop_law(record: CaseRecord) -> CaseRecord:
+    kept = tuple(v for v in record.verdicts if v.law != "scale.rule")
+    return replace(record, verdicts=kept)
+
+
+def relabel(law: str, status: str, message: str | None = None) -> Edit:
+    return first(lambda c: with_verdict(c, verdict(law, status, message)))
+
+
+def errors(**parameters: float) -> Edit:
+    """Other ratios error / bound, told alike for steps and for parameters."""
+    parity = [0.0, max(parameters.values()), 0.0]
+    return first(lambda c: with_curves(c, parity=parity, parameters=parameters))
+
+
+def header(**changes: object) -> Edit:
+    return lambda report: report_of(report.cases, **changes)
+
+
+def new_law(record: CaseRecord) -> CaseRecord:
+    return replace(record, verdicts=(*record.verdicts, verdict("new.law")))
+
+
+FAILING_DDP = relabel("scale.rule", "fail")(report_of([case("ddp/2/fp32/sgd/none")]))
+WORSE: dict[str, tuple[Edit, int, str]] = {
+    "a law fails": (relabel("scale.rule", "fail"), 1, "worse: scale.rule pass -> fail"),
+    "a law breaks the harness": (relabel("scale.rule", "error"), 1, "pass -> error"),
+    "a law is no longer checked": (relabel("scale.rule", "skipped"), 1, "-> skipped"),
+    "a law decides nothing": (
+        relabel("scale.rule", "inconclusive"),
+        4,
+        "undecided: scale.rule pass -> inconclusive",
+    ),
+    "fewer comparisons": (
+        relabel("scale.rule", "pass", "2 updates equal to the rule"),
+        1,
+        "too-few: scale.rule rests on 2 comparisons, was 6",
+    ),
+    "no number of comparisons": (
+        relabel("scale.rule", "pass", "all is well"),
+        1,
+        "an unknown number of comparisons",
+    ),
+    "a law is gone": (first(drop_law), 1, "vanished: law scale.rule is not judged"),
+    "a scenario is gone": (
+        lambda r: report_of(r.cases[1:]),
+        1,
+        "vanished: scenario fsdp/2/fp32/sgd/none",
+    ),
+    "another scaler was judged": (
+        first(lambda c: replace(c, scaler="other:Scaler")),
+        1,
+        "vanished: scenario",
+    ),
+    "no case at all": (lambda r: report_of([]), 1, "nothing was compared"),
+    "another scale": (
+        first(lambda c: with_curves(c, scale=[[8.0, 4.0, 2.0]] * 2)),
+        1,
+        "sequence: the scale after step 2 on rank 0 is 2.0, was 4.0",
+    ),
+    "another skip": (
+        first(lambda c: with_curves(c, stepped=[[True, True, True]] * 2)),
+        1,
+        "sequence: whether the parameters changed in step 1 on rank 0 is True",
+    ),
+    "a decision is hidden": (
+        first(lambda c: with_curves(c, stepped=[[True, None, True]] * 2)),
+        1,
+        "step 1 on rank 0 is None",
+    ),
+    "fewer steps": (
+        first(
+            lambda c: with_curves(
+                c,
+                scale=[[8.0, 4.0]] * 2,
+                stepped=[[True, False]] * 2,
+                parity=[0.1, 0.2],
+            )
+        ),
+        1,
+        "sequence: the scale after each step covers [2, 2]",
+    ),
+    "the error grew": (
+        errors(w=0.6, b=0.05),
+        1,
+        "ratio: the w error / bound grew to 0.6, was 0.2",
+    ),
+    "the error of a lesser parameter grew": (
+        errors(w=0.2, b=0.19),
+        1,
+        "ratio: the b error / bound grew to 0.19, was 0.05",
+    ),
+    "a parameter is no longer measured": (
+        errors(w=0.2),
+        1,
+        "ratio: the b error / bound is no longer measured",
+    ),
+    "nothing is measured": (
+        first(lambda c: with_curves(c, parity=[], parameters={})),
+        1,
+        "ratio: the largest error / bound is no longer measured",
+    ),
+    "no curves": (first(lambda c: replace(c, curves=None)), 1, "no longer recorded"),
+    "a new law fails": (
+        first(lambda c: with_verdict(new_law(c), verdict("new.law", "fail"))),
+        1,
+        "failing: new.law is fail",
+    ),
+    "a new scenario fails": (
+        lambda r: report_of([*r.cases, *FAILING_DDP.cases]),
+        1,
+        "failing: scale.rule is fail in ddp/2/fp32/sgd/none",
+    ),
+    "another torch": (
+        header(torch="2.14.0"),
+        4,
+        "elsewhere: the baseline was made with torch 2.13",
+    ),
+    "another backend": (
+        header(backend="nccl"),
+        4,
+        "backend gloo, the report has nccl",
+    ),
+    "another platform": (header(platform="darwin-arm64"), 4, "elsewhere: "),
+    "other data": (header(data={"digits": "0"}), 4, "data digits"),
+    "no data": (header(data={}), 4, "the report has missing"),
+}
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_a_worse_report_is_refused(
+    name: str, tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit, code, words = WORSE[name]
+    told = gate(edit(sample()), tmp_path, capsys, "--baseline", str(baseline))
+    assert told[0] == code, told[1]
+    assert any(words in line for line in told[1].splitlines()), told[1]
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
+    "case painted green": (
+        lambda c: replace(
+            with_verdict(c, verdict("scale.rule", "fail")), status="pass"
+        ),
+        "the case says pass, its verdicts come to fail",
+    ),
+    "unknown word": (
+        lambda c: replace(
+            c, verdicts=(*c.verdicts[:-1], verdict("skip.nobody-steps", "PASS"))
+        ),
+        "unknown status 'PASS'",
+    ),
+    "a second verdict": (
+        lambda c: replace(c, verdicts=(*c.verdicts, c.verdicts[0])),
+        "law liveness.completes has 2 verdicts",
+    ),
+    "no verdict": (lambda c: replace(c, verdicts=()), "come to inconclusive"),
+    "another world than its id": (
+        lambda c: replace(c, world=4),
+        "the case says fsdp/4",
+    ),
+    "a rank is missing": (
+        lambda c: with_curves(c, scale=[[8.0, 4.0, 4.0]]),
+        "scale has 1 rows for 2 ranks",
+    ),
+    "ranks disagree on the scale": (
+        lambda c: with_curves(c, scale=[[8.0, 4.0, 4.0], [8.0, 4.0, 8.0]]),
+        "agreement.scale passes, but",
+    ),
+    "ranks disagree on a skip": (
+        lambda c: with_curves(c, stepped=[[True, False, True], [True, True, True]]),
+        "agreement.skip passes, but",
+    ),
+    "error beyond its bound": (
+        lambda c: with_curves(
+            c, parity=[0.1, 3.0, 0.1], parameters={"w": 3.0, "b": 0.1}
+        ),
+        "parity passes, but an error is beyond its bound",
+    ),
+    "error is nan": (
+        lambda c: with_curves(c, parity=[0.1, "nan", 0.1], parameters={"w": "nan"}),
+        "parity passes, but an error is beyond its bound",
+    ),
+    "error is a word": (
+        lambda c: with_curves(c, parity=[0.1, "tiny", 0.1]),
+        "an error / bound is no number from 0 up",
+    ),
+    "error is negative": (
+        lambda c: with_curves(c, parity=[0.1, 0.2, -9.0]),
+        "an error / bound is no number from 0 up",
+    ),
+    "steps made smaller than parameters": (
+        lambda c: with_curves(c, parity=[0.1, 0.1, 0.1]),
+        "the largest error / bound of the steps is not that of the parameters",
+    ),
+    "a step without error": (
+        lambda c: with_curves(c, parity=[0.1, 0.2]),
+        "error / bound is given for 2 steps, not for all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_report_that_contradicts_itself_is_refused(
+    name: str, tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, words = CONTRADICTIONS[name]
+    edited = first(change)(sample())
+    code, told = gate(edited, tmp_path, capsys, "--baseline", str(baseline))
+    assert code == 3
+    assert words in told
+
+
+TAMPERING: dict[str, tuple[Lines, str]] = {
+    "cut off": (lambda lines: lines[:-1], "there is no footer"),
+    "cut in a line": (lambda lines: [*lines[:-1], lines[-1][:9]], "there is no footer"),
+    "a case taken out": (lambda lines: [lines[0], *lines[2:]], "the footer counts 3"),
+    "a case twice": (lambda lines: [*lines[:2], *lines[1:]], "more than once"),
+    "footer first": (lambda lines: [*lines[:1], lines[-1], *lines[1:-1]], "last line"),
+    "no header": (lambda lines: lines[1:], "no report header"),
+    "empty": (lambda lines: [], "no report header"),
+    "no JSON": (lambda lines: [b"<html>\n", *lines], "line 1"),
+    "not UTF-8": (lambda lines: [lines[0], b'"\xff"\n', *lines[1:]], "line 2"),
+    "schema of tomorrow": (
+        lambda lines: [lines[0].replace(b'"schema":1', b'"schema":2'), *lines[1:]],
+        "schema version 2",
+    ),
+    "footer counts a pass more": (
+        lambda lines: [*lines[:-1], lines[-1].replace(b'"pass":3', b'"pass":4')],
+        "the footer counts",
+    ),
+    "planned more than judged": (
+        lambda lines: [lines[0].replace(b'"planned":3', b'"planned":4'), *lines[1:]],
+        "complete with 3 of 4",
+    ),
+    "stopped early": (
+        lambda lines: [*lines[:-1], lines[-1].replace(b":true", b":false")],
+        "incomplete",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERING)
+def test_a_file_that_was_cut_or_edited_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit, words = TAMPERING[name]
+    report = sample()
+    if name == "stopped early":
+        assert report.footer is not None
+        report = replace(report, footer=replace(report.footer, reason="incomplete"))
+    path = write(report, tmp_path / "report.jsonl")
+    path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True))))
+    assert main([str(path)]) == 3
+    told = capsys.readouterr().out
+    assert "gate: INVALID" in told
+    assert words in told
+
+
+def test_an_unchanged_report_passes(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = gate(sample(), tmp_path, capsys, "--baseline", str(baseline))
+    assert code == 0
+    assert told.splitlines() == ["gate: PASS: 0 reasons, 3 cases, 30 judgements"]
+
+
+def test_without_a_baseline_every_law_owes_a_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gate(sample(), tmp_path, capsys)[0] == 0
+    assert gate(relabel("scale.rule", "fail")(sample()), tmp_path, capsys)[0] == 1
+    undecided = relabel("scale.rule", "inconclusive")(sample())
+    assert gate(undecided, tmp_path, capsys)[0] == 4
+
+
+def test_nothing_compared_is_inconclusive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = gate(report_of([]), tmp_path, capsys)
+    assert code == 4
+    assert "nothing: nothing was compared" in told
+
+
+def test_growth_within_the_noise_passes(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grown = errors(w=0.24, b=0.1)(sample())
+    assert gate(grown, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
+
+
+def test_a_known_failure_stays_and_a_fix_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = relabel("scale.rule", "fail")(sample())
+    path = tmp_path / "b.jsonl"
+    write_baseline(path, make_baseline([failing]))
+    assert gate(failing, tmp_path, capsys, "--baseline", str(path))[0] == 0
+    code, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
+    assert code == 0
+    assert "note: better: scale.rule is pass in fsdp/2/fp32/sgd/none" in told
+
+
+def test_too_few_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate(sample(), tmp_path, capsys, "--min-cases", "3")[0] == 0
+    code, told = gate(sample(), tmp_path, capsys, "--min-cases", "4")
+    assert code == 1
+    assert "too-few: 3 cases were judged, at least 4 were promised" in told
+
+
+def test_a_reason_names_law_topology_step_and_is_in_json(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = replace(
+        verdict("scale.rule", "fail", "rank 1\nis off"), step=2, ranks=(1,)
+    )
+    edited = first(lambda c: with_verdict(c, broken))(sample())
+    target = tmp_path / "gate.json"
+    options = ("--baseline", str(baseline), "--json", str(target))
+    code, told = gate(edited, tmp_path, capsys, *options)
+    line = (
+        "worse: scale.rule pass -> fail in fsdp/2/fp32/sgd/none mine.amp:Scaler: "
+        "step 2: rank 1 is off"
+    )
+    assert told.splitlines()[1:] == [line]
+    said = json.loads(target.read_text())
+    assert (said["outcome"], said["exit_code"]) == ("regression", code)
+    (reason,) = said["reasons"]
+    assert reason["line"] == line
+    assert reason["law"], reason["scenario"] == ("scale.rule", "fsdp/2/fp32/sgd/none")
+    assert (reason["step"], reason["ranks"]) == (2, [1])
+    assert reason["replay"].startswith("gradparity replay")
+
+
+def test_an_invalid_report_has_its_json_too(tmp_path: Path) -> None:
+    target = tmp_path / "gate.json"
+    assert main([str(tmp_path / "none.jsonl"), "--json", str(target)]) == 3
+    assert json.loads(target.read_text())["outcome"] == "invalid"
+
+
+USAGE: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "REPORT"),
+    "unknown option": (["R", "--loose"], "--loose"),
+    "abbreviated option": (["R", "--base", "B"], "--base"),
+    "no such baseline": (["R", "--baseline", "none.jsonl"], "none.jsonl"),
+    "no such expectations": (["R", "--expect", "none.toml"], "none.toml"),
+    "a report as baseline": (["R", "--baseline", "R"], "R: line 1: "),
+    "a report as expectations": (["R", "--expect", "R"], "R"),
+    "yes without update": (["R", "--yes"], "--update-baseline"),
+    "repeat without update": (["R", "--repeat", "R"], "--update-baseline"),
+    "update of nothing": (["R", "--update-baseline"], "--baseline FILE"),
+    "minimum no number": (["R", "--min-cases", "many"], "many"),
+    "minimum negative": (["R", "--min-cases", "-1"], "-1"),
+    "JSON into nowhere": (["R", "--json", "no/such/folder/x.json"], "no/such/folder"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_bad_usage_is_one_line_and_two(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(sample(), Path("R"))
+    arguments, words = USAGE[name]
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.startswith("gradparity gate: ")
+    assert words in told
+
+
+def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "4 inconclusive" in " ".join(capsys.readouterr().out.split())
+
+
+def test_more_ranks_may_lack_a_decision_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank without parameters has no decision: that is no disagreement."""
+    quiet = with_curves(case(), stepped=[curves().stepped[0], [None] * 3])
+    assert gate(report_of([quiet]), tmp_path, capsys)[0] == 0
