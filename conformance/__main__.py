@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -67,6 +68,23 @@ def _run(parsed: argparse.Namespace) -> int:
         arguments=parsed.arguments,
     )
     return run(settings, Console())
+
+
+def _hunt(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .hunt import HuntSettings, hunt
+    from .rank import load_scaler
+
+    (scaler,) = parsed.scaler or [DEFAULT_SCALER]
+    load_scaler(scaler, os.getcwd())
+    settings = HuntSettings(
+        scaler=scaler,
+        selection=_selection(parsed),
+        folder=os.getcwd(),
+        budget_s=parsed.budget_s,
+    )
+    return hunt(settings, Console())
 
 
 def _selection(parsed: argparse.Namespace) -> Selection:
@@ -145,6 +163,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "replay": _run,
+    "hunt": _hunt,
     "list": _list,
     "explain": _explain,
     "report": _report,

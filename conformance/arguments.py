@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_replay(commands)
+    _add_hunt(commands)
     _add_small(commands)
     for entry in entry_points(group=COMMANDS):
         plugged = commands.add_parser(entry.name, add_help=False, help=_HELP)
@@ -64,6 +65,18 @@ def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser("replay", help="run one scenario id again")
     replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     _add(replay, _JUDGED, _OUTPUT)
+
+
+def _add_hunt(commands: Commands) -> None:
+    hunt = commands.add_parser("hunt", help="search for a violation, shrink it")
+    _add(hunt, _JUDGED, _SELECTION)
+    hunt.add_argument(
+        "--budget-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to search (60)",
+    )
 
 
 def _add_small(commands: Commands) -> None:
@@ -116,7 +129,7 @@ _SELECTION: Options = {
     "preset": {
         "default": "parity",
         "metavar": "NAME",
-        "help": "parity (the main job), quick (every pair of choices) or full (triples)",
+        "help": "parity (main job), quick (all pairs of choices), full (triples)",
     },
     "topology": _repeated("NAME", "only this topology"),
     "data": _repeated("NAME", "only this data set"),

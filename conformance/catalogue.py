@@ -18,7 +18,7 @@ from ..fixtures import DATASETS, OPTIMIZERS, ORDERS, PRECISIONS, TOPOLOGIES, Top
 from .covering import cover
 from .scenario import RECIPES, Scenario
 
-__all__ = ["PRESETS", "Selection", "select"]
+__all__ = ["PRESETS", "Selection", "goes_together", "select"]
 
 OVERFLOWING_SCALE = 2.0**26
 """Large enough that fp16 gradients of every model here overflow in the first steps."""
@@ -36,7 +36,7 @@ FAULTS = {
 }
 """Kinds of fault plans; ``last`` is the last rank, ``split`` a sharded parameter."""
 
-_SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
+SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
 _FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
 # torch's own foreach and fused optimizers refuse plain tensors beside DTensors, and
 # DTensors of several meshes: there nothing can be said of a scaler
@@ -93,7 +93,7 @@ def _three_runs(
     world = selection.world or topology.default_world
     half = "fp16-params" if topology.name in _FULLY_SHARD else "fp16-autocast"
     # where tensors are split, this one is: only the ranks that hold it see the fault
-    struck, holder = _SPLIT[data], 0 if "pp" in topology.name else world - 1
+    struck, holder = SPLIT[data], 0 if "pp" in topology.name else world - 1
     run = partial(
         Scenario, topology=topology.name, world=world, data=data, seed=selection.seed
     )
@@ -117,7 +117,7 @@ def _covering(selection: Selection, strength: int) -> Iterator[Scenario]:
         list(FAULTS),
         list(selection.data or DATASETS),
     ]
-    for row in cover(choices, _goes_together, strength):
+    for row in cover(choices, goes_together, strength):
         yield _scenario(row, selection)
 
 
@@ -132,7 +132,7 @@ def _scenario(row: Sequence[str], selection: Selection) -> Scenario:
         optimizer=optimizer,
         order=order,
         recipe=recipe,
-        faults=FAULTS[faults].format(last=world - 1, split=_SPLIT[data]),
+        faults=FAULTS[faults].format(last=world - 1, split=SPLIT[data]),
         data=data,
         seed=selection.seed,
         steps=12 if natural else 5,
@@ -141,7 +141,7 @@ def _scenario(row: Sequence[str], selection: Selection) -> Scenario:
     )
 
 
-def _goes_together(row: Sequence[str]) -> bool:
+def goes_together(row: Sequence[str]) -> bool:
     """Whether a row of choices makes a scenario that torch itself can train."""
     topology, precision, optimizer, _, recipe, faults, data = row
     return (

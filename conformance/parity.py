@@ -2,16 +2,8 @@
 
 Steps: derive the schedule that the rule demands from the traces; train the fp64 truth
 and the noisy references; per step and parameter, measure the noise; hold every rank's
-local elements against the truth; keep the row that comes closest to its bound.
-
-[Note: Bounds]
-A bound is ``HEAD_ROOM`` times the largest error that correct single-process runs of the
-same precision show against fp64 for this parameter up to this step (errors of training
-do not shrink again), and never less than the median relative noise of all parameters
-at that step (a parameter may be lucky in all references) nor one unit roundoff of the
-compute dtype. There is no absolute floor, so tiny gradients are held as tightly as
-large ones. Norm and largest element are bounded separately: a norm hides one bad
-element, an element hides a drift. The derivation of ``HEAD_ROOM`` is in docs/parity.md.
+local elements against the truth; keep the row that comes closest to its bound. The
+bounds are those of ``bounds``.
 """
 
 from __future__ import annotations
@@ -20,16 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from .reference import NOISY, TRUTH, Reference, Schedule, train_reference
+from .bounds import HEAD_ROOM, Yardstick, make_yardstick, sizes
+from .reference import Schedule
 from .scenario import Scenario
 from .trace import RankTrace
 
 __all__ = ["HEAD_ROOM", "Parity", "ParityRow", "demanded_schedule", "measure_parity"]
 
-HEAD_ROOM = 8.0
 Doubles = NDArray[np.float64]
 
 
@@ -113,10 +104,11 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
         traces: one complete trace a rank.
     """
     schedule = demanded_schedule(traces)
-    truth = train_reference(scenario, schedule, TRUTH)
-    noise = _noise(scenario, schedule)
-    parity = Parity(per_step=[0.0] * scenario.steps, reference_loss=list(truth.losses))
-    for row in _rows(schedule, traces, truth, noise):
+    yardstick = make_yardstick(scenario, schedule)
+    parity = Parity(
+        per_step=[0.0] * scenario.steps, reference_loss=list(yardstick.truth.losses)
+    )
+    for row in _rows(schedule, traces, yardstick):
         if row is None:
             parity.skipped_rows += 1
         else:
@@ -124,94 +116,12 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
     return parity
 
 
-@dataclass(frozen=True)
-class _Noise:
-    """Absolute bounds by kind: [step][parameter] -> (norm, largest element)."""
-
-    gradient: list[dict[str, tuple[float, float]]]
-    update: list[dict[str, tuple[float, float]]]
-    loss: list[dict[str, tuple[float, float]]]
-
-
-def _noise(scenario: Scenario, schedule: Schedule) -> _Noise:
-    truth = train_reference(scenario, schedule, TRUTH)
-    runs = tuple(train_reference(scenario, schedule, v) for v in NOISY)
-    roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
-    return _bounds(truth, runs, roundoff, schedule.skipped)
-
-
-def _bounds(
-    truth: Reference,
-    runs: Sequence[Reference],
-    roundoff: float,
-    skipped: Sequence[bool],
-) -> _Noise:
-    losses = [{"loss": np.array([x])} for x in truth.losses]
-    run_losses = [[{"loss": np.array([x])} for x in run.losses] for run in runs]
-    return _Noise(
-        gradient=_bound(
-            truth.gradients, [r.gradients for r in runs], roundoff, skipped
-        ),
-        update=_bound(truth.updates, [r.updates for r in runs], roundoff, skipped),
-        loss=_bound(losses, run_losses, roundoff, skipped),
-    )
-
-
-def _bound(
-    truth: Sequence[dict[str, Doubles]],
-    runs: Sequence[Sequence[dict[str, Doubles]]],
-    roundoff: float,
-    skipped: Sequence[bool],
-) -> list[dict[str, tuple[float, float]]]:
-    """See [Note: Bounds]."""
-    worst: dict[str, tuple[float, float]] = {}
-    bounds = []
-    for step, tensors in enumerate(truth):
-        sizes = {name: _sizes(t) for name, t in tensors.items()}
-        for name, tensor in tensors.items():
-            # at a skipped step nobody uses the gradient, and it need not be finite
-            if not skipped[step]:
-                errors = [_sizes(run[step][name] - tensor) for run in runs]
-                # a reference that overflowed on its own says nothing about noise
-                finite = [e for e in errors if np.isfinite(e).all()]
-                known = worst.get(name, (0.0, 0.0))
-                worst[name] = _larger(known, *(finite or [_UNKNOWN]))
-        floor = _relative_floor(worst, sizes, roundoff)
-        bounds.append(
-            {
-                name: _scaled(
-                    HEAD_ROOM,
-                    _larger(worst.get(name, (0.0, 0.0)), _times(sizes[name], floor)),
-                )
-                for name in tensors
-            }
-        )
-    return bounds
-
-
-def _relative_floor(
-    worst: dict[str, tuple[float, float]],
-    sizes: dict[str, tuple[float, float]],
-    roundoff: float,
-) -> tuple[float, float]:
-    """Median relative noise of all parameters, at least one unit roundoff."""
-    floors = []
-    for measure in (0, 1):
-        relative = [
-            worst[n][measure] / sizes[n][measure]
-            for n in worst
-            if n in sizes and sizes[n][measure] > 0
-        ]
-        finite = [r for r in relative if np.isfinite(r)]
-        floors.append(max(float(np.median(finite)) if finite else 0.0, roundoff))
-    return floors[0], floors[1]
-
-
 def _rows(
-    schedule: Schedule, traces: Sequence[RankTrace], truth: Reference, noise: _Noise
+    schedule: Schedule, traces: Sequence[RankTrace], yardstick: Yardstick
 ) -> Iterator[ParityRow | None]:
+    truth = yardstick.truth
     for step, skipped in enumerate(schedule.skipped):
-        yield from _loss_rows(step, traces, truth, noise)
+        yield from _loss_rows(step, traces, yardstick)
         for trace in traces:
             seen = trace.steps[step]
             for name, index in trace.index.items():
@@ -222,14 +132,17 @@ def _rows(
                         ("gradient", step, name, trace.rank),
                         _summed(traces, trace, step, name),
                         (truth.gradients[step][name], index),
-                        noise.gradient[step][name],
+                        yardstick.gradient[step][name],
                     )
+                mask = yardstick.determined[step][name][index]
+                if not mask.any():
+                    continue  # see [Note: Undetermined elements] in bounds
                 start = trace.start[name].astype(np.float64)
                 yield from _compare(
                     ("update", step, name, trace.rank),
-                    seen.parameters[name].astype(np.float64) - start,
+                    (seen.parameters[name].astype(np.float64) - start) * mask,
                     (truth.updates[step][name], index),
-                    noise.update[step][name],
+                    yardstick.update[step][name],
                 )
 
 
@@ -259,7 +172,7 @@ def _summed(
 
 
 def _loss_rows(
-    step: int, traces: Sequence[RankTrace], truth: Reference, noise: _Noise
+    step: int, traces: Sequence[RankTrace], yardstick: Yardstick
 ) -> Iterator[ParityRow | None]:
     losses = [t.steps[step].loss for t in traces]
     known = [x for x in losses if x is not None]
@@ -269,8 +182,8 @@ def _loss_rows(
         yield from _compare(
             ("loss", step, "loss", 0),
             mean,
-            (np.array([truth.losses[step]]), np.array([0])),
-            noise.loss[step]["loss"],
+            (np.array([yardstick.truth.losses[step]]), np.array([0])),
+            yardstick.loss[step]["loss"],
         )
 
 
@@ -285,8 +198,8 @@ def _compare(
     if not all(np.isfinite(bounds)):
         yield None
         return
-    errors = _sizes(values.astype(np.float64) - whole[index])
-    units = _sizes(whole)
+    errors = sizes(values.astype(np.float64) - whole[index])
+    units = sizes(whole)
     for measure, error, bound, unit in zip(
         _MEASURES, errors, bounds, units, strict=True
     ):
@@ -301,28 +214,9 @@ def _compare(
         )
 
 
-_UNKNOWN = (float("inf"), float("inf"))
 _MEASURES = ("norm", "largest element")
 
 
 def _finite(error: float) -> float:
     """A difference that is not a number is as wrong as can be."""
     return float("inf") if np.isnan(error) else float(error)
-
-
-def _sizes(tensor: Doubles) -> tuple[float, float]:
-    if not tensor.size:
-        return 0.0, 0.0
-    return float(np.linalg.norm(tensor)), float(np.abs(tensor).max())
-
-
-def _larger(*pairs: tuple[float, float]) -> tuple[float, float]:
-    return max(p[0] for p in pairs), max(p[1] for p in pairs)
-
-
-def _times(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
-    return a[0] * b[0], a[1] * b[1]
-
-
-def _scaled(factor: float, pair: tuple[float, float]) -> tuple[float, float]:
-    return factor * pair[0], factor * pair[1]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import Scenario
+from gradparity.conformance.bounds import make_yardstick
 from gradparity.conformance.parity import demanded_schedule, measure_parity
 from gradparity.conformance.reference import NOISY, Schedule, Variant, train_reference
 from gradparity.conformance.trace import RankTrace, StepTrace
@@ -154,3 +155,18 @@ def test_references_differ_by_rounding_only() -> None:
     for run in runs[1:]:
         other = run.gradients[0]["up.weight"]
         assert 0 < np.linalg.norm(other - first) < 1e-5 * np.linalg.norm(first)
+
+
+def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
+    half = Scenario.parse("single/1/fp16-autocast/adamw/none/data=text,steps=2")
+    plain = Scenario.parse("single/1/fp16-autocast/sgd/none/data=text,steps=2")
+    schedule = Schedule(skipped=(False, False), scales=(1024.0, 1024.0))
+    left_out = [
+        sum(
+            int((~mask).sum())
+            for mask in make_yardstick(s, schedule).determined[1].values()
+        )
+        for s in (half, plain)
+    ]
+    assert left_out[0] > 0
+    assert left_out[1] == 0

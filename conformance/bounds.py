@@ -1,0 +1,177 @@
+"""Bounds of parity, made of the errors that correct runs have themselves.
+
+[Note: Bounds]
+A bound is ``HEAD_ROOM`` times the largest error that correct single-process runs of the
+same precision show against fp64 for this parameter up to this step (errors of training
+do not shrink again), and never less than the median relative noise of all parameters
+at that step (a parameter may be lucky in all references) nor one unit roundoff of the
+compute dtype. There is no absolute floor, so tiny gradients are held as tightly as
+large ones. Norm and largest element are bounded separately: a norm hides one bad
+element, an element hides a drift. The derivation of ``HEAD_ROOM`` is in docs/parity.md.
+
+[Note: Undetermined elements]
+Adam and its kin divide a gradient by its own size, so an element whose true gradient is
+smaller than the bound on gradient errors gets a step of full length in a direction that
+rounding decides. No bound on the update follows from a bound on the gradient there, so
+from that step on such an element is left out of the comparison of updates. Its gradient
+is still compared. Under SGD nothing is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..fixtures import ADAPTIVE
+from .reference import NOISY, TRUTH, Reference, Schedule, train_reference
+from .scenario import Scenario
+
+__all__ = ["HEAD_ROOM", "Yardstick", "make_yardstick", "sizes"]
+
+HEAD_ROOM = 8.0
+Doubles = NDArray[np.float64]
+Tensors = dict[str, Doubles]
+Pair = tuple[float, float]
+"""Norm and largest element, of a tensor or of a bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """The truth and the absolute bounds by kind: [step][parameter] -> pair."""
+
+    truth: Reference
+    """Undetermined elements of its updates are zero."""
+    determined: Sequence[dict[str, NDArray[np.bool_]]]
+    """[step][parameter] -> which elements of the update can be compared."""
+    gradient: Sequence[dict[str, Pair]]
+    update: Sequence[dict[str, Pair]]
+    loss: Sequence[dict[str, Pair]]
+
+
+def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
+    """Train the references and derive truth and bounds; see [Note: Bounds]."""
+    truth = train_reference(scenario, schedule, TRUTH)
+    runs = [train_reference(scenario, schedule, v) for v in NOISY]
+    roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
+    skipped = schedule.skipped
+    gradient = _bound(truth.gradients, [r.gradients for r in runs], roundoff, skipped)
+    adaptive = scenario.optimizer in ADAPTIVE
+    determined = _determined(truth, gradient, skipped, adaptive=adaptive)
+    updates = _masked(truth.updates, determined)
+    noisy = [_masked(r.updates, determined) for r in runs]
+    return Yardstick(
+        truth=replace(truth, updates=updates),
+        determined=determined,
+        gradient=gradient,
+        update=_bound(updates, noisy, roundoff, skipped),
+        loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, skipped),
+    )
+
+
+def _losses(run: Reference) -> list[Tensors]:
+    return [{"loss": np.array([x])} for x in run.losses]
+
+
+def _determined(
+    truth: Reference,
+    bounds: Sequence[dict[str, Pair]],
+    skipped: Sequence[bool],
+    *,
+    adaptive: bool,
+) -> list[dict[str, NDArray[np.bool_]]]:
+    """See [Note: Undetermined elements]."""
+    now = {n: np.ones(t.shape, dtype=bool) for n, t in truth.updates[0].items()}
+    steps = []
+    for step, gradients in enumerate(truth.gradients):
+        if adaptive and not skipped[step]:
+            now = {
+                n: mask & (np.abs(gradients[n]) > bounds[step][n][1])
+                for n, mask in now.items()
+            }
+        steps.append(now)
+    return steps
+
+
+def _masked(
+    steps: Sequence[Tensors], masks: Sequence[dict[str, NDArray[np.bool_]]]
+) -> tuple[Tensors, ...]:
+    return tuple(
+        {n: t * mask[n] for n, t in tensors.items()}
+        for tensors, mask in zip(steps, masks, strict=True)
+    )
+
+
+def _bound(
+    truth: Sequence[Tensors],
+    runs: Sequence[Sequence[Tensors]],
+    roundoff: float,
+    skipped: Sequence[bool],
+) -> list[dict[str, Pair]]:
+    """See [Note: Bounds]."""
+    worst: dict[str, Pair] = {}
+    bounds = []
+    for step, tensors in enumerate(truth):
+        own = {name: sizes(t) for name, t in tensors.items()}
+        for name, tensor in tensors.items():
+            # at a skipped step nobody uses the gradient, and it need not be finite
+            if not skipped[step]:
+                errors = [sizes(run[step][name] - tensor) for run in runs]
+                # a reference that overflowed on its own says nothing about noise
+                finite = [e for e in errors if np.isfinite(e).all()]
+                known = worst.get(name, (0.0, 0.0))
+                worst[name] = _larger(known, *(finite or [_UNKNOWN]))
+        floor = _relative_floor(worst, own, roundoff)
+        bounds.append(
+            {
+                name: _scaled(
+                    HEAD_ROOM,
+                    _larger(worst.get(name, (0.0, 0.0)), _times(own[name], floor)),
+                )
+                for name in tensors
+            }
+        )
+    return bounds
+
+
+def _relative_floor(
+    worst: dict[str, Pair],
+    own: dict[str, Pair],
+    roundoff: float,
+) -> Pair:
+    """Median relative noise of all parameters, at least one unit roundoff."""
+    floors = []
+    for measure in (0, 1):
+        relative = [
+            worst[n][measure] / own[n][measure]
+            for n in worst
+            if n in own and own[n][measure] > 0
+        ]
+        finite = [r for r in relative if np.isfinite(r)]
+        floors.append(max(float(np.median(finite)) if finite else 0.0, roundoff))
+    return floors[0], floors[1]
+
+
+_UNKNOWN = (float("inf"), float("inf"))
+
+
+def sizes(tensor: Doubles) -> Pair:
+    """Norm and largest element; 0, 0 of an empty tensor."""
+    if not tensor.size:
+        return 0.0, 0.0
+    return float(np.linalg.norm(tensor)), float(np.abs(tensor).max())
+
+
+def _larger(*pairs: Pair) -> Pair:
+    return max(p[0] for p in pairs), max(p[1] for p in pairs)
+
+
+def _times(a: Pair, b: Pair) -> Pair:
+    return a[0] * b[0], a[1] * b[1]
+
+
+def _scaled(factor: float, pair: Pair) -> Pair:
+    return factor * pair[0], factor * pair[1]

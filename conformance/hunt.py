@@ -1,0 +1,198 @@
+"""The hunt: hypothesis draws scenarios over the whole space and shrinks a violation.
+
+Steps: draw a scenario from the fixtures' tables; run it on warm clusters; if a law
+fails, let hypothesis shrink towards the first entry of every table (fewest ranks, fp32,
+SGD, no fault); tell the smallest one as a line that ``gradparity replay`` takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
+from rich.console import Console
+from rich.text import Text
+
+from ..fixtures import (
+    DATASETS,
+    KINDS,
+    OPTIMIZERS,
+    ORDERS,
+    PRECISIONS,
+    TOPOLOGIES,
+)
+from .catalogue import OVERFLOWING_SCALE, SPLIT, Selection, goes_together
+from .law import Status
+from .record import replay_command
+from .runner import Case, Runner
+from .scenario import RECIPES, Scenario
+from .terminal import plain
+
+__all__ = ["HuntSettings", "hunt", "scenarios"]
+
+SCALES = (1024.0, 1.0, 2.0**16, OVERFLOWING_SCALE, 3.0)
+MOST_STEPS = 12
+ROUND = 10
+"""Scenarios drawn between two looks at the clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuntSettings:
+    """One hunt."""
+
+    scaler: str
+    selection: Selection
+    folder: str
+    budget_s: float
+    """Seconds to draw scenarios; shrinking a violation may take as long again."""
+    database: str = ".hypothesis/gradparity"
+    """Folder in which failures are kept; they are tried first next time."""
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise ValueError(f"the budget must be positive, got {self.budget_s}")
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a hunt came to."""
+
+    tried: int = 0
+    """Scenarios that were run."""
+    case: Case | None = None
+    """The last, and after shrinking the smallest, case with a violation."""
+    broken: list[str] = field(default_factory=list)
+    """Scenarios in which the harness broke; they prove nothing."""
+
+
+@st.composite
+def fault_plans(draw: st.DrawFn, world: int, steps: int, data: str) -> str:
+    """Up to three faults anywhere in the run."""
+    count = draw(st.integers(0, 3))
+    parts = [
+        f"{draw(st.sampled_from(sorted(KINDS)))}"
+        f"@r{draw(st.sampled_from([*map(str, range(world)), '*']))}"
+        f"s{draw(st.integers(0, steps - 1))}"
+        f":{draw(st.sampled_from(['first', 'last', SPLIT[data]]))}"
+        for _ in range(count)
+    ]
+    return ";".join(parts) or "none"
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
+    """Any scenario that torch itself can train."""
+
+    def choose(names: object, table: object) -> str:
+        return str(draw(st.sampled_from(list(names or table))))  # type: ignore[call-overload]  # tables and tuples of names
+
+    topology = choose(selection.topologies, TOPOLOGIES)
+    row = (
+        topology,
+        choose(selection.precisions, PRECISIONS),
+        choose(selection.optimizers, OPTIMIZERS),
+        choose((), ORDERS),
+        choose((), RECIPES),
+        "none",
+        choose(selection.data, DATASETS),
+    )
+    # what cannot be trained becomes the plainest of its kind, so that nothing is wasted
+    if not goes_together(row):
+        row = (topology, "fp32", "sgd", row[3], "plain", "none", _data_for(topology))
+    world = selection.world or TOPOLOGIES[topology].default_world
+    steps = draw(st.integers(1, MOST_STEPS))
+    return Scenario(
+        topology=topology,
+        world=world,
+        precision=row[1],
+        optimizer=row[2],
+        order=row[3],
+        recipe=row[4],
+        data=row[6],
+        faults=draw(fault_plans(world, steps, row[6])),
+        steps=steps,
+        seed=draw(st.integers(0, 1000)),
+        init_scale=draw(st.sampled_from(SCALES)),
+        growth_interval=draw(st.integers(1, 4)),
+    )
+
+
+def _data_for(topology: str) -> str:
+    return TOPOLOGIES[topology].models[0]
+
+
+def hunt(settings_: HuntSettings, console: Console) -> int:
+    """Search until the budget is spent or a violation is shrunk.
+
+    Returns:
+        0 nothing found, 1 a violation, 3 nothing could be judged.
+    """
+    found = Found()
+    with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:
+        end = time.monotonic() + settings_.budget_s
+        search = _search(settings_, runner, found)
+        try:
+            while time.monotonic() < end:
+                search()  # one round; hypothesis itself knows no budget
+        except AssertionError:
+            pass  # the violation is in ``found``, shrunk
+    return _tell(settings_, found, console)
+
+
+def _search(
+    settings_: HuntSettings, runner: Runner, found: Found
+) -> Callable[[], None]:
+    end = time.monotonic() + 2 * settings_.budget_s
+    known: dict[Scenario, Status] = {}
+
+    @settings(
+        max_examples=ROUND,
+        deadline=None,
+        database=DirectoryBasedExampleDatabase(settings_.database),
+        derandomize=False,
+        verbosity=Verbosity.quiet,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.reuse, Phase.generate, Phase.shrink),
+    )
+    @given(scenarios(settings_.selection))
+    def search(scenario: Scenario) -> None:
+        if scenario not in known:
+            if time.monotonic() > end:
+                return  # shrink no further: what is not known to fail does not
+            case = runner.run(settings_.scaler, scenario)
+            found.tried += 1
+            known[scenario] = case.status
+            _note(case, found)
+        assert known[scenario] is not Status.FAIL
+
+    return search
+
+
+def _note(case: Case, found: Found) -> None:
+    if case.status is Status.FAIL:
+        found.case = case
+    if case.status is Status.ERROR:
+        found.broken.append(f"{case.scenario.id}: {case.problem}")
+
+
+def _tell(settings_: HuntSettings, found: Found, console: Console) -> int:
+    lines = [f"{found.tried} scenarios tried"]
+    lines += [f"harness failure: {text}" for text in found.broken[:3]]
+    if found.case is not None:
+        case = found.case
+        first = next(v for v in case.verdicts if v.status is Status.FAIL)
+        lines += [
+            f"violation of {first.law}: {first.finding.message}",
+            replay_command(case.scaler, case.scenario.id),
+        ]
+    for line in lines:
+        console.print(Text(plain(line)), soft_wrap=True)
+    if found.case is not None:
+        return 1
+    return 3 if found.broken or not found.tried else 0

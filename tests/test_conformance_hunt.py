@@ -1,0 +1,53 @@
+"""The hunt finds a planted fault, shrinks it, and prints a line that replays it."""
+
+import io
+import shlex
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.catalogue import Selection
+from gradparity.conformance.hunt import HuntSettings, hunt
+
+MODULE = "gradparity.fixtures.faulty_scalers"
+
+
+def hunted(scaler: str, budget_s: float, database: Path) -> tuple[int, str]:
+    output = io.StringIO()
+    code = hunt(
+        HuntSettings(
+            scaler=f"{MODULE}:{scaler}",
+            selection=Selection(
+                topologies=["ddp"], data=["digits"], precisions=["fp32"]
+            ),
+            folder=".",
+            budget_s=budget_s,
+            database=str(database),
+        ),
+        Console(file=output, width=200),
+    )
+    return code, output.getvalue()
+
+
+def test_a_planted_fault_is_found_and_shrunk_to_one_step(tmp_path: Path) -> None:
+    code, output = hunted("ForgetsToUnscale", 20, tmp_path)
+    assert code == 1, output
+    assert "violation of" in output
+    line = output.splitlines()[-1]
+    words = shlex.split(line)
+    scenario = Scenario.parse(words[words.index("replay") + 1])
+    assert scenario.steps == 1
+    assert scenario.faults == "none"
+
+
+def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
+    code, output = hunted("PlainScaler", 3, tmp_path)
+    assert code == 0, output
+    assert int(output.split()[0]) > 0
+
+
+def test_a_budget_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        HuntSettings(scaler="a:B", selection=Selection(), folder=".", budget_s=0)
