@@ -39,7 +39,11 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["run", "--topology", "ring"], "unknown topology 'ring'"),
         (["run", "--data", "mnist"], "unknown data 'mnist'"),
         (["run", "--preset", "nosuch"], "unknown preset"),
-        (["run", "--precision", "fp8"], "leaves no scenario"),
+        (["run", "--precision", "fp8"], "unknown precision 'fp8'"),
+        (
+            ["run", "--topology", "tp", "--precision", "fp16-params"],
+            "leaves no scenario",
+        ),
         (["run", "--topology", "fsdp", "--world-size", "1"], "cannot be built on 1"),
         (["run", "--topology", "hsdp", "--world-size", "7"], "cannot be built on 7"),
         (["run", "--scenario", "what"], "is no scenario id"),
