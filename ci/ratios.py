@@ -10,11 +10,11 @@ from ..conformance.report import Number
 
 __all__ = ["LUCK", "Spread", "as_float", "limit", "spread_of", "worst"]
 
-LUCK = 0.125
-"""Error / bound of a run that is exactly as far from the truth as the references are.
+LUCK = 0.5
+"""Error / bound below which growth says nothing.
 
-The bound of parity is eight times what correct runs err by (docs/parity.md). Below one
-eighth a ratio says only how lucky the roundings were, so growth up to it is noise.
+Measured, a right scaler reaches 0.47 over 80 runs and seeds (docs/parity.md): up to
+half of the bound a ratio tells how a processor rounds, not what a change broke.
 """
 _MARGIN = 1.25
 _SPREADS = 3.0

@@ -121,24 +121,24 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
                 c,
                 scale=[[8.0, 4.0]] * 2,
                 stepped=[[True, False]] * 2,
-                parity=[0.1, 0.2],
+                parity=[0.1, 0.6],
             )
         ),
         1,
         "sequence: the scale after each step covers [2, 2]",
     ),
     "the error grew": (
-        errors(w=0.6, b=0.05),
+        errors(w=0.8, b=0.05),
         1,
-        "ratio: the w error / bound grew to 0.6, was 0.2",
+        "ratio: the w error / bound grew to 0.8, was 0.6",
     ),
     "the error of a lesser parameter grew": (
-        errors(w=0.2, b=0.19),
+        errors(w=0.6, b=0.55),
         1,
-        "ratio: the b error / bound grew to 0.19, was 0.05",
+        "ratio: the b error / bound grew to 0.55, was 0.05",
     ),
     "a parameter is no longer measured": (
-        errors(w=0.2),
+        errors(w=0.6),
         1,
         "ratio: the b error / bound is no longer measured",
     ),
@@ -233,7 +233,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
         "an error / bound is no number from 0 up",
     ),
     "error is negative": (
-        lambda c: with_curves(c, parity=[0.1, 0.2, -9.0]),
+        lambda c: with_curves(c, parity=[0.1, 0.6, -9.0]),
         "an error / bound is no number from 0 up",
     ),
     "steps made smaller than parameters": (
@@ -241,7 +241,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
         "the largest error / bound of the steps is not that of the parameters",
     ),
     "a step without error": (
-        lambda c: with_curves(c, parity=[0.1, 0.2]),
+        lambda c: with_curves(c, parity=[0.1, 0.6]),
         "error / bound is given for 2 steps, not for all",
     ),
 }
@@ -332,7 +332,7 @@ def test_nothing_compared_is_inconclusive(
 def test_growth_within_the_noise_passes(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grown = errors(w=0.24, b=0.1)(sample())
+    grown = errors(w=0.7, b=0.4)(sample())
     assert gate(grown, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
 
 

@@ -23,7 +23,7 @@ MESSAGES = {
     "agreement.scale": "6 rank-steps compared by their scale",
     "agreement.skip": "6 rank-steps compared by their decision",
     "scale.rule": "6 updates equal to the rule",
-    "parity.gradient": "worst gradient at 0.2 of its bound (w, step 1, rank 0, norm)",
+    "parity.gradient": "worst gradient at 0.6 of its bound (w, step 1, rank 0, norm)",
 }
 SKIPPED = "skip.nobody-steps"
 LAWS = [*MESSAGES, SKIPPED]
@@ -48,8 +48,8 @@ def curves() -> Curves:
         growth=[[1, 0, 1]] * 2,
         stepped=[[True, False, True]] * 2,
         bad=[["", "w", ""]] * 2,
-        parity=[0.1, 0.2, 0.15],
-        parameters={"w": 0.2, "b": 0.05},
+        parity=[0.1, 0.6, 0.15],
+        parameters={"w": 0.6, "b": 0.05},
         collectives=["allreduce[1:float32]"],
         host_syncs=[1, 1, 1],
     )
