@@ -5,10 +5,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 REPORT := parity-report
+BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank and no bytecode races; ranks are the parallelism here.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: parity test lint bench report relock clean setup
+.PHONY: parity test lint gate bench report relock clean setup
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -21,6 +22,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+gate: setup  ## what this repository asks of itself: fp32 only, the same on every CPU
+	$(BIN)/gradparity run --preset parity --precision fp32 --out $(REPORT)/gate --quiet; \
+	  test $$? -le 1
+	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
 
 bench: setup  ## ratios against the peers, measured in the same run
 	$(BIN)/gradparity bench scaler
