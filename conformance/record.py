@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,9 +26,23 @@ _RELEVANT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_
 
 
 def make_header(
-    *, planned: int, preset: str, seed: int, arguments: Sequence[str]
+    *,
+    planned: int,
+    preset: str,
+    seed: int,
+    arguments: Sequence[str],
+    data: Iterable[str] = (),
 ) -> Header:
-    """The header of a run that starts now."""
+    """The header of a run that starts now.
+
+    Args:
+        planned: cases that the run sets out to judge.
+        preset: name of the set of scenarios.
+        seed: seed of the run.
+        arguments: the command line.
+        data: data sets that the run uses; their hashes are recorded. The text depends
+            on the Python version, so a run without it must not claim to.
+    """
     return Header(
         schema=SCHEMA_VERSION,
         gradparity=__version__,
@@ -44,7 +58,7 @@ def make_header(
         seed=seed,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         planned=planned,
-        data={name: data.fingerprint() for name, data in DATASETS.items()},
+        data={name: DATASETS[name].fingerprint() for name in sorted(set(data))},
         environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
     )
 

@@ -87,6 +87,7 @@ def run(settings: RunSettings, console: Console) -> int:
         preset="ids" if settings.scenarios else settings.preset,
         seed=settings.selection.seed,
         arguments=settings.arguments,
+        data=[scenario.data.split("-")[0] for scenario in scenarios],
     )
     path = _report_path(settings)
     with ReportWriter(path, header) as writer:
