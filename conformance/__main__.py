@@ -30,10 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 conformant, 1 violations, 2 usage, 3 harness failure.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
+    for entry in plugged:  # it parses its own options, --help among them
+        return int(entry.load()(arguments[1:]))
     parsed = build_parser().parse_args(arguments)
     parsed.arguments = arguments
     try:
-        return COMMANDS.get(parsed.command, _plugged)(parsed)
+        return COMMANDS[parsed.command](parsed)
     except ValueError as error:  # the caller's fault: one line, no traceback
         print(f"gradparity: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -142,12 +145,6 @@ def _compare(parsed: argparse.Namespace) -> int:
         print(change.text)
     print(f"{len(changes)} differences")
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
-
-
-def _plugged(parsed: argparse.Namespace) -> int:
-    """A command of another room, found by its entry point."""
-    (entry,) = entry_points(group=GROUP, name=parsed.command)
-    return int(entry.load()(parsed.rest))
 
 
 def _bench(parsed: argparse.Namespace) -> int:

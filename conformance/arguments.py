@@ -51,8 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_hunt(commands)
     _add_small(commands)
     for entry in entry_points(group=COMMANDS):
-        plugged = commands.add_parser(entry.name, add_help=False, help=_HELP)
-        plugged.add_argument("rest", nargs=argparse.REMAINDER)
+        commands.add_parser(entry.name, help=_HELP)  # listed here, parsed there
     return parser
 
 

@@ -95,6 +95,15 @@ def test_list(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
+def test_a_plugged_command_takes_options_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["gate", "--strict", "nosuch.jsonl"]) == 3
+    assert "nosuch.jsonl" in capsys.readouterr().out
+    assert main(["gate", "--help"]) == 0
+    assert "--baseline" in capsys.readouterr().out
+
+
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "agreement.scale"]) == 0
     assert "same scale" in capsys.readouterr().out
