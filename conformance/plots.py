@@ -77,7 +77,7 @@ def line_chart(title: str, series: Sequence[Series]) -> Markup:
     body = [frame.axis(low), frame.axis(high), frame.steps()]
     body += [frame.line(s) for s in drawn]
     body += [_legend(i, s) for i, s in enumerate(drawn)]
-    return _svg(title, body, WIDTH + 130, HEIGHT)
+    return _svg(title, body, WIDTH + 210, HEIGHT)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def floats(values: Sequence[Number | None]) -> list[float]:
     return [v if math.isfinite(v) else math.nan for v in found]
 
 
-def _short(text: str, most: int = 20) -> str:
+def _short(text: str, most: int = 28) -> str:
     text = plain(text)
     return text if len(text) <= most else text[: most - 1] + "…"
 
