@@ -21,12 +21,16 @@ from .errors import TooManySkipsError
 from .fused import step_with, wants_scaler
 from .policy import advance, set_scale
 from .states import fresh_state, refuse_closure
+from .unscale import _MultiDeviceReplicator as _MultiDeviceReplicator
 from .verdicts import any_of, is_found, may_enlarge, on_host, reciprocal, spread
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["GradScaler"]
+
+# where torch has it, for those who import it from there
+_refresh_per_optimizer_state = fresh_state
 
 
 class GradScaler(Answerer):

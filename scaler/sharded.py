@@ -10,6 +10,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import (
 )
 
 from .grad_scaler import GradScaler
+from .grad_scaler import _refresh_per_optimizer_state as _refresh_per_optimizer_state
+from .unscale import _GeneralMultiDeviceReplicator as _GeneralMultiDeviceReplicator
 from .verdicts import Found
 
 if TYPE_CHECKING:
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["ShardedGradScaler"]
+
+
+def _is_supported_device(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has values to scale: every device but ``meta``."""
+    return tensor.device.type != "meta"
 
 
 class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
