@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .law import RANKING
 from .report import CaseRecord, Report
 
 __all__ = ["Change", "compare"]
-
-# from best to worst; a step to the right is a regression
-_ORDER = ("pass", "skipped", "inconclusive", "fail", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
     for law in before.keys() & after.keys():
         was, now = before[law], after[law]
         if was.status != now.status:
-            worse = _ORDER.index(now.status) > _ORDER.index(was.status)
+            worse = RANKING.index(now.status) > RANKING.index(was.status)
             kind = "regression" if worse else "fix"
             text = f"{kind}: {law} {was.status} -> {now.status} in {where}: "
             changes.append(Change(kind=kind, text=text + now.message))

@@ -6,7 +6,7 @@ so it can be tested on made-up traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -16,6 +16,7 @@ from .trace import RankTrace, StepTrace
 
 __all__ = [
     "LAWS",
+    "RANKING",
     "Evidence",
     "Finding",
     "Law",
@@ -24,6 +25,7 @@ __all__ = [
     "judge",
     "law",
     "rank_list",
+    "worst_of",
 ]
 
 
@@ -40,6 +42,18 @@ class Status(StrEnum):
     """The harness broke; nothing is said about the scaler."""
     SKIPPED = "skipped"
     """The law does not apply here; the message says why."""
+
+
+RANKING = ("pass", "skipped", "inconclusive", "fail", "error")
+"""From best to worst. Skipped is worse than pass: what is not checked can be broken."""
+assert set(RANKING) == set(Status)
+
+
+def worst_of(statuses: Iterable[str]) -> str:
+    """The worst of ``statuses``; ``skipped`` only where there is nothing else."""
+    found = set(statuses) - {Status.SKIPPED}
+    # looked up and not ranked: a report may hold a word that is no status
+    return next((s for s in reversed(RANKING) if s in found), Status.SKIPPED.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +82,7 @@ class Evidence:
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
         """(step, one trace a rank) for each step that every rank completed."""
-        counts = [sum(s.complete for s in t.steps) for t in self.ranks]
-        for step in range(min(counts, default=0)):
+        for step in range(min((t.completed for t in self.ranks), default=0)):
             yield step, [t.steps[step] for t in self.ranks]
 
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from . import laws as laws
-from .law import LAWS
+from .law import LAWS, worst_of
 from .plots import error_bars, loss_chart, scale_chart, skip_strip
 from .report import CaseRecord, Report
 from .scenario import Scenario
@@ -81,27 +81,18 @@ class Row:
 
 
 def _rows(report: Report) -> list[Row]:
-    keys = dict.fromkeys((c.topology, c.precision, c.scaler) for c in report.cases)
+    cells: dict[tuple[str, str, str], list[CaseRecord]] = {}
+    for case in report.cases:
+        cells.setdefault((case.topology, case.precision, case.scaler), []).append(case)
     chapters = dict.fromkeys(law.chapter for law in LAWS.values())
     return [
         Row(
             topology=topology,
             precision=precision,
             scaler=scaler,
-            marks=[
-                _mark(
-                    chapter,
-                    [
-                        c
-                        for c in report.cases
-                        if (c.topology, c.precision, c.scaler)
-                        == (topology, precision, scaler)
-                    ],
-                )
-                for chapter in chapters
-            ],
+            marks=[_mark(chapter, records) for chapter in chapters],
         )
-        for topology, precision, scaler in keys
+        for (topology, precision, scaler), records in cells.items()
     ]
 
 
@@ -112,19 +103,21 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
         for v in record.verdicts
         if v.law.partition(".")[0] == chapter
     ]
-    for status in ("error", "fail", "inconclusive", "pass"):
-        hits = [record for s, record in found if s == status]
-        if hits:
-            words = f"{status}: {len(hits)} of {len(found)} verdicts"
-            return Mark(status=status, link=_anchor(hits[0]), words=words)
-    return Mark(status="skipped", link=_anchor(records[0]), words="does not apply")
+    status = worst_of(s for s, _ in found)
+    if status == "skipped":
+        return Mark(status=status, link=_anchor(records[0]), words="does not apply")
+    hits = [record for s, record in found if s == status]
+    words = f"{status}: {len(hits)} of {len(found)} verdicts"
+    return Mark(status=status, link=_anchor(hits[0]), words=words)
 
 
 def _groups(report: Report) -> dict[str, list[dict[str, object]]]:
     """Topology -> the stories of its scenarios."""
     groups: dict[str, list[dict[str, object]]] = {}
-    for scenario in dict.fromkeys(c.scenario for c in report.cases):
-        records = [c for c in report.cases if c.scenario == scenario]
+    stories: dict[str, list[CaseRecord]] = {}
+    for case in report.cases:
+        stories.setdefault(case.scenario, []).append(case)
+    for records in stories.values():
         groups.setdefault(records[0].topology, []).append(_story(records))
     return groups
 

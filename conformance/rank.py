@@ -201,7 +201,7 @@ def _observe_step(
 ) -> None:
     seen = trace.steps[-1]
     engine.optimizer.zero_grad()
-    batch = DATASETS[_dataset(engine.scenario)].batch(seen.step, engine.scenario.seed)
+    batch = DATASETS[engine.scenario.dataset].batch(seen.step, engine.scenario.seed)
     seen.loss = engine.forward_backward(batch, judged.scale)
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)
@@ -222,10 +222,6 @@ def _observe_step(
     seen.complete = True
     if not _all_say_right(seen):
         raise JudgedError(trace)
-
-
-def _dataset(scenario: Scenario) -> str:
-    return scenario.data.split("-")[0]
 
 
 def _local_gradients(engine: Engine) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..fixtures import DATASETS, OPTIMIZERS, Batch, Precision, loss
+from ..fixtures import DATASETS, OPTIMIZERS, PRECISIONS, Batch, Precision, loss
 from .engine import initial_model
 from .scenario import Scenario
 
@@ -105,8 +105,7 @@ def _train(
     scenario = Scenario(
         topology="single", world=1, precision="fp32", data=data, seed=seed, steps=steps
     )
-    run = _Run(scenario, optimizer_name, precision_name, variant)
-    run.clip_value = clip_value
+    run = _Run(scenario, optimizer_name, precision_name, variant, clip_value)
     for step in range(steps):
         run.step(step, skipped[step], scales[step])
     return Reference(tuple(run.losses), tuple(run.gradients), tuple(run.updates))
@@ -116,10 +115,13 @@ class _Run:
     """One reference training in progress."""
 
     def __init__(
-        self, scenario: Scenario, optimizer: str, precision: str, variant: Variant
+        self,
+        scenario: Scenario,
+        optimizer: str,
+        precision: str,
+        variant: Variant,
+        clip_value: float | None,
     ) -> None:
-        from ..fixtures import PRECISIONS
-
         self.scenario = scenario
         self.variant = variant
         self.precision: Precision = PRECISIONS[precision]
@@ -127,7 +129,7 @@ class _Run:
         self.model = initial_model(scenario).to(dtype)
         self.optimizer = OPTIMIZERS[optimizer](list(self.model.parameters()))
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
-        self.clip_value: float | None = None
+        self.clip_value = clip_value
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
@@ -153,8 +155,7 @@ class _Run:
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
     def _batch(self, step: int) -> Batch:
-        data = self.scenario.data.split("-")[0]
-        batch = DATASETS[data].batch(step, self.scenario.seed)
+        batch = DATASETS[self.scenario.dataset].batch(step, self.scenario.seed)
         if self.variant.double and batch.inputs.is_floating_point():
             batch = Batch(inputs=batch.inputs.double(), targets=batch.targets)
         if self.variant.reverse_rows:

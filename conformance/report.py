@@ -273,15 +273,12 @@ def _read_lines(path: Path) -> Iterator[Line]:
         raw = path.read_bytes()
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror or error}") from error
-    lines = raw.split(b"\n")
-    whole, rest = lines[:-1], lines[-1]
-    for number, line in enumerate(whole, 1):
+    # bytes after the last newline are a line that a killed run did not finish
+    for number, line in enumerate(raw.split(b"\n")[:-1], 1):
         try:
             yield _DECODER.decode(line)
         except msgspec.MsgspecError as error:
             raise ReportError(f"{path}: line {number}: {error}") from error
-    # bytes after the last newline are a line that a killed run did not finish
-    del rest
 
 
 def _check_counts(path: Path, report: Report) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from .catalogue import Selection, select
+from .law import worst_of
 from .page import write_page
 from .rank import load_scaler
 from .record import case_record, make_header
@@ -87,7 +88,7 @@ def run(settings: RunSettings, console: Console) -> int:
         preset="ids" if settings.scenarios else settings.preset,
         seed=settings.selection.seed,
         arguments=settings.arguments,
-        data=[scenario.data.split("-")[0] for scenario in scenarios],
+        data=[scenario.dataset for scenario in scenarios],
     )
     path = _report_path(settings)
     with ReportWriter(path, header) as writer:
@@ -143,9 +144,9 @@ def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
 
 def _exit_code(settings: RunSettings, records: Sequence[CaseRecord]) -> int:
     deciding = settings.require or settings.scalers
-    statuses = {r.status for r in records if r.scaler in deciding}
-    order = ("error", "fail", "inconclusive", "pass")
-    return next((EXIT_CODES[s] for s in order if s in statuses), 3)
+    return EXIT_CODES.get(
+        worst_of(r.status for r in records if r.scaler in deciding), 3
+    )
 
 
 def _report_path(settings: RunSettings) -> Path:

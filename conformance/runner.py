@@ -14,7 +14,7 @@ from typing import Self
 
 from ..multiprocess import Cluster, RankOutcome, RankState, WorldFailure
 from . import laws as laws
-from .law import LAWS, Evidence, Finding, Status, Verdict, judge
+from .law import LAWS, Evidence, Finding, Status, Verdict, judge, worst_of
 from .parity import Parity, measure_parity
 from .rank import JudgedError, observe_rank
 from .scenario import Scenario
@@ -41,10 +41,9 @@ class Case:
 
     @property
     def status(self) -> Status:
-        """The worst verdict; skipped laws do not count."""
-        found = {v.status for v in self.verdicts}
-        order = (Status.ERROR, Status.FAIL, Status.INCONCLUSIVE, Status.PASS)
-        return next((s for s in order if s in found), Status.INCONCLUSIVE)
+        """The worst verdict; skipped laws do not count, and alone prove nothing."""
+        worst = Status(worst_of(v.status for v in self.verdicts))
+        return Status.INCONCLUSIVE if worst is Status.SKIPPED else worst
 
 
 class Runner:
@@ -89,9 +88,7 @@ class Runner:
 
     def _evidence(self, spec: str, scenario: Scenario) -> Evidence:
         traces = self._observe(spec, scenario)
-        complete = all(
-            sum(s.complete for s in t.steps) == scenario.steps for t in traces
-        )
+        complete = all(t.completed == scenario.steps for t in traces)
         parity: Parity | None = measure_parity(scenario, traces) if complete else None
         bare = None
         if complete and scenario.precision == "fp32" and scenario.faults == "none":

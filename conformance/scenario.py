@@ -141,6 +141,11 @@ class Scenario:
         )
 
     @property
+    def dataset(self) -> str:
+        """Key of ``fixtures.DATASETS``: what the model is trained on."""
+        return self.data.split("-")[0]
+
+    @property
     def clip_value(self) -> float | None:
         """Largest absolute gradient element, or None where nothing is clipped."""
         return CLIP_VALUE if self.recipe == "clip-value" else None
@@ -148,7 +153,7 @@ class Scenario:
     def not_runnable(self) -> str:
         """Why the parts do not go together, or the empty string."""
         topology, precision = self.parsed_topology, self.parsed_precision
-        if self.data.split("-")[0] not in topology.models:
+        if self.dataset not in topology.models:
             return (
                 f"topology {self.topology!r} cannot lay out the model for "
                 f"{self.data!r}: it takes {', '.join(topology.models)}"

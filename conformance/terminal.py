@@ -23,6 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from .law import worst_of
 from .report import CaseRecord, Report, VerdictRecord
 
 __all__ = ["cell", "plain", "print_report", "progress"]
@@ -34,7 +35,6 @@ STYLES = {
     "inconclusive": "yellow",
     "skipped": "dim",
 }
-_WORST = ("error", "fail", "inconclusive", "pass")
 
 
 class Ticker(Protocol):
@@ -108,8 +108,7 @@ class _LiveTicker:
 
 def worst_status(records: Sequence[CaseRecord]) -> str:
     """The worst status of ``records``; ``skipped`` where there are none."""
-    found = {r.status for r in records}
-    return next((s for s in _WORST if s in found), "skipped")
+    return worst_of(r.status for r in records)
 
 
 def first_failure(

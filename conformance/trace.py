@@ -85,3 +85,8 @@ class RankTrace:
     steps: list[StepTrace] = field(default_factory=list)
     problem: Problem | None = None
     """The call of the judged scaler that raised, if one did."""
+
+    @property
+    def completed(self) -> int:
+        """Number of steps that were observed to their end."""
+        return sum(step.complete for step in self.steps)

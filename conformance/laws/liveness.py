@@ -15,7 +15,7 @@ def completes(evidence: Evidence) -> Finding:
     """No rank may have stopped early."""
     problems = [(t.problem, t.rank) for t in evidence.ranks if t.problem is not None]
     if not problems:
-        done = sum(s.complete for t in evidence.ranks for s in t.steps)
+        done = sum(t.completed for t in evidence.ranks)
         return count_or_inconclusive(done, "rank-steps completed")
     first = min((p for p, _ in problems), key=lambda p: p.step)
     ranks = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..law import (
     Evidence,
@@ -33,24 +33,9 @@ def _parameter(seen: Sequence[StepTrace]) -> str:
 )
 def nobody_steps(evidence: Evidence) -> Finding:
     """Every rank's parameters stay as they are at a bad step."""
-    compared = 0
-    for step, seen in evidence.steps():
-        if not _is_bad(seen):
-            continue
-        compared += len(seen)
-        moved = _ranks(evidence, seen, changed=True)
-        if moved:
-            return Finding(
-                status=Status.FAIL,
-                message=f"step {step}: {rank_list(moved)} stepped although "
-                f"{bad_gradient(evidence, seen)}",
-                step=step,
-                ranks=tuple(moved),
-                parameter=_parameter(seen),
-            )
-    if not compared and any(True for _ in evidence.steps()):
-        return skipped("no gradient was bad in this run")
-    return count_or_inconclusive(compared, "rank-steps with a bad gradient somewhere")
+    return _still_at_bad_steps(
+        evidence, lambda s: s.parameters_changed is True, "{ranks} stepped"
+    )
 
 
 @law(
@@ -66,7 +51,7 @@ def everybody_steps(evidence: Evidence) -> Finding:
         if _is_bad(seen):
             continue
         compared += len(seen)
-        still = _ranks(evidence, seen, changed=False)
+        still = _ranks(evidence, seen, lambda s: s.parameters_changed is False)
         if still:
             return Finding(
                 status=Status.FAIL,
@@ -88,18 +73,26 @@ def everybody_steps(evidence: Evidence) -> Finding:
 )
 def frozen(evidence: Evidence) -> Finding:
     """Nothing of the optimizer changes at a bad step."""
+    return _still_at_bad_steps(
+        evidence, lambda s: s.state_changed, "the optimizer state changed on {ranks}"
+    )
+
+
+def _still_at_bad_steps(
+    evidence: Evidence, moved: Callable[[StepTrace], bool], words: str
+) -> Finding:
+    """First bad step at which something has moved on some rank."""
     compared = 0
     for step, seen in evidence.steps():
         if not _is_bad(seen):
             continue
         compared += len(seen)
-        pairs = list(zip(seen, evidence.ranks, strict=True))
-        ranks = [t.rank for s, t in pairs if s.state_changed]
+        ranks = _ranks(evidence, seen, moved)
         if ranks:
             return Finding(
                 status=Status.FAIL,
-                message=f"step {step}: the optimizer state changed on "
-                f"{rank_list(ranks)} although {bad_gradient(evidence, seen)}",
+                message=f"step {step}: {words.format(ranks=rank_list(ranks))} although "
+                f"{bad_gradient(evidence, seen)}",
                 step=step,
                 ranks=tuple(ranks),
                 parameter=_parameter(seen),
@@ -110,7 +103,7 @@ def frozen(evidence: Evidence) -> Finding:
 
 
 def _ranks(
-    evidence: Evidence, seen: Sequence[StepTrace], *, changed: bool
+    evidence: Evidence, seen: Sequence[StepTrace], which: Callable[[StepTrace], bool]
 ) -> list[int]:
     pairs = zip(seen, evidence.ranks, strict=True)
-    return [t.rank for s, t in pairs if s.parameters_changed is changed]
+    return [t.rank for s, t in pairs if which(s)]
