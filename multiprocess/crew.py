@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from . import linux, trail, wire
 from .capture import Capture
@@ -69,11 +69,11 @@ class RankProcess:
         self.exit_code = EXIT_STATUS.unpack(status)[0] if status else LOST
         self.ended_at_s = time.monotonic()
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
         """Send a signal, unless the process has ended."""
         if self.alive:
             try:
-                os.kill(self.pid, number)
+                send(self.pid, number)
             except ProcessLookupError:
                 pass  # its status is on the way
 
@@ -152,7 +152,7 @@ class Crew:
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
         """Have ranks write their stacks, also stopped ones, into their captures."""
         for rank in ranks:
-            rank.signal(linux.STACKS_SIGNAL)
+            rank.signal(linux.STACKS_SIGNAL, linux.signal_main_thread)
             rank.signal(signal.SIGCONT)
         with selectors.DefaultSelector() as selector:
             for rank in ranks:

@@ -65,6 +65,24 @@ def kill_tree(pid: int) -> None:
             continue
 
 
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process, and not to whichever is awake.
+
+    A signal to the whole process may run on any thread: the main one would have left
+    the line that it was stopped at before another one writes the stacks.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+    """
+    try:
+        failed = ctypes.CDLL(None, use_errno=True).tgkill(pid, pid, number)
+    except (OSError, AttributeError):  # not Linux, or a C library without it
+        os.kill(pid, number)
+        return
+    if failed:
+        raise ProcessLookupError(ctypes.get_errno(), f"no thread {pid} to signal")
+
+
 def signal_name(number: int) -> str:
     """Return a signal's name, also of a real-time signal."""
     try:
