@@ -45,7 +45,8 @@ setup: $(READY)
 # pyproject.toml and constraints.txt decide what is installed: newer than the stamp, install again.
 $(READY): pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade 'setuptools>=77' wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --no-build-isolation -e '.[test]'
+	  --upgrade 'setuptools>=77' wheel torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation -e '.[test,peers]'
 	@touch $(READY)

@@ -1,0 +1,62 @@
+"""Hugging Face Accelerate: our scaler in the place of its own.
+
+python examples/trainers/accelerate_fp16.py --steps 12
+torchrun --nproc-per-node 2 examples/trainers/accelerate_fp16.py --steps 12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from shared import batch_of, parse, tell
+
+from gradparity.fixtures import MODELS, loss
+
+
+class Count:
+    """Steps done; saved and loaded with everything else."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The number."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take the number over."""
+        self.steps = state["steps"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, from the checkpoint if there is one, and leave one at the end."""
+    options = parse(__doc__ or "", argv)
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    # swap: from gradparity.scaler import GradScaler
+    scaler = options.scaler("cpu", init_scale=options.init_scale, growth_interval=3)
+    accelerator.scaler = scaler  # before prepare(), which hands it to the optimizer
+    accelerator.native_amp = True  # only on a CPU, where Accelerate leaves it off
+    # end of swap
+    torch.manual_seed(0)
+    model = MODELS["text"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    done = Count()
+    accelerator.register_for_checkpointing(done)
+    checkpoint = options.folder / "checkpoint"
+    if checkpoint.exists():
+        accelerator.load_state(str(checkpoint))
+    while done.steps < options.steps:
+        share = batch_of(done.steps, options.rank, options.ranks)
+        optimizer.zero_grad()
+        value = loss(model(share.inputs), share.targets)
+        accelerator.backward(value)
+        optimizer.step()
+        tell(options, done.steps, value.item(), scaler.get_scale())
+        done.steps += 1
+    accelerator.save_state(str(checkpoint))
+
+
+if __name__ == "__main__":
+    main()

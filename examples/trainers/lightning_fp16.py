@@ -1,0 +1,78 @@
+"""PyTorch Lightning: our scaler in its mixed precision plugin.
+
+python examples/trainers/lightning_fp16.py --steps 12
+torchrun --nproc-per-node 2 examples/trainers/lightning_fp16.py --steps 12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.plugins.precision import MixedPrecision
+from shared import Options, batch_of, parse, tell
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from gradparity.fixtures import MODELS, loss
+
+EPOCH = 3
+"""Steps in an epoch; Lightning resumes at the start of one."""
+
+
+class Text(LightningModule):  # type: ignore[misc]  # its types are not followed
+    """A small transformer on English text."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = MODELS["text"]()
+        self.options = options
+
+    def training_step(self, number: int, _index: int) -> Tensor:
+        """The loss of one batch."""
+        step = self.current_epoch * EPOCH + number
+        share = batch_of(step, self.options.rank, self.options.ranks)
+        return loss(self.model(share.inputs), share.targets)
+
+    def on_train_batch_end(self, outputs: Any, number: int, _index: int) -> None:
+        """Note loss and scale."""
+        step = self.current_epoch * EPOCH + number
+        scale = self.trainer.precision_plugin.scaler.get_scale()
+        tell(self.options, step, outputs["loss"].item(), scale)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, from the checkpoint if there is one, and leave one at the end."""
+    options = parse(__doc__ or "", argv)
+    # swap: from gradparity.scaler import GradScaler
+    scaler = options.scaler("cpu", init_scale=options.init_scale, growth_interval=3)
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    # end of swap
+    trainer = Trainer(
+        plugins=[plugin],
+        accelerator="cpu",
+        strategy="ddp" if options.ranks > 1 else "auto",
+        devices=options.ranks,
+        max_epochs=options.steps // EPOCH,
+        use_distributed_sampler=False,  # each rank takes its part of every batch
+        enable_checkpointing=False,  # one at the end is enough here
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    checkpoint = options.folder / "last.ckpt"
+    numbers = DataLoader(range(EPOCH), batch_size=None)  # type: ignore[arg-type,var-annotated]  # a range will do
+    resume = checkpoint if checkpoint.exists() else None
+    trainer.fit(Text(options), numbers, ckpt_path=resume, weights_only=True)
+    trainer.save_checkpoint(checkpoint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What the four examples share: options, the text, and a curve to compare.
+
+Every script takes the same options. It trains up to ``--steps``; when ``--folder``
+holds a checkpoint it goes on from there, and it leaves one at the end. Each rank
+appends to ``curve-RANK.jsonl``: step, loss of its own rows, scale. Floats in JSON are
+exact, so two runs are equal if and only if their files are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradparity.fixtures import DATASETS, Batch
+
+__all__ = ["Options", "batch_of", "parse", "tell"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to train, and where."""
+
+    scaler: Callable[..., Any]
+    """Class of the scaler; all that differs between two runs that are compared."""
+    init_scale: float
+    """First scale; the default overflows in fp16, so that steps are skipped."""
+    steps: int
+    """Steps in all, with those before the checkpoint."""
+    folder: Path
+    """Holds checkpoint and curves."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, as torchrun says; 0 without torchrun."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def ranks(self) -> int:
+        """How many there are; 1 without torchrun."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def parse(text: str, argv: Sequence[str] | None) -> Options:
+    """Options of the command line; ``text`` says what the script does."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--scaler", default="gradparity.scaler:GradScaler")
+    parser.add_argument("--init-scale", type=float, default=2.0**19)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--folder", type=Path, default=Path("trained"))
+    parsed = parser.parse_args(argv)
+    module, _, name = parsed.scaler.partition(":")
+    parsed.scaler = getattr(importlib.import_module(module), name)
+    parsed.folder.mkdir(parents=True, exist_ok=True)
+    return Options(**vars(parsed))
+
+
+def batch_of(step: int, index: int, count: int) -> Batch:
+    """The ``index``-th of ``count`` equal parts of the batch of ``step``."""
+    return DATASETS["text"].batch(step, seed=0).shard(index, count)
+
+
+def tell(options: Options, step: int, loss: float, scale: float) -> None:
+    """Note one step on every rank; rank 0 prints it as well."""
+    if options.rank == 0:
+        print(f"step {step:3}  loss {loss:.6f}  scale {scale:g}", flush=True)
+    with (options.folder / f"curve-{options.rank}.jsonl").open("a") as curve:
+        curve.write(json.dumps([step, loss, scale]) + "\n")

@@ -1,0 +1,91 @@
+"""Hugging Face Transformers: our scaler in its Trainer.
+
+python examples/trainers/transformers_fp16.py --steps 12
+torchrun --nproc-per-node 2 examples/trainers/transformers_fp16.py --steps 12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from shared import Options, batch_of, parse, tell
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from gradparity.fixtures import DATASETS, MODELS, loss
+
+ROWS = DATASETS["text"].batch_size
+
+
+class Text(nn.Module):
+    """A small transformer on English text, with the loss that the Trainer wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = MODELS["text"]()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """(B, T) bytes and next bytes -> loss."""
+        return {"loss": loss(self.model(inputs), labels)}
+
+
+class Rows(IterableDataset[dict[str, Tensor]]):
+    """Every row of every batch; the Trainer deals them out and skips what is done."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        step = 0
+        while True:
+            batch = batch_of(step, 0, 1)
+            for row in range(ROWS):
+                yield {"inputs": batch.inputs[row], "labels": batch.targets[row]}
+            step += 1
+
+
+class Told(Trainer):  # type: ignore[misc]  # its types are not followed
+    """A Trainer that notes loss and scale of each step."""
+
+    def __init__(self, options: Options, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.options = options
+
+    def training_step(self, *args: Any, **settings: Any) -> Tensor:
+        """One batch, forward and backward; the scale is the one it ran with."""
+        value: Tensor = super().training_step(*args, **settings)
+        scale = self.accelerator.scaler.get_scale()
+        tell(self.options, self.state.global_step, value.item(), scale)
+        return value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, from the checkpoint if there is one, and leave one at the end."""
+    options = parse(__doc__ or "", argv)
+    arguments = TrainingArguments(
+        output_dir=str(options.folder),
+        per_device_train_batch_size=ROWS // options.ranks,
+        max_steps=options.steps,
+        save_steps=options.steps,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        use_cpu=True,
+        fp16=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = Told(options, model=Text(), args=arguments, train_dataset=Rows())
+    # swap: from gradparity.scaler import GradScaler
+    scaler = options.scaler("cpu", init_scale=options.init_scale, growth_interval=3)
+    trainer.accelerator.scaler = scaler  # before train(), which prepares the optimizer
+    trainer.accelerator.native_amp = True  # only on a CPU, where it is left off
+    # end of swap
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.folder)))
+
+
+if __name__ == "__main__":
+    main()
