@@ -8,7 +8,7 @@ import msgspec
 
 from ..conformance.report import Number
 
-__all__ = ["LUCK", "Spread", "as_float", "limit", "spread_of", "worst"]
+__all__ = ["LUCK", "Spread", "limit", "spread_of", "worst"]
 
 LUCK = 0.5
 """Error / bound below which growth says nothing.
@@ -18,23 +18,11 @@ half of the bound a ratio tells how a processor rounds, not what a change broke.
 """
 _MARGIN = 1.25
 _SPREADS = 3.0
-_WORDS = ("nan", "inf", "-inf")
-
-
-def as_float(value: Number) -> float:
-    """A number of a report.
-
-    Raises:
-        ValueError: if it is a word other than those for nan and the infinities.
-    """
-    if isinstance(value, str) and value not in _WORDS:
-        raise ValueError(f"{value!r} is no number")
-    return float(value)
 
 
 def worst(values: Iterable[Number]) -> float:
     """The largest of ``values``; nan is larger than all, since it hides any error."""
-    numbers = [as_float(value) for value in values]
+    numbers = [float(value) for value in values]
     return max((x if x == x else float("inf") for x in numbers), default=0.0)
 
 
@@ -45,7 +33,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     high: Number
 
     def __post_init__(self) -> None:
-        if not 0 <= as_float(self.low) <= as_float(self.high):
+        if not 0 <= float(self.low) <= float(self.high):
             raise ValueError(f"{self.low} to {self.high} is no range of error / bound")
 
 
@@ -62,7 +50,7 @@ def _number(value: float) -> Number:
 
 def limit(spread: Spread) -> float:
     """The largest ratio that the recorded noise explains."""
-    low, high = as_float(spread.low), as_float(spread.high)
+    low, high = float(spread.low), float(spread.high)
     if high == float("inf"):  # inf - inf is nan
         return high
     return max(LUCK, high * _MARGIN, high + _SPREADS * (high - low))

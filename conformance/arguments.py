@@ -82,8 +82,10 @@ def _add_small(commands: Commands) -> None:
     listing = commands.add_parser("list", help="what there is to choose from")
     listing.add_argument("what", choices=LISTS, metavar="|".join(LISTS))
     _add(listing, _SELECTION)
-    explain = commands.add_parser("explain", help="a law or a scenario in words")
-    explain.add_argument("what", metavar="LAW_OR_ID")
+    explain = commands.add_parser(
+        "explain", help="a law, a scenario, the report's schema"
+    )
+    explain.add_argument("what", metavar="LAW|ID|report.jsonl")
     report = commands.add_parser("report", help="render a report")
     report.add_argument("report", type=Path, metavar="REPORT")
     formats = report.add_mutually_exclusive_group()

@@ -9,6 +9,7 @@ from . import laws as laws
 from .catalogue import Selection, select
 from .law import LAWS
 from .scenario import RECIPES, Scenario
+from .schema import schema_text
 
 __all__ = ["explain", "listing"]
 
@@ -61,17 +62,22 @@ _TABLES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def explain(what: str) -> str:
-    """A law or a scenario in words.
+    """A law or a scenario in words; ``report.jsonl`` as JSON Schema.
 
     Raises:
-        ValueError: if ``what`` is neither.
+        ValueError: if ``what`` is none of them.
     """
+    if what == "report.jsonl":
+        return schema_text()
     if what in LAWS:
         law = LAWS[what]
         return f"{law.id}\n\n{law.text}\n\nWhy: {law.reason}"
     if "/" in what:
         return _explain_scenario(Scenario.parse(what))
-    raise ValueError(f"{what!r} is neither a law ({', '.join(LAWS)}) nor a scenario id")
+    raise ValueError(
+        f"{what!r} is neither a law ({', '.join(LAWS)}) nor a scenario id "
+        "nor report.jsonl"
+    )
 
 
 def _explain_scenario(s: Scenario) -> str:

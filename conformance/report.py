@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
+from msgspec import Meta
+
+from .law import RANKING
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -21,6 +24,7 @@ __all__ = [
     "Curves",
     "Footer",
     "Header",
+    "Line",
     "Report",
     "ReportError",
     "ReportWriter",
@@ -29,15 +33,26 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
-Number = float | str
+Number = float | Annotated[str, Meta(pattern="^(nan|-?inf)$")]
 """A number; nan and the infinities, which JSON lacks, are written as words."""
+Word = Annotated[str, Meta(pattern=f"^({'|'.join(RANKING)})$")]
+"""A status, in the words of the laws."""
+Count = Annotated[int, Meta(ge=0)]
 
 
 class ReportError(ValueError):
     """A report cannot be used; the message says why and where."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="header"):
+class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    """A line of the file. A field that this version does not know is refused."""
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a line."""
+
+
+class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """Where and how the run was made."""
 
     schema: int
@@ -53,7 +68,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="h
     preset: str
     seed: int
     started: str
-    planned: int
+    planned: Count
     """Cases that the run set out to judge."""
     data: dict[str, str]
     """Data set -> hash of its raw bytes."""
@@ -61,19 +76,19 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="h
     """Environment variables that change numbers or transports."""
 
 
-class VerdictRecord(msgspec.Struct, frozen=True, kw_only=True):
+class VerdictRecord(_Part, frozen=True, kw_only=True):
     """One law in one case."""
 
     law: str
-    status: str
+    status: Word
     message: str
-    step: int | None = None
-    ranks: tuple[int, ...] = ()
+    step: Count | None = None
+    ranks: tuple[Count, ...] = ()
     parameter: str | None = None
     numbers: dict[str, Number] = {}
 
 
-class Curves(msgspec.Struct, frozen=True, kw_only=True):
+class Curves(_Part, frozen=True, kw_only=True):
     """What the plots are drawn from and a law can be judged from again."""
 
     loss: list[Number | None]
@@ -98,18 +113,16 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
     """Per step on the first rank: host synchronisations inside ``step``."""
 
 
-class CaseRecord(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="case"
-):
+class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     """One scaler in one scenario."""
 
     scaler: str
     scenario: str
     topology: str
-    world: int
+    world: Annotated[int, Meta(ge=1)]
     precision: str
     data: str
-    status: str
+    status: Word
     verdicts: tuple[VerdictRecord, ...]
     seconds: float
     problem: str = ""
@@ -133,13 +146,13 @@ class CaseRecord(
         return tuple(v for v in self.verdicts if v.status in ("fail", "error"))
 
 
-class Footer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="footer"):
+class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
     """What the run came to."""
 
     complete: bool
     """Whether every planned case was judged."""
-    cases: int
-    counts: dict[str, int]
+    cases: Count
+    counts: dict[Word, Count]
     """Case status -> number."""
     seconds: float
     reason: str = ""
@@ -180,8 +193,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Line = Header | CaseRecord | Footer
+"""What a line of the file may hold."""
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Line)
+
+
+class _Version(msgspec.Struct):
+    """Of a header of any version: what decides whether the rest can be read."""
+
+    schema: int
 
 
 class ReportWriter:
@@ -252,11 +272,6 @@ def read_report(path: Path) -> Report:
     header = lines[0] if lines else None
     if not isinstance(header, Header):
         raise ReportError(f"{path}: line 1 is no report header")
-    if header.schema != SCHEMA_VERSION:
-        raise ReportError(
-            f"{path}: schema version {header.schema}, this program reads "
-            f"{SCHEMA_VERSION}"
-        )
     footers = [(i, x) for i, x in enumerate(lines) if isinstance(x, Footer)]
     if any(i != len(lines) - 1 for i, _ in footers):
         raise ReportError(f"{path}: a footer that is not the last line")
@@ -274,11 +289,25 @@ def _read_lines(path: Path) -> Iterator[Line]:
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror or error}") from error
     # bytes after the last newline are a line that a killed run did not finish
-    for number, line in enumerate(raw.split(b"\n")[:-1], 1):
+    lines = raw.split(b"\n")[:-1]
+    _check_version(path, lines)
+    for number, line in enumerate(lines, 1):
         try:
             yield _DECODER.decode(line)
         except msgspec.MsgspecError as error:
             raise ReportError(f"{path}: line {number}: {error}") from error
+
+
+def _check_version(path: Path, lines: Sequence[bytes]) -> None:
+    """Before anything else: another version may have other fields and other words."""
+    try:
+        version = msgspec.json.decode(lines[0], type=_Version).schema if lines else 0
+    except msgspec.MsgspecError as error:
+        raise ReportError(f"{path}: line 1 is no report header: {error}") from error
+    if lines and version != SCHEMA_VERSION:
+        raise ReportError(
+            f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}"
+        )
 
 
 def _check_counts(path: Path, report: Report) -> None:

@@ -195,7 +195,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
         lambda c: replace(
             c, verdicts=(*c.verdicts[:-1], verdict("skip.nobody-steps", "PASS"))
         ),
-        "unknown status 'PASS'",
+        "line 2: Expected `str` matching regex '^(pass|",
     ),
     "a second verdict": (
         lambda c: replace(c, verdicts=(*c.verdicts, c.verdicts[0])),
@@ -230,11 +230,11 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
     ),
     "error is a word": (
         lambda c: with_curves(c, parity=[0.1, "tiny", 0.1]),
-        "an error / bound is no number from 0 up",
+        "line 2: Expected `str` matching regex '^(nan|",
     ),
     "error is negative": (
         lambda c: with_curves(c, parity=[0.1, 0.6, -9.0]),
-        "an error / bound is no number from 0 up",
+        "an error / bound is below 0",
     ),
     "steps made smaller than parameters": (
         lambda c: with_curves(c, parity=[0.1, 0.1, 0.1]),
@@ -374,7 +374,8 @@ def test_a_reason_names_law_topology_step_and_is_in_json(
     assert (said["outcome"], said["exit_code"]) == ("regression", code)
     (reason,) = said["reasons"]
     assert reason["line"] == line
-    assert reason["law"], reason["scenario"] == ("scale.rule", "fsdp/2/fp32/sgd/none")
+    where = (reason["law"], reason["scenario"])
+    assert where == ("scale.rule", "fsdp/2/fp32/sgd/none")
     assert (reason["step"], reason["ranks"]) == (2, [1])
     assert reason["replay"].startswith("gradparity replay")
 

@@ -1,0 +1,60 @@
+"""What several test files share, made once a session for all workers."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from gradparity.conformance.report import Report, read_report
+
+Once = Callable[[str, Callable[[Path], object]], Path]
+JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
+SCENARIOS = ("single/1/fp32/sgd/inf@r0s1:last/steps=4", "tp/2/fp32/sgd/none/steps=4")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """``once(name, make)``: a folder that one worker has filled by ``make(folder)``."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder in the session's
+        shared = shared.parent
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def real_report(once: Once) -> Path:
+    """``report.jsonl`` of a run in which ours passes and torch's scaler fails under tp.
+
+    Its page is beside it.
+    """
+    return once("real-report", _run) / "report.jsonl"
+
+
+def _run(folder: Path) -> None:
+    command = [sys.executable, "-m", "gradparity.conformance", "run", "--quiet"]
+    command += [f"--scaler={spec}" for spec in JUDGED]
+    command += [f"--scenario={each}" for each in SCENARIOS]
+    done = subprocess.run(
+        [*command, "--out", str(folder)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1, done.stderr  # violations, and no broken harness
+
+
+@pytest.fixture(scope="session")
+def real(real_report: Path) -> Report:
+    """The report of ``real_report``, read."""
+    return read_report(real_report)
