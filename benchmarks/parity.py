@@ -21,7 +21,7 @@ from gradparity.conformance.parity import HEAD_ROOM
 from gradparity.conformance.record import make_header
 from gradparity.conformance.reference import NOISY
 
-SCALER = "gradparity.fixtures.faulty_scalers:PlainScaler"
+SCALER = "gradparity.fixtures.faulty:PlainScaler"
 SCENARIOS = (
     "fsdp/2/fp32/sgd/none/steps=8",
     "tp/2/fp32/sgd/none/steps=8",

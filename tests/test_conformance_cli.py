@@ -13,8 +13,8 @@ from gradparity.conformance.__main__ import main
 from gradparity.conformance.report import read_report
 
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
-PLAIN = "gradparity.fixtures.faulty_scalers:PlainScaler"
-DRIFTING = "gradparity.fixtures.faulty_scalers:NeverAgrees"
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
+DRIFTING = "gradparity.fixtures.faulty:NeverAgrees"
 FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
 
 
@@ -138,7 +138,7 @@ def test_require_decides_the_exit_code_and_json_names_the_file(tmp_path: Path) -
 
 def test_a_scaler_of_the_current_folder_and_fail_fast(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from gradparity.fixtures.faulty_scalers import NeverAgrees as Mine\n"
+        "from gradparity.fixtures.faulty import NeverAgrees as Mine\n"
     )
     done = run(
         "run", "--topology", "fsdp", "--data", "digits", "--scaler", "mine:Mine",
@@ -182,7 +182,7 @@ def test_a_killed_rank_gives_exit_3_and_an_incomplete_report(tmp_path: Path) -> 
     # a scaler that dawdles, so that the kill comes in the middle of the run
     (tmp_path / "slow.py").write_text(
         "import os, pathlib, time\n"
-        "from gradparity.fixtures.faulty_scalers import PlainScaler\n"
+        "from gradparity.fixtures.faulty import PlainScaler\n"
         "class Slow(PlainScaler):\n"
         "    def update(self):\n"
         "        super().update()\n"

@@ -11,7 +11,7 @@ from gradparity.conformance import Scenario
 from gradparity.conformance.catalogue import Selection
 from gradparity.conformance.hunt import HuntSettings, hunt
 
-MODULE = "gradparity.fixtures.faulty_scalers"
+MODULE = "gradparity.fixtures.faulty"
 
 
 def hunted(scaler: str, budget_s: float, database: Path) -> tuple[int, str]:
