@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..conformance.law import rank_list
-from ..conformance.report import CaseRecord, Number, Report, VerdictRecord
-from ..conformance.terminal import cell, plain
+from ..conformance.report import CaseRecord, Report, VerdictRecord
+from ..conformance.terminal import cell, facts, plain
 from .reasons import at
 from .statuses import RANKING, case_status
 
@@ -79,16 +78,9 @@ def _story(case: CaseRecord) -> Iterator[str]:
 
 
 def _finding(verdict: VerdictRecord) -> str:
-    facts = [] if verdict.step is None else [f"step {verdict.step}"]
-    facts += [rank_list(verdict.ranks)] if verdict.ranks else []
-    facts += [verdict.parameter] if verdict.parameter else []
-    facts += [f"{name} = {_number(x)}" for name, x in verdict.numbers.items()]
-    extra = f" ({escape('; '.join(facts))})" if facts else ""
+    found = "; ".join(facts(verdict))
+    extra = f" ({escape(found)})" if found else ""
     return f"**{escape(verdict.law)}** {escape(verdict.message)}{extra}"
-
-
-def _number(value: Number) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def _fitting(stories: Sequence[str], room: int) -> str:

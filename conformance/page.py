@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +13,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from . import laws as laws
-from .law import LAWS, worst_of
-from .plots import error_bars, loss_chart, scale_chart, skip_strip
+from .law import LAWS, RANKING, worst_of
+from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .report import CaseRecord, Report
-from .scenario import Scenario
-from .terminal import cell, plain, worst_status
+from .terminal import cell, facts, plain, worst_status
 
 __all__ = ["render_page", "write_page"]
+
+CHAPTERS = tuple(dict.fromkeys(law.chapter for law in LAWS.values()))
 
 
 def write_page(report: Report, folder: Path) -> Path:
@@ -40,15 +43,19 @@ def render_page(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    stories = _stories(report)
     return environment.get_template("report.html.j2").render(
         report=report,
         laws=LAWS,
-        chapters=list(dict.fromkeys(law.chapter for law in LAWS.values())),
+        chapters=CHAPTERS,
         cell=cell,
+        facts=facts,
         worst=worst_status,
         anchor=_anchor,
         rows=_rows(report),
-        groups=_groups(report),
+        tallies=_tallies(report),
+        filters=_filters(stories),
+        groups={t: [s for s in stories if s.topology == t] for t in report.topologies},
     )
 
 
@@ -57,6 +64,21 @@ def _printable(value: object) -> object:
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value)
     return value
+
+
+def _anchor(record: CaseRecord) -> str:
+    """Of the text and not of what it means: a scenario of tomorrow has one too."""
+    digest = hashlib.blake2b(record.scenario.encode(), digest_size=5)
+    return f"s-{digest.hexdigest()}"
+
+
+def _tallies(report: Report) -> dict[str, dict[str, int]]:
+    """Scaler -> number of its cases by status, the worst first."""
+    tallies = {}
+    for scaler in report.scalers:
+        found = Counter(c.status for c in report.cases if c.scaler == scaler)
+        tallies[scaler] = {s: found[s] for s in reversed(RANKING) if found[s]}
+    return tallies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +106,12 @@ def _rows(report: Report) -> list[Row]:
     cells: dict[tuple[str, str, str], list[CaseRecord]] = {}
     for case in report.cases:
         cells.setdefault((case.topology, case.precision, case.scaler), []).append(case)
-    chapters = dict.fromkeys(law.chapter for law in LAWS.values())
     return [
         Row(
             topology=topology,
             precision=precision,
             scaler=scaler,
-            marks=[_mark(chapter, records) for chapter in chapters],
+            marks=[_mark(chapter, records) for chapter in CHAPTERS],
         )
         for (topology, precision, scaler), records in cells.items()
     ]
@@ -105,44 +126,94 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
     ]
     status = worst_of(s for s, _ in found)
     if status == "skipped":
-        return Mark(status=status, link=_anchor(records[0]), words="does not apply")
+        return Mark(
+            status=status, link=_anchor(records[0]), words=f"{chapter} does not apply"
+        )
     hits = [record for s, record in found if s == status]
-    words = f"{status}: {len(hits)} of {len(found)} verdicts"
+    words = f"{chapter} {status}: {len(hits)} of {len(found)} verdicts"
     return Mark(status=status, link=_anchor(hits[0]), words=words)
 
 
-def _groups(report: Report) -> dict[str, list[dict[str, object]]]:
-    """Topology -> the stories of its scenarios."""
-    groups: dict[str, list[dict[str, object]]] = {}
-    stories: dict[str, list[CaseRecord]] = {}
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One scenario with every scaler that was judged in it."""
+
+    id: str
+    anchor: str
+    topology: str
+    status: str
+    """The worst of its records."""
+    plots: Sequence[Markup]
+    """What the scalers share."""
+    records: Sequence[tuple[CaseRecord, Sequence[Markup]]]
+    """Each record with its own plots."""
+    traits: dict[str, str]
+    """Filter -> value, for the filters of the page."""
+
+
+def _stories(report: Report) -> list[Story]:
+    scenarios: dict[str, list[CaseRecord]] = {}
     for case in report.cases:
-        stories.setdefault(case.scenario, []).append(case)
-    for records in stories.values():
-        groups.setdefault(records[0].topology, []).append(_story(records))
-    return groups
+        scenarios.setdefault(case.scenario, []).append(case)
+    return [_story(records) for records in scenarios.values()]
 
 
-def _story(records: Sequence[CaseRecord]) -> dict[str, object]:
-    return {
-        "id": records[0].scenario,
-        "anchor": _anchor(records[0]),
-        "status": worst_status(records),
-        "records": records,
-        "plots": _plots(records),
-    }
+def _story(records: Sequence[CaseRecord]) -> Story:
+    first, status = records[0], worst_status(records)
+    return Story(
+        id=first.scenario,
+        anchor=_anchor(first),
+        topology=first.topology,
+        status=status,
+        plots=_drawn(loss_chart(records), distance_chart(records)),
+        records=[(record, _plots(record, status)) for record in records],
+        traits={
+            "verdict": status,
+            "topology": first.topology,
+            "precision": first.precision,
+            "data": first.data,
+        },
+    )
 
 
-def _plots(records: Sequence[CaseRecord]) -> list[Markup]:
-    plots = [loss_chart(records)]
-    for record in records:
-        if record.curves is None:
-            continue
-        plots.append(scale_chart(record, record.curves))
-        if record.failures:
-            plots.append(skip_strip(record, record.curves))
-            plots.append(error_bars(record, record.curves))
+def _plots(record: CaseRecord, story: str) -> list[Markup]:
+    """A record's own plots; where no scaler failed, its scale says all."""
+    curves = record.curves
+    if curves is None or (record.status == "pass" and story != "pass"):
+        return []
+    if record.status == "pass":
+        return _drawn(scale_chart(record, curves))
+    return _drawn(
+        scale_chart(record, curves),
+        skip_strip(record, curves),
+        error_bars(record, curves),
+    )
+
+
+def _drawn(*plots: Markup) -> list[Markup]:
     return [plot for plot in plots if plot]
 
 
-def _anchor(record: CaseRecord) -> str:
-    return f"s-{Scenario.parse(record.scenario).hash}"
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """A link that shows only the runs which have one trait."""
+
+    key: str
+    """Class of the runs; the link leads to ``#only-KEY``."""
+    value: str
+    count: int
+
+
+def _filters(stories: Sequence[Story]) -> dict[str, list[Filter]]:
+    """Trait -> its filters; a trait that all runs share has none."""
+    filters = {
+        trait: list(_values(trait, stories))
+        for trait in ("verdict", "topology", "precision", "data")
+    }
+    return {trait: found for trait, found in filters.items() if len(found) > 1}
+
+
+def _values(trait: str, stories: Sequence[Story]) -> Iterator[Filter]:
+    counts = Counter(story.traits[trait] for story in stories)
+    for number, (value, count) in enumerate(counts.items()):
+        yield Filter(key=f"{trait}-{number}", value=value, count=count)

@@ -23,10 +23,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from .law import worst_of
-from .report import CaseRecord, Report, VerdictRecord
+from .law import rank_list, worst_of
+from .report import CaseRecord, Number, Report, VerdictRecord
 
-__all__ = ["cell", "plain", "print_report", "progress"]
+__all__ = ["cell", "facts", "plain", "print_report", "progress", "worst_status"]
 
 STYLES = {
     "pass": "green",
@@ -139,6 +139,18 @@ def cell(records: Sequence[CaseRecord]) -> str:
 def _kind(verdict: VerdictRecord) -> str:
     chapter = verdict.law.partition(".")[0]
     return "error" if chapter == "liveness" else chapter
+
+
+def facts(verdict: VerdictRecord) -> list[str]:
+    """Step, ranks, parameter and numbers of a verdict, in words."""
+    found = [] if verdict.step is None else [f"step {verdict.step}"]
+    found += [rank_list(verdict.ranks)] if verdict.ranks else []
+    found += [verdict.parameter] if verdict.parameter else []
+    return found + [f"{name} = {_number(x)}" for name, x in verdict.numbers.items()]
+
+
+def _number(value: Number) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def print_report(console: Console, report: Report) -> None:
