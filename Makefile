@@ -9,7 +9,7 @@ BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank and no bytecode races; ranks are the parallelism here.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: parity test lint gate bench report relock clean setup
+.PHONY: parity test lint gate bench report docs who-passes relock clean setup
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -34,11 +34,17 @@ bench: setup  ## ratios against the peers, measured in the same run
 report: setup  ## render the last report again
 	$(BIN)/gradparity report $(REPORT)/report.jsonl --html $(REPORT)
 
+docs: setup  ## write the pages that are made from code
+	$(BIN)/gradparity laws
+
+who-passes: setup  ## judge the scalers of others and write docs/who-passes.md
+	$(BIN)/gradparity who-passes --preset $(or $(PRESET),quick)
+
 relock: ## renew constraints.txt from pyproject.toml in a throw-away environment
 	sh .ci/relock "$(PYTHON)"
 
 clean:
-	rm -rf $(VENV) $(REPORT) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REPORT) parity-peers build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..fixtures import KINDS, OPTIMIZERS, PRECISIONS, TOPOLOGIES
+from ..fixtures.peers import PEERS
 from . import laws as laws
 from .catalogue import Selection, select
 from .law import LAWS
@@ -47,8 +48,7 @@ def _faults() -> Iterator[str]:
 def _scalers() -> Iterator[str]:
     yield "gradparity.scaler:GradScaler"
     yield "gradparity.scaler:ShardedGradScaler"
-    yield "torch.amp:GradScaler"
-    yield "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler"
+    yield from (peer.spec for peer in PEERS.values())
 
 
 _TABLES: dict[str, Callable[[], Iterator[str]]] = {

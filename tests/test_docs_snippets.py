@@ -1,0 +1,194 @@
+"""Every command and snippet of README and docs runs, as a newcomer would run it.
+
+Commands that take long are parsed as they are written and run on one small scenario;
+``"cuda"`` in a snippet becomes ``"cpu"``.
+"""
+
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradparity.conformance.__main__ import main
+from gradparity.tests.docs_blocks import PAGES, ROOT, Block, blocks, inline_commands
+
+SCENARIO = "single/1/fp32/sgd/none/steps=2"
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+NOT_RUN_AT_MOST = 8
+TESTS = [b for b in BLOCKS if b.language == "python" and "def test_" in b.text]
+PYTHON = [b for b in BLOCKS if b.language == "python" and b not in TESTS]
+SHELL = [b for b in BLOCKS if b.language == "sh"]
+DATA = {"toml": tomllib.loads}
+MINE = "from torch.amp import GradScaler\n\nMyScaler = GradScaler\n"
+# appended, or put in the place of what is written: what a command does is tested by
+# its own tests, here it must exist and take these options
+SMALL: dict[str, list[str]] = {
+    "run": ["--scenario", SCENARIO, "--quiet"],
+    "hunt": ["--budget-s", "1"],
+    "bench": ["--help"],
+    "who-passes": ["--help"],
+    "gate": ["--yes"],
+}
+PLACEHOLDERS = {
+    "ID": SCENARIO,
+    "SCENARIO": SCENARIO,
+    "SPEC": "torch.amp:GradScaler",
+    "LAW": "agreement.scale",
+    "REPORT": "parity-report/report.jsonl",
+    "R": "parity-report/report.jsonl",
+}
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project of someone's own: a package with a scaler, and one report."""
+    folder = tmp_path_factory.mktemp("project")
+    package = folder / "mypackage"
+    package.mkdir()
+    for name in ("__init__", "mymodule", "amp"):
+        (package / f"{name}.py").write_text(MINE)
+    return folder
+
+
+@pytest.fixture
+def project(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(scratch)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    if not (scratch / "parity-report").exists():
+        assert main(["run", "--scenario", SCENARIO, "--quiet"]) == 0
+    return scratch
+
+
+def test_blocks_are_found_and_few_are_left_out() -> None:
+    assert len(SHELL) >= 8 and len(PYTHON) >= 3 and len(TESTS) >= 2
+    assert all(b.language in ("python", "sh", "text", "yaml", *DATA) for b in BLOCKS)
+    left_out = [f"{b}: {b.not_run}" for b in BLOCKS if b.not_run]
+    assert len(left_out) <= NOT_RUN_AT_MOST, left_out
+    for block in BLOCKS:
+        if block.tested:
+            assert (ROOT / block.tested).is_file(), f"{block}: no {block.tested}"
+
+
+def runnable(found: list[Block]) -> list[Block]:
+    return [block for block in found if not (block.tested or block.not_run)]
+
+
+@pytest.mark.parametrize("block", runnable(SHELL), ids=str)
+def test_commands(block: Block, project: Path) -> None:
+    for command in block.commands:
+        words = shlex.split(command)
+        run = RUNNERS.get(words[0])
+        assert run is not None, f"{command!r}: mark the block, or teach RUNNERS"
+        run(words)
+
+
+def run_ours(words: list[str]) -> None:
+    """In this process: what is appended keeps it short."""
+    if any(word.startswith("[") for word in words):
+        return check_options(words)
+    argv = [PLACEHOLDERS.get(word, word) for word in words[1:]]
+    asks = argv[0] != "gate" or "--update-baseline" in argv
+    status = main([*argv, *(SMALL.get(argv[0], []) if asks else [])])
+    assert status in (0, 1), f"{shlex.join(words)} gives {status}"
+    return None
+
+
+def check_options(words: list[str]) -> None:
+    """A line with [options]: each of them is in the help of the command."""
+    told = help_of(words[1])
+    for option in re.findall(r"--[a-z-]+", " ".join(words)):
+        known = re.search(rf"{option}(?![\w-])", told)
+        assert known, f"{words[1]} has no {option}"
+
+
+def help_of(command: str) -> str:
+    kept, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        assert main([command, "--help"]) == 0
+    except SystemExit as done:  # argparse
+        assert done.code == 0
+    finally:
+        told, sys.stdout = sys.stdout.getvalue(), kept
+    return told
+
+
+def run_make(words: list[str]) -> None:
+    """The target exists; what it runs is the suite itself, or minutes."""
+    done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def run_pip(words: list[str]) -> None:
+    """Not installed here: its name and its extras exist."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    extras = {*project["optional-dependencies"], ""}
+    ours = [w for w in words[2:] if w.startswith(("gradparity", "."))]
+    assert words[1] == "install" and ours, words
+    for word in ours:
+        named = word.partition("[")[2].rstrip("]").split(",")
+        assert set(named) <= extras, word
+
+
+RUNNERS: dict[str, Callable[[list[str]], None]] = {
+    "gradparity": run_ours,
+    "make": run_make,
+    "pip": run_pip,
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_in_the_text_exist(page: Path) -> None:
+    for command in inline_commands(page):
+        words = command.split()
+        if words[0] == "make":
+            run_make(words[:2])
+        else:
+            check_options(words)
+
+
+def names() -> dict[str, Any]:
+    """What the snippets take for granted."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "batches": [torch.ones(3, 2)] * 2,
+        "loss": model(torch.ones(3, 2)).mean(),
+        "loss_of": lambda model, batch: model(batch).mean(),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }
+
+
+@pytest.mark.parametrize("block", runnable(PYTHON), ids=str)
+def test_python(block: Block, project: Path) -> None:
+    code = compile(block.text.replace('"cuda"', '"cpu"'), str(block), "exec")
+    exec(code, {"__name__": "snippet", **names()})
+
+
+def test_snippets_that_are_tests(tmp_path: Path) -> None:
+    for number, block in enumerate(runnable(TESTS)):
+        (tmp_path / f"test_snippet_{number}.py").write_text(block.text)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in DATA], ids=str)
+def test_data_can_be_read(block: Block) -> None:
+    assert DATA[block.language](block.text)
