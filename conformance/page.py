@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -15,11 +15,14 @@ from markupsafe import Markup
 from . import laws as laws
 from .law import LAWS, RANKING, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
-from .report import CaseRecord, Report
+from .report import CaseRecord, Report, VerdictRecord
 from .terminal import cell, facts, plain, worst_status
 
 __all__ = ["render_page", "write_page"]
 
+ROOM = 900_000
+"""Bytes of plots on a page, those of violations first: with what is told of 500 runs in
+words the page stays below 3 MB, whatever they come to."""
 CHAPTERS = tuple(dict.fromkeys(law.chapter for law in LAWS.values()))
 
 
@@ -49,12 +52,13 @@ def render_page(report: Report) -> str:
         laws=LAWS,
         chapters=CHAPTERS,
         cell=cell,
-        facts=facts,
+        facts=_untold,
         worst=worst_status,
         anchor=_anchor,
         rows=_rows(report),
         tallies=_tallies(report),
         filters=_filters(stories),
+        undrawn=sum(story.undrawn for story in stories),
         groups={t: [s for s in stories if s.topology == t] for t in report.topologies},
     )
 
@@ -64,6 +68,15 @@ def _printable(value: object) -> object:
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value)
     return value
+
+
+def _untold(verdict: VerdictRecord) -> list[str]:
+    """The facts of a verdict that its message does not tell by itself."""
+    return [
+        fact
+        for fact in facts(verdict)
+        if fact.rpartition(" = ")[2] not in verdict.message
+    ]
 
 
 def _anchor(record: CaseRecord) -> str:
@@ -149,13 +162,25 @@ class Story:
     """Each record with its own plots."""
     traits: dict[str, str]
     """Filter -> value, for the filters of the page."""
+    undrawn: bool = False
+    """Whether its plots found no room."""
 
 
 def _stories(report: Report) -> list[Story]:
     scenarios: dict[str, list[CaseRecord]] = {}
     for case in report.cases:
         scenarios.setdefault(case.scenario, []).append(case)
-    return [_story(records) for records in scenarios.values()]
+    return _within_room([_story(records) for records in scenarios.values()])
+
+
+def _within_room(stories: Sequence[Story]) -> list[Story]:
+    """The stories in their order; plots that find no room are left out."""
+    room, kept = ROOM, {}
+    for story in sorted(stories, key=lambda s: s.status == "pass"):
+        own = [plot for _, plots in story.records for plot in plots]
+        room -= sum(map(len, [*story.plots, *own]))
+        kept[story.id] = story if room > 0 else _bare(story)
+    return [kept[story.id] for story in stories]
 
 
 def _story(records: Sequence[CaseRecord]) -> Story:
@@ -192,6 +217,11 @@ def _plots(record: CaseRecord, story: str) -> list[Markup]:
 
 def _drawn(*plots: Markup) -> list[Markup]:
     return [plot for plot in plots if plot]
+
+
+def _bare(story: Story) -> Story:
+    records = [(record, ()) for record, _ in story.records]
+    return replace(story, plots=(), records=records, undrawn=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from gradparity.conformance.compare import compare
+from gradparity.conformance.law import LAWS
 from gradparity.conformance.page import render_page
 from gradparity.conformance.report import (
     SCHEMA_VERSION,
@@ -169,3 +170,44 @@ def test_hostile_text_is_escaped_in_the_page() -> None:
 
 def test_the_page_of_an_incomplete_report_says_so() -> None:
     assert "This report is incomplete" in render_page(report_of(case()))
+
+
+def broken(number: int) -> CaseRecord:
+    """A case that breaks ten laws, in the words and curves of a long run."""
+    made = case("package.module:GradScaler", "fail", "step 1: " + "rank 0 differs " * 6)
+    assert made.curves is not None
+    curves = msgspec.structs.replace(
+        made.curves,
+        scale=[[float(2**step) for step in range(20)]] * 4,
+        stepped=[[True, False] * 10] * 4,
+        bad=[["", "w"] * 10] * 4,
+        parameters={f"blocks.{n}.feed_forward.up.weight": n / 3 for n in range(9)},
+    )
+    return msgspec.structs.replace(
+        made,
+        scenario=f"fsdp+tp/4/fp32/adamw/inf@r3s1:up.weight;nan@r0s3:last/seed={number}",
+        verdicts=tuple(
+            msgspec.structs.replace(made.verdicts[0], law=law)
+            for law in list(LAWS)[:10]
+        ),
+        curves=curves,
+    )
+
+
+def test_a_page_of_500_runs_is_small_whatever_they_come_to() -> None:
+    cases = [broken(number) for number in range(500)]
+    page = render_page(report_of(*cases))
+    assert len(page.encode()) < 3_000_000
+    assert all(each.scenario in page for each in cases)
+    drawn = page.count("decisions by rank and step") // 2  # title and text
+    assert 100 < drawn < 500
+    assert f"{500 - drawn} runs have no plots here" in page
+
+
+def test_room_is_for_the_plots_of_violations_first() -> None:
+    good = [
+        msgspec.structs.replace(broken(n), status="pass", verdicts=())
+        for n in range(1000, 1700)
+    ]
+    page = render_page(report_of(*good, broken(1)))
+    assert page.count("decisions by rank and step") == 2
