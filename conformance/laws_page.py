@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from ..fixtures.faulty_scalers import FAULTY
+from ..fixtures.faulty import FAULTY
 from . import laws as laws
 from .law import LAWS, Law
 
@@ -72,8 +72,6 @@ def _lines(law: Law) -> Iterator[str]:
     source = getattr(law, "source", "")
     if source:
         yield f"*Source:* {source}\n"
-    faulty = [
-        f"`{scaler.__name__}`" for scaler, broken in FAULTY.items() if broken == law.id
-    ]
+    faulty = [f"`{s.__name__}`" for s, how in FAULTY.items() if how.law == law.id]
     if faulty:
         yield f"*Broken on purpose by:* {', '.join(faulty)}\n"
