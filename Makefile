@@ -15,8 +15,8 @@ parity: setup  ## the main job: train on meshes, compare every step on every ran
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
 	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
 
-test: lint  ## ruff, mypy strict, pytest under xdist
-	$(BIN)/pytest -n 2 --dist worksteal -q
+test: lint  ## ruff, mypy strict, pytest under xdist; nothing may be left behind
+	$(BIN)/python tests/nothing_left.py $(BIN)/pytest -n 2 --dist worksteal -q
 
 lint: setup
 	$(BIN)/ruff check .

@@ -38,6 +38,9 @@ class Broker:
     folder: Path = field(default_factory=lambda: default_folder())
     """Where the locks are."""
 
+    optional: bool = False
+    """Whether to do without slots where no lock file can be made."""
+
     @contextlib.contextmanager
     def slots(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
         """Hold ``wanted`` slots, or all where there are fewer.
@@ -50,11 +53,16 @@ class Broker:
             The names of the slots.
 
         Raises:
-            HarnessError: Others held them for too long.
+            HarnessError: Others held them for too long, or no lock can be made.
         """
         count = min(wanted, len(self.names))
         with contextlib.ExitStack() as held:
-            names = self._take(held, count, limit_s) if count else ()
+            try:
+                names = self._take(held, count, limit_s) if count else ()
+            except OSError as error:
+                if not self.optional:
+                    raise self._unwritable(error) from error
+                names = ()
             yield names
 
     def _take(
@@ -104,11 +112,21 @@ class Broker:
             f"{self.folder}; other runs hold them. {SLOTS_VARIABLE}=0 does without."
         )
 
+    def _unwritable(self, error: OSError) -> HarnessError:
+        return HarnessError(
+            f"no lock can be made in {self.folder}: {error}; XDG_CACHE_HOME may name a "
+            "folder that can be written."
+        )
+
 
 def cpu_broker() -> Broker:
-    """Return the broker of this machine's CPU slots."""
+    """Return the broker of this machine's CPU slots.
+
+    They make runs quicker, not right: a full disk or a home that cannot be written
+    costs the slots and no test.
+    """
     count = int(os.environ.get(SLOTS_VARIABLE, _cores() * _RANKS_PER_CORE))
-    return Broker(names=[f"cpu{index}" for index in range(count)])
+    return Broker(names=[f"cpu{index}" for index in range(count)], optional=True)
 
 
 def gpu_broker(visible: Sequence[str]) -> Broker:

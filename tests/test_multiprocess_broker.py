@@ -93,6 +93,19 @@ def test_no_slots_means_no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
         assert held == ()
 
 
+def test_slots_are_a_wish_for_cores_and_a_must_for_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
+    with cpu_broker().slots(2) as held:
+        assert held == ()
+    with pytest.raises(HarnessError, match="XDG_CACHE_HOME"):
+        with gpu_broker(["0"]).slots(1):
+            pass
+
+
 def test_gpus_are_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus(2) == ["0", "1"]
