@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from gradparity.conformance import Runner, Scenario
+from gradparity.conformance.devices import Devices
 from gradparity.conformance.parity import HEAD_ROOM
+from gradparity.conformance.place import Pool
 from gradparity.conformance.record import make_header
 from gradparity.conformance.reference import NOISY
 
@@ -66,7 +68,13 @@ def main(argv: Sequence[str]) -> int:
     """
     seeds = int(argv[0]) if argv else 10
     generator = np.random.default_rng(0)
-    header = make_header(planned=0, preset="", seed=0, arguments=["bench", "parity"])
+    header = make_header(
+        planned=0,
+        preset="",
+        seed=0,
+        arguments=["bench", "parity"],
+        place=Pool(Devices(), timeout_s=60.0),
+    )
     result = {
         "torch": header.torch,
         "python": header.python,

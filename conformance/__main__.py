@@ -11,10 +11,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..multiprocess.surroundings import on_torchrun
 from .arguments import COMMANDS as GROUP
 from .arguments import DEFAULT_SCALER, FORMATS, build_parser
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
+    from ..multiprocess.station import Station
     from .catalogue import Selection
 
 __all__ = ["main"]
@@ -30,11 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 conformant, 1 violations, 2 usage, 3 harness failure.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if on_torchrun():
+        from .spmd import main_on_torchrun
+
+        return main_on_torchrun(arguments, _main)
+    return _main(arguments, None)
+
+
+def _main(arguments: Sequence[str], station: Station | None) -> int:
     plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
-        return int(entry.load()(arguments[1:]))
+        return int(entry.load()(list(arguments[1:])))
     parsed = build_parser().parse_args(arguments)
     parsed.arguments = arguments
+    parsed.station = station
     try:
         return COMMANDS[parsed.command](parsed)
     except ValueError as error:  # the caller's fault: one line, no traceback
@@ -54,6 +65,7 @@ def _run(parsed: argparse.Namespace) -> int:
     """``run`` and ``replay``: the latter has no selection, only one id."""
     from rich.console import Console
 
+    from .devices import Devices
     from .run import RunSettings, run
 
     replayed = parsed.command == "replay"
@@ -67,10 +79,11 @@ def _run(parsed: argparse.Namespace) -> int:
         json=parsed.json,
         fail_fast=getattr(parsed, "fail_fast", False),
         timeout_s=parsed.timeout_s,
+        devices=Devices(device=parsed.device, share=parsed.share_gpus),
         quiet=parsed.quiet,
         arguments=parsed.arguments,
     )
-    return run(settings, Console())
+    return run(settings, Console(), parsed.station)
 
 
 def _hunt(parsed: argparse.Namespace) -> int:

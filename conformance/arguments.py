@@ -57,13 +57,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_run(commands: Commands) -> None:
     run = commands.add_parser("run", help="run scenarios, write a report")
-    _add(run, _JUDGED, _SELECTION, _RUN, _OUTPUT)
+    _add(run, _JUDGED, _SELECTION, _RUN, _DEVICES, _OUTPUT)
 
 
 def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser("replay", help="run one scenario id again")
     replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
-    _add(replay, _JUDGED, _OUTPUT)
+    _add(replay, _JUDGED, _DEVICES, _OUTPUT)
 
 
 def _add_hunt(commands: Commands) -> None:
@@ -142,6 +142,17 @@ _SELECTION: Options = {
         "help": "ranks, instead of each topology's own number",
     },
     "seed": {"type": int, "default": 0, "help": "seed of weights and data"},
+}
+_DEVICES: Options = {
+    "device": {
+        "default": "cpu",
+        "choices": ("cpu", "cuda"),
+        "help": "cpu with gloo (default), or cuda with NCCL, one rank a GPU",
+    },
+    "share-gpus": {
+        "action": "store_true",
+        "help": "several ranks a GPU, with gloo; goes with --device cuda",
+    },
 }
 _RUN: Options = {
     "scenario": _repeated("ID", "run this scenario instead of a preset"),

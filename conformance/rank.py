@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..fixtures import DATASETS, Strike, aim, inject, local, parse_faults
 from ..multiprocess import current_world
+from .devices import settle
 from .engine import Engine, build_engine, shard_id
 from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
 from .scenario import Scenario
@@ -98,6 +99,7 @@ def observe_rank(scenario: Scenario, spec: str | None, folder: str) -> RankTrace
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
     """
     world = current_world()
+    settle(world.device)
     shape = scenario.parsed_topology.mesh_shape(scenario.world)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
     engine = build_engine(scenario, mesh, torch.device(world.device))
@@ -202,6 +204,7 @@ def _observe_step(
     seen = trace.steps[-1]
     engine.optimizer.zero_grad()
     batch = DATASETS[engine.scenario.dataset].batch(seen.step, engine.scenario.seed)
+    batch = batch.to(engine.device)
     seen.loss = engine.forward_backward(batch, judged.scale)
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)

@@ -12,17 +12,30 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import torch
 
 from .. import __version__
 from ..fixtures import DATASETS
+from .devices import Devices
 from .law import Evidence, Verdict
+from .place import Place
 from .report import SCHEMA_VERSION, CaseRecord, Curves, Header, Number, VerdictRecord
 from .runner import Case
 
-__all__ = ["case_record", "make_header", "replay_command"]
+__all__ = ["case_record", "command_line", "make_header", "replay_command"]
 
-_RELEVANT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_LOGS")
+_RELEVANT = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "TORCH_LOGS",
+)
 
 
 def make_header(
@@ -31,7 +44,9 @@ def make_header(
     preset: str,
     seed: int,
     arguments: Sequence[str],
+    place: Place,
     data: Iterable[str] = (),
+    restarts: tuple[str, ...] = (),
 ) -> Header:
     """The header of a run that starts now.
 
@@ -40,8 +55,10 @@ def make_header(
         preset: name of the set of scenarios.
         seed: seed of the run.
         arguments: the command line.
+        place: where the ranks come from: device, backend, threads.
         data: data sets that the run uses; their hashes are recorded. The text depends
             on the Python version, so a run without it must not claim to.
+        restarts: what was taken over from earlier attempts.
     """
     return Header(
         schema=SCHEMA_VERSION,
@@ -49,18 +66,25 @@ def make_header(
         torch=str(torch.__version__),
         python=platform.python_version(),
         platform=f"{platform.system()}-{platform.machine()}".lower(),
-        backend="gloo",
-        device="cpu",
-        threads=1,
+        backend=place.devices.backend,
+        device=place.devices.device,
+        threads=place.threads,
         commit=_commit(),
-        command=shlex.join(["gradparity", *arguments]),
+        command=command_line(arguments),
         preset=preset,
         seed=seed,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         planned=planned,
         data={name: DATASETS[name].fingerprint() for name in sorted(set(data))},
         environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
+        launcher=msgspec.structs.replace(place.launcher(), restarts=restarts),
+        gpus=tuple(place.gpu_names()),
     )
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command of a run, as its header has it."""
+    return shlex.join(["gradparity", *arguments])
 
 
 def _commit() -> str:
@@ -74,18 +98,19 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def replay_command(scaler: str, scenario: str) -> str:
-    """The one command that runs a case again."""
+def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -> str:
+    """The one command that runs a case again, with ranks of its own."""
     program = (
         "gradparity"
         if "gradparity" in Path(sys.argv[0]).name
         else ("python -m gradparity.conformance")
     )
-    return f"{program} replay {shlex.quote(scenario)} --scaler {shlex.quote(scaler)}"
+    options = ["--scaler", scaler, *(devices.options if devices else ())]
+    return f"{program} replay {shlex.join([scenario, *options])}"
 
 
-def case_record(case: Case) -> CaseRecord:
-    """What the report keeps of ``case``."""
+def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
+    """What the report keeps of ``case``, which ran on ``devices`` (the CPU)."""
     scenario = case.scenario
     return CaseRecord(
         scaler=case.scaler,
@@ -98,7 +123,7 @@ def case_record(case: Case) -> CaseRecord:
         verdicts=tuple(_verdict(v) for v in case.verdicts),
         seconds=round(case.seconds, 4),
         problem=case.problem,
-        replay=replay_command(case.scaler, scenario.id),
+        replay=replay_command(case.scaler, scenario.id, devices),
         curves=None if case.evidence is None else _curves(case.evidence),
     )
 

@@ -24,11 +24,13 @@ __all__ = [
     "Curves",
     "Footer",
     "Header",
+    "Launcher",
     "Line",
     "Report",
     "ReportError",
     "ReportWriter",
     "VerdictRecord",
+    "append_footer",
     "read_report",
 ]
 
@@ -50,6 +52,23 @@ class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a line."""
+
+
+class Launcher(_Part, frozen=True, kw_only=True):
+    """What made the ranks."""
+
+    name: str
+    """``pool`` or ``torchrun``."""
+    ranks: Count = 0
+    """Ranks that there were; 0 means as many as each scenario asked for."""
+    hosts: Count = 1
+    """Machines, or rather torchrun's agents."""
+    run: str = ""
+    """torchrun's id of the run."""
+    attempt: Count = 0
+    """How often torchrun had restarted the ranks when this report was begun."""
+    restarts: tuple[str, ...] = ()
+    """One line a restart: what was kept, why the attempt before ended."""
 
 
 class Header(_Line, frozen=True, kw_only=True, tag="header"):
@@ -74,6 +93,9 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """Data set -> hash of its raw bytes."""
     environment: dict[str, str]
     """Environment variables that change numbers or transports."""
+    launcher: Launcher = Launcher(name="pool")
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs of the machine of rank 0, where the device is cuda."""
 
 
 class VerdictRecord(_Part, frozen=True, kw_only=True):
@@ -259,6 +281,31 @@ class ReportWriter:
     def _write(self, line: Line) -> None:
         self._file.write(_ENCODER.encode(line) + b"\n")
         self._file.flush()
+
+
+def append_footer(path: Path, reason: str) -> None:
+    """End the report of a writer that is gone; nothing to do where there is a footer.
+
+    Args:
+        path: the report.
+        reason: why it is incomplete.
+    """
+    report = read_report(path)
+    if report.footer is not None:
+        return
+    whole = path.read_bytes()
+    draft = path.with_name(f".{path.name}.draft")
+    footer = Footer(
+        complete=False,
+        cases=len(report.cases),
+        counts=_count(case.status for case in report.cases),
+        seconds=round(sum(case.seconds for case in report.cases), 3),
+        reason=reason,
+    )
+    # without the line that the writer did not finish
+    kept = whole[: whole.rfind(b"\n") + 1]
+    draft.write_bytes(kept + _ENCODER.encode(footer) + b"\n")
+    os.replace(draft, path)
 
 
 def read_report(path: Path) -> Report:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
+from ..multiprocess import HarnessError
+from ..multiprocess.station import Ended, Station
 from .catalogue import Selection, select
+from .devices import Devices
 from .law import worst_of
 from .page import write_page
+from .place import place_of
 from .rank import load_scaler
-from .record import case_record, make_header
+from .record import case_record, command_line, make_header
 from .report import CaseRecord, ReportWriter, read_report
+from .resume import Earlier, earlier_attempt
 from .runner import Runner
 from .scenario import Scenario
-from .terminal import Ticker, print_report, progress
+from .spmd import REPORT_NOTE
+from .terminal import Ticker, plain, print_report, progress
 
 __all__ = ["EXIT_CODES", "RunSettings", "run"]
 
@@ -46,6 +52,8 @@ class RunSettings:
     """Stop at the first violation."""
     timeout_s: float = 120.0
     """Limit of one scenario."""
+    devices: Devices = field(default_factory=Devices)
+    """What the ranks compute on."""
     quiet: bool = False
     arguments: Sequence[str] = ()
     """The command line, for the header."""
@@ -71,8 +79,13 @@ class RunSettings:
         return select(self.preset, self.selection)
 
 
-def run(settings: RunSettings, console: Console) -> int:
+def run(settings: RunSettings, console: Console, station: Station | None = None) -> int:
     """Run, report and return the exit code.
+
+    Args:
+        settings: what to run.
+        console: where to tell of it.
+        station: this process's part in a run under torchrun, as its leader.
 
     Raises:
         ValueError: for bad usage, before anything is started.
@@ -83,16 +96,26 @@ def run(settings: RunSettings, console: Console) -> int:
     for spec in scalers:
         load_scaler(spec, folder)
     pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
-    header = make_header(
-        planned=len(pairs),
-        preset="ids" if settings.scenarios else settings.preset,
-        seed=settings.selection.seed,
-        arguments=settings.arguments,
-        data=[scenario.dataset for scenario in scenarios],
-    )
     path = _report_path(settings)
-    with ReportWriter(path, header) as writer:
-        code = _judge(settings, pairs, writer, console, folder)
+    with place_of(settings.devices, settings.timeout_s, station) as place:
+        place.check([scenario.world for scenario in scenarios])
+        if station is not None:
+            station.note(REPORT_NOTE, str(path.absolute()))
+        earlier = earlier_attempt(
+            path, place.launcher(), command_line(settings.arguments)
+        )
+        header = make_header(
+            planned=len(pairs),
+            preset="ids" if settings.scenarios else settings.preset,
+            seed=settings.selection.seed,
+            arguments=settings.arguments,
+            place=place,
+            data=[scenario.dataset for scenario in scenarios],
+            restarts=earlier.restarts,
+        )
+        with ReportWriter(path, header) as writer:
+            runner = Runner(folder=folder, place=place)
+            code = _judge(settings, pairs, earlier, writer, console, runner)
     _show(settings, path, console)
     return code
 
@@ -100,30 +123,36 @@ def run(settings: RunSettings, console: Console) -> int:
 def _judge(
     settings: RunSettings,
     pairs: Sequence[tuple[str, Scenario]],
+    earlier: Earlier,
     writer: ReportWriter,
     console: Console,
-    folder: str,
+    runner: Runner,
 ) -> int:
     start = time.monotonic()
-    records: list[CaseRecord] = []
-    with (
-        Runner(folder=folder, timeout_s=settings.timeout_s) as runner,
-        progress(console, len(pairs), quiet=settings.quiet) as ticker,
-    ):
-        for spec, scenario in pairs:
-            records.append(_one(runner, spec, scenario, writer, ticker))
-            if settings.fail_fast and records[-1].status != "pass":
-                break
-    reason = _incomplete(records, len(pairs))
+    records = list(earlier.kept)
+    for record in records:
+        writer.case(record)
+    done = {record.key for record in records}
+    left = [(spec, s) for spec, s in pairs if (spec, s.id) not in done]
+    broken = ""
+    with progress(console, len(left), quiet=settings.quiet) as ticker:
+        try:
+            for spec, scenario in left:
+                records.append(_one(runner, spec, scenario, writer, ticker))
+                if settings.fail_fast and records[-1].status != "pass":
+                    break
+        except (HarnessError, Ended) as error:
+            broken = f"stopped after {len(records)} of {len(pairs)} cases: {error}"
+    reason = broken or _incomplete(records, len(pairs))
     writer.close(time.monotonic() - start, reason)
-    return _exit_code(settings, records)
+    return EXIT_CODES["error"] if broken else _exit_code(settings, records)
 
 
 def _one(
     runner: Runner, spec: str, scenario: Scenario, writer: ReportWriter, ticker: Ticker
 ) -> CaseRecord:
     ticker.begin(spec, scenario.id)
-    record = case_record(runner.run(spec, scenario))
+    record = case_record(runner.run(spec, scenario), runner.place.devices)
     writer.case(record)
     ticker.end(record)
     return record
@@ -159,7 +188,8 @@ def _show(settings: RunSettings, path: Path, console: Console) -> None:
     report = read_report(path)
     if not settings.quiet:
         print_report(console, report)
-    lines = [f"report: {path}"]
+    lines = [plain(text) for text in report.header.launcher.restarts]
+    lines.append(f"report: {path}")
     if settings.json is None or settings.out is not None:
         page = write_page(report, settings.out or path.parent)
         lines.append(f"page:   {page}")

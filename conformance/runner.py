@@ -1,21 +1,22 @@
 """Runner: scenarios x scalers on warm clusters -> judged cases.
 
-Clusters are kept by world size, the runs without a scaler by scenario, references by
-their schedule; each is made once and shared by all scalers.
+Worlds are kept by size, the runs without a scaler by scenario, references by their
+schedule; each is made once and shared by all scalers.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from ..multiprocess import Cluster, RankOutcome, RankState, WorldFailure
+from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
+from .devices import Devices
 from .law import LAWS, Evidence, Finding, Status, Verdict, judge, worst_of
 from .parity import Parity, measure_parity
+from .place import Place, Pool
 from .rank import JudgedError, observe_rank
 from .scenario import Scenario
 from .trace import Problem, RankTrace
@@ -49,12 +50,19 @@ class Case:
 class Runner:
     """Runs cases one after another; a context manager that ends its clusters."""
 
-    def __init__(self, *, folder: str, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, *, folder: str, timeout_s: float = 120.0, place: Place | None = None
+    ) -> None:
+        """Take ranks from a place, which is closed with the runner.
+
+        Args:
+            folder: import path of the judged scalers.
+            timeout_s: limit of one scenario, where ``place`` has none.
+            place: where ranks come from; by default a pool on the CPU.
+        """
         self.folder = folder
-        self.timeout_s = timeout_s
-        self._clusters: dict[int, Cluster] = {}
+        self.place = place or Pool(Devices(), timeout_s)
         self._bare: dict[Scenario, tuple[RankTrace, ...]] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -65,12 +73,15 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        self.place.__exit__(kind, error, trace)
 
     def run(self, spec: str, scenario: Scenario) -> Case:
         """Judge the scaler named ``spec`` in ``scenario``."""
         start = time.monotonic()
         problem, evidence = "", None
+        not_runnable = self.place.not_runnable(scenario.world)
+        if not_runnable:
+            return _not_run(spec, scenario, not_runnable)
         try:
             evidence = self._evidence(spec, scenario)
             verdicts = judge(evidence)
@@ -99,22 +110,18 @@ class Runner:
         # without a scaler its settings do not matter: share the run
         key = replace(scenario, init_scale=1.0, growth_interval=1)
         if key not in self._bare:
-            results = self._cluster(key.world).run(observe_rank, key, None, self.folder)
+            results = self.place.ranks(key.world).run(
+                observe_rank, key, None, self.folder
+            )
             self._bare[key] = tuple(results)
         return self._bare[key]
 
     def _observe(self, spec: str, scenario: Scenario) -> tuple[RankTrace, ...]:
-        cluster = self._cluster(scenario.world)
+        ranks = self.place.ranks(scenario.world)
         try:
-            return tuple(cluster.run(observe_rank, scenario, spec, self.folder))
+            return tuple(ranks.run(observe_rank, scenario, spec, self.folder))
         except WorldFailure as failure:
             return _traces_of(failure)
-
-    def _cluster(self, world: int) -> Cluster:
-        if world not in self._clusters:
-            cluster = Cluster(world, timeout_s=self.timeout_s)
-            self._clusters[world] = self._stack.enter_context(cluster)
-        return self._clusters[world]
 
 
 def _traces_of(failure: WorldFailure) -> tuple[RankTrace, ...]:
@@ -157,6 +164,17 @@ def _root_cause(failure: WorldFailure) -> str:
     return " ".join(failure.root.headline.split())[:400]
 
 
-def _no_verdicts(problem: str) -> list[Verdict]:
-    finding = Finding(status=Status.ERROR, message=problem)
+def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
+    """Nothing was compared: every law is skipped, and the case is no pass."""
+    return Case(
+        scaler=spec,
+        scenario=scenario,
+        verdicts=tuple(_no_verdicts(reason, Status.SKIPPED)),
+        evidence=None,
+        seconds=0.0,
+    )
+
+
+def _no_verdicts(problem: str, status: Status = Status.ERROR) -> list[Verdict]:
+    finding = Finding(status=status, message=problem)
     return [Verdict(law=each, finding=finding) for each in LAWS]

@@ -19,6 +19,7 @@ from .report import (
     Curves,
     Footer,
     Header,
+    Launcher,
     Line,
     VerdictRecord,
 )
@@ -36,7 +37,7 @@ def report_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Line)
     parts = schema["$defs"]
     parts["Header"]["properties"]["schema"] = {"const": SCHEMA_VERSION}
-    for record in (Header, CaseRecord, VerdictRecord, Curves, Footer):
+    for record in (Header, Launcher, CaseRecord, VerdictRecord, Curves, Footer):
         for field, text in _documented(record).items():
             parts[record.__name__]["properties"][field]["description"] = text
     return {

@@ -126,7 +126,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
         return "not run"
     found = first_failure(records)
     if found is None:
-        return f"{status.upper()} ({len(records)} runs)"
+        return f"{status.upper()} ({len(records)} runs){_undecided(records)}"
     record, verdict = found
     bad = sum(bool(r.failures) for r in records)
     kind = _kind(verdict)
@@ -134,6 +134,16 @@ def cell(records: Sequence[CaseRecord]) -> str:
         f"{status.upper()} ({kind}, {bad} of {len(records)} runs) "
         f"{record.data}: {verdict.message}"
     )
+
+
+def _undecided(records: Sequence[CaseRecord]) -> str:
+    """Why the first case that is no pass is none, after a space; else empty."""
+    open_ = [r for r in records if r.status == "inconclusive"]
+    order = ("inconclusive", "skipped")
+    told = [
+        v.message for s in order for r in open_ for v in r.verdicts if v.status == s
+    ]
+    return f" {told[0]}" if told else ""
 
 
 def _kind(verdict: VerdictRecord) -> str:

@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from . import linux, trail, wire
 from .capture import Capture
@@ -91,9 +91,15 @@ class RankProcess:
 
 
 class Crew:
-    """All ranks of one world, forked and ready for messages."""
+    """The ranks of one world that this process looks after, ready for messages."""
 
-    def __init__(self, spec: WorldSpec) -> None:
+    def __init__(self, spec: WorldSpec, ranks: Sequence[int] | None = None) -> None:
+        """Fork them.
+
+        Args:
+            spec: The world.
+            ranks: Those that are this process's; all by default.
+        """
         self.spec = spec
         self.runs = 0
         self.fresh_group = False
@@ -104,7 +110,7 @@ class Crew:
         self._trail_fd = trail.create(spec.size)
         shared = (self._store_fd, self._trail_fd)
         try:
-            for rank in range(spec.size):
+            for rank in range(spec.size) if ranks is None else ranks:
                 process = RankProcess(rank, shared, spec.output_limit)
                 self.ranks.append(process)
         except BaseException:

@@ -20,12 +20,32 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where ranks meet whose parents are several processes."""
+
+    host: str
+    port: int
+    prefix: str
+    """Of every key of this world in the store at that port."""
+
+    local_rank: int
+    """Position among the ranks of this machine: its device."""
+
+    local_size: int
+
+    one_host: bool
+    """Whether all ranks can reach each other over the loopback."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Start:
     """First message to a rank: join the world."""
 
     spec: WorldSpec
     rank: int
     context: Context
+    meeting: Meeting | None = None
+    """None where one parent has all ranks: they meet in a file of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

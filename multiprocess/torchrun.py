@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-# Public names of torch.distributed, which does not export them to mypy.
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+# A public name of torch.distributed, which does not export it to mypy.
+from torch._C._distributed_c10d import PrefixStore
 
-from . import linux, trail, worker
+from . import linux, mail, trail, worker
 from . import world as world_module
 from .blame import outcomes_of
 from .errors import HarnessError, WorldFailure
@@ -71,7 +71,7 @@ class TorchrunCluster:
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
         self.spec = WorldSpec(size=self.size, **settings)
-        self._store = _torchrun_store(self.rank)
+        self._store = mail.torchrun_store("cluster")
         self._kept = linux.sockets()
         self._calls = 0
         self._groups = 0
@@ -95,7 +95,7 @@ class TorchrunCluster:
         if self.rank == 0:
             self._store.set("closed", "")
         else:
-            _wait(self._store, "closed", MEET_S)
+            mail.wait(self._store, "closed", MEET_S)
         if dist.is_initialized():
             dist.destroy_process_group()
         world_module._set_current(None)
@@ -164,7 +164,7 @@ class TorchrunCluster:
     def _meet(self) -> None:
         self._store.set(f"meet/{self._calls}/{self.rank}", "")
         for rank in range(self.size):
-            if not _wait(self._store, f"meet/{self._calls}/{rank}", MEET_S):
+            if not mail.wait(self._store, f"meet/{self._calls}/{rank}", MEET_S):
                 raise HarnessError(
                     f"rank {rank} did not come to call {self._calls} within {MEET_S} s"
                 )
@@ -205,15 +205,13 @@ class TorchrunCluster:
 
     def _exchange(self, fact: Fact) -> list[Fact]:
         prefix = f"fact/{self._calls}"
-        self._store.set(f"{prefix}/{self.rank}", pickle.dumps(fact))  # type: ignore[arg-type]  # takes bytes too
+        mail.put(self._store, f"{prefix}/{self.rank}", pickle.dumps(fact))
         limit_s = self.spec.timeout_s + _REPORT_S
         facts = []
         for rank in range(self.size):
-            key = f"{prefix}/{rank}"
-            if _wait(self._store, key, limit_s):
-                facts.append(pickle.loads(self._store.get(key)))
-            else:
-                facts.append(Fact(rank=rank, waited_s=limit_s))
+            found = mail.read(self._store, f"{prefix}/{rank}", limit_s)
+            missing = Fact(rank=rank, waited_s=limit_s)
+            facts.append(missing if found is None else pickle.loads(found))
         return facts
 
 
@@ -292,23 +290,3 @@ def _stacks() -> str:
     lines = main.splitlines()
     ours = (n for n, line in enumerate(lines) if _OWN_FRAME.search(line))
     return "\n".join(lines[: next(ours, None)])
-
-
-def _wait(store: Store, key: str, limit_s: float) -> bool:
-    try:
-        store.wait([key], datetime.timedelta(seconds=limit_s))
-    except RuntimeError:
-        return False
-    return True
-
-
-def _torchrun_store(rank: int) -> Store:
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not agent,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"gradparity/{attempt}", store)

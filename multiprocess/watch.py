@@ -11,6 +11,7 @@ import re
 import selectors
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from . import linux, trail
 from .crew import Crew, RankProcess
@@ -18,6 +19,9 @@ from .messages import Kind, Reply
 
 _CRASH_GRACE_S = 0.25
 """Less than for an exception: who talked to the dead learns of it at once."""
+
+_LOOK_S = 0.05
+"""How often the store is asked for faults of ranks that others look after."""
 
 _HARNESS_FRAME = re.compile(
     r'  File "(<string>|.*/multiprocess/(worker|forkserver|ranktest)\.py)", line \d+ '
@@ -40,11 +44,24 @@ class Fact:
     output: str = ""
 
 
+class Others(Protocol):
+    """The ranks of this world that other processes look after."""
+
+    def failed(self) -> bool:
+        """Whether one of them has failed."""
+
+    def tell(self) -> None:
+        """Have them know that one of ours has failed."""
+
+
 class Watch:
     """Observes one call on a crew."""
 
-    def __init__(self, crew: Crew, limit_s: float, grace_s: float) -> None:
+    def __init__(
+        self, crew: Crew, limit_s: float, grace_s: float, others: Others | None = None
+    ) -> None:
         self._crew = crew
+        self._others = others
         self._began = time.monotonic()
         self._until = self._began + limit_s
         self._grace_s = grace_s
@@ -72,8 +89,12 @@ class Watch:
             left_s = self._until - time.monotonic()
             if left_s <= 0:
                 return
+            if self._others is not None:
+                left_s = min(left_s, _LOOK_S)
             for key, _ in self._selector.select(left_s):
                 self._take(key)
+            if self._others is not None and self._others.failed():
+                self._end_by(self._grace_s)
 
     def _take(self, key: selectors.SelectorKey) -> None:
         rank: RankProcess = key.data
@@ -97,6 +118,11 @@ class Watch:
         return not rank.inbox.closed
 
     def _fault(self, grace_s: float) -> None:
+        self._end_by(grace_s)
+        if self._others is not None:
+            self._others.tell()
+
+    def _end_by(self, grace_s: float) -> None:
         self._until = min(self._until, time.monotonic() + grace_s)
 
     def _unfinished(self) -> list[RankProcess]:

@@ -17,7 +17,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from . import linux, pickling, rewriting, trail, wire
-from .messages import Context, Kind, Reply, Run, Start
+from .messages import Context, Kind, Meeting, Reply, Run, Start
 from .preloads import COSTLY
 
 if TYPE_CHECKING:
@@ -87,14 +87,15 @@ class _Rank:
         from . import world as world_module
 
         spec, self._spec, self._rank = message.spec, message.spec, message.rank
+        self._meeting = message.meeting
         _take_context(message.context)
-        os.environ.update(_rank_environment(spec, message.rank))
+        os.environ.update(_rank_environment(spec, message.rank, self._meeting))
         torch.set_num_threads(spec.threads)
         self._world: World = world_module.World(
             rank=message.rank,
             size=spec.size,
             backend=spec.backend,
-            device=_device(spec, message.rank),
+            device=_device(spec, _local_rank(message.rank, self._meeting)),
             seed=spec.seed,
             make_store=lambda: self._open_store(f"run{self._runs}"),
         )
@@ -104,6 +105,12 @@ class _Rank:
         self._make_group()
 
     def _open_store(self, prefix: str) -> Store:
+        if self._meeting is not None:
+            from . import mail
+
+            meeting = self._meeting
+            within = f"{meeting.prefix}/{prefix}"
+            return mail.connect(meeting.host, meeting.port, within)
         # Public names of torch.distributed, which does not export them to mypy.
         from torch._C._distributed_c10d import FileStore, PrefixStore
 
@@ -133,7 +140,8 @@ class _Rank:
 
         if message.context is not None:
             _take_context(message.context)
-            os.environ.update(_rank_environment(self._spec, self._rank))
+            found = _rank_environment(self._spec, self._rank, self._meeting)
+            os.environ.update(found)
         if message.fresh_group:
             self._make_group()
         self._runs = message.number
@@ -265,16 +273,23 @@ def _take_context(context: Context) -> None:
     rewriting.take_modules(context.modules)
 
 
-def _rank_environment(spec: WorldSpec, rank: int) -> dict[str, str]:
+def _local_rank(rank: int, meeting: Meeting | None) -> int:
+    return rank if meeting is None else meeting.local_rank
+
+
+def _rank_environment(
+    spec: WorldSpec, rank: int, meeting: Meeting | None
+) -> dict[str, str]:
     found = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(_local_rank(rank, meeting)),
         "WORLD_SIZE": str(spec.size),
-        "LOCAL_WORLD_SIZE": str(spec.size),
+        "LOCAL_WORLD_SIZE": str(meeting.local_size if meeting else spec.size),
     }
     if spec.visible_devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and _has_loopback():
+    here = meeting is None or meeting.one_host
+    if here and "GLOO_SOCKET_IFNAME" not in os.environ and _has_loopback():
         found["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     return found
 
@@ -289,7 +304,9 @@ def _device(spec: WorldSpec, rank: int) -> Any:
     if spec.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 0 or (rank >= count and not spec.share_devices):
+    if count == 0:
+        raise RuntimeError(f"rank {rank} has no CUDA device: none is visible")
+    if rank >= count and not spec.share_devices:
         raise RuntimeError(
             f"rank {rank} has no CUDA device of its own: {count} visible. "
             "share_devices=True lets ranks with backend gloo share them."
