@@ -16,7 +16,10 @@ from .ratios import Spread, limit, worst
 from .reasons import Reason, at
 from .statuses import is_worse
 
-__all__ = ["Finding", "check_cases", "check_vanished", "check_whole"]
+__all__ = ["DECIDED", "Finding", "check_cases", "check_vanished", "check_whole"]
+
+DECIDED = "baseline.decided"
+"""Id of the demand that a case decides something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Finding]:
             yield _verdict(case, verdict, old)
         if old is not None:
             yield from _numbers(case, old)
+        else:
+            yield from _decides(case)
 
 
 def _verdict(
@@ -71,6 +76,20 @@ def _reason(case: CaseRecord, verdict: VerdictRecord, before: str) -> Reason | N
         ranks=verdict.ranks,
         replay=case.replay,
     )
+
+
+def _decides(case: CaseRecord) -> Iterator[Finding]:
+    """A case that no baseline knows owes a decision: skipped by all proves nothing.
+
+    Where a law is inconclusive or broken, its own verdict tells; where a baseline knows
+    the case, each law that got worse tells.
+    """
+    if {v.status for v in case.verdicts} <= {"skipped"}:
+        why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
+        yield Finding(
+            judgement=Judgement(case=case, law=DECIDED, status="inconclusive"),
+            reason=_broken(case, "undecided", DECIDED, f"no law was decided: {why}"),
+        )
 
 
 def _step(verdict: VerdictRecord) -> str:

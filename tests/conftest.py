@@ -10,10 +10,20 @@ import pytest
 from filelock import FileLock
 
 from gradparity.conformance.report import Report, read_report
+from gradparity.multiprocess.broker import visible_gpus
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
 SCENARIOS = ("single/1/fp32/sgd/inf@r0s1:last/steps=4", "tp/2/fp32/sgd/none/steps=4")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need GPUs where there are too few of them."""
+    marker = item.get_closest_marker("gpu")
+    if marker is not None:
+        wanted, there = marker.kwargs.get("count", 1), len(visible_gpus())
+        if there < wanted:
+            pytest.skip(f"needs {wanted} CUDA devices, {there} visible")
 
 
 @pytest.fixture(scope="session")

@@ -355,6 +355,31 @@ def test_too_few_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "too-few: 3 cases were judged, at least 4 were promised" in told
 
 
+def test_a_case_that_could_not_run_is_no_pass(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "not runnable here: needs 8 ranks, torchrun made 2"
+    large = case("hsdp+tp/8/fp32/sgd/none")
+    skipped = tuple(verdict(v.law, "skipped", words) for v in large.verdicts)
+    large = replace(large, verdicts=skipped, status="inconclusive", curves=None)
+    report = report_of([*sample().cases, large])
+    line = f"undecided: no law was decided: {words} in hsdp+tp/8/fp32/sgd/none"
+    for options in ((), ("--baseline", str(baseline))):
+        code, told = gate(report, tmp_path, capsys, *options)
+        assert code == 4 and line in told
+    expected = tmp_path / "known.toml"
+    expected.write_text(
+        '[[expect]]\nlaw = "baseline.decided"\nstatus = "inconclusive"\n'
+        'world = [8]\nreason = "two GPUs"\n'
+    )
+    code, told = gate(report, tmp_path, capsys, "--expect", str(expected), "--strict")
+    assert code == 0 and "expected, two GPUs" in told
+    path = tmp_path / "all.jsonl"
+    write_baseline(path, make_baseline([report_of([case("hsdp+tp/8/fp32/sgd/none")])]))
+    code, told = gate(report, tmp_path, capsys, "--baseline", str(path))
+    assert code == 1 and "worse: scale.rule pass -> skipped" in told
+
+
 def test_a_reason_names_law_topology_step_and_is_in_json(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,11 +18,11 @@ from gradparity.conformance.report import Report, read_report
 RUN = ["-m", "gradparity.conformance", "run"]
 OURS = "gradparity.scaler:GradScaler"
 TORCH = "torch.amp:GradScaler"
-PLAIN = "gradparity.fixtures.faulty_scalers:PlainScaler"
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 SCALERS = '''
 import os, pathlib, signal, time
 import torch, torch.distributed as dist
-from gradparity.fixtures.faulty_scalers import PlainScaler
+from gradparity.fixtures.faulty import PlainScaler
 
 class Kills(PlainScaler):
     """Kills rank 1 in its second update, as the kernel does for want of memory."""
