@@ -9,7 +9,7 @@ BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank and no bytecode races; ranks are the parallelism here.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: parity test lint gate bench report docs who-passes relock clean setup
+.PHONY: parity test lint gate planted bench report docs who-passes relock clean setup
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -27,6 +27,9 @@ gate: setup  ## what this repository asks of itself: fp32 on digits, the same on
 	$(BIN)/gradparity run --data digits --precision fp32 --out $(REPORT)/gate --quiet; \
 	  test $$? -le 1
 	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
+
+planted: setup  ## the gate on five copies of this tree with a regression each
+	PLANTED=1 $(BIN)/pytest -q -rP tests/test_ci_planted.py
 
 bench: setup  ## ratios against the peers, measured in the same run
 	$(BIN)/gradparity bench scaler

@@ -89,8 +89,8 @@ class _LogTicker:
 
     def end(self, record: CaseRecord) -> None:
         if record.status != "pass" and not self.quiet:
-            line = f"{record.status:<12} {record.scenario}  {record.scaler}"
-            self.console.print(Text(plain(line)), soft_wrap=True)
+            where = plain(f"{record.scenario} {record.scaler}")
+            self.console.print(Text(f"{record.status:<12} {where}"), soft_wrap=True)
 
 
 class _LiveTicker:

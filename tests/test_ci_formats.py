@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import junitparser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from junitparser import xunit2
 from msgspec.structs import replace
 
 from gradparity.ci import annotations, badge, ctrf, junit, markdown
@@ -168,6 +170,29 @@ def test_junit_counts_and_properties() -> None:
     assert found == {"step": "2", "rank": "0, 3", "error": "0.5", "bound": "0.1"}
     (error,) = suite.iter("error")
     assert error.get("type") == "inconclusive"
+
+
+def test_a_reader_of_junit_finds_what_we_wrote(tmp_path: Path) -> None:
+    law = replace(verdict("scale.rule", "fail", HOSTILE[2]), step=2, ranks=(0, 3))
+    undecided = verdict("agreement.scale", "inconclusive")
+    record = with_verdict(with_verdict(case(), law), undecided)
+    file = tmp_path / "junit.xml"
+    file.write_text(junit.render(report_of([record, *sample().cases[1:]])))
+    suite: Any = next(iter(xunit2.JUnitXml.fromfile(str(file))))
+    assert (suite.name, suite.time) == (f"{record.scenario} {record.scaler}", 0.5)
+    told = (suite.tests, suite.failures, suite.errors, suite.skipped)
+    suite.update_statistics()  # what the reader counts by itself
+    assert told == (suite.tests, suite.failures, suite.errors, suite.skipped)
+    assert told == (6, 1, 1, 1)
+    tests = {test.name: test for test in suite}
+    (failure,) = tests["scale.rule"].result
+    assert isinstance(failure, junitparser.Failure)
+    assert failure.message == HOSTILE[2]
+    found = {p.name: p.value for p in tests["scale.rule"].properties()}
+    assert found == {"step": "2", "rank": "0, 3"}
+    assert isinstance(tests["agreement.scale"].result[0], junitparser.Error)
+    assert isinstance(tests["skip.nobody-steps"].result[0], junitparser.Skipped)
+    assert tests["liveness.completes"].is_passed
 
 
 def test_junit_of_an_incomplete_report_has_an_error() -> None:

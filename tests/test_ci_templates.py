@@ -13,6 +13,7 @@ import pytest
 import gradparity
 from gradparity.ci.gate import main
 from gradparity.ci.reasons import Outcome
+from gradparity.tests.conftest import Once
 
 ROOT = Path(gradparity.__file__).parent
 TEMPLATES = ROOT / "ci" / "templates"
@@ -38,17 +39,19 @@ BAD = GOOD + (
 SMALL = ["--scenario", "single/1/fp32/sgd/inf@r0s1:last/steps=3"]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def site(once: Once) -> Path:
     """A folder into which the wheel of this tree is installed."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return once("wheel", install) / "site"
+
+
+def install(folder: Path) -> None:
     shutil.copytree(ROOT, folder / "gradparity", ignore=LEFT_OUT)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     quiet = ["--no-deps", "--no-build-isolation", "--no-index"]
     run([*pip, "wheel", *quiet, "-w", ".", "./gradparity"], folder)
     (wheel,) = folder.glob("gradparity-*.whl")
     run([*pip, "install", *quiet, "--target", "site", wheel.name], folder)
-    return folder / "site"
 
 
 def run(command: list[str], folder: Path) -> None:
@@ -96,7 +99,31 @@ def test_bad_usage_of_the_script_is_two(
     assert told.strip().count("\n") == 0
 
 
-@pytest.mark.parametrize("name", ["github-actions.yml", "gitlab-ci.yml"])
+SCHEMAS = {
+    "github-actions.yml": "vendor.github-workflows",
+    "gitlab-ci.yml": "vendor.gitlab-ci",
+}
+"""Template -> the schema of its CI system, as check-jsonschema brings it."""
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_templates_keep_the_schema_of_their_system(name: str, tmp_path: Path) -> None:
+    assert lint(TEMPLATES / name, SCHEMAS[name]) == (0, "")
+    broken = tmp_path / name
+    text = (TEMPLATES / name).read_text()
+    broken.write_text(
+        re.sub(r"(runs-on|script): ?", r"\1: {no: 1}\nx: ", text, count=1)
+    )
+    assert lint(broken, SCHEMAS[name])[0] == 1
+
+
+def lint(file: Path, schema: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "check_jsonschema", "-q", "--builtin-schema"]
+    done = subprocess.run([*command, schema, str(file)], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_templates_name_only_what_there_is(name: str) -> None:
     text = (TEMPLATES / name).read_text()
     assert "\t" not in text

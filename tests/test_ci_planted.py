@@ -1,0 +1,125 @@
+"""Five regressions planted into copies of this tree: each turns ``make gate`` red.
+
+The gate takes a minute or so a plant: ``make planted`` runs them, the suite only sees
+to it that each plant still finds its place.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import gradparity
+
+ROOT = Path(gradparity.__file__).parent
+COPIED = ("scaler", "conformance", "multiprocess", "fixtures", "ci")
+BESIDE = ("__init__.py", "py.typed", "Makefile", "pyproject.toml", "constraints.txt")
+REASON = re.compile(r"^worse: (\S+) pass -> fail in ([^/]+)/\S+ \S+: step (\d+)", re.M)
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One regression: a piece of the scaler's source and what takes its place."""
+
+    file: str
+    right: str
+    wrong: str
+    laws: frozenset[str]
+    """Of these at least one must be named."""
+
+
+def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:
+    return Plant(file, right, wrong, frozenset(laws))
+
+
+PLANTS = {
+    "agreement lost": plant(
+        "scaler/agreement.py",
+        "return self.reach.group(parameters)",
+        "return None",
+        "agreement.scale",
+    ),
+    "found_inf not reduced": plant(
+        "scaler/agreement.py",
+        "return self.message[_FOUND_INF].float()",
+        "return torch.tensor(self._sent[_FOUND_INF]).float()",
+        "agreement.scale",
+        "liveness.completes",  # the next agreement finds the scales apart and raises
+    ),
+    "step taken on skip": plant(
+        "scaler/grad_scaler.py",
+        "if is_found(optimizer_state):",
+        "if is_found(optimizer_state) and False:",
+        "skip.nobody-steps",
+    ),
+    "unscale off by 0.1 %": plant(
+        "scaler/unscale.py",
+        "factor.to(device=device, non_blocking=True)",
+        "factor.to(device=device, non_blocking=True) * 1.001",
+        "parity.gradient",
+    ),
+    "growth tracker off by one": plant(
+        "scaler/policy.py",
+        "        growth_interval,\n    )",
+        "        growth_interval + 1,\n    )",
+        "scale.rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_plant_finds_its_place(name: str) -> None:
+    assert (ROOT / PLANTS[name].file).read_text().count(PLANTS[name].right) == 1
+
+
+@pytest.mark.skipif("PLANTED" not in os.environ, reason="minutes: make planted")
+@pytest.mark.parametrize("name", ["nothing", *PLANTS])
+def test_the_gate_turns_red(name: str, tmp_path: Path) -> None:
+    tree = tmp_path / "gradparity"
+    copy_tree(tree)
+    if name in PLANTS:
+        file = tree / PLANTS[name].file
+        source = file.read_text().replace(PLANTS[name].right, PLANTS[name].wrong)
+        file.write_text(source)
+    code, told = make_gate(tree)
+    found = REASON.findall(told)
+    lines = told.splitlines()
+    head = [line for line in lines if line.startswith("gate: ")]
+    laws = PLANTS[name].laws if name in PLANTS else set()
+    first = [line for line in lines if any(f" {law} " in line for law in laws)][:1]
+    print("\n".join([f"{name}: exit {code}", *head, *first]))
+    if name == "nothing":
+        assert (code, found) == (0, []), told
+    else:
+        assert code != 0
+        assert PLANTS[name].laws & {law for law, _, _ in found}, told
+
+
+def copy_tree(tree: Path) -> None:
+    tree.mkdir()
+    for name in COPIED:
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, ignore=unwanted)
+    for name in BESIDE:
+        shutil.copy2(ROOT / name, tree / name)
+
+
+def make_gate(tree: Path) -> tuple[int, str]:
+    """Exit code and output of ``make gate`` in ``tree``, with this environment."""
+    venv = Path(sys.prefix)
+    command = ["make", "gate", f"VENV={venv}", f"READY={venv / 'pyvenv.cfg'}"]
+    command += ["-o", "pyproject.toml", "-o", "constraints.txt"]  # installed already
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree.parent)},  # before the installed one
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    return done.returncode, done.stdout + done.stderr
