@@ -110,7 +110,7 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Measured:
     theirs, ours = _scaler(torch.amp.GradScaler), _scaler(GradScaler)
     plain, fused = _optimizer(params, False), _optimizer(params, True)
     zero, inv = torch.zeros(()), torch.tensor(1.0)
-    message = torch.zeros(23, dtype=torch.float64)
+    message = torch.zeros(25, dtype=torch.float64)
 
     def torch_clip(optimizer: Any) -> None:
         theirs.unscale_(optimizer)

@@ -59,6 +59,7 @@ SHARED = (
     "growth_interval",
     "policy",
     "hysteresis_left",
+    "divisor",
     "iteration",
     "agreement",
 )
@@ -70,6 +71,9 @@ _SIZE = len(FLAGS) + 2 * len(SHARED)
 
 _CLOSING = 0
 """``agreement`` of a closing message; those of an iteration count from 1."""
+
+_LOADING = -1
+"""``agreement`` of the message about a state that is about to be loaded."""
 
 
 class Holding(NamedTuple):
@@ -84,6 +88,8 @@ class Holding(NamedTuple):
         growth_interval: as set on this rank.
         policy: a number that stands for the policy set on this rank.
         hysteresis_left: (), int32, any device, or None without hysteresis.
+        divisor: (), fp32, any device: what this rank's gradients were scaled by, or
+            None without gradients, which fits what the others hold.
         has_gradients: this rank had at least one gradient to look at.
         was_scaled: the scale came from `scale()` or a checkpoint on this rank.
         failed: this rank is about to raise.
@@ -98,6 +104,7 @@ class Holding(NamedTuple):
     growth_interval: int
     policy: float = 0.0
     hysteresis_left: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
     has_gradients: bool = True
     was_scaled: bool = True
     failed: bool = False
@@ -165,14 +172,16 @@ class Verdict:
                 call=self._call,
             )
         pairs = self.values()[_FIRST_SHARED:]
-        if any(pairs[i] != -pairs[i + 1] for i in range(0, len(pairs), 2)):
+        if any(_differ(pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2)):
             raise self._disagreement(pairs)
 
     def _disagreement(self, pairs: list[float]) -> RanksDisagreeError:
         here = dict(zip(SHARED, self._sent[_FIRST_SHARED::2], strict=True))
         highest = dict(zip(SHARED, pairs[0::2], strict=True))
         lowest = {name: -x for name, x in zip(SHARED, pairs[1::2], strict=True)}
-        differ = [name for name in SHARED if highest[name] != lowest[name]]
+        differ = [name for name in SHARED if _differ(highest[name], -lowest[name])]
+        if "scale" in differ and "divisor" in differ:
+            differ.remove("divisor")  # follows from the other
         found = "; ".join(
             f"{name} is {_told(name, here[name])} here, and over all ranks between "
             f"{_told(name, lowest[name])} and {_told(name, highest[name])}"
@@ -202,9 +211,15 @@ _WAY_OUT_STATE = (
 )
 
 
+def _differ(highest: float, minus_lowest: float) -> bool:
+    # Minus infinity is what ranks write that hold nothing; all of them did here.
+    return highest != -minus_lowest and highest != -math.inf
+
+
 def _told(name: str, value: float) -> str:
     if name == "agreement":
-        return "update()" if value == _CLOSING else f"step {value:g} of the iteration"
+        other = {_CLOSING: "update()", _LOADING: "load_state_dict()"}
+        return other.get(int(value), f"step {value:g} of the iteration")
     return f"{value:g}"
 
 
@@ -256,6 +271,17 @@ class Agreement:
         """
         self._count += 1
         return self._exchange(group, holding, self._count, call, attached)
+
+    def compare(self, group: ProcessGroup, holding: Holding, call: str) -> None:
+        """Raise unless all ranks bring the same; synchronises.
+
+        Raises:
+            PeerFailedError: another rank raised.
+            RanksDisagreeError: a field of ``SHARED`` differs between ranks.
+        """
+        verdict = self._exchange(group, holding, _LOADING, call)
+        if not holding.failed:
+            verdict.check()
 
     def close(
         self, group: ProcessGroup | None, holding: Holding | None, call: str
@@ -328,10 +354,15 @@ def _as_numbers(holding: Holding, iteration: int, position: int) -> list[float]:
         float(holding.growth_interval),
         holding.policy,
         _if_on_host(holding.hysteresis_left),
+        _if_on_host(holding.divisor),
         float(iteration),
         float(position),
     ]
-    return flags + [signed for x in shared for signed in (x, -x)]
+    message = flags + [signed for x in shared for signed in (x, -x)]
+    if holding.divisor is None:
+        place = _place_of("divisor")
+        message[place : place + 2] = [-math.inf, -math.inf]
+    return message
 
 
 def _place_of(name: str) -> int:
@@ -356,6 +387,7 @@ def _as_message(
         _place_of("scale"): holding.scale,
         _place_of("growth_tracker"): holding.growth_tracker,
         _place_of("hysteresis_left"): holding.hysteresis_left,
+        _place_of("divisor"): holding.divisor,
     }
     for index, tensor in on_device.items():
         if tensor is not None and math.isnan(sent[index]):

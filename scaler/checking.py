@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from .agreement import Holding, Verdict
 from .history import code_of, overflow_of
 from .holder import ScaleHolder, never_scaled
 from .states import Divided, divided_before, real_optimizer
-from .unscale import check_and_unscale_, local_gradients, widen
+from .unscale import check_and_unscale_, local_gradients, parameters_of, widen
 from .verdicts import Found, any_of, may_enlarge, on_host, reciprocal, spread
 
 if TYPE_CHECKING:
@@ -44,12 +45,25 @@ class GradientChecker(ScaleHolder):
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        divisor = self._divisor("unscale_")
         state = self._state_of(optimizer)
         _refuse_unscaled(state, "unscale_")
         allow_fp16 = self._fp16_gradients != "refuse"
-        self._look([optimizer], reciprocal(scale), allow_fp16, "unscale_")
+        self._stamps.check(state["optimizer"], state, "unscale_")
+        self._look([optimizer], reciprocal(divisor), allow_fp16, "unscale_")
         state["stage"] = OptState.UNSCALED
+
+    def _look_again(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        # For gradients that were changed since they were unscaled.
+        before = list(state["found_inf_per_device"].values())
+        scale, _ = self._check_scale_growth_tracker("step")
+        self._look([optimizer], torch.ones_like(scale), True, "step")
+        if "clipped" in state and before:
+            # What overflowed then is still scaled, whatever it was changed to.
+            then = any_of(dict(enumerate(before)), scale.device)
+            for found in state["found_inf_per_device"].values():
+                found.copy_(torch.maximum(found, then.to(found.device)))
+            state["verdict"] = None
 
     # - The protocol of torch's class
 
@@ -64,7 +78,9 @@ class GradientChecker(ScaleHolder):
             widen(optimizer)
         shared = self._divided_before(optimizer)
         own = local_gradients(optimizer, allow_fp16=allow_fp16, without=shared)
-        look_again = self._scale is not None and may_enlarge(self._scale)
+        look_again = self._scale is not None and may_enlarge(
+            self._stamps.divisor(self._scale)
+        )
         found = check_and_unscale_(own, inv_scale, found_inf, look_again=look_again)
         for parameter, by_kernel in shared.values():
             rest = _still_to_divide(inv_scale, by_kernel)
@@ -138,7 +154,7 @@ class GradientChecker(ScaleHolder):
         culprit = self._culprit(optimizers, mine, group)
         verdict = None
         if group is not None:
-            holding = self._holding(mine, culprit=culprit)
+            holding = self._holding(mine, culprit=culprit, optimizers=optimizers)
             verdict = self._agreement.agree(group, holding, call, attached)
             mine = verdict.found_inf
         for optimizer, found in zip(optimizers, founds, strict=True):
@@ -202,6 +218,7 @@ class GradientChecker(ScaleHolder):
         *,
         failed: bool = False,
         culprit: float = 0.0,
+        optimizers: Iterable[Optimizer] = (),
     ) -> Holding:
         scale, tracker = self._check_scale_growth_tracker("agree")
         return Holding(
@@ -213,6 +230,7 @@ class GradientChecker(ScaleHolder):
             growth_interval=self._growth_interval,
             policy=self._fingerprint,
             hysteresis_left=self._hysteresis_left,
+            divisor=self._stamps.divisor(scale) if _any_gradient(optimizers) else None,
             has_gradients=found_inf is not None,
             was_scaled=self._was_scaled,
             failed=failed,
@@ -248,6 +266,14 @@ class GradientChecker(ScaleHolder):
         return divided_before(
             optimizer, (state for key, state in states.items() if key != mine)
         )
+
+
+def _any_gradient(optimizers: Iterable[Optimizer]) -> bool:
+    return any(
+        parameter.grad is not None
+        for optimizer in optimizers
+        for parameter in parameters_of(optimizer)
+    )
 
 
 def _refuse_unscaled(state: dict[str, Any], call: str) -> None:

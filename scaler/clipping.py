@@ -73,7 +73,7 @@ class GradientClipper(GradientChecker):
         norm_type = float(norm_type)
         if not self._enabled:
             return self._clip_unscaled(optimizer, max_norm, norm_type)
-        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        scale = self._divisor("clip_grad_norm_")
         state = self._clip_state(optimizer)
         if optimizer is not None and self._divided_before(optimizer):
             raise ValueError(
@@ -84,6 +84,8 @@ class GradientClipper(GradientChecker):
             raise RuntimeError(
                 "clip_grad_norm_() was called after step(), or twice since update()."
             )
+        if optimizer is not None:
+            self._stamps.check(state["optimizer"], state, "clip_grad_norm_")
         unscaled = state["stage"] is OptState.UNSCALED
         if optimizer is not None and not unscaled and may_enlarge(scale):
             # What overflows while it is divided shows only afterwards.
@@ -162,7 +164,7 @@ class GradientClipper(GradientChecker):
         state: dict[str, Any],
     ) -> None:
         # factor: (), fp64, the clip factor only.
-        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        scale = self._divisor("clip_grad_norm_")
         if optimizer is None:
             return
         if on_host(any_of(state["found_inf_per_device"], scale.device)):

@@ -56,6 +56,8 @@ class GradScaler(Answerer):
         fp16_gradients: ``"refuse"`` them as torch does, divide them ``"in place"``,
             which flushes small values to zero, or ``"widen"`` them to fp32.
         policy: limits, hysteresis and the like; the default is torch's rule.
+        recheck: `step` looks again at gradients that were unscaled before, because
+            they are changed in between. Costs one more read and collective.
 
     Raises:
         InvalidSettingError: a setting that no run can work with.
@@ -92,6 +94,9 @@ class GradScaler(Answerer):
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(_STEPPED)
+        self._stamps.check(state["optimizer"], state, "step")
+        if self._recheck and state["stage"] is OptState.UNSCALED:
+            self._look_again(optimizer, state)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._fused_step(optimizer, state, *args, **kwargs)
         if state["stage"] is OptState.READY:
@@ -99,6 +104,7 @@ class GradScaler(Answerer):
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         self._remember_found(state)
+        self._stamps.used_up(state["optimizer"])
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
@@ -133,7 +139,10 @@ class GradScaler(Answerer):
             if state["stage"] is OptState.READY
         ]
         allow_fp16 = self._fp16_gradients != "refuse"
-        self._look(fresh, reciprocal(scale), allow_fp16, "step_together")
+        for optimizer, state in zip(optimizers, states, strict=True):
+            self._stamps.check(optimizer, state, "step_together")
+        divisor = self._divisor("step_together")
+        self._look(fresh, reciprocal(divisor), allow_fp16, "step_together")
         found = _any(_flags_of(states), scale.device)
         for state in states:
             spread(found, state["found_inf_per_device"])
@@ -189,11 +198,12 @@ class GradScaler(Answerer):
             result = None
         state["stage"] = OptState.STEPPED
         self._remember_found(state)
+        self._stamps.used_up(state["optimizer"])
         return result
 
     def _prepare_fused(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
         # Sets what the kernel divides by; False if the step is known to be skipped.
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale = self._divisor("step")
         ready = state["stage"] is OptState.READY
         if ready and (may_enlarge(scale) or self._divided_before(optimizer)):
             # The kernel would not notice what overflows while it divides.
@@ -239,8 +249,11 @@ class GradScaler(Answerer):
         found = self._found_since_update()
         if new_scale is None or found:
             self._close("update")
+        self._stamps.close(self._per_optimizer_states)
         if new_scale is not None:
+            before = scale.clone()
             set_scale(scale, new_scale, self._device)
+            self._stamps.moved(before, scale)
         elif not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
@@ -272,6 +285,7 @@ class GradScaler(Answerer):
             hysteresis_left=self._hysteresis_left,
         )
         self._history.record(found_inf, before, scale)
+        self._stamps.moved(before, scale)
 
     def _refuse_endless_skips(self) -> None:
         most = self._policy.max_consecutive_skips

@@ -82,6 +82,12 @@ class Reach:
             return _group_of(self._ranks)
         return _RULES[self.over](self, parameters)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether `group` can answer without any parameters."""
+        given = self.process_group is not None or self._ranks is not None
+        return given or self.over != "mesh" or bool(self._seen)
+
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot leave its process: its ranks can.
         state = self.__dict__.copy()

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import torch
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 
-from .agreement import Agreement
+from .agreement import Agreement, Holding
 from .errors import InvalidSettingError
 from .groups import AgreeOver, Reach
 from .history import History
 from .multiply import multiply
 from .policy import Policy
+from .saved import Loaded, checked
 from .settings import (
     check_backoff_factor,
     check_growth_factor,
     check_growth_interval,
-    check_growth_tracker,
     check_scale,
 )
+from .stamps import Stamps
 from .states import fresh_state
 from .unscale import parameters_of
 
@@ -69,6 +70,7 @@ class ScaleHolder(_TorchGradScaler):
         mesh: DeviceMesh | None = None,
         fp16_gradients: Fp16Gradients = "refuse",
         policy: Policy | None = None,
+        recheck: bool = False,
     ) -> None:
         self._device = device
         self._enabled = enabled and _is_usable(device)
@@ -94,12 +96,14 @@ class ScaleHolder(_TorchGradScaler):
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(fresh_state)
         self._fp16_gradients: Fp16Gradients = fp16_gradients
         self._policy = policy or Policy()
+        self._recheck = recheck
         self._fingerprint = self._policy.fingerprint()
         self._init_hysteresis_left = self._policy.hysteresis
         self._hysteresis_left = None
         self._history = History()
         # True once the scale came from scale() or a checkpoint, not from a default.
         self._was_scaled = False
+        self._stamps = Stamps()
         self._agreement = Agreement(Reach(agree_over, process_group, mesh), device)
 
     # - The scale
@@ -159,7 +163,12 @@ class ScaleHolder(_TorchGradScaler):
         """
         if not self._enabled:
             return outputs
-        return multiply(outputs, self._scale_for, keep_dtype=self._keeps_loss_dtype)
+        return multiply(
+            outputs,
+            self._scale_for,
+            keep_dtype=self._keeps_loss_dtype,
+            watch=lambda product: self._stamps.watch(product, self),
+        )
 
     def _scale_for(self, device: torch.device) -> torch.Tensor:
         if self._scale is None:
@@ -167,6 +176,11 @@ class ScaleHolder(_TorchGradScaler):
         self._was_scaled = True
         assert self._scale is not None
         return self._scale
+
+    def _divisor(self, call: str) -> torch.Tensor:
+        # (), fp32: what the gradients were scaled by. See [Note: Scale stamps].
+        scale, _ = self._check_scale_growth_tracker(call)
+        return self._stamps.divisor(scale)
 
     def _group(self, *optimizers: Optimizer) -> ProcessGroup | None:
         def parameters() -> Iterable[Any]:
@@ -250,40 +264,59 @@ class ScaleHolder(_TorchGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that this class or torch's saved; nothing if disabled.
 
-        Load the same state on every rank: the next agreement checks it.
+        All ranks must call it, with the same state: one collective compares them before
+        anything is changed (with ``agree_over="mesh"`` and no step so far, the next
+        agreement does).
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler saves it.
             InvalidSettingError: a value that no run can work with; nothing is changed.
+            RanksDisagreeError: the ranks load different states; nothing is changed.
+            PeerFailedError: another rank raised; nothing is changed.
         """
         if not self._enabled:
             return
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a "
-                "disabled instance of GradScaler."
-            )
-        scale = check_scale(state_dict["scale"])
-        growth = check_growth_factor(state_dict["growth_factor"])
-        backoff = check_backoff_factor(state_dict["backoff_factor"])
-        interval = check_growth_interval(state_dict["growth_interval"])
-        tracker = check_growth_tracker(state_dict["_growth_tracker"])
-        # Absent in what torch saved.
-        left = state_dict.get("_hysteresis_left", self._policy.hysteresis)
-        left = check_growth_tracker(left)
-        self._policy.check_start(scale)
-        self._init_scale, self._init_growth_tracker = scale, tracker
-        self._init_hysteresis_left = left
-        self._growth_factor, self._backoff_factor = growth, backoff
-        self._growth_interval = interval
+        group = self._group() if self._agreement.reach.is_known else None
+        try:
+            new = checked(state_dict, self._policy)
+        except Exception:
+            if group is not None:
+                failed = Loaded(1.0, 2.0, 0.5, 1, 0, 0)
+                self._compare(group, failed, failed=True)
+            raise
+        if group is not None:
+            self._compare(group, new)
+        self._init_scale, self._init_growth_tracker = new.scale, new.growth_tracker
+        self._init_hysteresis_left = new.hysteresis_left
+        self._growth_factor = new.growth_factor
+        self._backoff_factor = new.backoff_factor
+        self._growth_interval = new.growth_interval
         self._was_scaled = True
         if self._scale is not None:
-            self._scale.fill_(scale)
+            before = self._scale.clone()
+            self._scale.fill_(new.scale)
+            self._stamps.moved(before, self._scale)
         if self._growth_tracker is not None:
-            self._growth_tracker.fill_(tracker)
+            self._growth_tracker.fill_(new.growth_tracker)
         if self._hysteresis_left is not None:
-            self._hysteresis_left.fill_(left)
+            self._hysteresis_left.fill_(new.hysteresis_left)
         self._limit_tracker()
+
+    def _compare(
+        self, group: ProcessGroup, new: Loaded, *, failed: bool = False
+    ) -> None:
+        holding = Holding(
+            found_inf=None,
+            scale=torch.tensor(new.scale),
+            growth_tracker=torch.tensor(new.growth_tracker),
+            growth_factor=new.growth_factor,
+            backoff_factor=new.backoff_factor,
+            growth_interval=new.growth_interval,
+            policy=self._fingerprint,
+            hysteresis_left=torch.tensor(new.hysteresis_left),
+            failed=failed,
+        )
+        self._agreement.compare(group, holding, "load_state_dict")
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

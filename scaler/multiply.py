@@ -17,6 +17,7 @@ def multiply(
     scale_for: Callable[[torch.device], torch.Tensor],
     *,
     keep_dtype: bool,
+    watch: Callable[[torch.Tensor], None],
 ) -> torch.Tensor | Iterable[Any]:
     """Return ``outputs`` times the scale, in the same shape of nest.
 
@@ -25,20 +26,25 @@ def multiply(
         scale_for: gives the scale, (), fp32, for a first output on that device.
         keep_dtype: give each result the dtype of its output, except fp16; otherwise
             torch's type promotion decides.
+        watch: called with every product.
 
     Raises:
         ValueError: something that is neither a tensor nor iterable.
     """
     if isinstance(outputs, torch.Tensor):  # the common case needs no copies
         scale = scale_for(outputs.device).to(device=outputs.device, non_blocking=True)
-        return _product(outputs, scale, keep_dtype)
+        product = _product(outputs, scale, keep_dtype)
+        watch(product)
+        return product
     copies: list[_MultiDeviceReplicator] = []
 
     def apply(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if not copies:
                 copies.append(_MultiDeviceReplicator(scale_for(value.device)))
-            return _product(value, copies[0].get(value.device), keep_dtype)
+            product = _product(value, copies[0].get(value.device), keep_dtype)
+            watch(product)
+            return product
         if not isinstance(value, Iterable):
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         scaled = map(apply, value)

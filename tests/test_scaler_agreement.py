@@ -147,6 +147,23 @@ def test_b03a_plain_beside_dtensor(
 
 
 @SCALERS
+@pytest.mark.parametrize("bad_rank", [0, 1, None])
+def test_b01b_partial_before_sharded(
+    two: Cluster, make: Make, bad_rank: int | None
+) -> None:
+    # As the norms of sequence parallelism: torch is right there, and so are we.
+    def step() -> Seen:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        norm = parameter(torch.ones(2), mesh, [Replicate()])
+        weight = parameter(torch.ones(2), mesh, [Shard(0)])
+        give_gradient(norm, 4.0, [Partial()])
+        give_gradient(weight, INF if dist.get_rank() == bad_rank else 4.0)
+        return iterate(scaler_of(make), sgd([norm, weight]))
+
+    assert agreed(two.run(step), skipped=bad_rank is not None)
+
+
+@SCALERS
 def test_b06b_empty_local_shard(two: Cluster, make: Make) -> None:
     def step(bad: bool, fused: bool) -> Seen:
         mesh = init_device_mesh("cpu", (2,))
@@ -545,7 +562,7 @@ def test_b04b_resume_needs_no_scale_call(two: Cluster) -> None:
 
 @pytest.mark.parametrize("what", ["scale", "growth_tracker", "growth_interval"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_b15a_b11e_disagreement_is_one_error_on_every_rank(
+def test_b15a_disagreement_is_one_error_on_every_rank(
     two: Cluster, what: str, fused: bool
 ) -> None:
     def step() -> tuple[dict[str, float], dict[str, float], str]:
@@ -553,7 +570,8 @@ def test_b15a_b11e_disagreement_is_one_error_on_every_rank(
         if what == "scale":
             scaler.update(4.0 * (1 + rank))
         elif what == "growth_tracker":
-            scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": rank})
+            assert scaler._growth_tracker is not None
+            scaler._growth_tracker.fill_(rank)
         else:
             scaler.set_growth_interval(5 + rank)
         p = parameter(torch.ones(2))
@@ -579,6 +597,31 @@ def test_error_on_one_rank_reaches_all(two: Cluster) -> None:
         return type(caught.value).__name__
 
     assert two.run(step) == ["ValueError", "PeerFailedError"]
+
+
+def test_b10f_recheck_is_agreed_on(two: Cluster) -> None:
+    def step(bad_rank: int) -> tuple[Seen, int]:
+        scaler, p = scaler_of(GradScaler, recheck=True), parameter(torch.ones(2))
+        give_gradient(p, 4.0)
+        optimizer = sgd([p])
+        with CommDebugMode() as mode:
+            scaler.unscale_(optimizer)
+            if dist.get_rank() == bad_rank:
+                give_gradient(p, INF)
+            scaler.step(optimizer)
+        scaler.update()
+        return Seen(
+            bool((p == 1).all()),
+            scaler.get_scale(),
+            scaler._get_growth_tracker(),
+            bool(p.isfinite().all()),
+            1.0,
+        ), mode.get_total_counts()
+
+    for bad_rank in (0, 1, -1):
+        results = two.run(step, bad_rank)
+        assert agreed([seen for seen, _ in results], skipped=bad_rank >= 0)
+        assert [count for _, count in results] == [2, 2]
 
 
 # - What it costs

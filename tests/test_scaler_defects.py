@@ -17,6 +17,7 @@ from gradparity.scaler import (
 )
 
 BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
+FUSED = pytest.mark.parametrize("fused", [False, True])
 INF = float("inf")
 
 
@@ -431,3 +432,37 @@ def test_fused_attributes_are_removed() -> None:
     with pytest.raises(KeyError):
         scaled().step(optimizer)
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
+@FUSED
+@pytest.mark.parametrize("how", ["unscale_", "clip"])
+def test_b10f_gradients_changed_in_between(fused: bool, how: str) -> None:
+    def changed(recheck: bool, to: float, made: float) -> list[float]:
+        p = parameter(0.0)
+        scaler, optimizer = scaled(recheck=recheck), sgd(p, fused=fused)
+        p.grad = torch.full_like(p, made)
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+        else:
+            scaler.clip_grad_norm_(optimizer, 1e9)
+        p.grad.fill_(to)
+        scaler.step(optimizer)
+        scaler.update()
+        return list(p.tolist())
+
+    kept, stepped = [0.0, 0.0], [-1.0, -1.0]
+    folded = how == "clip" and fused  # the kernel still divides
+    assert changed(True, INF, made=4.0) == kept
+    assert changed(True, 4.0 if folded else 1.0, made=4.0) == stepped
+    # Found while clipping, the gradients were never divided: no step whatever comes.
+    assert changed(True, 1.0, made=INF) == (kept if how == "clip" else stepped)
+    assert changed(False, 1.0, made=INF) == kept
+    assert math.isinf(changed(False, INF, made=4.0)[0])  # as torch: by choice only
+
+
+def test_b10f_only_when_asked_for() -> None:
+    p = parameter(0.0)
+    scaler, optimizer = scaled(recheck=True), sgd(p)
+    p.grad = torch.full_like(p, INF)
+    scaler.step(optimizer)  # nothing lies between: one look is enough
+    assert scaler.step_was_skipped(optimizer)
