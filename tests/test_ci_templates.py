@@ -13,6 +13,7 @@ import pytest
 import gradparity
 from gradparity.ci.gate import main
 from gradparity.ci.reasons import Outcome
+from gradparity.conformance.report import read_report
 from gradparity.tests.conftest import Once
 
 ROOT = Path(gradparity.__file__).parent
@@ -58,7 +59,7 @@ def run(command: list[str], folder: Path) -> None:
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
 
 
-def gate(site: Path, folder: Path, *options: str) -> tuple[int, str]:
+def gate(site: Path, folder: Path, *options: str, **settings: str) -> tuple[int, str]:
     """Run the template of the wheel in ``folder``; exit code and output."""
     script = site / "gradparity" / "ci" / "templates" / "gate.sh"
     path = os.pathsep.join([str(site / "bin"), os.environ["PATH"]])
@@ -66,7 +67,7 @@ def gate(site: Path, folder: Path, *options: str) -> tuple[int, str]:
     done = subprocess.run(
         ["sh", str(script), *options],
         cwd=folder,
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, **settings},
         capture_output=True,
         text=True,
         timeout=120,
@@ -87,6 +88,17 @@ def test_a_foreign_project_gates_its_own_scaler(site: Path, tmp_path: Path) -> N
     assert code == Outcome.REGRESSION.value, told
     assert re.search(r"worse: scale\.rule pass -> fail in single/1/.*: step \d", told)
     assert (tmp_path / "parity-report" / "gate.json").is_file()
+
+
+def test_the_command_that_runs_may_be_torchrun(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BAD)
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone"
+    command = f"{torchrun} --nproc-per-node 1 -m gradparity.conformance run"
+    code, told = gate(site, tmp_path, "mine:Mine", *SMALL, GRADPARITY_RUN=command)
+    assert code == Outcome.REGRESSION.value, told
+    assert re.search(r"failing: scale\.rule is fail in single/1/", told), told
+    report = read_report(tmp_path / "parity-report" / "report.jsonl")
+    assert report.header.launcher.name == "torchrun"
 
 
 @pytest.mark.parametrize("options", [[], ["mine:Mine", "--topology", "none"]])

@@ -4,6 +4,9 @@
 #     sh gate.sh MODULE:ATTRIBUTE [options of gradparity run]
 #
 # Files that are used where they exist, and the variables that name others:
+#     GRADPARITY_RUN       the command that runs          gradparity run
+#                          on GPUs: torchrun --standalone --nproc-per-node gpu \
+#                                   -m gradparity.conformance run
 #     GRADPARITY_OUT       folder of the report           parity-report
 #     GRADPARITY_BASELINE  what must hold                 gradparity-baseline.jsonl
 #     GRADPARITY_EXPECT    known violations               gradparity-expectations.toml
@@ -17,6 +20,7 @@ if [ "$#" -eq 0 ]; then
 fi
 scaler=$1
 shift
+run=${GRADPARITY_RUN:-gradparity run}
 out=${GRADPARITY_OUT:-parity-report}
 baseline=${GRADPARITY_BASELINE:-gradparity-baseline.jsonl}
 expect=${GRADPARITY_EXPECT:-gradparity-expectations.toml}
@@ -27,7 +31,7 @@ rm -f "$out/report.jsonl"
 # Violations and a broken harness are for the gate to judge: it reads the report.
 # Bad usage leaves no report: stop here.
 status=0
-gradparity run --scaler "$scaler" "$@" --out "$out" --quiet || status=$?
+$run --scaler "$scaler" "$@" --out "$out" --quiet || status=$?
 if [ "$status" -eq 2 ]; then
     exit 2
 fi
