@@ -6,9 +6,10 @@ chapter ``baseline``, so that an expectation can name it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..conformance.compare import SEQUENCES, Rows, difference
 from ..conformance.report import CaseRecord, Header, Number, Report, VerdictRecord
 from .baseline import Baseline, BaselineCase, Provenance, compared
 from .expectations import Judgement
@@ -123,35 +124,20 @@ def _broken(case: CaseRecord, kind: str, law: str, text: str) -> Reason:
 
 
 def _scale(case: CaseRecord, old: BaselineCase) -> str:
-    now = case.curves.scale if case.curves else None
-    return _differs("the scale after", old.exact.scale, now)
+    return _differs("scale", old.exact.scale, case)
 
 
 def _skip(case: CaseRecord, old: BaselineCase) -> str:
-    now = case.curves.stepped if case.curves else None
-    return _differs("whether the parameters changed in", old.exact.stepped, now)
+    return _differs("stepped", old.exact.stepped, case)
 
 
-Rows = Sequence[Sequence[object]]
-
-
-def _differs(what: str, before: Rows | None, now: Rows | None) -> str:
-    """The first difference of two sequences a rank in words, or the empty string."""
-    if before is None or before == now:
+def _differs(name: str, before: Rows | None, case: CaseRecord) -> str:
+    """The first difference from what the baseline has of a curve, in words."""
+    if before is None:
         return ""
-    if now is None:
-        return f"{what} each step is no longer recorded"
-    shape, seen = [len(row) for row in before], [len(row) for row in now]
-    if shape != seen:
-        return f"{what} each step covers {seen} steps of the ranks, was {shape}"
-    step, rank = min(
-        (step, rank)
-        for rank, row in enumerate(before)
-        for step, value in enumerate(row)
-        if value != now[rank][step]
-    )
-    was, is_now = before[rank][step], now[rank][step]
-    return f"{what} step {step} on rank {rank} is {is_now}, was {was}"
+    if case.curves is None:
+        return f"{SEQUENCES[name]} each step is no longer recorded"
+    return difference(SEQUENCES[name], before, getattr(case.curves, name))
 
 
 def _counts(case: CaseRecord, old: BaselineCase) -> str:

@@ -48,11 +48,10 @@ def _main(arguments: Sequence[str], station: Station | None) -> int:
     parsed.station = station
     try:
         return COMMANDS[parsed.command](parsed)
-    except ValueError as error:  # the caller's fault: one line, no traceback
-        print(f"gradparity: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"gradparity: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:  # the caller's fault: no traceback
+        from .terminal import plain
+
+        print(f"gradparity: {plain(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(
@@ -152,10 +151,11 @@ def _report(parsed: argparse.Namespace) -> int:
 def _compare(parsed: argparse.Namespace) -> int:
     from .compare import compare
     from .report import read_report
+    from .terminal import plain
 
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:
-        print(change.text)
+        print(plain(change.text))
     print(f"{len(changes)} differences")
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .law import RANKING
 from .report import CaseRecord, Report
 
-__all__ = ["Change", "compare"]
+__all__ = ["SEQUENCES", "Change", "Rows", "compare", "difference"]
+
+SEQUENCES = {
+    "scale": "the scale after",
+    "growth": "the growth tracker after",
+    "stepped": "whether the parameters changed in",
+}
+"""Curve -> what it says of each rank and step, exactly."""
+Rows = Sequence[Sequence[object]]
+"""A value a rank and step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +38,7 @@ def compare(before: Report, after: Report) -> list[Change]:
     changes += [_missing("new", c) for k, c in new.items() if k not in old]
     for key in old.keys() & new.keys():
         changes += _verdicts(old[key], new[key])
+        changes += _sequences(old[key], new[key])
     order = ("regression", "gone", "changed", "fix", "new")
     return sorted(changes, key=lambda c: (order.index(c.kind), c.text))
 
@@ -55,7 +66,34 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
             kind = "regression" if worse else "fix"
             text = f"{kind}: {law} {was.status} -> {now.status} in {where}: "
             changes.append(Change(kind=kind, text=text + now.message))
-        elif was.status == "fail" and was.message != now.message:
+        elif was.message != now.message:
             text = f"changed: {law} in {where}: {was.message} -> {now.message}"
             changes.append(Change(kind="changed", text=text))
     return changes
+
+
+def _sequences(old: CaseRecord, new: CaseRecord) -> Iterator[Change]:
+    if old.curves is None or new.curves is None:
+        return
+    for name, what in SEQUENCES.items():
+        text = difference(what, getattr(old.curves, name), getattr(new.curves, name))
+        if text:
+            where = f"{new.scenario}  {new.scaler}"
+            yield Change(kind="changed", text=f"changed: {text} in {where}")
+
+
+def difference(what: str, before: Rows, now: Rows) -> str:
+    """The first difference of two sequences a rank in words, or the empty string."""
+    if before == now:
+        return ""
+    shape, seen = [len(row) for row in before], [len(row) for row in now]
+    if shape != seen:
+        return f"{what} each step covers {seen} steps of the ranks, was {shape}"
+    step, rank = min(
+        (step, rank)
+        for rank, row in enumerate(before)
+        for step, value in enumerate(row)
+        if value != now[rank][step]
+    )
+    was, is_now = before[rank][step], now[rank][step]
+    return f"{what} step {step} on rank {rank} is {is_now}, was {was}"

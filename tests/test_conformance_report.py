@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gradparity.conformance.__main__ import main
 from gradparity.conformance.compare import compare
 from gradparity.conformance.law import LAWS
 from gradparity.conformance.page import render_page
@@ -158,6 +159,50 @@ def test_compare_tells_regressions_fixes_new_and_gone() -> None:
     kinds = [change.kind for change in compare(before, after)]
     assert kinds == ["regression", "gone", "fix", "new"]
     assert compare(before, before) == []
+
+
+def with_scale(scale: list[list[float]]) -> CaseRecord:
+    made = case()
+    assert made.curves is not None
+    curves = msgspec.structs.replace(made.curves, scale=scale)
+    return msgspec.structs.replace(made, curves=curves)
+
+
+def test_compare_tells_changed_numbers() -> None:
+    before = report_of(with_scale([[2.0, 4.0], [2.0, 4.0]]))
+    after = report_of(with_scale([[2.0, 4.0], [2.0, 2.0]]))
+    (change,) = compare(before, after)
+    assert change.kind == "changed"
+    words = "the scale after step 1 on rank 1 is 2.0, was 4.0 in fsdp/2/fp32/sgd/none"
+    assert words in change.text
+    (change,) = compare(report_of(case(message="6 steps")), report_of(case()))
+    assert change.text.endswith("a:B: 6 steps -> fine")
+
+
+def test_compare_ignores_dates_timings_machines_and_order() -> None:
+    cases = [case("a:B"), case("c:D", "fail")]
+    late = [msgspec.structs.replace(c, seconds=99.0, replay="x") for c in cases]
+    head = msgspec.structs.replace(
+        header(2), started="2027-01-01", commit="def", platform="darwin", torch="9"
+    )
+    after = Report(header=head, cases=tuple(reversed(late)), footer=None)
+    assert compare(report_of(*cases), after) == []
+
+
+def test_compare_on_the_command_line_drives_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write(tmp_path / "a", case("a:B"), case(HOSTILE))
+    after = write(tmp_path / "b", case("a:B", "fail", HOSTILE), case("a:C"))
+    assert main(["compare", str(before), str(after)]) == 1
+    printed = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in printed.splitlines()] == [
+        *("regression", "gone", "new"),
+        "3 differences",
+    ]
+    assert "\x1b" not in printed
+    assert main(["compare", str(before), str(tmp_path / "none\x1b[31m")]) == 2
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_hostile_text_is_escaped_in_the_page() -> None:
