@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ..multiprocess import Cluster
+from ..multiprocess import Cluster, WorldFailure
 from .devices import Devices, device_names, visible_gpus
 from .report import Launcher
 
@@ -55,7 +55,10 @@ class Place:
         """Names of the GPUs of this machine; empty where none is used."""
         if self.devices.device == "cpu":
             return []
-        (names,) = self.ranks(1).run(device_names)
+        try:
+            (names,) = self.ranks(1).run(device_names)
+        except WorldFailure:
+            return []  # every case will say why
         return list(names)
 
     @property

@@ -70,6 +70,12 @@ def put(store: Store, key: str, value: bytes) -> None:
 
 
 @answering()
+def flag(store: Store, key: str, value: str = "") -> None:
+    """Store a word, which needs no parts."""
+    store.set(key, value)
+
+
+@answering()
 def read(
     store: Store, key: str, limit_s: float, look: Callable[[], None] = lambda: None
 ) -> bytes | None:

@@ -170,6 +170,7 @@ class Station:
             while True:
                 order = self._next_order()
                 if isinstance(order, Finish):
+                    mail.flag(self._store, f"bye/{self.rank}")
                     return order.code
                 if self.rank < order.spec.size:
                     self._serve(order)
@@ -181,6 +182,10 @@ class Station:
     def finish(self, code: int) -> None:
         """Let the followers go; the leader's last call."""
         self._post_order(Finish(code=code))
+        # torchrun ends all when the first has failed: it should not be told of -15
+        until = time.monotonic() + ANSWER_S
+        for rank in range(1, self.size):
+            mail.wait(self._store, f"bye/{rank}", max(0.0, until - time.monotonic()))
 
     def note(self, name: str, text: str) -> None:
         """Leave a note for who may have to stand in for the leader."""
@@ -203,7 +208,7 @@ class Station:
 
     def reported(self) -> None:
         """Tell the others that the report is written: they may end."""
-        self._store.set("reported", "")
+        mail.flag(self._store, "reported")
 
     def check(self) -> None:
         """Raise ``Ended`` if torchrun has asked this process to end."""
@@ -225,7 +230,7 @@ class Station:
         limit_s = order.spec.start_timeout_s + _REPORT_S
         ready = self._gather("start", self._muster(order), size, limit_s)
         going = all(f.reply and f.reply.kind is Kind.READY for f in ready)
-        self._store.set(self._key("go"), "go" if going else "no")
+        mail.flag(self._store, self._key("go"), "go" if going else "no")
         if not going:
             self._disband(order.spec)
             return False, ready
@@ -264,10 +269,21 @@ class Station:
     def _next_order(self) -> Order | Finish:
         self._calls += 1
         while True:
-            found = mail.read(self._store, self._key("order"), MEET_S, self.check)
+            try:
+                found = self._read_order(MEET_S, self.check)
+            except Ended:
+                found = self._read_order(0.0)
+                if not isinstance(found, Finish):
+                    raise
             if found is not None:
-                order: Order | Finish = pickle.loads(found)
-                return order
+                return found
+
+    def _read_order(
+        self, limit_s: float, look: Callable[[], None] = lambda: None
+    ) -> Order | Finish | None:
+        found = mail.read(self._store, self._key("order"), limit_s, look)
+        order: Order | Finish | None = None if found is None else pickle.loads(found)
+        return order
 
     def _serve(self, order: Order) -> None:
         self._post("start", self._muster(order))
@@ -345,7 +361,7 @@ class Station:
 
     def _roll_call(self) -> str:
         """Answer the roll and name who does not."""
-        self._store.set(f"here/{self.rank}", "")
+        mail.flag(self._store, f"here/{self.rank}")
         until = time.monotonic() + ANSWER_S
         silent = [
             rank
@@ -362,7 +378,7 @@ class Station:
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def _answers(self, rank: int) -> bool:
-        return self._store.check([f"here/{rank}"])
+        return mail.wait(self._store, f"here/{rank}", 0.0)
 
     def _state(self, rank: int) -> str:
         """What is known of the station of ``rank``, in words."""
@@ -476,13 +492,13 @@ class _Others:
     def failed(self) -> bool:
         """Whether one of them has failed; raises when the run is over."""
         self._check()
-        self._failed = self._failed or self._store.check([self._key])
+        self._failed = self._failed or mail.wait(self._store, self._key, 0.0)
         return self._failed
 
     def tell(self) -> None:
         """Have them know that one of ours has failed."""
         self._failed = True
-        self._store.set(self._key, "")
+        mail.flag(self._store, self._key)
 
 
 def _on_common_clock(fact: Fact) -> Fact:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -95,7 +95,8 @@ class TorchrunCluster:
         if self.rank == 0:
             self._store.set("closed", "")
         else:
-            mail.wait(self._store, "closed", MEET_S)
+            with suppress(HarnessError):  # rank 0 may have held the store
+                mail.wait(self._store, "closed", MEET_S)
         if dist.is_initialized():
             dist.destroy_process_group()
         world_module._set_current(None)

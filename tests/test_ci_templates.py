@@ -94,11 +94,18 @@ def test_the_command_that_runs_may_be_torchrun(site: Path, tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(BAD)
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone"
     command = f"{torchrun} --nproc-per-node 1 -m gradparity.conformance run"
-    code, told = gate(site, tmp_path, "mine:Mine", *SMALL, GRADPARITY_RUN=command)
+    run = [*SMALL, "--scenario", "ddp/2/fp32/sgd/none/steps=3"]
+    code, told = gate(site, tmp_path, "mine:Mine", *run, GRADPARITY_RUN=command)
     assert code == Outcome.REGRESSION.value, told
+    assert "needs 2 ranks, torchrun made 1 in ddp/2" in told
     assert re.search(r"failing: scale\.rule is fail in single/1/", told), told
     report = read_report(tmp_path / "parity-report" / "report.jsonl")
     assert report.header.launcher.name == "torchrun"
+
+
+def test_a_command_that_cannot_start_leaves_no_pass(site: Path, tmp_path: Path) -> None:
+    code, told = gate(site, tmp_path, "mine:Mine", *SMALL, GRADPARITY_RUN="no-such-run")
+    assert code == Outcome.INVALID.value and "report.jsonl" in told
 
 
 @pytest.mark.parametrize("options", [[], ["mine:Mine", "--topology", "none"]])

@@ -208,6 +208,17 @@ def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
     assert gate([str(tmp_path / "r.jsonl")]) == 3
 
 
+def test_without_torchruns_agent_nothing_goes_on(tmp_path: Path) -> None:
+    run = ["--scaler", "mine:Slow", "--scenario", "fsdp/2/fp32/sgd/none/steps=60"]
+    process = start(tmp_path, *run, "--json", "r.jsonl")
+    wait_for(process, tmp_path / "rank-1", "step")
+    family = descendants(process.pid)
+    process.kill()
+    _, output = ended(process)
+    assert all_gone(family), output
+    assert "torchrun's store is gone" in read_report(tmp_path / "r.jsonl").incomplete
+
+
 def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=12"]
     run = ["--scaler", "mine:Slow", *scenarios(*long), "--json", "r.jsonl"]

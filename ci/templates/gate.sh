@@ -36,6 +36,7 @@ if [ "$status" -eq 2 ]; then
     exit 2
 fi
 
+mkdir -p "$out" # a command that could not start has left none
 set -- "$out/report.jsonl" --strict --json "$out/gate.json"
 # A file that is named must be there; one of the usual name may be missing.
 if [ -n "${GRADPARITY_BASELINE:-}" ] || [ -f "$baseline" ]; then
