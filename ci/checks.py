@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..conformance.compare import SEQUENCES, Rows, difference
+from ..conformance.law import is_worse
 from ..conformance.report import CaseRecord, Header, Number, Report, VerdictRecord
 from .baseline import Baseline, BaselineCase, Provenance, compared
 from .expectations import Judgement
 from .ratios import Spread, limit, worst
 from .reasons import Reason, at
-from .statuses import is_worse
 
 __all__ = ["DECIDED", "Finding", "check_cases", "check_vanished", "check_whole"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from ..conformance.law import case_status
 from ..conformance.report import CaseRecord, Curves, Report
 from .ratios import worst
 from .reasons import at
-from .statuses import case_status
 
 __all__ = ["contradictions"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..conformance.law import RANKING, case_status
 from ..conformance.report import CaseRecord, Report, VerdictRecord
 from ..conformance.terminal import cell, facts, plain
 from .reasons import at
-from .statuses import RANKING, case_status
 
 __all__ = ["LIMIT_BYTES", "escape", "render"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..conformance.catalogue import PRESETS
-from ..conformance.law import LAWS
+from ..conformance.law import LAWS, RANKING
 from ..conformance.peers import (
     OURS,
     PEERS,
@@ -23,7 +23,6 @@ from ..conformance.peers import (
 )
 from ..conformance.report import CaseRecord, Report, VerdictRecord
 from .markdown import escape
-from .statuses import RANKING
 
 __all__ = ["main", "render"]
 

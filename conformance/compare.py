@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .law import RANKING
+from .law import is_worse
 from .report import CaseRecord, Report
 
 __all__ = ["SEQUENCES", "Change", "Rows", "compare", "difference"]
@@ -62,8 +62,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
     for law in before.keys() & after.keys():
         was, now = before[law], after[law]
         if was.status != now.status:
-            worse = RANKING.index(now.status) > RANKING.index(was.status)
-            kind = "regression" if worse else "fix"
+            kind = "regression" if is_worse(now.status, was.status) else "fix"
             text = f"{kind}: {law} {was.status} -> {now.status} in {where}: "
             changes.append(Change(kind=kind, text=text + now.message))
         elif was.message != now.message:

@@ -22,6 +22,8 @@ __all__ = [
     "Law",
     "Status",
     "Verdict",
+    "case_status",
+    "is_worse",
     "judge",
     "law",
     "rank_list",
@@ -54,6 +56,17 @@ def worst_of(statuses: Iterable[str]) -> str:
     found = set(statuses) - {Status.SKIPPED}
     # looked up and not ranked: a report may hold a word that is no status
     return next((s for s in reversed(RANKING) if s in found), Status.SKIPPED.value)
+
+
+def case_status(verdicts: Iterable[str]) -> str:
+    """The status of a case with these verdicts; skipped laws alone prove nothing."""
+    worst = worst_of(verdicts)
+    return Status.INCONCLUSIVE.value if worst == Status.SKIPPED else worst
+
+
+def is_worse(now: str, before: str) -> bool:
+    """Whether ``now`` promises less than ``before`` did."""
+    return RANKING.index(now) > RANKING.index(before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Self
 from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
 from .devices import Devices
-from .law import LAWS, Evidence, Finding, Status, Verdict, judge, worst_of
+from .law import LAWS, Evidence, Finding, Status, Verdict, case_status, judge
 from .parity import Parity, measure_parity
 from .place import Place, Pool
 from .rank import JudgedError, observe_rank
@@ -43,8 +43,7 @@ class Case:
     @property
     def status(self) -> Status:
         """The worst verdict; skipped laws do not count, and alone prove nothing."""
-        worst = Status(worst_of(v.status for v in self.verdicts))
-        return Status.INCONCLUSIVE if worst is Status.SKIPPED else worst
+        return Status(case_status(v.status for v in self.verdicts))
 
 
 class Runner:
