@@ -88,9 +88,8 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _commit() -> str:
-    """The commit of the source tree, or the empty string outside of one."""
-    root = Path(__file__).parent.parent
-    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit of the current folder, or the empty string outside of a checkout."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(git, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

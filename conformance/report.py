@@ -83,6 +83,8 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     device: str
     threads: int
     commit: str
+    """Of the checkout that the run was started in, or the empty string outside of one:
+    it is the judged code that changes from run to run."""
     command: str
     preset: str
     seed: int

@@ -1,5 +1,6 @@
 """A report is complete or says that it is not; tampering is told."""
 
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -7,8 +8,11 @@ import pytest
 
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.compare import compare
+from gradparity.conformance.devices import Devices
 from gradparity.conformance.law import LAWS
 from gradparity.conformance.page import render_page
+from gradparity.conformance.place import Pool
+from gradparity.conformance.record import make_header
 from gradparity.conformance.report import (
     SCHEMA_VERSION,
     CaseRecord,
@@ -256,3 +260,31 @@ def test_room_is_for_the_plots_of_violations_first() -> None:
     ]
     page = render_page(report_of(*good, broken(1)))
     assert page.count("decisions by rank and step") == 2
+
+
+def made_header() -> Header:
+    return make_header(
+        planned=1, preset="quick", seed=3, arguments=["run"], place=Pool(Devices(), 9.0)
+    )
+
+
+def test_the_commit_is_that_of_the_code_which_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert made_header().commit == ""
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "one"]):
+        subprocess.run(["git", *command], check=True)
+    clean = made_header().commit
+    assert len(clean) == 12
+    (tmp_path / "mine.py").write_text("x = 2\n")
+    assert made_header().commit == f"{clean}-dirty"
+
+
+def test_the_header_says_how_to_run_it_again() -> None:
+    said = made_header()
+    assert (said.command, said.preset, said.seed) == ("gradparity run", "quick", 3)
+    assert (said.backend, said.device, said.planned) == ("gloo", "cpu", 1)
