@@ -102,6 +102,46 @@ def _hunt(parsed: argparse.Namespace) -> int:
     return hunt(settings, Console())
 
 
+def _machine(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .machine import MachineSettings, machine
+    from .oracle import parse_history
+    from .rank import load_scaler
+
+    (scaler,) = parsed.scaler or [DEFAULT_SCALER]
+    load_scaler(scaler, os.getcwd())
+    history = parsed.history and parse_history(parsed.history, parsed.world_size)
+    settings = MachineSettings(
+        scaler=scaler,
+        folder=os.getcwd(),
+        world=parsed.world_size,
+        budget_s=parsed.budget_s,
+        history=history or (),
+    )
+    return machine(settings, Console())
+
+
+def _mutants(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .mutants import MutantSettings, mutants
+
+    settings = MutantSettings(
+        selection=_selection(parsed),
+        folder=os.getcwd(),
+        presets=parsed.preset or ["quick"],
+        scalers=parsed.only,
+        every=parsed.every,
+        seeds=parsed.seeds,
+        share=parsed.share,
+        out=parsed.out,
+        quiet=parsed.quiet,
+        arguments=parsed.arguments,
+    )
+    return mutants(settings, Console())
+
+
 def _selection(parsed: argparse.Namespace) -> Selection:
     from .catalogue import Selection
 
@@ -174,6 +214,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "replay": _run,
     "hunt": _hunt,
+    "machine": _machine,
+    "mutants": _mutants,
     "list": _list,
     "explain": _explain,
     "report": _report,

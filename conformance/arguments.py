@@ -49,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_replay(commands)
     _add_hunt(commands)
+    _add_machine(commands)
+    _add_mutants(commands)
     _add_small(commands)
     for entry in entry_points(group=COMMANDS):
         commands.add_parser(entry.name, help=_HELP)  # listed here, parsed there
@@ -76,6 +78,24 @@ def _add_hunt(commands: Commands) -> None:
         metavar="S",
         help="seconds to search (60)",
     )
+
+
+def _add_machine(commands: Commands) -> None:
+    machine = commands.add_parser(
+        "machine", help="call histories on all ranks against an oracle"
+    )
+    _add(machine, _JUDGED, _MACHINE)
+
+
+def _add_mutants(commands: Commands) -> None:
+    mutants = commands.add_parser(
+        "mutants", help="judge the judge: faulty scalers x laws"
+    )
+    mutants.add_argument(
+        "--preset", **_repeated("NAME", "take what is missed to the next (quick)")
+    )
+    mutants.add_argument("--only", **_repeated("CLASS", "a class of fixtures.faulty"))
+    _add(mutants, _MUTANTS)
 
 
 def _add_small(commands: Commands) -> None:
@@ -158,6 +178,44 @@ _RUN: Options = {
     "scenario": _repeated("ID", "run this scenario instead of a preset"),
     "require": _repeated("SPEC", "scaler that decides the exit code (all)"),
     "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
+}
+_MACHINE: Options = {
+    "world-size": {"type": int, "default": 2, "metavar": "N", "help": "ranks (2)"},
+    "budget-s": {
+        "type": float,
+        "default": 60.0,
+        "metavar": "S",
+        "help": "seconds to search (60)",
+    },
+    "history": {
+        "default": "",
+        "metavar": "CALLS",
+        "help": "run this history again, as a search has told it",
+    },
+}
+_MUTANTS: Options = {
+    "every": {
+        "action": "store_true",
+        "help": "judge wrong scalers in all scenarios, caught or not",
+    },
+    "seeds": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "seeds for the right scalers (1)",
+    },
+    "share": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "each seed takes one Nth of the first preset (1)",
+    },
+    "out": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "folder for mutants.json and mutants.md",
+    },
+    "quiet": {"action": "store_true", "help": "no progress"},
 }
 _OUTPUT: Options = {
     "out": {

@@ -24,8 +24,9 @@ from ..multiprocess import current_world
 from .devices import settle
 from .engine import Engine, build_engine, shard_id
 from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
+from .probe import probe
 from .scenario import Scenario
-from .trace import Floats, Problem, RankTrace, StepTrace
+from .trace import Floats, Misuse, Problem, RankTrace, StepTrace
 
 __all__ = ["JudgedError", "load_scaler", "observe_rank"]
 
@@ -117,6 +118,7 @@ def observe_rank(scenario: Scenario, spec: str | None, folder: str) -> RankTrace
     for step in range(scenario.steps):
         trace.steps.append(StepTrace(step=step))
         _observe_step(engine, judged, trace, strikes)
+    trace.misuse = judged.misuse()
     return trace
 
 
@@ -196,6 +198,23 @@ class _Judged:
         if self.scaler is not None:
             with self.watch("update"):
                 self.scaler.update()
+
+    def misuse(self) -> list[Misuse]:
+        """Calls in a wrong order; they depend on no recipe, so on plain runs only."""
+        if self.scaler is None or self.engine.scenario.recipe != "plain":
+            return []
+        return probe(self.scaler, [self.engine.optimizer], self._look, self.watch)
+
+    def _look(self) -> dict[str, str]:
+        """What a refused call must leave as it is."""
+        gradients = _local_gradients(self.engine).items()
+        parameters, state = _effect(self.engine)
+        return {
+            "parameters": repr(parameters),
+            "the optimizer's state": repr(state),
+            "gradients": repr({name: digest(g) for name, g in gradients}),
+            "the scale or the growth tracker": repr(self.state()),
+        }
 
 
 def _observe_step(

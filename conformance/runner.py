@@ -74,15 +74,22 @@ class Runner:
     ) -> None:
         self.place.__exit__(kind, error, trace)
 
-    def run(self, spec: str, scenario: Scenario) -> Case:
-        """Judge the scaler named ``spec`` in ``scenario``."""
+    def run(self, spec: str, scenario: Scenario, *, parity: bool = True) -> Case:
+        """Judge the scaler named ``spec`` in ``scenario``.
+
+        Args:
+            spec: ``module:attribute``.
+            scenario: what to train.
+            parity: False leaves parity inconclusive, where only other laws are asked
+                for: a scaler with a scale of its own needs references of its own.
+        """
         start = time.monotonic()
         problem, evidence = "", None
         not_runnable = self.place.not_runnable(scenario.world)
         if not_runnable:
             return _not_run(spec, scenario, not_runnable)
         try:
-            evidence = self._evidence(spec, scenario)
+            evidence = self._evidence(spec, scenario, parity)
             verdicts = judge(evidence)
         except WorldFailure as failure:
             problem = _root_cause(failure)
@@ -96,10 +103,12 @@ class Runner:
             problem=problem,
         )
 
-    def _evidence(self, spec: str, scenario: Scenario) -> Evidence:
+    def _evidence(self, spec: str, scenario: Scenario, measured: bool) -> Evidence:
         traces = self._observe(spec, scenario)
         complete = all(t.completed == scenario.steps for t in traces)
-        parity: Parity | None = measure_parity(scenario, traces) if complete else None
+        parity: Parity | None = None
+        if complete and measured:
+            parity = measure_parity(scenario, traces)
         bare = None
         if complete and scenario.precision == "fp32" and scenario.faults == "none":
             bare = self._bare_run(scenario)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Problem", "RankTrace", "StepTrace"]
+__all__ = ["Misuse", "Problem", "RankTrace", "StepTrace"]
 
 Floats = NDArray[np.float32]
 
@@ -27,6 +27,18 @@ class Problem:
     """The call, for example ``step``."""
     error: str
     """Type and message of the exception."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misuse:
+    """A call in a wrong order, and what came of it."""
+
+    call: str
+    """The call, in words."""
+    error: str
+    """Type of the exception that refused it; empty where it was accepted."""
+    changed: tuple[str, ...]
+    """What the call changed; a refused call may change nothing."""
 
 
 @dataclass(kw_only=True)
@@ -85,6 +97,8 @@ class RankTrace:
     steps: list[StepTrace] = field(default_factory=list)
     problem: Problem | None = None
     """The call of the judged scaler that raised, if one did."""
+    misuse: list[Misuse] | None = None
+    """Wrong calls made after the last step; None where the run did not get there."""
 
     @property
     def completed(self) -> int:

@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status, judge
 from gradparity.conformance.parity import Parity, ParityRow
-from gradparity.conformance.trace import Problem, RankTrace, StepTrace
+from gradparity.conformance.trace import Misuse, Problem, RankTrace, StepTrace
 
 SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
 BAD_STEP = 1
@@ -39,7 +41,9 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         seen.digests = {"w": digest}
         seen.collectives = ["allreduce[6:float64]"]
         seen.checked_sum = (3.0, 3.0)
+        seen.gradients = {"w": np.array([1e-7, -0.5], np.float32)}
         trace.steps.append(seen)
+    trace.misuse = [Misuse(call="a second step()", error="RuntimeError", changed=())]
     return trace
 
 
@@ -126,6 +130,14 @@ def _not_bare(e: Evidence) -> None:
     e.bare[1].steps[3].digests["w"] = "else"
 
 
+def _flushed(e: Evidence) -> None:
+    e.ranks[1].steps[2].gradients["w"][0] = 0.0
+
+
+def _accepted(e: Evidence) -> None:
+    e.ranks[0].misuse = [Misuse(call="a second step()", error="", changed=())]
+
+
 def _sequence(e: Evidence) -> None:
     e.ranks[1].steps[0].collectives = []
 
@@ -158,6 +170,8 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("scale.rule", _no_backoff, True),
     ("scale.positive", _zero, False),
     ("transparency.bitwise", _not_bare, False),
+    ("transparency.gradient", _flushed, False),
+    ("misuse.refused", _accepted, False),
     ("collectives.same-sequence", _sequence, False),
     ("collectives.no-crosstalk", _crosstalk, False),
     ("liveness.completes", _raised, False),
@@ -219,3 +233,63 @@ def test_a_missing_bare_run_is_inconclusive() -> None:
     e = evidence()
     found = statuses(Evidence(scenario=SCENARIO, ranks=e.ranks, parity=e.parity))
     assert found["transparency.bitwise"] is Status.INCONCLUSIVE
+
+
+def test_a_refused_call_that_changes_something_is_misuse() -> None:
+    e = evidence()
+    e.ranks[1].misuse = [
+        Misuse(
+            call="unscale_() after step()", error="ValueError", changed=("gradients",)
+        )
+    ]
+    (finding,) = [v.finding for v in judge(e) if v.law == "misuse.refused"]
+    assert finding.status is Status.FAIL and finding.ranks == (1,)
+    assert finding.message == (
+        "unscale_() after step() raised ValueError on rank 1 and changed gradients"
+    )
+
+
+def test_runs_in_which_no_wrong_call_is_made_are_skipped() -> None:
+    e = evidence()
+    for trace in e.ranks:
+        trace.misuse = []
+    assert statuses(e)["misuse.refused"] is Status.SKIPPED
+
+
+def test_a_missing_gradient_is_no_equal_one() -> None:
+    e = evidence()
+    e.ranks[0].steps[1].gradients = {}
+    assert "transparency.gradient" in failures(e)
+
+
+@given(
+    step=st.integers(0, 3),
+    rank=st.integers(0, 1),
+    factor=st.sampled_from([0.0, -1.0, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 2.0]),
+    element=st.integers(0, 1),
+)
+def test_one_bit_of_one_gradient_is_seen(
+    step: int, rank: int, factor: float, element: int
+) -> None:
+    e = evidence()
+    e.ranks[rank].steps[step].gradients["w"][element] *= np.float32(factor)
+    (finding,) = [v.finding for v in judge(e) if v.law == "transparency.gradient"]
+    assert (finding.status, finding.step) == (Status.FAIL, step)
+    assert finding.ranks == (rank,)
+
+
+def test_what_the_bare_run_may_have_rounded_is_not_compared() -> None:
+    e = evidence()
+    e.ranks[0].steps[1].gradients["w"][0] = 2.0**-101
+    assert e.bare is not None
+    e.bare[0].steps[1].gradients["w"][0] = 0.0
+    assert "transparency.gradient" not in failures(e)
+
+
+def test_after_a_bad_step_a_bare_run_has_nothing_to_say() -> None:
+    """An overflow that nobody planted: the run without a scaler goes on."""
+    e = evidence(bad=True)
+    for trace in e.bare or ():
+        for seen in trace.steps[BAD_STEP:]:
+            seen.digests = {"w": "else"}
+    assert "transparency.bitwise" not in failures(e)

@@ -7,11 +7,13 @@ from . import scale as scale  # isort: skip
 from . import transparency as transparency  # isort: skip
 from . import parity as parity  # isort: skip
 from . import collectives as collectives  # isort: skip
+from . import misuse as misuse  # isort: skip
 
 __all__ = [
     "agreement",
     "collectives",
     "liveness",
+    "misuse",
     "parity",
     "scale",
     "skip",

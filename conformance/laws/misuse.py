@@ -1,0 +1,34 @@
+"""Misuse: a call in a wrong order is refused and changes nothing."""
+
+from __future__ import annotations
+
+from ..law import Evidence, Finding, Status, inconclusive, law, passed, skipped
+
+
+@law(
+    "misuse.refused",
+    "A call in a wrong order raises and changes nothing: a second unscale_ or step, "
+    "unscale_ after step, step with a closure, update before any step.",
+    "Accepted in silence, such a call divides or moves twice, or moves the scale for "
+    "nothing (B10); torch documents the order and raises.",
+)
+def refused(evidence: Evidence) -> Finding:
+    """Look at the calls that were made after the last step."""
+    compared = 0
+    for trace in evidence.ranks:
+        for seen in trace.misuse or ():
+            compared += 1
+            changes = ", ".join(seen.changed)
+            done = "was accepted" if not seen.error else f"raised {seen.error}"
+            if not seen.error or seen.changed:
+                return Finding(
+                    status=Status.FAIL,
+                    message=f"{seen.call} {done} on rank {trace.rank}"
+                    f"{changes and f' and changed {changes}'}",
+                    ranks=(trace.rank,),
+                )
+    if compared:
+        return passed(f"{compared} calls in a wrong order refused")
+    if all(t.misuse is not None for t in evidence.ranks):
+        return skipped("wrong calls are made after plain runs only")
+    return inconclusive("the run stopped before any wrong call was made")
