@@ -9,7 +9,7 @@ BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank and no bytecode races; ranks are the parallelism here.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: parity test lint gate planted bench report docs who-passes relock clean setup
+.PHONY: parity test lint gate planted bench report docs who-passes relock clean setup mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -39,6 +39,9 @@ report: setup  ## render the last report again
 
 docs: setup  ## write the pages that are made from code
 	$(BIN)/gradparity laws
+
+mutants: setup  ## judge the judge: every faulty scaler against every law
+	$(BIN)/gradparity mutants --preset quick $(MUTANTS) --out $(REPORT)/mutants
 
 who-passes: setup  ## judge the scalers of others and write docs/who-passes.md
 	$(BIN)/gradparity who-passes --preset $(or $(PRESET),quick)

@@ -121,8 +121,10 @@ def mutants(settings: MutantSettings, console: Console) -> int:
     for preset in settings.presets:
         select(preset, settings.selection)
     started = time.monotonic()
+    runner = Runner(folder=settings.folder, timeout_s=settings.timeout_s)
     header = make_header(
         planned=0,
+        place=runner.place,
         preset=" ".join(settings.presets),
         seed=settings.selection.seed,
         arguments=settings.arguments,
@@ -136,7 +138,7 @@ def mutants(settings: MutantSettings, console: Console) -> int:
     right = [
         _Tally(scaler=s, law="") for s in RIGHT if not wanted or s.__name__ in wanted
     ]
-    with Runner(folder=settings.folder, timeout_s=settings.timeout_s) as runner:
+    with runner:
         _judge_wrong(settings, runner, wrong, console)
         _judge_right(settings, runner, right, console)
     matrix = Matrix(

@@ -217,6 +217,7 @@ def test_nothing_compared_is_never_a_pass() -> None:
     for trace in empty.ranks:
         trace.steps[0].complete = False
         del trace.steps[1:]
+        trace.misuse = None
     blind = Evidence(scenario=SCENARIO, ranks=empty.ranks)
     assert Status.PASS not in set(statuses(blind).values())
 

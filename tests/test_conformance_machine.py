@@ -1,4 +1,4 @@
-"""Histories of calls on all ranks: right scalers follow the oracle, wrong ones do not."""
+"""Histories of calls on all ranks: right scalers follow the oracle, wrong do not."""
 
 import io
 import shlex

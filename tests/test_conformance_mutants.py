@@ -12,7 +12,9 @@ from gradparity.conformance.law import LAWS
 from gradparity.conformance.matrix import Row, as_text, read_matrix
 from gradparity.conformance.mutants import MutantSettings, mutants
 
-SMALL = Selection(topologies=["single"], data=["digits"], precisions=["fp32"])
+SMALL = Selection(
+    topologies=["single"], data=["digits"], precisions=["fp32"], optimizers=["sgd"]
+)
 
 
 def row(**changes: object) -> Row:
@@ -58,7 +60,7 @@ def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
     matrix = read_matrix(tmp_path / "mutants.json")
     wrong, right = matrix.rows
     assert wrong.law in wrong.accused and wrong.preset == "quick"
-    assert wrong.tried == 1 and right.tried > 1 and not right.accused
+    assert wrong.tried == 1 and right.tried > 0 and not right.accused
     text = (tmp_path / "mutants.md").read_text(encoding="utf-8")
     assert text == as_text(matrix) and text.strip() in output
     assert "1 of 1 caught" in text and all(f"`{law}`" in text for law in LAWS)
