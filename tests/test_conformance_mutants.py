@@ -44,20 +44,22 @@ def test_what_is_as_it_should_be(changes: dict[str, object], good: bool) -> None
     assert row(**changes).as_it_should_be is good
 
 
-def judged(folder: Path, **settings: object) -> tuple[int, str]:
+def judged(folder: Path, *scalers: str, seeds: int = 1) -> tuple[int, str]:
     output = io.StringIO()
-    code = mutants(
-        MutantSettings(
-            selection=SMALL, folder=".", presets=["parity"], out=folder, **settings
-        ),  # type: ignore[arg-type]  # by name
-        Console(file=output, width=200),
+    settings = MutantSettings(
+        selection=SMALL,
+        folder=".",
+        presets=["parity"],
+        scalers=scalers,
+        seeds=seeds,
+        out=folder,
     )
+    code = mutants(settings, Console(file=output, width=200))
     return code, output.getvalue()
 
 
 def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
-    names = ["ForgetsToUnscale", "PlainScaler"]
-    code, output = judged(tmp_path, scalers=names)
+    code, output = judged(tmp_path, "ForgetsToUnscale", "PlainScaler")
     assert code == 0, output
     matrix = read_matrix(tmp_path / "mutants.json")
     wrong, right = matrix.rows
@@ -70,7 +72,7 @@ def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
 
 def test_what_is_missed_decides_the_exit_code(tmp_path: Path) -> None:
     """On one rank nobody can disagree."""
-    code, output = judged(tmp_path, scalers=["NeverAgrees"], seeds=0)
+    code, output = judged(tmp_path, "NeverAgrees", seeds=0)
     assert code == 1
     assert "NeverAgrees: not caught by agreement.scale" in output
     assert "**missed**" in output
