@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ..conformance.compare import SEQUENCES
+from ..conformance.compare import difference as sequences_differ
 from ..conformance.report import Report
 from ..conformance.terminal import plain
 from .baseline import (
@@ -94,8 +96,10 @@ def _changes(old: BaselineCase, new: BaselineCase) -> Iterator[str]:
     yield from _table("", old.exact.laws, new.exact.laws)
     yield from _table("comparisons of ", old.exact.compared, new.exact.compared)
     for name in ("scale", "stepped"):
-        if getattr(old.exact, name) != getattr(new.exact, name):
-            yield f"another sequence of {name}"
+        was, now = (getattr(case.exact, name) or () for case in (old, new))
+        text = sequences_differ(SEQUENCES[name], was, now)
+        if text:
+            yield text
     if old.measured.ratio != new.measured.ratio:
         yield f"largest error / bound {_words(old)} -> {_words(new)}"
     elif old.measured != new.measured:

@@ -83,16 +83,17 @@ def _sequences(old: CaseRecord, new: CaseRecord) -> Iterator[Change]:
 
 def difference(what: str, before: Rows, now: Rows) -> str:
     """The first difference of two sequences a rank in words, or the empty string."""
-    if before == now:
-        return ""
     shape, seen = [len(row) for row in before], [len(row) for row in now]
     if shape != seen:
         return f"{what} each step covers {seen} steps of the ranks, was {shape}"
-    step, rank = min(
+    places = [
         (step, rank)
         for rank, row in enumerate(before)
         for step, value in enumerate(row)
         if value != now[rank][step]
-    )
+    ]
+    if not places:
+        return ""
+    step, rank = min(places)
     was, is_now = before[rank][step], now[rank][step]
     return f"{what} step {step} on rank {rank} is {is_now}, was {was}"

@@ -16,6 +16,7 @@ from gradparity.ci.baseline import (
 )
 from gradparity.ci.gate import main
 from gradparity.ci.ratios import LUCK, Spread, limit, worst
+from gradparity.ci.update import difference
 from gradparity.tests.test_ci_samples import (
     report_of,
     sample,
@@ -124,6 +125,14 @@ def test_update_shows_the_difference_and_asks(
     assert f"write 3 cases to {target}? [y/N]" in told
     assert target.read_bytes() != before
     assert main([str(report), "--baseline", str(target), "--strict"]) == 0
+
+
+def test_a_changed_sequence_is_told_where_it_begins() -> None:
+    old = make_baseline([sample()])
+    moved = with_curves(sample().cases[0], scale=[[8.0, 4.0, 2.0]] * 2)
+    new = make_baseline([report_of([moved, *sample().cases[1:]])])
+    (line,) = difference(old, new)
+    assert line.endswith("the scale after step 2 on rank 0 is 2.0, was 4.0")
 
 
 def test_a_second_update_changes_nothing(

@@ -56,7 +56,7 @@ def install(folder: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=250)
 
 
 def gate(site: Path, folder: Path, *options: str, **settings: str) -> tuple[int, str]:
@@ -70,7 +70,7 @@ def gate(site: Path, folder: Path, *options: str, **settings: str) -> tuple[int,
         env={**os.environ, **variables, **settings},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -88,6 +88,8 @@ def test_a_foreign_project_gates_its_own_scaler(site: Path, tmp_path: Path) -> N
     assert code == Outcome.REGRESSION.value, told
     assert re.search(r"worse: scale\.rule pass -> fail in single/1/.*: step \d", told)
     assert (tmp_path / "parity-report" / "gate.json").is_file()
+    assert (tmp_path / "parity-report" / "index.html").is_file()
+    assert (site / "gradparity" / "conformance" / "report.schema.json").is_file()
 
 
 def test_the_command_that_runs_may_be_torchrun(site: Path, tmp_path: Path) -> None:
