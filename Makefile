@@ -24,7 +24,7 @@ lint: setup
 	$(BIN)/mypy
 
 gate: setup  ## what this repository asks of itself: fp32 on digits, the same on every machine
-	$(BIN)/gradparity run --data digits --precision fp32 --out $(REPORT)/gate --quiet; \
+	$(BIN)/gradparity run --preset parity --data digits --precision fp32 --out $(REPORT)/gate --quiet; \
 	  test $$? -le 1
 	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
 

@@ -71,7 +71,7 @@ def _run(parsed: argparse.Namespace) -> int:
     settings = RunSettings(
         scalers=parsed.scaler or [DEFAULT_SCALER],
         selection=_selection(parsed),
-        preset=getattr(parsed, "preset", "parity"),
+        preset=getattr(parsed, "preset", "default"),
         scenarios=parsed.scenario,
         require=getattr(parsed, "require", ()),
         out=parsed.out or (Path("parity-replay") if replayed else None),

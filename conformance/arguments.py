@@ -148,9 +148,21 @@ _JUDGED: Options = {
 }
 _SELECTION: Options = {
     "preset": {
-        "default": "parity",
+        "default": "default",
         "metavar": "NAME",
-        "help": "parity (main job), quick (all pairs of choices), full (triples)",
+        "help": "parity (main job), quick, default (all pairs), full (all triples)",
+    },
+    "quick": {
+        "action": "store_const",
+        "const": "quick",
+        "dest": "preset",
+        "help": "short for --preset quick",
+    },
+    "full": {
+        "action": "store_const",
+        "const": "full",
+        "dest": "preset",
+        "help": "short for --preset full",
     },
     "topology": _repeated("NAME", "only this topology"),
     "data": _repeated("NAME", "only this data set"),

@@ -58,6 +58,7 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
     roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
     skipped = schedule.skipped
+    always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
     gradient = _bound(truth.gradients, [r.gradients for r in runs], roundoff, skipped)
     adaptive = scenario.optimizer in ADAPTIVE
     determined = _determined(truth, gradient, skipped, adaptive=adaptive)
@@ -68,7 +69,7 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
         determined=determined,
         gradient=gradient,
         update=_bound(updates, noisy, roundoff, skipped),
-        loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, skipped),
+        loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, always),
     )
 
 
@@ -79,7 +80,7 @@ def _losses(run: Reference) -> list[Tensors]:
 def _determined(
     truth: Reference,
     bounds: Sequence[dict[str, Pair]],
-    skipped: Sequence[bool],
+    skipped: Sequence[frozenset[str]],
     *,
     adaptive: bool,
 ) -> list[dict[str, NDArray[np.bool_]]]:
@@ -87,10 +88,10 @@ def _determined(
     now = {n: np.ones(t.shape, dtype=bool) for n, t in truth.updates[0].items()}
     steps = []
     for step, gradients in enumerate(truth.gradients):
-        if adaptive and not skipped[step]:
-            now = {
-                n: mask & (np.abs(gradients[n]) > bounds[step][n][1])
-                for n, mask in now.items()
+        if adaptive:
+            used = gradients.keys() - skipped[step]
+            now = now | {
+                n: now[n] & (np.abs(gradients[n]) > bounds[step][n][1]) for n in used
             }
         steps.append(now)
     return steps
@@ -109,7 +110,7 @@ def _bound(
     truth: Sequence[Tensors],
     runs: Sequence[Sequence[Tensors]],
     roundoff: float,
-    skipped: Sequence[bool],
+    skipped: Sequence[frozenset[str]],
 ) -> list[dict[str, Pair]]:
     """See [Note: Bounds]."""
     worst: dict[str, Pair] = {}
@@ -117,8 +118,8 @@ def _bound(
     for step, tensors in enumerate(truth):
         own = {name: sizes(t) for name, t in tensors.items()}
         for name, tensor in tensors.items():
-            # at a skipped step nobody uses the gradient, and it need not be finite
-            if not skipped[step]:
+            # where nobody uses the gradient, it need not be finite
+            if name not in skipped[step]:
                 errors = [sizes(run[step][name] - tensor) for run in runs]
                 # a reference that overflowed on its own says nothing about noise
                 finite = [e for e in errors if np.isfinite(e).all()]

@@ -12,13 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
-from ..fixtures import DATASETS, OPTIMIZERS, ORDERS, PRECISIONS, TOPOLOGIES, Topology
-from .covering import cover
-from .scenario import RECIPES, Scenario
+from ..fixtures import (
+    ADAPTIVE,
+    DATASETS,
+    KINDS,
+    MODELS,
+    OPTIMIZERS,
+    ORDERS,
+    PRECISIONS,
+    TOPOLOGIES,
+    Topology,
+    dataset_of,
+)
+from .constraints import PAIRS, why_not
+from .covering import cover, subsets
+from .recipes import RECIPES
+from .scenario import Scenario
 
-__all__ = ["PRESETS", "Selection", "goes_together", "select"]
+__all__ = ["PRESETS", "Selection", "columns", "fits", "select", "to_scenario"]
 
 OVERFLOWING_SCALE = 2.0**26
 """Large enough that fp16 gradients of every model here overflow in the first steps."""
@@ -26,22 +40,27 @@ OVERFLOWING_SCALE = 2.0**26
 MAIN_TOPOLOGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "tp+sp", "fsdp+tp", "pp")
 """Topologies of the main job; the others are larger or variations."""
 
-FAULTS = {
-    "none": "none",
-    "one rank": "inf@r{last}s1:{split}",
-    "rank 0, last": "nan@r0s2:last",
-    "every rank": "-inf@r*s1:first",
-    "burst": "nan@r0s*:{split}",
-    "natural": "none",
+WHEN: dict[str, tuple[str, ...]] = {
+    "never": (),
+    "natural": (),
+    "once": ("1",),
+    "on growth": ("1", "3"),
+    "alternating": ("0", "2", "4"),
+    "always": ("*",),
 }
-"""Kinds of fault plans; ``last`` is the last rank, ``split`` a sharded parameter."""
+"""When gradients are bad -> steps of planted faults; growth takes 2 good steps."""
+TARGETS = ("first", "middle[middle]", "last[last]", "split", "loss", "loss[last]")
+"""What is struck; ``split`` is a parameter that is sharded where anything is."""
+RANKS = ("0", "last", "*")
+MAGNITUDES = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
+"""Factors of the loss: gradients of about 1e-2, 1e-11 and 1e7."""
+NOTHING = "-"
+"""The value of a column that has no meaning in a row."""
+BURST = 200
+"""Bad steps on end: enough to bring any scale to its floor."""
 
 SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
 _FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
-# torch's own foreach and fused optimizers refuse plain tensors beside DTensors, and
-# DTensors of several meshes: there nothing can be said of a scaler
-_UNIFORM = ("single", "ddp", "fsdp", "hsdp", "pp", "pp+fsdp")
-_MULTI_TENSOR = ("adamw-foreach", "adamw-fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +77,19 @@ class Selection:
 
     def __post_init__(self) -> None:
         _check("topology", self.topologies, TOPOLOGIES)
-        _check("data", self.data, DATASETS)
+        _check("data", self.data, MODELS)
         _check("precision", self.precisions, PRECISIONS)
         _check("optimizer", self.optimizers, OPTIMIZERS)
+
+    def layouts(self, usual: Iterable[str]) -> list[str]:
+        """The topologies asked for, or those of ``usual`` that the world can hold."""
+        if self.topologies or self.world is None:
+            return list(self.topologies or usual)
+        return [name for name in usual if TOPOLOGIES[name].mesh_takes(self.world)]
+
+    def trains(self, model: str) -> bool:
+        """Whether a model was asked for, by its name or by that of its data set."""
+        return not self.data or model in self.data or dataset_of(model) in self.data
 
     def keeps(self, scenario: Scenario) -> bool:
         """Whether ``scenario`` was asked for."""
@@ -81,7 +110,7 @@ def _check(what: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 def _parity(selection: Selection) -> Iterator[Scenario]:
     for data in selection.data or DATASETS:
-        for name in selection.topologies or MAIN_TOPOLOGIES:
+        for name in selection.layouts(MAIN_TOPOLOGIES):
             topology = TOPOLOGIES[name]
             if data in topology.models:
                 yield from _three_runs(topology, data, selection)
@@ -93,7 +122,7 @@ def _three_runs(
     world = selection.world or topology.default_world
     half = "fp16-params" if topology.name in _FULLY_SHARD else "fp16-autocast"
     # where tensors are split, this one is: only the ranks that hold it see the fault
-    struck, holder = SPLIT[data], 0 if "pp" in topology.name else world - 1
+    struck, holder = SPLIT[dataset_of(data)], 0 if "pp" in topology.name else world - 1
     run = partial(
         Scenario, topology=topology.name, world=world, data=data, seed=selection.seed
     )
@@ -107,59 +136,162 @@ def _three_runs(
     )
 
 
-def _covering(selection: Selection, strength: int) -> Iterator[Scenario]:
-    choices = [
-        list(selection.topologies or TOPOLOGIES),
-        list(selection.precisions or PRECISIONS),
-        list(selection.optimizers or OPTIMIZERS),
-        list(ORDERS),
-        list(RECIPES),
-        list(FAULTS),
-        list(selection.data or DATASETS),
-    ]
-    for row in cover(choices, goes_together, strength):
-        yield _scenario(row, selection)
+def columns(selection: Selection) -> dict[str, list[str]]:
+    """The choices that make a scenario, column by column."""
+    return {
+        "topology": selection.layouts(TOPOLOGIES),
+        "data": [m for m in MODELS if selection.trains(m)],
+        "recipe": list(RECIPES),
+        "when": list(WHEN),
+        "precision": list(selection.precisions or PRECISIONS),
+        "optimizer": list(selection.optimizers or OPTIMIZERS),
+        "target": [NOTHING, *TARGETS],
+        "ranks": [NOTHING, *RANKS],
+        "kind": [NOTHING, *KINDS],
+        "magnitude": list(MAGNITUDES),
+        "order": list(ORDERS),
+    }
 
 
-def _scenario(row: Sequence[str], selection: Selection) -> Scenario:
-    topology, precision, optimizer, order, recipe, faults, data = row
-    world = selection.world or TOPOLOGIES[topology].default_world
-    natural = faults == "natural"
+def fits(row: Row) -> bool:
+    """Whether the choices made so far can become a scenario."""
+    return all(
+        _go_together(pair, row[pair[0]], row[pair[1]])
+        for pair in _RULES
+        if pair[0] in row and pair[1] in row
+    )
+
+
+@cache  # asked a hundred thousand times for a few hundred answers
+def _go_together(pair: tuple[str, str], a: str, b: str) -> bool:
+    sensible = _SENSIBLE.get(pair)
+    return not why_not({pair[0]: a, pair[1]: b}) and (not sensible or sensible(a, b))
+
+
+def _both_or_none(a: str, b: str) -> bool:
+    return (a == NOTHING) == (b == NOTHING)
+
+
+def _where_planted(when: str, value: str) -> bool:
+    return (when in _PLANTED) == (value != NOTHING)
+
+
+_PLANTED = tuple(when for when, steps in WHEN.items() if steps)
+_SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
+    # only fp16 overflows by itself
+    ("precision", "when"): lambda p, when: when != "natural" or p.startswith("fp16"),
+    # a disabled scaler has no answer to bad gradients
+    ("recipe", "when"): lambda r, when: RECIPES[r].enabled or when == "never",
+    # the columns of a planted fault have a meaning where one is planted
+    ("when", "target"): _where_planted,
+    ("when", "ranks"): _where_planted,
+    ("when", "kind"): _where_planted,
+    ("target", "ranks"): _both_or_none,
+    ("target", "kind"): _both_or_none,
+    ("ranks", "kind"): _both_or_none,
+    ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
+    # a stage need not hold the parameter
+    ("topology", "target"): lambda t, x: x != "split" or not TOPOLOGIES[t].pipelined,
+    # half precision loses tiny gradients, and plain SGD takes steps of their size
+    ("magnitude", "precision"): lambda m, p: m == "usual" or p == "fp32",
+    ("optimizer", "magnitude"): lambda o, m: m == "usual" or o in ADAPTIVE,
+}
+_RULES = tuple(dict.fromkeys([*PAIRS, *_SENSIBLE]))
+
+
+def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
+    """The scenario of a complete row."""
+    topology, data = TOPOLOGIES[row["topology"]], row["data"]
+    world = selection.world or _world(topology, data)
+    natural = row["when"] == "natural"
+    made: dict[str, Any] = {
+        "steps": 12 if natural else 5,
+        "init_scale": OVERFLOWING_SCALE if natural else 1024.0,
+        "growth_interval": 2,
+        "seed": selection.seed,
+    }
     return Scenario(
-        topology=topology,
+        topology=topology.name,
         world=world,
-        precision=precision,
-        optimizer=optimizer,
-        order=order,
-        recipe=recipe,
-        faults=FAULTS[faults].format(last=world - 1, split=SPLIT[data]),
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        order=row["order"],
+        recipe=row["recipe"],
+        faults=_faults(row, world),
         data=data,
-        seed=selection.seed,
-        steps=12 if natural else 5,
-        init_scale=OVERFLOWING_SCALE if natural else 1024.0,
-        growth_interval=2,
+        magnitude=MAGNITUDES[row["magnitude"]],
+        **made | settings,
     )
 
 
-def goes_together(row: Sequence[str]) -> bool:
-    """Whether a row of choices makes a scenario that torch itself can train."""
-    topology, precision, optimizer, _, recipe, faults, data = row
-    return (
-        (precision != "fp16-params" or topology in _FULLY_SHARD)
-        and (optimizer not in _MULTI_TENSOR or topology in _UNIFORM)
-        and (recipe != "accumulate" or not topology.startswith("pp"))
-        # only fp16 overflows by itself
-        and (faults != "natural" or precision.startswith("fp16"))
-        # sequence-parallel norms have partial gradients, which clamp_ refuses
-        and (recipe != "clip-value" or topology != "tp+sp")
-        and data in TOPOLOGIES[topology].models
-    )
+def _world(topology: Topology, data: str) -> int:
+    # 3 rows over 4 ranks: one rank holds nothing of most parameters
+    empty_shards = data == "digits-uneven" and topology.mesh_takes(4)
+    return 4 if empty_shards else topology.default_world
+
+
+def _faults(row: Row, world: int) -> str:
+    rank = str(world - 1) if row["ranks"] == "last" else row["ranks"]
+    split = SPLIT[dataset_of(row["data"])]
+    target = split if row["target"] == "split" else row["target"]
+    steps = WHEN[row["when"]]
+    plan = ";".join(f"{row['kind']}@r{rank}s{step}:{target}" for step in steps)
+    return plan or "none"
+
+
+Row = dict[str, str]
+_PLACE = ("topology", "target", "ranks")
+_OVERFLOW = ("topology", "precision", "when")
+
+
+def _quick(selection: Selection) -> Iterator[Scenario]:
+    """Every topology with every way of going bad; other pairs on the way."""
+    for row in cover(columns(selection), fits, [("topology", "when"), ("recipe",)]):
+        yield to_scenario(row, selection)
+
+
+def _default(selection: Selection) -> Iterator[Scenario]:
+    """All pairs; each place and each time of a fault on each topology."""
+    choices = columns(selection)
+    for row in cover(choices, fits, [_PLACE, _OVERFLOW, *subsets(choices, 2)]):
+        yield to_scenario(row, selection)
+    yield from _bursts(selection)
+
+
+def _full(selection: Selection) -> Iterator[Scenario]:
+    """All triples."""
+    choices = columns(selection)
+    for row in cover(choices, fits, subsets(choices, 3)):
+        yield to_scenario(row, selection)
+    yield from _bursts(selection)
+
+
+def _bursts(selection: Selection) -> Iterator[Scenario]:
+    """Long runs of bad steps, on the plainest model of each main topology."""
+    for name in selection.layouts(MAIN_TOPOLOGIES):
+        row = _BURSTING | {"topology": name, "data": TOPOLOGIES[name].models[0]}
+        if selection.trains(row["data"]):
+            yield to_scenario(row, selection, steps=BURST)
+
+
+_BURSTING = {
+    "recipe": "plain",
+    "when": "always",
+    "precision": "fp32",
+    "optimizer": "adamw",
+    "target": "first",
+    "ranks": "0",
+    "kind": "nan",
+    "magnitude": "usual",
+    "order": "model",
+}
 
 
 PRESETS: dict[str, Callable[[Selection], Iterator[Scenario]]] = {
     "parity": _parity,
-    "quick": partial(_covering, strength=2),
-    "full": partial(_covering, strength=3),
+    "quick": _quick,
+    "default": _default,
+    "full": _full,
 }
 """Preset name -> scenarios of a selection."""
 

@@ -10,48 +10,74 @@ are recognised by holding the same map.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.utils import clip_grad_value_
+from torch.optim.lr_scheduler import ExponentialLR
 
-from ..fixtures import MODELS, OPTIMIZERS, Batch, local, loss, order_parameters
+from ..fixtures import (
+    MODELS,
+    OPTIMIZERS,
+    Batch,
+    local,
+    loss,
+    order_parameters,
+    without_gradient_sync,
+)
+from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, is_frozen
 from .scenario import Scenario
 
 __all__ = ["Engine", "build_engine", "initial_model"]
 
-Scale = Callable[[Tensor], Tensor]
+Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
 MICRO_BATCHES = 2
 
 
 @dataclass(kw_only=True)
 class Engine:
-    """A model laid out on this rank, with its optimizer."""
+    """A model laid out on this rank, with its optimizers."""
 
     scenario: Scenario
     module: nn.Module
-    """What to call: the model, its DDP wrapper, or a pipeline stage's part."""
+    """What to call: the model, its wrapper, or a pipeline stage's part."""
     mesh: DeviceMesh
     parameters: dict[str, nn.Parameter]
     """Name in the full model -> parameter on this rank."""
     index: dict[str, NDArray[np.int64]]
     """Name -> place of each local element in the flat full tensor."""
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
+    owned: list[list[str]]
+    """Per optimizer: names of its parameters."""
     device: torch.device
     schedule: ScheduleGPipe | None = None
     """The pipeline schedule, where the topology is a pipeline."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Name -> number of ranks that hold the same elements, for norms."""
+    _inferred: bool = False
 
-    def forward_backward(self, batch: Batch, scale: Scale) -> float | None:
+    def __post_init__(self) -> None:
+        self.schedulers = [
+            ExponentialLR(optimizer, LR_DECAY)
+            for optimizer in self.optimizers
+            if self.scenario.parsed_recipe.training.decay
+        ]
+
+    def forward_backward(self, batch: Batch, prepare: Prepare) -> float | None:
         """Run the passes of one step on this rank's share of ``batch``.
 
         Args:
             batch: the global batch.
-            scale: what multiplies the loss before backward.
+            prepare: (losses of a micro-batch, its index, how many there are) -> what
+                backward starts from, for example the scaled losses.
 
         Returns:
             The mean unscaled loss over this rank's rows; None on ranks that have no
@@ -59,38 +85,73 @@ class Engine:
         """
         share = batch.shard(*self._data_coordinate())
         if self.schedule is not None:
-            return self._pipeline_pass(share, scale)
-        parts = 2 if self.scenario.recipe == "accumulate" else 1
-        losses = [
-            self._pass(share.shard(i, parts), lambda x: scale(x / parts))
-            for i in range(parts)
-        ]
-        return sum(losses) / parts
+            return self._pipeline_pass(share, prepare)
+        recipe = self.scenario.parsed_recipe
+        losses = []
+        for part in range(recipe.parts):
+            deferred = recipe.defer_sync and part + 1 < recipe.parts
+            with without_gradient_sync(self.module) if deferred else nullcontext():
+                rows = share.shard(part, recipe.parts)
+                losses.append(self._pass(rows, prepare, part, recipe.parts))
+        return sum(losses) / recipe.parts
+
+    def remake_optimizers(self) -> None:
+        """Go on with new optimizers that are loaded from the old ones' states."""
+        old, self.optimizers = (
+            self.optimizers,
+            _make_optimizers(self.scenario, self.parameters),
+        )
+        for new, saved in zip(self.optimizers, old, strict=True):
+            new.load_state_dict(saved.state_dict())
 
     def clip(self) -> None:
         """Clip the unscaled gradients as the recipe says."""
-        limit = self.scenario.clip_value
-        if limit is not None:
+        clip = self.scenario.parsed_recipe.training.clip
+        if clip == "value":
             # parameter by parameter: torch's foreach form refuses mixed tensor types
             for parameter in self.parameters.values():
-                torch.nn.utils.clip_grad_value_(parameter, limit, foreach=False)
+                if parameter.grad is not None:
+                    clip_grad_value_(parameter, CLIP_VALUE, foreach=False)
+        elif clip == "norm":
+            self._clip_norm()
 
-    def _pass(self, share: Batch, scale: Scale) -> float:
+    def _clip_norm(self) -> None:
+        """Clip by the exact global norm, each element counted once."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        gradients = {
+            n: p.grad for n, p in self.parameters.items() if p.grad is not None
+        }
+        for name, gradient in gradients.items():
+            squares += local(gradient).double().square().sum() / self.replicas[name]
+        dist.all_reduce(squares)
+        # as torch.nn.utils.clip_grad_norm_ computes the factor
+        factor = (CLIP_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
+        for gradient in gradients.values():
+            local(gradient).mul_(factor)
+
+    def _losses(self, output: Tensor, targets: Tensor) -> list[Tensor]:
+        found = self.scenario.parsed_recipe.training.loss(output, targets)
+        return [x * self.scenario.magnitude for x in found]
+
+    def _pass(self, share: Batch, prepare: Prepare, part: int, parts: int) -> float:
         with self.scenario.parsed_precision.autocast(self.device.type):
-            value = loss(self.module(share.inputs), share.targets)
-        scale(value).backward()
-        return value.item()
+            losses = self._losses(self.module(share.inputs), share.targets)
+        torch.autograd.backward(prepare([x / parts for x in losses], part, parts))
+        return sum(x.item() for x in losses)
 
-    def _pipeline_pass(self, share: Batch, scale: Scale) -> float | None:
+    def _pipeline_pass(self, share: Batch, prepare: Prepare) -> float | None:
         assert self.schedule is not None
         losses: list[Tensor] = []
+        # the first call also infers shapes, with a loss of empty memory
+        extra = 0 if self._inferred else 1
 
-        def scaled_loss(output: Tensor, targets: Tensor) -> Tensor:
-            losses.append(loss(output, targets))
-            return scale(losses[-1])
+        def prepared_loss(output: Tensor, targets: Tensor) -> Tensor:
+            losses.extend(self._losses(output, targets))
+            part = len(losses) - 1 - extra
+            return prepare(losses[-1:], part, MICRO_BATCHES)[0]
 
         # The schedule keeps its loss function; only this closure knows the scaler.
-        self.schedule._loss_fn = scaled_loss
+        self.schedule._loss_fn = prepared_loss
         stage, stages = self.mesh.get_local_rank("pp"), self.mesh["pp"].size()
         with self.scenario.parsed_precision.autocast(self.device.type):
             if stage == 0:
@@ -99,7 +160,7 @@ class Engine:
                 self.schedule.step(target=share.targets)
             else:
                 self.schedule.step()
-        # the first call also infers shapes, with a loss of empty memory: the last count
+        self._inferred = True
         real = [x.item() for x in losses[-MICRO_BATCHES:]]
         return sum(real) / len(real) if real else None
 
@@ -113,40 +174,88 @@ class Engine:
                 count *= size
         return index, count
 
+    def trains(self, name: str) -> bool:
+        """Whether a parameter has local elements that training moves."""
+        return len(self.index[name]) > 0 and self.parameters[name].requires_grad
 
-def initial_model(scenario: Scenario) -> nn.Module:
-    """The full model with the scenario's initial weights, the same on every rank."""
+    @property
+    def rows(self) -> str:
+        """Which rows this rank sees; equal on ranks that see the same ones."""
+        return f"rows {self._data_coordinate()[0]}"
+
+
+def initial_model(data: str, seed: int, training: Training) -> nn.Module:
+    """The full model with its initial weights, the same on every rank.
+
+    Args:
+        data: a key of ``fixtures.MODELS``.
+        seed: seed of the weights.
+        training: tells which parameters train.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(scenario.seed)
-        return MODELS[scenario.data]()
+        torch.manual_seed(seed)
+        model = MODELS[data]()
+    if training.frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not is_frozen(name, data))
+    return model
 
 
 def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Engine:
     """Lay the scenario's model out over ``mesh`` and make its optimizer."""
-    model = initial_model(scenario).to(device)
+    training = scenario.parsed_recipe.training
+    model = initial_model(scenario.data, scenario.seed, training).to(device)
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     _fill_with_element_numbers(model)
     policy = scenario.parsed_precision.policy()
     module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
-    parameters = {
-        name.removeprefix("module."): p for name, p in module.named_parameters()
-    }
+    parameters = {_full_name(n): p for n, p in module.named_parameters()}
     index = {n: _read_element_numbers(p) for n, p in parameters.items()}
     for name, parameter in parameters.items():
         _write_values(parameter, values[name], index[name])
-    ordered = order_parameters(scenario.order, parameters.items())
+    if scenario.parsed_recipe.compile:
+        module.compile(backend="aot_eager")
     engine = Engine(
         scenario=scenario,
         module=module,
         mesh=mesh,
         parameters=parameters,
         index=index,
-        optimizer=OPTIMIZERS[scenario.optimizer]([p for _, p in ordered]),
+        optimizers=_make_optimizers(scenario, parameters),
+        owned=_split(scenario, parameters),
         device=device,
     )
-    if "pp" in (mesh.mesh_dim_names or ()):
+    if scenario.parsed_topology.pipelined:
         engine.schedule = _pipeline(engine)
     return engine
+
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "module.")
+
+
+def _full_name(name: str) -> str:
+    """The name in the full model of a parameter of a wrapped one."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _make_optimizers(
+    scenario: Scenario, parameters: dict[str, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    make = OPTIMIZERS[scenario.optimizer]
+    return [
+        make(order_parameters(scenario.order, [(n, parameters[n]) for n in names]))
+        for names in _split(scenario, parameters)
+    ]
+
+
+def _split(scenario: Scenario, names: Iterable[str]) -> list[list[str]]:
+    """Parameter names by optimizer."""
+    if scenario.parsed_recipe.optimizers == 1:
+        return [list(names)]
+    biases = [name for name in names if name.endswith("bias")]
+    return [[name for name in names if name not in biases], biases]
 
 
 def shard_id(index: NDArray[np.int64]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
@@ -17,19 +17,20 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from rich.console import Console
 from rich.text import Text
 
-from ..fixtures import (
-    DATASETS,
-    KINDS,
-    OPTIMIZERS,
-    ORDERS,
-    PRECISIONS,
-    TOPOLOGIES,
+from ..fixtures import KINDS, dataset_of
+from .catalogue import (
+    OVERFLOWING_SCALE,
+    SPLIT,
+    TARGETS,
+    Selection,
+    columns,
+    fits,
+    to_scenario,
 )
-from .catalogue import OVERFLOWING_SCALE, SPLIT, Selection, goes_together
 from .law import Status
 from .record import replay_command
 from .runner import Case, Runner
-from .scenario import RECIPES, Scenario
+from .scenario import Scenario
 from .terminal import plain
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
@@ -74,11 +75,12 @@ class Found:
 def fault_plans(draw: st.DrawFn, world: int, steps: int, data: str) -> str:
     """Up to three faults anywhere in the run."""
     count = draw(st.integers(0, 3))
+    targets = [SPLIT[data] if t == "split" else t for t in TARGETS]
     parts = [
         f"{draw(st.sampled_from(sorted(KINDS)))}"
         f"@r{draw(st.sampled_from([*map(str, range(world)), '*']))}"
         f"s{draw(st.integers(0, steps - 1))}"
-        f":{draw(st.sampled_from(['first', 'last', SPLIT[data]]))}"
+        f":{draw(st.sampled_from(targets))}"
         for _ in range(count)
     ]
     return ";".join(parts) or "none"
@@ -87,43 +89,26 @@ def fault_plans(draw: st.DrawFn, world: int, steps: int, data: str) -> str:
 @st.composite
 def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
     """Any scenario that torch itself can train."""
-
-    def choose(names: object, table: object) -> str:
-        return str(draw(st.sampled_from(list(names or table))))  # type: ignore[call-overload]  # tables and tuples of names
-
-    topology = choose(selection.topologies, TOPOLOGIES)
-    row = (
-        topology,
-        choose(selection.precisions, PRECISIONS),
-        choose(selection.optimizers, OPTIMIZERS),
-        choose((), ORDERS),
-        choose((), RECIPES),
-        "none",
-        choose(selection.data, DATASETS),
-    )
-    # what cannot be trained becomes the plainest of its kind, so that nothing is wasted
-    if not goes_together(row):
-        row = (topology, "fp32", "sgd", row[3], "plain", "none", _data_for(topology))
-    world = selection.world or TOPOLOGIES[topology].default_world
+    row: dict[str, str] = {"when": "never"}  # faults are drawn more freely below
+    for column, values in columns(selection).items():
+        # what fits pair by pair can be completed: the plainest values go with all
+        open_ = [v for v in values if fits(row | {column: v})]
+        if column not in row:
+            row[column] = draw(st.sampled_from(open_))
     steps = draw(st.integers(1, MOST_STEPS))
-    return Scenario(
-        topology=topology,
-        world=world,
-        precision=row[1],
-        optimizer=row[2],
-        order=row[3],
-        recipe=row[4],
-        data=row[6],
-        faults=draw(fault_plans(world, steps, row[6])),
+    scenario = to_scenario(
+        row,
+        selection,
         steps=steps,
         seed=draw(st.integers(0, 1000)),
         init_scale=draw(st.sampled_from(SCALES)),
         growth_interval=draw(st.integers(1, 4)),
     )
-
-
-def _data_for(topology: str) -> str:
-    return TOPOLOGIES[topology].models[0]
+    if not scenario.parsed_recipe.enabled:
+        return scenario
+    data = dataset_of(scenario.data)
+    faults = draw(fault_plans(scenario.world, steps, data))
+    return replace(scenario, faults=faults)
 
 
 def hunt(settings_: HuntSettings, console: Console) -> int:

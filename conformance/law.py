@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from .parity import Parity
 from .scenario import Scenario
-from .trace import RankTrace, StepTrace
+from .trace import Decision, RankTrace, StepTrace
 
 __all__ = [
     "LAWS",
@@ -98,6 +98,12 @@ class Evidence:
         for step in range(min((t.completed for t in self.ranks), default=0)):
             yield step, [t.steps[step] for t in self.ranks]
 
+    def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
+        """(step, one decision a rank) for each completed step and each optimizer."""
+        for step, seen in self.steps():
+            for each in zip(*(s.decisions for s in seen), strict=True):
+                yield step, each
+
 
 Judge = Callable[[Evidence], Finding]
 
@@ -161,7 +167,7 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"{noun} {', '.join(map(str, ranks))}"
 
 
-def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace]) -> str:
+def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:
     """The first non-finite gradient of a step in words, or the empty string."""
     for trace, rank in zip(seen, evidence.ranks, strict=True):
         if trace.non_finite:

@@ -9,7 +9,7 @@ from ..fixtures.peers import PEERS
 from . import laws as laws
 from .catalogue import Selection, select
 from .law import LAWS
-from .scenario import RECIPES, Scenario
+from .scenario import Scenario
 from .schema import schema_text
 
 __all__ = ["explain", "listing"]
@@ -93,7 +93,7 @@ def _explain_scenario(s: Scenario) -> str:
             f"precision: {s.parsed_precision.text}",
             f"model:     {s.data}, {s.steps} steps, seed {s.seed}",
             f"optimizer: {s.optimizer}, parameters in {s.order} order",
-            f"recipe:    {RECIPES[s.recipe]}",
+            f"recipe:    {s.parsed_recipe.text}",
             f"scale:     {s.init_scale:g}, x {s.growth_factor:g} after "
             f"{s.growth_interval} good steps, x {s.backoff_factor:g} after a bad one",
             f"faults:    {s.faults}",

@@ -57,7 +57,8 @@ def partial_axes(gradient: Tensor) -> tuple[str, ...]:
     """Mesh axes over which a gradient is a partial sum; such a one is legal."""
     if not isinstance(gradient, DTensor):
         return ()
-    names = gradient.device_mesh.mesh_dim_names or ()
+    mesh = gradient.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis {i}" for i in range(mesh.ndim))
     pairs = zip(names, gradient.placements, strict=True)
     return tuple(name for name, placement in pairs if placement.is_partial())
 

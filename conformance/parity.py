@@ -91,8 +91,21 @@ def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
     """
     steps = min(len(t.steps) for t in traces)
     return Schedule(
-        skipped=tuple(any(t.steps[s].non_finite for t in traces) for s in range(steps)),
+        skipped=tuple(_held_still(traces, step) for step in range(steps)),
         scales=tuple(traces[0].steps[s].scale_before for s in range(steps)),
+    )
+
+
+def _held_still(traces: Sequence[RankTrace], step: int) -> frozenset[str]:
+    """Parameters of the optimizers that have a bad gradient on any rank."""
+    bad = {
+        number
+        for trace in traces
+        for number, decision in enumerate(trace.steps[step].decisions)
+        if decision.non_finite
+    }
+    return frozenset(
+        name for trace in traces for number in bad for name in trace.owned[number]
     )
 
 
@@ -127,7 +140,7 @@ def _rows(
             for name, index in trace.index.items():
                 if not len(index):
                     continue
-                if not skipped and name in seen.gradients:
+                if name not in skipped and name in seen.gradients:
                     yield from _compare(
                         ("gradient", step, name, trace.rank),
                         _summed(traces, trace, step, name),

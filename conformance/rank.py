@@ -8,25 +8,37 @@ look at the effect, and one checked collective.
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fixtures import DATASETS, Strike, aim, inject, local, parse_faults
+from ..fixtures import (
+    DATASETS,
+    LOSS,
+    Strike,
+    aim,
+    inject,
+    inject_loss,
+    local,
+    parse_faults,
+)
 from ..multiprocess import current_world
 from .devices import settle
 from .engine import Engine, build_engine, shard_id
 from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
 from .probe import probe
+from .recipes import MANUAL_STEP
 from .scenario import Scenario
-from .trace import Floats, Misuse, Problem, RankTrace, StepTrace
+from .trace import Decision, Floats, Misuse, Problem, RankTrace, StepTrace
 
 __all__ = ["JudgedError", "load_scaler", "observe_rank"]
 
@@ -109,28 +121,32 @@ def observe_rank(scenario: Scenario, spec: str | None, folder: str) -> RankTrace
         coordinate={axis: mesh.get_local_rank(axis) for axis in shape},
         index=engine.index,
         shards={name: shard_id(index) for name, index in engine.index.items()},
+        owned=engine.owned,
         start={name: _floats(local(p)) for name, p in engine.parameters.items()},
     )
     judged = _Judged(engine, trace)
-    strikes = _aim(scenario, trace)
+    strikes = _aim(engine, trace)
     if spec is not None:
         judged.construct(load_scaler(spec, folder))
     for step in range(scenario.steps):
         trace.steps.append(StepTrace(step=step))
+        if scenario.parsed_recipe.resume and step == scenario.steps // 2:
+            judged.resume()
         _observe_step(engine, judged, trace, strikes)
     trace.misuse = judged.misuse()
     return trace
 
 
-def _aim(scenario: Scenario, trace: RankTrace) -> tuple[Strike, ...]:
+def _aim(engine: Engine, trace: RankTrace) -> tuple[Strike, ...]:
     """Tell all ranks which elements each holds, and find the faults' targets."""
-    faults = parse_faults(scenario.faults)
-    if not faults:
-        return ()
-    held = {n: s for n, s in trace.shards.items() if len(trace.index[n])}
+    held = {n: s for n, s in trace.shards.items() if engine.trains(n)}
     holdings: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(holdings, held)
-    return aim(faults, holdings)
+    dist.all_gather_object(holdings, held | {LOSS: engine.rows})
+    engine.replicas = {
+        name: sum(other.get(name) == shard for other in holdings)
+        for name, shard in held.items()
+    }
+    return aim(parse_faults(engine.scenario.faults), holdings)
 
 
 class _Judged:
@@ -139,10 +155,13 @@ class _Judged:
     def __init__(self, engine: Engine, trace: RankTrace) -> None:
         self.engine = engine
         self.trace = trace
+        self.recipe = engine.scenario.parsed_recipe
         self.scaler: Any = None
+        self.factory: Any = None
 
     def construct(self, factory: Any) -> None:
         scenario = self.engine.scenario
+        self.factory = factory
         with self.watch("constructor"):
             self.scaler = factory(
                 device=self.engine.device.type,
@@ -150,8 +169,21 @@ class _Judged:
                 growth_factor=scenario.growth_factor,
                 backoff_factor=scenario.backoff_factor,
                 growth_interval=scenario.growth_interval,
-                enabled=True,
+                enabled=scenario.parsed_recipe.enabled,
             )
+
+    def resume(self) -> None:
+        """Go on with a new scaler and new optimizers, loaded from saved states."""
+        self.engine.remake_optimizers()
+        if self.scaler is None:
+            return
+        file = io.BytesIO()
+        with self.watch("state_dict"):
+            torch.save(self.scaler.state_dict(), file)
+        file.seek(0)
+        self.construct(self.factory)
+        with self.watch("load_state_dict"):
+            self.scaler.load_state_dict(torch.load(file, weights_only=True))
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
@@ -165,11 +197,14 @@ class _Judged:
             )
             raise JudgedError(self.trace) from error
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, losses: list[Tensor]) -> list[Tensor]:
         if self.scaler is None:
-            return loss
+            return losses
         with self.watch("scale"):
-            scaled: Tensor = self.scaler.scale(loss)
+            # most callers have one loss and no list
+            if len(losses) == 1:
+                return [self.scaler.scale(losses[0])]
+            scaled: list[Tensor] = self.scaler.scale(losses)
         return scaled
 
     def state(self) -> tuple[float, int]:
@@ -182,28 +217,31 @@ class _Judged:
             return scale, int(self.scaler.state_dict().get("_growth_tracker", 0))
 
     def step(self) -> None:
-        optimizer = self.engine.optimizer
+        optimizers = self.engine.optimizers
         if self.scaler is None:
             self.engine.clip()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             return
-        if self.engine.scenario.recipe in ("unscale", "clip-value"):
+        for optimizer in optimizers * self.recipe.unscale:
             with self.watch("unscale_"):
                 self.scaler.unscale_(optimizer)
         self.engine.clip()
-        with self.watch("step"):
-            self.scaler.step(optimizer)
+        for optimizer in optimizers:
+            with self.watch("step"):
+                self.scaler.step(optimizer)
 
-    def update(self) -> None:
+    def update(self, step: int) -> None:
+        manual = self.recipe.new_scale if step == MANUAL_STEP else None
         if self.scaler is not None:
             with self.watch("update"):
-                self.scaler.update()
+                self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
         """Calls in a wrong order; they depend on no recipe, so on plain runs only."""
         if self.scaler is None or self.engine.scenario.recipe != "plain":
             return []
-        return probe(self.scaler, [self.engine.optimizer], self._look, self.watch)
+        return probe(self.scaler, self.engine.optimizers, self._look, self.watch)
 
     def _look(self) -> dict[str, str]:
         """What a refused call must leave as it is."""
@@ -221,29 +259,52 @@ def _observe_step(
     engine: Engine, judged: _Judged, trace: RankTrace, strikes: tuple[Strike, ...]
 ) -> None:
     seen = trace.steps[-1]
-    engine.optimizer.zero_grad()
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad()
+
+    def prepare(losses: list[Tensor], part: int, parts: int) -> list[Tensor]:
+        where = (trace.rank, seen.step)
+        bad, struck = inject_loss(strikes, losses[0], where, (part, parts))
+        seen.faults += struck
+        return judged.scale([bad, *losses[1:]])
+
     batch = DATASETS[engine.scenario.dataset].batch(seen.step, engine.scenario.seed)
     batch = batch.to(engine.device)
-    seen.loss = engine.forward_backward(batch, judged.scale)
+    seen.loss = engine.forward_backward(batch, prepare)
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)
-    seen.faults = inject(strikes, gradients, trace.rank, seen.step)
-    scale = seen.scale_before
-    seen.non_finite = [n for n, g in gradients.items() if non_finite(g, scale)]
+    seen.faults += inject(strikes, gradients, trace.rank, seen.step)
+    seen.decisions = _undecided(engine, gradients, seen.scale_before)
     before = _effect(engine)
     log = CallLog()
-    with _gradients_at_optimizer(engine, seen), log:
+    with _gradients_at_optimizers(engine, seen), log:
         judged.step()
     seen.host_syncs = log.host_syncs
     with log:
-        judged.update()
+        judged.update(seen.step)
     seen.collectives = log.collectives
     seen.scale_after, seen.growth_after = judged.state()
     _look_at_effect(engine, seen, before)
+    for scheduler in engine.schedulers:
+        scheduler.step()
     seen.checked_sum = _checked_collective(trace.rank, seen.step, engine.device)
     seen.complete = True
     if not _all_say_right(seen):
         raise JudgedError(trace)
+
+
+def _undecided(
+    engine: Engine, gradients: Mapping[str, Tensor], scale: float
+) -> list[Decision]:
+    """Per optimizer: which of its gradients are bad, before the scaler sees them."""
+    return [
+        Decision(
+            non_finite=[
+                n for n in names if n in gradients and non_finite(gradients[n], scale)
+            ]
+        )
+        for names in engine.owned
+    ]
 
 
 def _local_gradients(engine: Engine) -> dict[str, Tensor]:
@@ -255,29 +316,26 @@ def _local_gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _gradients_at_optimizer(engine: Engine, seen: StepTrace) -> Iterator[None]:
-    """Copy the gradients at the moment the optimizer is called."""
+def _gradients_at_optimizers(engine: Engine, seen: StepTrace) -> Iterator[None]:
+    """Copy the gradients at the moment an optimizer is called."""
 
-    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        seen.optimizer_called = True
+    def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
+        seen.decisions[number].optimizer_called = True
         # a fused optimizer is handed the scale and divides by it in its kernel
         divisor = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if divisor is None else float(local(divisor))
-        seen.gradients = {
-            name: _floats(local(gradient) / scale)
-            for name, gradient in _local_gradients(engine).items()
-        }
-        seen.partial = {
-            name: axes
-            for name, gradient in _local_gradients(engine).items()
-            if (axes := partial_axes(gradient))
-        }
+        gradients = _local_gradients(engine)
+        for name in engine.owned[number]:
+            if name in gradients:
+                seen.gradients[name] = _floats(local(gradients[name]) / scale)
+                if axes := partial_axes(gradients[name]):
+                    seen.partial[name] = axes
 
-    handle = engine.optimizer.register_step_pre_hook(look)
-    try:
+    with ExitStack() as hooks:
+        for number, optimizer in enumerate(engine.optimizers):
+            hook = partial(lambda n, o, *_: watch(n, o), number)
+            hooks.callback(optimizer.register_step_pre_hook(hook).remove)
         yield
-    finally:
-        handle.remove()
 
 
 def _floats(tensor: Tensor) -> Floats:
@@ -285,19 +343,21 @@ def _floats(tensor: Tensor) -> Floats:
     return flat
 
 
-def _effect(engine: Engine) -> tuple[dict[str, str], str]:
+def _effect(engine: Engine) -> tuple[dict[str, str], list[str]]:
     digests = {name: digest(p) for name, p in engine.parameters.items()}
-    return digests, optimizer_digest(engine.optimizer)
+    return digests, [optimizer_digest(optimizer) for optimizer in engine.optimizers]
 
 
 def _look_at_effect(
-    engine: Engine, seen: StepTrace, before: tuple[dict[str, str], str]
+    engine: Engine, seen: StepTrace, before: tuple[dict[str, str], list[str]]
 ) -> None:
-    seen.digests, state = _effect(engine)
-    owned = [name for name, index in engine.index.items() if len(index)]
-    if owned:
-        seen.parameters_changed = any(seen.digests[n] != before[0][n] for n in owned)
-    seen.state_changed = state != before[1]
+    seen.digests, states = _effect(engine)
+    for number, decision in enumerate(seen.decisions):
+        moving = [name for name in engine.owned[number] if engine.trains(name)]
+        if moving:
+            changed = [seen.digests[name] != before[0][name] for name in moving]
+            decision.parameters_changed = any(changed)
+        decision.state_changed = states[number] != before[1][number]
     seen.parameters = {
         name: _floats(local(parameter)) for name, parameter in engine.parameters.items()
     }

@@ -17,9 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.lr_scheduler import ExponentialLR
 
-from ..fixtures import DATASETS, OPTIMIZERS, PRECISIONS, Batch, Precision, loss
+from ..fixtures import (
+    DATASETS,
+    OPTIMIZERS,
+    PRECISIONS,
+    Batch,
+    Precision,
+    dataset_of,
+)
 from .engine import initial_model
+from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training
 from .scenario import Scenario
 
 __all__ = ["Reference", "Schedule", "train_reference"]
@@ -31,8 +40,8 @@ Doubles = NDArray[np.float64]
 class Schedule:
     """What the sharded run did that the reference must follow."""
 
-    skipped: tuple[bool, ...]
-    """Per step: whether the rule demands a skip."""
+    skipped: tuple[frozenset[str], ...]
+    """Per step: the parameters that the rule demands to be left as they are."""
     scales: tuple[float, ...]
     """Per step: the scale of the loss; only half precision feels it."""
 
@@ -81,32 +90,41 @@ def train_reference(
     precision = scenario.parsed_precision
     half = precision.compute_dtype != torch.float32 and not variant.double
     scales = schedule.scales if half else (1.0,) * scenario.steps
-    key = (
-        scenario.data,
-        scenario.optimizer,
-        scenario.steps,
-        scenario.seed,
-        scenario.clip_value,
+    key = _Key(
+        data=scenario.data,
+        optimizer=scenario.optimizer,
+        steps=scenario.steps,
+        seed=scenario.seed,
+        magnitude=scenario.magnitude,
+        training=scenario.parsed_recipe.training,
     )
     return _train(
         key, precision.name if half else "fp32", schedule.skipped, scales, variant
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Key:
+    """What of a scenario a reference depends on."""
+
+    data: str
+    optimizer: str
+    steps: int
+    seed: int
+    magnitude: float
+    training: Training
+
+
 @lru_cache(maxsize=256)
 def _train(
-    key: tuple[str, str, int, int, float | None],
+    key: _Key,
     precision_name: str,
-    skipped: tuple[bool, ...],
+    skipped: tuple[frozenset[str], ...],
     scales: tuple[float, ...],
     variant: Variant,
 ) -> Reference:
-    data, optimizer_name, steps, seed, clip_value = key
-    scenario = Scenario(
-        topology="single", world=1, precision="fp32", data=data, seed=seed, steps=steps
-    )
-    run = _Run(scenario, optimizer_name, precision_name, variant, clip_value)
-    for step in range(steps):
+    run = _Run(key, precision_name, variant)
+    for step in range(key.steps):
         run.step(step, skipped[step], scales[step])
     return Reference(tuple(run.losses), tuple(run.gradients), tuple(run.updates))
 
@@ -114,27 +132,22 @@ def _train(
 class _Run:
     """One reference training in progress."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        optimizer: str,
-        precision: str,
-        variant: Variant,
-        clip_value: float | None,
-    ) -> None:
-        self.scenario = scenario
+    def __init__(self, key: _Key, precision: str, variant: Variant) -> None:
+        self.key = key
         self.variant = variant
         self.precision: Precision = PRECISIONS[precision]
         dtype = torch.float64 if variant.double else torch.float32
-        self.model = initial_model(scenario).to(dtype)
-        self.optimizer = OPTIMIZERS[optimizer](list(self.model.parameters()))
+        self.model = initial_model(key.data, key.seed, key.training).to(dtype)
+        self.optimizer = OPTIMIZERS[key.optimizer](list(self.model.named_parameters()))
+        self.scheduler = ExponentialLR(
+            self.optimizer, LR_DECAY if key.training.decay else 1.0
+        )
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
-        self.clip_value = clip_value
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
 
-    def step(self, step: int, skipped: bool, scale: float) -> None:
+    def step(self, step: int, skipped: frozenset[str], scale: float) -> None:
         batch = self._batch(step)
         self.optimizer.zero_grad()
         parts = self.variant.parts
@@ -142,20 +155,28 @@ class _Run:
             self._pass(batch.shard(i, parts), scale / parts) for i in range(parts)
         ]
         self._unscale(scale)
-        if self.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(self.model.parameters(), self.clip_value)
+        self._clip()
         self.losses.append(sum(losses) / parts)
         named = dict(self.model.named_parameters())
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
-        if not skipped:
-            self.optimizer.step()
+        for name in skipped & named.keys():
+            named[name].grad = None  # an optimizer leaves such a parameter alone
+        self.optimizer.step()
+        self.scheduler.step()
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
+    def _clip(self) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.key.training.clip == "value":
+            torch.nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
+        elif self.key.training.clip == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+
     def _batch(self, step: int) -> Batch:
-        batch = DATASETS[self.scenario.dataset].batch(step, self.scenario.seed)
+        batch = DATASETS[dataset_of(self.key.data)].batch(step, self.key.seed)
         if self.variant.double and batch.inputs.is_floating_point():
             batch = Batch(inputs=batch.inputs.double(), targets=batch.targets)
         if self.variant.reverse_rows:
@@ -164,7 +185,8 @@ class _Run:
 
     def _pass(self, batch: Batch, factor: float) -> float:
         with self.precision.autocast("cpu"):
-            value = loss(self._forward(batch.inputs), batch.targets)
+            losses = self.key.training.loss(self._forward(batch.inputs), batch.targets)
+        value = torch.stack(losses).sum() * self.key.magnitude
         (value * factor).backward()
         return value.item()
 

@@ -39,7 +39,7 @@ class RunSettings:
     scalers: Sequence[str]
     """Specs ``module:attribute`` of the judged scalers."""
     selection: Selection
-    preset: str = "parity"
+    preset: str = "default"
     scenarios: Sequence[str] = ()
     """Scenario ids to run instead of a preset."""
     require: Sequence[str] = ()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..fixtures import (
-    DATASETS,
     MODELS,
     OPTIMIZERS,
     ORDERS,
@@ -22,18 +21,13 @@ from ..fixtures import (
     Fault,
     Precision,
     Topology,
+    dataset_of,
     parse_faults,
 )
+from .constraints import why_not
+from .recipes import RECIPES, Recipe
 
-__all__ = ["RECIPES", "Scenario"]
-
-RECIPES = {
-    "plain": "backward, step, update",
-    "unscale": "backward, explicit unscale_, step, update",
-    "clip-value": "backward, unscale_, clip_grad_value_, step, update",
-    "accumulate": "two backward passes a step, synchronised in each",
-}
-"""Training recipes by name."""
+__all__ = ["Scenario"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +45,7 @@ class Scenario:
     faults: str = "none"
     """A fault plan, see ``fixtures.parse_faults``."""
     data: str = field(default="digits", metadata={"key": "data"})
-    """A key of ``fixtures.DATASETS``; names the model, too."""
+    """A key of ``fixtures.MODELS``; its first word names the data set."""
     steps: int = field(default=8, metadata={"key": "steps"})
     """Training steps."""
     seed: int = field(default=0, metadata={"key": "seed"})
@@ -59,7 +53,9 @@ class Scenario:
     order: str = field(default="model", metadata={"key": "order"})
     """A key of ``fixtures.ORDERS``: how parameters reach the optimizer."""
     recipe: str = field(default="plain", metadata={"key": "recipe"})
-    """A key of :data:`RECIPES`."""
+    """A key of ``recipes.RECIPES``."""
+    magnitude: float = field(default=1.0, metadata={"key": "magnitude"})
+    """Factor of the loss: makes tiny or huge gradients; a power of two is exact."""
     init_scale: float = field(default=1024.0, metadata={"key": "scale"})
     """Initial scale; a power of two keeps fp32 scaling exact."""
     growth_factor: float = field(default=2.0, metadata={"key": "growth"})
@@ -93,6 +89,11 @@ class Scenario:
     def parsed_precision(self) -> Precision:
         """The precision itself."""
         return PRECISIONS[self.precision]
+
+    @property
+    def parsed_recipe(self) -> Recipe:
+        """The recipe itself."""
+        return RECIPES[self.recipe]
 
     @property
     def id(self) -> str:
@@ -143,37 +144,15 @@ class Scenario:
     @property
     def dataset(self) -> str:
         """Key of ``fixtures.DATASETS``: what the model is trained on."""
-        return self.data.split("-")[0]
-
-    @property
-    def clip_value(self) -> float | None:
-        """Largest absolute gradient element, or None where nothing is clipped."""
-        return CLIP_VALUE if self.recipe == "clip-value" else None
+        return dataset_of(self.data)
 
     def not_runnable(self) -> str:
         """Why the parts do not go together, or the empty string."""
-        topology, precision = self.parsed_topology, self.parsed_precision
-        if self.dataset not in topology.models:
-            return (
-                f"topology {self.topology!r} cannot lay out the model for "
-                f"{self.data!r}: it takes {', '.join(topology.models)}"
-            )
-        if precision.needs_fully_shard and topology.name not in _FULLY_SHARD:
-            return (
-                f"precision {self.precision!r} needs fully_shard, which topology "
-                f"{self.topology!r} does not use: choose {' or '.join(_FULLY_SHARD)}"
-            )
-        if self.data == "text-tied" and topology.name not in _TIEABLE:
-            return f"tied weights cannot be laid out by topology {self.topology!r}"
-        if self.recipe == "accumulate" and topology.name.startswith("pp"):
-            return "a pipeline accumulates inside its schedule: choose another recipe"
-        return ""
+        if not self.parsed_recipe.enabled and self.faults != "none":
+            return "a disabled scaler has no answer to bad gradients: choose no faults"
+        return why_not({name: getattr(self, name) for name in _TABLES})
 
 
-CLIP_VALUE = 2.0**-8
-"""Bound of ``clip_grad_value_``: some gradients of every model here exceed it."""
-_FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
-_TIEABLE = ("single", "ddp", "fsdp", "hsdp", "tp")
 _TABLES: dict[str, Any] = {
     "topology": TOPOLOGIES,
     "precision": PRECISIONS,
@@ -182,7 +161,6 @@ _TABLES: dict[str, Any] = {
     "order": ORDERS,
     "recipe": RECIPES,
 }
-assert set(DATASETS) <= set(MODELS)
 
 
 def _plain(value: object) -> str:

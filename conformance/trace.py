@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Misuse", "Problem", "RankTrace", "StepTrace"]
+__all__ = ["Decision", "Misuse", "Problem", "RankTrace", "StepTrace"]
 
 Floats = NDArray[np.float32]
 
@@ -42,6 +42,20 @@ class Misuse:
 
 
 @dataclass(kw_only=True)
+class Decision:
+    """What one optimizer did in one step on one rank."""
+
+    non_finite: list[str] = field(default_factory=list)
+    """Its parameters whose local gradient is not finite, scaled or unscaled."""
+    optimizer_called: bool = False
+    """Whether ``optimizer.step`` ran (a fused one runs on skipped steps, too)."""
+    parameters_changed: bool | None = None
+    """Whether any local element changed; None where nothing of it trains here."""
+    state_changed: bool = False
+    """Whether the optimizer's state changed."""
+
+
+@dataclass(kw_only=True)
 class StepTrace:
     """One rank, one step. Built up as the step goes on."""
 
@@ -54,16 +68,10 @@ class StepTrace:
     scale_after: float = 1.0
     growth_before: int = 0
     growth_after: int = 0
-    non_finite: list[str] = field(default_factory=list)
-    """Parameters whose local gradient is not finite, scaled or unscaled."""
+    decisions: list[Decision] = field(default_factory=list)
+    """One an optimizer."""
     faults: list[str] = field(default_factory=list)
     """Injected faults that struck, as text."""
-    optimizer_called: bool = False
-    """Whether ``optimizer.step`` ran (a fused one runs on skipped steps, too)."""
-    parameters_changed: bool | None = None
-    """Whether any local element changed; None where the rank holds none."""
-    state_changed: bool = False
-    """Whether the optimizer's state changed."""
     digests: dict[str, str] = field(default_factory=dict)
     """Parameter name -> digest of its local elements after the step."""
     collectives: list[str] = field(default_factory=list)
@@ -80,6 +88,21 @@ class StepTrace:
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
 
+    @property
+    def non_finite(self) -> list[str]:
+        """Parameters of all optimizers whose local gradient is not finite."""
+        return [name for decision in self.decisions for name in decision.non_finite]
+
+    @property
+    def parameters_changed(self) -> bool | None:
+        """Whether any local element changed; None where nothing trains here."""
+        known = [
+            d.parameters_changed
+            for d in self.decisions
+            if d.parameters_changed is not None
+        ]
+        return any(known) if known else None
+
 
 @dataclass(kw_only=True)
 class RankTrace:
@@ -92,6 +115,8 @@ class RankTrace:
     """Parameter name -> place of each local element in the flat full tensor."""
     shards: dict[str, str]
     """Parameter name -> digest of ``index``: equal digests mean replicas."""
+    owned: list[list[str]] = field(default_factory=list)
+    """Per optimizer: names of its parameters."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
     steps: list[StepTrace] = field(default_factory=list)

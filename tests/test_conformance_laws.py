@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status, judge
 from gradparity.conformance.parity import Parity, ParityRow
-from gradparity.conformance.trace import Misuse, Problem, RankTrace, StepTrace
+from gradparity.conformance.trace import Decision, Misuse, Problem, RankTrace, StepTrace
 
 SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
 BAD_STEP = 1
@@ -35,9 +35,9 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
             digest = f"after {step}"
             scale, growth = (scale * 2, 0) if growth == 1 else (scale, growth + 1)
         seen.scale_after, seen.growth_after = scale, growth
-        seen.non_finite = ["w"] if skip and rank == 1 else []
-        seen.parameters_changed = not skip
-        seen.state_changed = not skip
+        decision = Decision(parameters_changed=not skip, state_changed=not skip)
+        decision.non_finite = ["w"] if skip and rank == 1 else []
+        seen.decisions = [decision]
         seen.digests = {"w": digest}
         seen.collectives = ["allreduce[6:float64]"]
         seen.checked_sum = (3.0, 3.0)
@@ -94,7 +94,7 @@ def _growth(e: Evidence) -> None:
 
 
 def _one_rank_skips(e: Evidence) -> None:
-    e.ranks[1].steps[2].parameters_changed = False
+    e.ranks[1].steps[2].decisions[0].parameters_changed = False
 
 
 def _replica(e: Evidence) -> None:
@@ -103,16 +103,16 @@ def _replica(e: Evidence) -> None:
 
 def _steps_on_bad(e: Evidence) -> None:
     for trace in e.ranks:
-        trace.steps[BAD_STEP].parameters_changed = True
+        trace.steps[BAD_STEP].decisions[0].parameters_changed = True
 
 
 def _counts_on_bad(e: Evidence) -> None:
-    e.ranks[0].steps[BAD_STEP].state_changed = True
+    e.ranks[0].steps[BAD_STEP].decisions[0].state_changed = True
 
 
 def _all_skip_good(e: Evidence) -> None:
     for trace in e.ranks:
-        trace.steps[3].parameters_changed = False
+        trace.steps[3].decisions[0].parameters_changed = False
 
 
 def _no_backoff(e: Evidence) -> None:
@@ -196,7 +196,7 @@ def test_every_law_is_broken_here() -> None:
 
 def test_evidence_names_step_rank_and_parameter() -> None:
     broken = evidence(bad=True)
-    broken.ranks[0].steps[BAD_STEP].parameters_changed = True
+    broken.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
     (finding,) = [v.finding for v in judge(broken) if v.law == "skip.nobody-steps"]
     assert (finding.step, finding.ranks, finding.parameter) == (1, (0,), "w")
     assert (

@@ -9,10 +9,13 @@ from gradparity.conformance import Scenario
 from gradparity.conformance.bounds import make_yardstick
 from gradparity.conformance.parity import demanded_schedule, measure_parity
 from gradparity.conformance.reference import NOISY, Schedule, Variant, train_reference
-from gradparity.conformance.trace import RankTrace, StepTrace
+from gradparity.conformance.trace import Decision, RankTrace, StepTrace
+from gradparity.fixtures.models import DigitsMLP
 
 DIGITS = Scenario.parse("single/1/fp32/sgd/none/steps=4")
 TEXT = Scenario.parse("single/1/fp32/adamw/none/data=text,steps=4")
+NONE: frozenset[str] = frozenset()
+PARAMETERS = [name for name, _ in DigitsMLP().named_parameters()]
 # another order of reduction than any of the references that make the bounds
 UNSEEN = Variant(parts=8, reverse_rows=True)
 
@@ -20,7 +23,7 @@ UNSEEN = Variant(parts=8, reverse_rows=True)
 def traces_of(scenario: Scenario, variant: Variant = UNSEEN) -> list[RankTrace]:
     """Traces as a rank would give them that trains like ``variant``."""
     schedule = Schedule(
-        skipped=(False,) * scenario.steps, scales=(1.0,) * scenario.steps
+        skipped=(NONE,) * scenario.steps, scales=(1.0,) * scenario.steps
     )
     run = train_reference(scenario, schedule, variant)
     index = {n: np.arange(len(g)) for n, g in run.gradients[0].items()}
@@ -136,20 +139,27 @@ def test_partial_gradients_are_summed_over_their_axis() -> None:
 
 def test_the_demanded_schedule_is_what_any_rank_saw() -> None:
     first, second = traces_of(DIGITS)[0], traces_of(DIGITS)[0]
-    second.steps[2].non_finite = ["up.weight"]
+    for trace in (first, second):
+        trace.owned = [["up.weight", "head.weight"], ["up.bias"]]
+        for seen in trace.steps:
+            seen.decisions = [Decision(), Decision()]
+    second.steps[2].decisions[0].non_finite = ["up.weight"]
     schedule = demanded_schedule([first, second])
-    assert schedule.skipped == (False, False, True, False)
+    held = frozenset({"up.weight", "head.weight"})
+    assert schedule.skipped == (NONE, NONE, held, NONE)
 
 
 def test_skipped_steps_freeze_the_reference() -> None:
-    schedule = Schedule(skipped=(False, True, False, False), scales=(1.0,) * 4)
+    schedule = Schedule(
+        skipped=(NONE, frozenset(PARAMETERS), NONE, NONE), scales=(1.0,) * 4
+    )
     run = train_reference(DIGITS, schedule, NOISY[0])
     assert np.array_equal(run.updates[0]["up.weight"], run.updates[1]["up.weight"])
     assert not np.array_equal(run.updates[1]["up.weight"], run.updates[2]["up.weight"])
 
 
 def test_references_differ_by_rounding_only() -> None:
-    schedule = Schedule(skipped=(False,) * 4, scales=(1.0,) * 4)
+    schedule = Schedule(skipped=(NONE,) * 4, scales=(1.0,) * 4)
     runs = [train_reference(DIGITS, schedule, v) for v in NOISY]
     first = runs[0].gradients[0]["up.weight"]
     for run in runs[1:]:
@@ -160,7 +170,7 @@ def test_references_differ_by_rounding_only() -> None:
 def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
     half = Scenario.parse("single/1/fp16-autocast/adamw/none/data=text,steps=2")
     plain = Scenario.parse("single/1/fp16-autocast/sgd/none/data=text,steps=2")
-    schedule = Schedule(skipped=(False, False), scales=(1024.0, 1024.0))
+    schedule = Schedule(skipped=(NONE, NONE), scales=(1024.0, 1024.0))
     left_out = [
         sum(
             int((~mask).sum())

@@ -88,7 +88,7 @@ def test_vectors_first_puts_matrices_last() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step(name: str) -> None:
     parameter = nn.Parameter(torch.ones(3))
-    optimizer = OPTIMIZERS[name]([parameter])
+    optimizer = OPTIMIZERS[name]([("weight", parameter)])
     parameter.grad = torch.ones(3)
     optimizer.step()
     assert not torch.equal(parameter, torch.ones(3))

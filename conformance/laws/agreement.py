@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from ..law import (
     Evidence,
@@ -15,7 +16,9 @@ from ..law import (
     rank_list,
     skipped,
 )
-from ..trace import StepTrace
+from ..trace import Decision, StepTrace
+
+Seen = TypeVar("Seen", StepTrace, Decision)
 
 DRIFT = (
     "Ranks that disagree train with different effective learning rates or on different "
@@ -27,10 +30,19 @@ def _disagreement(
     evidence: Evidence, what: str, read: Callable[[StepTrace], object]
 ) -> Finding:
     """First step at which ``read`` differs between ranks; None is 'not known here'."""
+    return _first_split(evidence, what, evidence.steps(), read)
+
+
+def _first_split(
+    evidence: Evidence,
+    what: str,
+    steps: Iterable[tuple[int, Sequence[Seen]]],
+    read: Callable[[Seen], object],
+) -> Finding:
     if len(evidence.ranks) == 1:
         return skipped("one rank has nobody to disagree with")
     compared = 0
-    for step, seen in evidence.steps():
+    for step, seen in steps:
         groups: dict[object, list[int]] = defaultdict(list)
         for trace, rank in zip(seen, evidence.ranks, strict=True):
             value = read(trace)
@@ -86,8 +98,10 @@ def growth(evidence: Evidence) -> Finding:
 
 @law("agreement.skip", "At every step either all ranks step or all ranks skip.", DRIFT)
 def skip(evidence: Evidence) -> Finding:
-    """Compare the effect on the local parameters."""
-    return _disagreement(evidence, "decision", lambda s: s.parameters_changed)
+    """Compare the effect on the local parameters, optimizer by optimizer."""
+    return _first_split(
+        evidence, "decision", evidence.decisions(), lambda d: d.parameters_changed
+    )
 
 
 @law(

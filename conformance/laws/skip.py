@@ -14,14 +14,14 @@ from ..law import (
     rank_list,
     skipped,
 )
-from ..trace import StepTrace
+from ..trace import Decision
 
 
-def _is_bad(seen: Sequence[StepTrace]) -> bool:
+def _is_bad(seen: Sequence[Decision]) -> bool:
     return any(s.non_finite for s in seen)
 
 
-def _parameter(seen: Sequence[StepTrace]) -> str:
+def _parameter(seen: Sequence[Decision]) -> str:
     return next(s.non_finite[0] for s in seen if s.non_finite)
 
 
@@ -47,7 +47,7 @@ def nobody_steps(evidence: Evidence) -> Finding:
 def everybody_steps(evidence: Evidence) -> Finding:
     """Every rank that holds elements has changed at a good step."""
     compared = 0
-    for step, seen in evidence.steps():
+    for step, seen in evidence.decisions():
         if _is_bad(seen):
             continue
         compared += len(seen)
@@ -79,11 +79,11 @@ def frozen(evidence: Evidence) -> Finding:
 
 
 def _still_at_bad_steps(
-    evidence: Evidence, moved: Callable[[StepTrace], bool], words: str
+    evidence: Evidence, moved: Callable[[Decision], bool], words: str
 ) -> Finding:
     """First bad step at which something has moved on some rank."""
     compared = 0
-    for step, seen in evidence.steps():
+    for step, seen in evidence.decisions():
         if not _is_bad(seen):
             continue
         compared += len(seen)
@@ -103,7 +103,7 @@ def _still_at_bad_steps(
 
 
 def _ranks(
-    evidence: Evidence, seen: Sequence[StepTrace], which: Callable[[StepTrace], bool]
+    evidence: Evidence, seen: Sequence[Decision], which: Callable[[Decision], bool]
 ) -> list[int]:
     pairs = zip(seen, evidence.ranks, strict=True)
     return [t.rank for s, t in pairs if which(s)]

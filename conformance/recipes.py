@@ -1,0 +1,149 @@
+"""Recipes: in which order a training loop makes its calls, as values.
+
+What changes the mathematics of a run is apart (:class:`Training`): the reference trains
+by it. All else must leave the result as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..fixtures import Topology, loss
+
+__all__ = [
+    "CLIP_NORM",
+    "CLIP_VALUE",
+    "LR_DECAY",
+    "MANUAL_STEP",
+    "RECIPES",
+    "Recipe",
+    "Training",
+    "is_frozen",
+]
+
+CLIP_VALUE = 2.0**-8
+"""Bound of clipping by value: some gradients of every model here exceed it."""
+CLIP_NORM = 2.0**-2
+"""Bound of clipping by norm: gradients of every model here exceed it at first."""
+LR_DECAY = 0.75
+"""Factor of the learning rate a step, where a scheduler runs."""
+Z_LOSS = 2.0**-6
+"""Weight of the second loss, the squared log-partition (z-loss, PaLM, 2022)."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a recipe changes in the mathematics."""
+
+    clip: str = ""
+    """``value`` or ``norm``: how unscaled gradients are clipped."""
+    frozen: bool = False
+    """The second half of the model does not train; its gradients are None."""
+    decay: bool = False
+    """The learning rate falls each step."""
+    losses: int = 1
+    """Losses; a second one is the z-loss."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
+        """The 0-d losses of a micro-batch; shapes as ``fixtures.loss`` takes them."""
+        first = loss(logits, targets)
+        if self.losses == 1:
+            return [first]
+        wide = logits.to(first.dtype)
+        return [first, Z_LOSS * wide.logsumexp(-1).square().mean()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training loop around the scaler."""
+
+    text: str
+    """One sentence for ``gradparity explain``."""
+    training: Training = field(default_factory=Training)
+    unscale: bool = False
+    """Call ``unscale_`` before ``step``."""
+    parts: int = 1
+    """Backward passes a step."""
+    defer_sync: bool = False
+    """Gradients are synchronised in the last pass only."""
+    optimizers: int = 1
+    """With 2, biases have an optimizer of their own; one ``update`` for both."""
+    enabled: bool = True
+    """The constructor's argument."""
+    new_scale: float | None = None
+    """Argument of ``update`` at the third step."""
+    resume: bool = False
+    """Half-way, scaler and optimizers are made anew from their saved states."""
+    compile: bool = False
+    """The model is compiled (without code generation, which is not in question)."""
+
+    def refuses(self, topology: Topology) -> str:
+        """Why it cannot run on ``topology``, or the empty string."""
+        if topology.pipelined and (self.parts > 1 or self.training.losses > 1):
+            return "a pipeline's schedule runs the passes: choose another recipe"
+        if topology.pipelined and self.compile:
+            return "a stage is compiled by its own call, not by the schedule's"
+        if self.defer_sync and not topology.defers_sync:
+            return f"topology {topology.name!r} synchronises in every backward"
+        return ""
+
+
+RECIPES: dict[str, Recipe] = {
+    "plain": Recipe(text="backward, step, update"),
+    "unscale": Recipe(text="backward, explicit unscale_, step, update", unscale=True),
+    "clip-value": Recipe(
+        text="backward, unscale_, clip_grad_value_, step, update",
+        training=Training(clip="value"),
+        unscale=True,
+    ),
+    "clip-norm": Recipe(
+        text="backward, unscale_, clipping by the global norm, step, update",
+        training=Training(clip="norm"),
+        unscale=True,
+    ),
+    "accumulate": Recipe(
+        text="two backward passes a step, synchronised in each", parts=2
+    ),
+    "accumulate-no-sync": Recipe(
+        text="two backward passes a step, synchronised in the last",
+        parts=2,
+        defer_sync=True,
+    ),
+    "two-losses": Recipe(
+        text="scale([loss, z-loss]), one backward", training=Training(losses=2)
+    ),
+    "two-optimizers": Recipe(
+        text="step for weights and for biases, one update", optimizers=2
+    ),
+    "two-optimizers-unscale": Recipe(
+        text="unscale_ both, step both, one update", optimizers=2, unscale=True
+    ),
+    "scheduler": Recipe(
+        text="a learning rate scheduler steps each step", training=Training(decay=True)
+    ),
+    "frozen": Recipe(
+        text="the second half of the model does not train",
+        training=Training(frozen=True),
+    ),
+    "manual-scale": Recipe(text="update(new_scale) at the third step", new_scale=64.0),
+    "disabled": Recipe(text="a scaler constructed with enabled=False", enabled=False),
+    "resume": Recipe(
+        text="half-way, scaler and optimizers are loaded from saved states",
+        resume=True,
+    ),
+    "compiled": Recipe(text="torch.compile around the model", compile=True),
+}
+"""Training recipes by name."""
+
+MANUAL_STEP = 2
+"""The step, from 0, whose ``update`` is given a scale where a recipe says so."""
+
+_SECOND_HALF = ("down.", "head.", "blocks.1.", "norm.")
+
+
+def is_frozen(parameter: str, model: str) -> bool:
+    """Whether a parameter belongs to the second half of a model."""
+    later = _SECOND_HALF if model.startswith("text") else _SECOND_HALF[:2]
+    return parameter.startswith(later)
