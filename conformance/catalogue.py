@@ -246,7 +246,8 @@ _OVERFLOW = ("topology", "precision", "when")
 
 def _quick(selection: Selection) -> Iterator[Scenario]:
     """Every topology with every way of going bad; other pairs on the way."""
-    for row in cover(columns(selection), fits, [("topology", "when"), ("recipe",)]):
+    choices = columns(selection)
+    for row in cover(choices, fits, [("topology", "when"), *subsets(choices, 1)]):
         yield to_scenario(row, selection)
 
 

@@ -1,32 +1,72 @@
 """The catalogue covers what it says, the same every time, and every id runs alone."""
 
 import itertools
+import re
 
 import pytest
 
-from gradparity.conformance import Scenario
+from gradparity.conformance import Scenario, catalogue
 from gradparity.conformance.catalogue import Selection, select
-from gradparity.conformance.covering import cover
+from gradparity.conformance.covering import cover, subsets
+from gradparity.conformance.recipes import RECIPES
+from gradparity.fixtures import MODELS, OPTIMIZERS, ORDERS, PRECISIONS, TOPOLOGIES
 
 
-def allowed(row: tuple[str, ...]) -> bool:
-    return not (row[0] == "a" and row[1] == "x")
+def allowed(row: dict[str, str]) -> bool:
+    # forbids ("b", "z") only where both have been chosen, as a pair does
+    return (row.get("first"), row.get("second")) not in {("a", "x"), ("b", "z")}
 
 
-@pytest.mark.parametrize("strength", [2, 3])
+CHOICES = {"first": "abc", "second": "xyz", "third": "01", "fourth": "+-"}
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
 def test_cover_contains_every_combination_that_can_occur(strength: int) -> None:
-    choices = ["abc", "xyz", "01", "+-"]
-    rows = cover([list(c) for c in choices], allowed, strength)
-    valid = [r for r in itertools.product(*choices) if allowed(r)]
-    for columns in itertools.combinations(range(4), strength):
-        wanted = {tuple(r[i] for i in columns) for r in valid}
-        assert {tuple(r[i] for i in columns) for r in rows} == wanted
-    assert all(allowed(r) for r in rows)
+    wanted = subsets(CHOICES, strength)
+    rows = cover({k: list(v) for k, v in CHOICES.items()}, allowed, wanted)
+    every = [
+        dict(zip(CHOICES, values, strict=True))
+        for values in itertools.product(*CHOICES.values())
+    ]
+    valid = [row for row in every if allowed(row)]
+    for columns in wanted:
+        possible = {tuple(row[c] for c in columns) for row in valid}
+        assert {tuple(row[c] for c in columns) for row in rows} == possible
+    assert all(allowed(row) for row in rows)
     assert len(rows) < len(valid)
 
 
+def test_quick_holds_every_choice() -> None:
+    quick = select("quick", Selection())
+    for field, table in (
+        ("topology", TOPOLOGIES),
+        ("data", MODELS),
+        ("precision", PRECISIONS),
+        ("optimizer", OPTIMIZERS),
+        ("order", ORDERS),
+        ("recipe", RECIPES),
+    ):
+        assert {getattr(s, field) for s in quick} == set(table)
+    assert len({s.magnitude for s in quick}) == 3
+    for target in ("middle[middle]", "last[last]", "loss", "loss[last]", "inf", "nan"):
+        assert any(target in s.faults for s in quick), target
+
+
+def test_default_strikes_every_place_on_every_topology() -> None:
+    chosen = select("default", Selection())
+    for name, topology in TOPOLOGIES.items():
+        faults = " ".join(s.faults for s in chosen if s.topology == name)
+        for target in catalogue.TARGETS:
+            if target != "split":
+                for rank in {"0", str(topology.default_world - 1), "*"}:
+                    assert re.search(
+                        rf"@r{re.escape(rank)}s.:{re.escape(target)}", faults
+                    )
+    assert any(s.steps == catalogue.BURST for s in chosen)
+
+
 @pytest.mark.parametrize(
-    ("preset", "least"), [("parity", 45), ("quick", 60), ("full", 300)]
+    ("preset", "least"), [("parity", 45), ("quick", 60), ("default", 400)]
 )
 def test_presets_are_large_enough_deterministic_and_replayable(
     preset: str, least: int
@@ -39,7 +79,7 @@ def test_presets_are_large_enough_deterministic_and_replayable(
 
 def test_a_selection_is_kept() -> None:
     chosen = select("quick", Selection(topologies=["fsdp"], data=["text"], seed=3))
-    assert {(s.topology, s.data, s.seed) for s in chosen} == {("fsdp", "text", 3)}
+    assert {(s.topology, s.dataset, s.seed) for s in chosen} == {("fsdp", "text", 3)}
 
 
 def test_a_world_size_is_taken_over() -> None:

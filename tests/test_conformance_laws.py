@@ -159,6 +159,11 @@ def _parity(kind: str) -> Callable[[Evidence], None]:
     return break_it
 
 
+def _changed_between_steps(e: Evidence) -> None:
+    for trace in e.ranks:
+        trace.steps[2].scale_before *= 2
+
+
 FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("agreement.scale", _scale, False),
     ("agreement.growth", _growth, False),
@@ -169,6 +174,7 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("skip.everybody-steps", _all_skip_good, False),
     ("scale.rule", _no_backoff, True),
     ("scale.positive", _zero, False),
+    ("scale.continuity", _changed_between_steps, False),
     ("transparency.bitwise", _not_bare, False),
     ("transparency.gradient", _flushed, False),
     ("misuse.refused", _accepted, False),

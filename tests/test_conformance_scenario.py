@@ -55,9 +55,9 @@ def test_an_id_gives_the_scenario_back(settings: dict[str, object]) -> None:
         ("fsdp/2/fp32/sgd/none/steps=no", "setting 'steps=no' is no int"),
         ("fsdp/2/fp32/sgd/none/speed=9", "unknown setting 'speed=9'"),
         ("fsdp/2/fp32/sgd/none/steps=0", "at least 1 step"),
-        ("tp+sp/2/fp32/sgd/none", "cannot lay out the model for 'digits'"),
+        ("tp+sp/2/fp32/sgd/none", "cannot lay out the model 'digits'"),
         ("ddp/2/fp16-params/sgd/none", "needs fully_shard"),
-        ("pp/2/fp32/sgd/none/recipe=accumulate", "accumulates inside its schedule"),
+        ("pp/2/fp32/sgd/none/recipe=accumulate", "schedule runs the passes"),
     ],
 )
 def test_bad_ids_are_refused_in_words(text: str, words: str) -> None:

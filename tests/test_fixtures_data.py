@@ -61,7 +61,7 @@ def test_models_learn(name: str) -> None:
     model = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(12):
+    for _ in range(20):
         batch = DATASETS[name.split("-")[0]].batch(0, seed=0)
         optimizer.zero_grad()
         value = loss(model(batch.inputs), batch.targets)
