@@ -185,7 +185,8 @@ def test_on_cuda_the_same_bits_come_each_time(
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize("name", MODELS)
+# experts read on the host how many rows each has, which a meta tensor cannot tell
+@pytest.mark.parametrize("name", [name for name in MODELS if "experts" not in name])
 def test_models_make_no_tensor_elsewhere(name: str) -> None:
     """On the meta device, as on CUDA, an operation on tensors of two devices raises."""
     device = torch.device("meta")
@@ -195,7 +196,7 @@ def test_models_make_no_tensor_elsewhere(name: str) -> None:
         loss(model(batch.inputs), batch.targets)  # without the move
     moved = batch.to(device)
     loss(model(moved.inputs), moved.targets).backward()
-    OPTIMIZERS["sgd"](list(model.parameters())).step()
+    OPTIMIZERS["sgd"](list(model.named_parameters())).step()
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
 
 
