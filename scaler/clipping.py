@@ -148,7 +148,7 @@ class GradientClipper(GradientChecker):
         held = held_by(optimizer, local_of, rank)
         if self._fp16_gradients == "refuse" and _has_fp16(held):
             raise ValueError(FP16)
-        if group is None and any(len(mesh) > 1 for mesh, _, _ in held):
+        if group is None and any(len(place.ranks) > 1 for place in held):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
                 "scaler agrees with nobody. Do not pass agree_over='local'."

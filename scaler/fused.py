@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ __all__ = ["step_with", "wants_scaler"]
 
 def wants_scaler(optimizer: Optimizer) -> bool:
     """Return whether ``step`` asks for the scaler itself, the old contract."""
-    if "grad_scaler" not in inspect.signature(optimizer.step).parameters:
+    step: Any = optimizer.step
+    if not _takes_scaler(getattr(step, "__func__", step)):
         return False
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the "
@@ -23,6 +25,21 @@ def wants_scaler(optimizer: Optimizer) -> bool:
         stacklevel=4,
     )
     return True
+
+
+def _takes_scaler(step: Any) -> bool:
+    # Reading a signature takes longer than a small step.
+    try:
+        known = _TAKES_SCALER.get(step)
+    except TypeError:  # a callable that cannot be a key
+        return "grad_scaler" in inspect.signature(step).parameters
+    if known is None:
+        known = "grad_scaler" in inspect.signature(step).parameters
+        _TAKES_SCALER[step] = known
+    return known
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def step_with(optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .norms import norms
-from .unscale import by_device_and_dtype, parameters_of
+from .unscale import by_device_and_dtype, parameters_of, quick_locals
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -33,8 +34,27 @@ MESHES = 4
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
 
 
-Place = tuple[tuple[int, ...], str, int]
-"""Ranks of a mesh, what kind of mesh it is, and how often it holds each element."""
+class Place:
+    """Where gradients lie: one object for equal places, so that identity tells.
+
+    Attributes:
+        ranks: of the mesh.
+        kind: what kind of mesh it is: its axes and their sizes.
+        copies: how often it holds each element.
+        number: 52 bits that stand for the ranks.
+    """
+
+    __slots__ = ("copies", "kind", "number", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...], kind: str, copies: int) -> None:
+        self.ranks, self.kind, self.copies = ranks, kind, copies
+        self.number = _number(str(ranks))
+
+
+@lru_cache(maxsize=65536)
+def _place(ranks: tuple[int, ...], kind: str, copies: int) -> Place:
+    return Place(ranks, kind, copies)
+
 
 Held = dict[Place, list[torch.Tensor]]
 """Local gradients by where they lie."""
@@ -59,43 +79,66 @@ def held_by(
 
     Partial gradients are summed up first, a collective over their mesh.
     """
+    alone = _place((rank,), "plain", 1)
+    parameters = list(parameters_of(optimizer))
+    gradients = [g for p in parameters if (g := p.grad) is not None]
+    locals_ = quick_locals((), gradients)
+    places = None if locals_ is None else _quick_places(gradients, alone)
+    if locals_ is None or places is None:
+        return _held_one_by_one(parameters, local_of, alone)
+    if len(set(places)) == 1:
+        return {places[0]: locals_}
+    held: Held = {place: [] for place in dict.fromkeys(places)}
+    for place, local in zip(places, locals_, strict=True):
+        held[place].append(local)
+    return held
+
+
+def _quick_places(gradients: list[Any], alone: Place) -> list[Place] | None:
+    if set(map(type, gradients)) == {torch.Tensor}:
+        return [alone] * len(gradients)
+    try:
+        return [
+            alone if type(g) is torch.Tensor else _known[id(g._spec)][1]
+            for g in gradients
+        ]
+    except KeyError:
+        return None
+
+
+def _held_one_by_one(
+    parameters: Iterable[Any],
+    local_of: Callable[[Any, Any], torch.Tensor],
+    alone: Place,
+) -> Held:
     held: Held = {}
-    alone: Place = ((rank,), "plain", 1)
     with torch.no_grad():
-        for parameter in parameters_of(optimizer):
+        for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            place: Place | None = alone
-            if type(gradient) is not torch.Tensor or gradient.is_sparse:
-                if (spec := getattr(gradient, "_spec", None)) is not None:
-                    # Looked up here first: this loop is what small tensors cost.
-                    known = _places.get(id(spec))
-                    place = _place(spec) if known is None else known[1]
-                if place is None:
+            place = alone
+            if (spec := getattr(gradient, "_spec", None)) is not None:
+                if any(p.is_partial() for p in spec.placements):
                     gradient = parameter.grad = _summed(gradient)
-                    place = _where(gradient._spec)
-                gradient = local_of(parameter, gradient)
-            assert place is not None
-            if (group := held.get(place)) is None:
-                group = held[place] = []
-            group.append(gradient)
+                    spec = gradient._spec
+                else:
+                    _remember(spec)
+                place = _where(spec.mesh, spec.placements)
+            held.setdefault(place, []).append(local_of(parameter, gradient))
     return held
 
 
 # Where a spec lies, by its id; the spec is kept, so that the id stays its own.
 # fully_shard gives the same spec to a parameter's gradient in every step.
-_places: dict[int, tuple[Any, Place | None]] = {}
-_MOST_PLACES = 65536
+_known: dict[int, tuple[Any, Place]] = {}
+_MOST_KNOWN = 65536
 
 
-def _place(spec: Any) -> Place | None:
-    if len(_places) >= _MOST_PLACES:
-        _places.clear()
-    partial = any(p.is_partial() for p in spec.placements)
-    place = None if partial else _where(spec)
-    _places[id(spec)] = spec, place
-    return place
+def _remember(spec: Any) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[id(spec)] = spec, _where(spec.mesh, spec.placements)
 
 
 def _summed(gradient: Any) -> Any:
@@ -105,13 +148,13 @@ def _summed(gradient: Any) -> Any:
     return gradient.redistribute(placements=whole)
 
 
-def _where(spec: Any) -> Place:
-    mesh = spec.mesh
+@lru_cache(maxsize=1024)
+def _where(mesh: Any, placements: tuple[Any, ...]) -> Place:
     copies = math.prod(
-        mesh.size(axis) for axis, p in enumerate(spec.placements) if p.is_replicate()
+        mesh.size(axis) for axis, p in enumerate(placements) if p.is_replicate()
     )
     ranks = tuple(mesh.mesh.flatten().tolist())
-    return ranks, f"{mesh.mesh_dim_names}{tuple(mesh.shape)}", copies
+    return _place(ranks, f"{mesh.mesh_dim_names}{tuple(mesh.shape)}", copies)
 
 
 def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
@@ -125,29 +168,31 @@ def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
     Raises:
         ValueError: the gradients lie on more than MESHES meshes.
     """
-    entries = torch.zeros(MESHES, 3, dtype=torch.float64, device=device)
-    sums: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    kinds: dict[tuple[int, ...], tuple[str, int, int]] = {}
-    for (mesh, kind, copies), locals_ in held.items():
+    sums: dict[float, list[torch.Tensor]] = {}
+    kinds: dict[float, tuple[str, int, int]] = {}
+    for place, locals_ in held.items():
         each = _norms_on(locals_, norm_type, device)
-        part = _joined(each, norm_type) / _once(copies, norm_type)
-        sums.setdefault(mesh, []).append(part)
-        _, count, numel = kinds.get(mesh, (kind, 0, 0))
+        part = _joined(each, norm_type) / _once(place.copies, norm_type)
+        sums.setdefault(place.number, []).append(part)
+        _, count, numel = kinds.get(place.number, (place.kind, 0, 0))
         numel += sum(map(torch.Tensor.numel, locals_))
-        kinds[mesh] = kind, count + len(locals_), numel
+        kinds[place.number] = place.kind, count + len(locals_), numel
     if len(sums) > MESHES:
         raise ValueError(
             f"The gradients lie on {len(sums)} meshes, clip_grad_norm_ knows at most "
             f"{MESHES}. Use several optimizers, or one mesh with more axes."
         )
-    for row, (mesh, parts) in zip(entries, sums.items(), strict=False):
-        row[0], row[1] = _number(str(mesh)), _number(str(kinds[mesh]))
-        row[2] = _joined(torch.stack(parts), norm_type, powered=True)
+    rows = [[mesh, _number(str(kind)), 0.0] for mesh, kind in kinds.items()]
+    rows += [[0.0] * 3] * (MESHES - len(rows))
+    entries = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
     if not sums:
         return Shares(entries, None)
+    shares = torch.stack(
+        [_joined(torch.stack(p), norm_type, powered=True) for p in sums.values()]
+    )
+    entries[: len(sums), 2] = shares
     # A share is finite if and only if its gradients are: they were added in fp64.
-    finite = entries[:, 2].isfinite().all()
-    return Shares(entries, (~finite).float())
+    return Shares(entries, 1.0 - shares.isfinite().all().float())
 
 
 def _norms_on(
@@ -168,9 +213,12 @@ def _joined(
     # Sum of p-th powers; for the infinite norm the maximum.
     if math.isinf(norm_type):
         return values.amax()
-    return (values if powered else values.pow(norm_type)).sum()
+    if powered:
+        return values.sum()
+    return (values.square() if norm_type == 2.0 else values.pow(norm_type)).sum()
 
 
+@lru_cache(maxsize=65536)
 def _number(text: str) -> float:
     # 52 bits, exact in fp64, and the same in every process, unlike hash().
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
