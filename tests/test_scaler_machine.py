@@ -22,6 +22,51 @@ from torch.distributed.fsdp.sharded_grad_scaler import (
 from gradparity.scaler import GradScaler, ShardedGradScaler
 
 TorchGradScaler: Any = torch.amp.GradScaler
+
+
+class OneRank:
+    """A process group of one rank: every reduction is the identity."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def allreduce(self, *_: Any) -> Any:
+        class Done:
+            def wait(self) -> None:
+                pass
+
+        return Done()
+
+
+class TorchShardedAlone(TorchShardedGradScaler):
+    """torch's class in one process: with a fake group of one rank.
+
+    Where it differs from ours on purpose it is put right here, so that all the rest is
+    compared: found_inf is 0-d (B09), and the scale's kernel is the guarded one (B05a).
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(process_group=OneRank(), **settings)
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._unscale_grads_(*args, **kwargs)
+        return {device: flag.reshape(()) for device, flag in found.items()}
+
+    def _amp_update_scale_cpu_(self, found_inf: Any) -> None:
+        assert self._scale is not None and self._growth_tracker is not None
+        torch._amp_update_scale_(
+            self._scale,
+            self._growth_tracker,
+            found_inf.reshape(()),
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+        )
+
+
 GRADIENTS = st.sampled_from([1.0, -3.0, 1e-30, float("inf"), float("nan"), None])
 INDEX = st.integers(0, 1)
 
@@ -61,6 +106,7 @@ class Machine(RuleBasedStateMachine):
             [
                 (TorchGradScaler, GradScaler),
                 (TorchGradScaler, ShardedGradScaler),
+                (TorchShardedAlone, ShardedGradScaler),
             ]
         ),
     )

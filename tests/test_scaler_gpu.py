@@ -1,0 +1,130 @@
+"""What needs an accelerator: no synchronisation, and capture in a CUDA graph.
+
+Run with ``pytest -m gpu`` where there is one; elsewhere each test is skipped, which
+says why.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradparity.scaler import GradScaler
+from gradparity.scaler.stamps import Stamps
+
+INF = float("inf")
+
+
+def on_device(fused: bool, clip: bool) -> tuple[Any, Any, Any, Any]:
+    p = torch.zeros(4, device="cuda", requires_grad=True)
+    slope = torch.ones(4, device="cuda")
+    optimizer: Any = torch.optim.Adam([p], lr=0.5, fused=fused, capturable=fused)
+    scaler = GradScaler("cuda", init_scale=4.0, growth_interval=3)
+
+    def iteration() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        scaler.scale((p * slope).sum()).backward()
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return p, slope, scaler, iteration
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [False, True])
+def test_fused_step_never_synchronises(clip: bool) -> None:
+    p, slope, scaler, iteration = on_device(True, clip)
+    for _ in range(3):
+        iteration()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for value in (1.0, INF, 1.0):
+            slope.fill_(value)
+            iteration()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(p.isfinite().all()) and scaler.get_scale() == 4.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [False, True])
+def test_captured_in_a_cuda_graph(clip: bool) -> None:
+    values = (1.0, INF, 1.0, 1.0, 1.0, INF, 1.0)
+    p, slope, scaler, iteration = on_device(True, clip)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            iteration()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration()
+    for value in values:
+        slope.fill_(value)
+        graph.replay()
+
+    q, other_slope, eager, other = on_device(True, clip)
+    for value in (1.0,) * 3 + values:
+        other_slope.fill_(value)
+        other()
+    assert torch.equal(p, q) and scaler.get_scale() == eager.get_scale()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_skips_and_grows_on_the_device(fused: bool) -> None:
+    p, slope, scaler, iteration = on_device(fused, False)
+    for value, scale in ((1.0, 4.0), (INF, 2.0), (1.0, 2.0), (1.0, 2.0), (1.0, 4.0)):
+        slope.fill_(value)
+        before = p.detach().clone()
+        iteration()
+        assert torch.equal(p, before) is (value == INF)
+        assert scaler.get_scale() == scale
+
+
+# - The branches that an accelerator takes, as far as a CPU can follow them
+
+
+def test_b05c_min_scale_keeps_kernels_from_overflowing() -> None:
+    # Where the host cannot see the scale, a fused kernel divides unchecked: from 1 on
+    # that cannot overflow, and the scale never leaves that range.
+    from gradparity.scaler import InvalidSettingError, Policy
+
+    policy = Policy(min_scale=1.0)
+    p = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", init_scale=4.0, policy=policy)
+    scaler.scale(torch.ones(()))
+    for _ in range(6):
+        p.grad = torch.full((2,), INF)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 1.0
+    p.grad = torch.full((2,), 3e38)
+    scaler.step(optimizer)
+    assert bool(p.isfinite().all())
+    with pytest.raises(InvalidSettingError):
+        GradScaler("cpu", init_scale=0.5, policy=policy)
+
+
+def test_stamps_where_the_host_cannot_see_the_scale() -> None:
+    # There, update() freezes every stamp, because it cannot know whether the scale
+    # moved: equal values must then change nothing, and moved ones must be followed.
+    stamps, scale = Stamps(), torch.tensor(4.0)
+    p = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    stamps.used_up(optimizer)
+    for new in (4.0, 8.0, 2.0):
+        stamp, before = stamps.current, scale.clone()
+        stamps._handed_out = True
+        stamps.begin(stamp, scale, {})
+        p.grad = scale.repeat(2) if p.grad is None else p.grad + scale
+        scale.fill_(new)
+        stamps.moved(before, scale)  # a tensor, as on an accelerator
+        stamps.close({})
+        assert stamps.divisor(scale).item() == before.item()
+    assert p.grad is not None
+    assert (p.grad / stamps.divisor(scale)).tolist() == [3.0, 3.0]
