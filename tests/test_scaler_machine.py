@@ -49,7 +49,8 @@ class TorchShardedAlone(TorchShardedGradScaler):
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(process_group=OneRank(), **settings)
+        alone: Any = OneRank()
+        super().__init__(process_group=alone, **settings)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._unscale_grads_(*args, **kwargs)
