@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from .measuring import settings_here
 from .messages import Context
 
 _PRIVATE = ("PYTEST_CURRENT_TEST",)
@@ -20,7 +21,13 @@ def current_context() -> Context:
     cwd = os.getcwd()
     env = {name: value for name, value in os.environ.items() if name not in _PRIVATE}
     path = tuple(entry or cwd for entry in sys.path if isinstance(entry, str))
-    return Context(cwd=cwd, path=path, env=env, modules=_rewritten_modules())
+    return Context(
+        cwd=cwd,
+        path=path,
+        env=env,
+        modules=_rewritten_modules(),
+        measured=settings_here(),
+    )
 
 
 def _rewritten_modules() -> dict[str, str]:

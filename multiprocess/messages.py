@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from .spec import WorldSpec
 
@@ -17,6 +18,9 @@ class Context:
     env: dict[str, str]
     modules: dict[str, str] = field(default_factory=dict)
     """Modules whose asserts pytest rewrote: name to file."""
+
+    measured: tuple[tuple[str, Any], ...] = ()
+    """How coverage.py measures the parent; empty when it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

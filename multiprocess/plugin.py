@@ -142,13 +142,26 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """End all ranks when the tests have ended: their coverage is then combined."""
+    try:
+        return (yield)
+    finally:
+        _close_runner(session.config)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End all ranks."""
+    """End all ranks, also when no test was run."""
+    _close_runner(config)
+    if _NOWHERE in config.stash:
+        config.stash[_NOWHERE].close()
+
+
+def _close_runner(config: pytest.Config) -> None:
     if _RUNNER in config.stash:
         config.stash[_RUNNER].close()
         del config.stash[_RUNNER]
-    if _NOWHERE in config.stash:
-        config.stash[_NOWHERE].close()
 
 
 def _runner(config: pytest.Config) -> Runner:

@@ -13,6 +13,7 @@ PRELOAD = (
 
 COSTLY = (
     "_pytest.assertion.rewrite",
+    "coverage",
     "hypothesis",
     "numpy",
     "pytest",

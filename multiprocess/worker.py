@@ -16,7 +16,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from . import linux, pickling, rewriting, trail, wire
+from . import linux, measuring, pickling, rewriting, trail, wire
 from .messages import Context, Kind, Meeting, Reply, Run, Start
 from .preloads import COSTLY
 
@@ -65,6 +65,7 @@ class _Rank:
         self._known = _costly_modules()
         self._groups_made = 0
         self._runs = 0
+        self._measuring = measuring.Measuring()
 
     def answer(self, message: Start | Run) -> Reply:
         """Do what the message asks; whatever goes wrong becomes the reply."""
@@ -77,6 +78,7 @@ class _Rank:
         except BaseException as error:
             reply = _raised(error, reusable=False)
         finally:
+            self._measuring.save()
             _flush()
         return reply
 
@@ -88,7 +90,7 @@ class _Rank:
 
         spec, self._spec, self._rank = message.spec, message.spec, message.rank
         self._meeting = message.meeting
-        _take_context(message.context)
+        self._take(message.context)
         os.environ.update(_rank_environment(spec, message.rank, self._meeting))
         torch.set_num_threads(spec.threads)
         self._world: World = world_module.World(
@@ -103,6 +105,10 @@ class _Rank:
         self._trail = trail.TrailWriter(self._trail_fd, message.rank, spec.size)
         recorder.install(self._trail)
         self._make_group()
+
+    def _take(self, context: Context) -> None:
+        _take_context(context)
+        self._measuring.follow(context.measured)
 
     def _open_store(self, prefix: str) -> Store:
         if self._meeting is not None:
@@ -139,7 +145,7 @@ class _Rank:
         from .hygiene import restored_settings, seed_everything
 
         if message.context is not None:
-            _take_context(message.context)
+            self._take(message.context)
             found = _rank_environment(self._spec, self._rank, self._meeting)
             os.environ.update(found)
         if message.fresh_group:

@@ -1,0 +1,80 @@
+"""Coverage in ranks: where the parent is measured by coverage.py, its ranks are too.
+
+1. The parent's settings travel to the ranks with the context of each call.
+2. A rank measures from when it joins its world, into a data file of its own beside the
+   parent's, as coverage's parallel mode names them.
+3. It saves before it answers: a rank may be killed at any time after that.
+
+pytest-cov combines the files by itself; elsewhere ``coverage combine`` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_SETTINGS = (
+    "run:branch",
+    "run:core",
+    "run:data_file",
+    "run:include",
+    "run:omit",
+    "run:plugins",
+    "run:relative_files",
+    "run:source",
+    "run:source_pkgs",
+)
+
+Settings = tuple[tuple[str, Any], ...]
+
+
+def settings_here() -> Settings:
+    """Return how this process is measured; empty when it is not."""
+    coverage = sys.modules.get("coverage")
+    current = coverage and coverage.Coverage.current()
+    if not current:
+        return ()
+    found = {name: current.get_option(name) for name in _SETTINGS}
+    found["run:data_file"] = os.path.abspath(found["run:data_file"])
+    return tuple(found.items())
+
+
+class Measuring:
+    """Measures one rank as its parent is measured."""
+
+    def __init__(self) -> None:
+        self._settings: Settings = ()
+        self._coverage: Any = None
+
+    def follow(self, settings: Settings) -> None:
+        """Start, go on, or end, as the parent has."""
+        if settings == self._settings:
+            return
+        self.save()
+        if self._coverage is not None:
+            self._coverage.stop()
+        self._settings = settings
+        self._coverage = _started(settings) if settings else None
+
+    def save(self) -> None:
+        """Write what was measured so far."""
+        if self._coverage is not None:
+            self._coverage.save()
+
+
+def _started(settings: Settings) -> Any:
+    import coverage
+
+    inherited = coverage.Coverage.current()
+    if inherited is not None:  # the forkserver's, by coverage's own patch
+        inherited.stop()
+    made = coverage.Coverage(config_file=False, data_suffix=True)
+    for name, value in settings:
+        made.set_option(name, value)
+    # Much is imported already, and a rank may have nothing to do with the source.
+    made.set_option(
+        "run:disable_warnings", ["module-not-measured", "no-data-collected"]
+    )
+    made.start()
+    return made

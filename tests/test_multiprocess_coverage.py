@@ -1,0 +1,91 @@
+"""Code that runs in ranks is measured when the parent is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULE = """
+def by_rank(rank):
+    if rank == 0:
+        found = "zero"
+    elif rank == 1:
+        found = "one"
+    else:
+        found = "never"
+    return found
+"""
+LINES, NEVER = [2, 3, 4, 5, 6, 9], [8]
+
+TESTS = """
+import pytest
+
+@pytest.mark.world(size=2, isolation={isolation!r})
+@pytest.mark.parametrize("number", range(2))
+def test_it(world, number):
+    from measured import by_rank
+    assert by_rank(world.rank) == ("zero", "one")[world.rank]
+"""
+
+PROGRAM = """
+from gradparity.multiprocess import Cluster, current_world
+
+def body():
+    from measured import by_rank
+    return by_rank(current_world().rank)
+
+with Cluster(2) as cluster:
+    print(cluster.run(body))
+"""
+
+
+def run(folder: Path, *command: str) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("COV", "PYTEST_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env={**env, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check(folder: Path) -> None:
+    """The report has what either rank ran, and its files are combined into one."""
+    report = json.loads((folder / "coverage.json").read_text())
+    (measured,) = (
+        found for name, found in report["files"].items() if name == "measured.py"
+    )
+    assert measured["executed_lines"] == LINES
+    assert measured["missing_lines"] == NEVER
+    assert measured["executed_branches"] == [[3, 4], [3, 5], [5, 6]]
+    assert [p.name for p in folder.glob(".coverage*")] == [".coverage"]
+
+
+@pytest.mark.parametrize(
+    ("isolation", "options"), [("pool", ()), ("process", ()), ("pool", ("-n", "2"))]
+)
+def test_pytest_cov_measures_the_ranks(
+    tmp_path: Path, isolation: str, options: tuple[str, ...]
+) -> None:
+    (tmp_path / "measured.py").write_text(MODULE)
+    (tmp_path / "test_it.py").write_text(TESTS.format(isolation=isolation))
+    cov = ("--cov=measured", "--cov-branch", "--cov-report=json")
+    run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", *cov, *options)
+    check(tmp_path)
+
+
+def test_coverage_run_measures_the_ranks_of_a_program(tmp_path: Path) -> None:
+    (tmp_path / "measured.py").write_text(MODULE)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run(
+        tmp_path, "coverage", "run", "--branch", "-p", "--source=measured", "program.py"
+    )
+    run(tmp_path, "coverage", "combine")
+    run(tmp_path, "coverage", "json")
+    check(tmp_path)
