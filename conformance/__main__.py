@@ -68,6 +68,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from .run import RunSettings, run
 
     replayed = parsed.command == "replay"
+    if replayed and parsed.script is not None:
+        _script(parsed)
     settings = RunSettings(
         scalers=parsed.scaler or [DEFAULT_SCALER],
         selection=_selection(parsed),
@@ -85,21 +87,50 @@ def _run(parsed: argparse.Namespace) -> int:
     return run(settings, Console(), parsed.station)
 
 
+def _script(parsed: argparse.Namespace) -> None:
+    """Write the replayed scenario as a script.
+
+    Raises:
+        ValueError: if there are several scalers, or no script can be made.
+    """
+    from .rank import load_scaler
+    from .scenario import Scenario
+    from .standalone import write_standalone
+
+    scalers = parsed.scaler or [DEFAULT_SCALER]
+    if len(scalers) > 1:
+        raise ValueError(
+            f"--script shows one scaler, got {len(scalers)}: give --scaler once"
+        )
+    load_scaler(scalers[0], os.getcwd())
+    write_standalone(parsed.script, Scenario.parse(parsed.scenario[0]), scalers[0])
+
+
 def _hunt(parsed: argparse.Namespace) -> int:
+    """Hunt each scaler in turn; the exit code is the worst one."""
     from rich.console import Console
 
     from .hunt import HuntSettings, hunt
     from .rank import load_scaler
 
-    (scaler,) = parsed.scaler or [DEFAULT_SCALER]
-    load_scaler(scaler, os.getcwd())
-    settings = HuntSettings(
-        scaler=scaler,
-        selection=_selection(parsed),
-        folder=os.getcwd(),
-        budget_s=parsed.budget_s,
-    )
-    return hunt(settings, Console())
+    scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
+    for scaler in scalers:
+        load_scaler(scaler, os.getcwd())
+    codes = []
+    for number, scaler in enumerate(scalers, 1):
+        settings = HuntSettings(
+            scaler=scaler,
+            selection=_selection(parsed),
+            folder=os.getcwd(),
+            budget_s=parsed.budget,
+            script=_numbered(parsed.script, number),
+        )
+        codes.append(hunt(settings, Console()))
+    return max(codes)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path if number == 1 else path.with_stem(f"{path.stem}-{number}")
 
 
 def _machine(parsed: argparse.Namespace) -> int:

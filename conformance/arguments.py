@@ -65,6 +65,12 @@ def _add_run(commands: Commands) -> None:
 def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser("replay", help="run one scenario id again")
     replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
+    replay.add_argument(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="also write the scenario as a script that needs only torch",
+    )
     _add(replay, _JUDGED, _DEVICES, _OUTPUT)
 
 
@@ -72,12 +78,36 @@ def _add_hunt(commands: Commands) -> None:
     hunt = commands.add_parser("hunt", help="search for a violation, shrink it")
     _add(hunt, _JUDGED, _SELECTION)
     hunt.add_argument(
-        "--budget-s",
-        type=float,
+        "--budget",
+        type=_seconds,
         default=60.0,
-        metavar="S",
-        help="seconds to search (60)",
+        metavar="TIME",
+        help="time to search for each scaler, as 60s, 5m or 1h (60s)",
     )
+    hunt.add_argument(
+        "--script",
+        type=Path,
+        default=Path("violation.py"),
+        metavar="FILE",
+        help="where to write a violation as a script that needs only torch",
+    )
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _seconds(text: str) -> float:
+    """``60s``, ``5m`` or ``1h`` in seconds."""
+    number, unit = text[:-1], text[-1:]
+    try:
+        found = float(number) * _UNITS[unit]
+    except (KeyError, ValueError):
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no positive time such as 60s, 5m or 1h"
+        )
+    return found
 
 
 def _add_machine(commands: Commands) -> None:

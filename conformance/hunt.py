@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from .law import Status
 from .record import replay_command
 from .runner import Case, Runner
 from .scenario import Scenario
+from .standalone import write_standalone
 from .terminal import plain
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
@@ -53,6 +55,8 @@ class HuntSettings:
     database: str = ".hypothesis/gradparity"
     """Folder in which failures are kept; they are tried first next time."""
     timeout_s: float = 60.0
+    script: Path | None = None
+    """Where to write a violation as a standalone script."""
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
@@ -167,13 +171,14 @@ def _note(case: Case, found: Found) -> None:
 
 
 def _tell(settings_: HuntSettings, found: Found, console: Console) -> int:
-    lines = [f"{found.tried} scenarios tried"]
+    lines = [f"{found.tried} scenarios tried with {settings_.scaler}"]
     lines += [f"harness failure: {text}" for text in found.broken[:3]]
     if found.case is not None:
         case = found.case
         first = next(v for v in case.verdicts if v.status is Status.FAIL)
         lines += [
             f"violation of {first.law}: {first.finding.message}",
+            *_script(settings_, case.scenario),
             replay_command(case.scaler, case.scenario.id),
         ]
     for line in lines:
@@ -181,3 +186,13 @@ def _tell(settings_: HuntSettings, found: Found, console: Console) -> int:
     if found.case is not None:
         return 1
     return 3 if found.broken or not found.tried else 0
+
+
+def _script(settings_: HuntSettings, scenario: Scenario) -> list[str]:
+    if settings_.script is None:
+        return []
+    try:
+        write_standalone(settings_.script, scenario, settings_.scaler)
+    except ValueError as error:  # the replay line shows the violation all the same
+        return [str(error)]
+    return [f"script: {settings_.script}"]

@@ -1,0 +1,151 @@
+"""Standalone scripts run without us, and show what the catalogue shows."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradparity.conformance import Scenario, standalone
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.standalone import standalone_script
+from gradparity.fixtures import OPTIMIZERS
+
+TORCH = "torch.amp:GradScaler"
+OURS = "gradparity.scaler:GradScaler"
+FAULTY = "gradparity.fixtures.faulty"
+BAD = "inf@r1s1:up.weight"
+
+
+def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
+    script = tmp_path / "script.py"
+    script.write_text(standalone_script(Scenario.parse(scenario), scaler))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("scaler", "scenario", "words"),
+    [
+        (TORCH, f"fsdp+tp/4/fp32/sgd/{BAD}/steps=3", "step 1: ranks disagree on"),
+        (TORCH, "tp/2/fp32/sgd/none/steps=2", "got mixed torch.Tensor"),
+        (TORCH, "pp/2/fp32/sgd/none/steps=2", "_scale is None"),
+        (f"{FAULTY}:NeverAgrees", f"fsdp/2/fp32/sgd/{BAD}/steps=3", "ranks disagree"),
+        (
+            f"{FAULTY}:ForgetsToUnscale",
+            "ddp/2/fp32/sgd/none/steps=1",
+            "gradient / scale is wrong",
+        ),
+    ],
+)
+def test_a_failure_is_shown(
+    tmp_path: Path, scaler: str, scenario: str, words: str
+) -> None:
+    code, output = executed(tmp_path, scaler, scenario)
+    assert code == 1, output
+    assert words in output
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        f"fsdp+tp/4/fp32/sgd/{BAD}/steps=4",
+        f"tp/2/fp32/adamw/{BAD}/steps=3",
+        "pp/2/fp32/sgd/nan@r0s1:last/steps=3",
+        "tp+sp/2/fp32/sgd/none/data=text,steps=2",
+        "hsdp/4/fp16-params/adamw-fused/none/steps=3,scale=67108864",
+        "ddp/2/fp16-autocast/sgd/nan@r0s1:last/recipe=accumulate,steps=3",
+        "pp+fsdp/4/fp32/sgd/none/steps=2,recipe=clip-value",
+        "fsdp/2/fp32/adamw/none/steps=4,recipe=resume",
+    ],
+)
+def test_a_right_scaler_passes(tmp_path: Path, scenario: str) -> None:
+    assert executed(tmp_path, OURS, scenario) == (0, "no violation\n")
+
+
+@pytest.mark.parametrize("name", standalone._OPTIMIZERS)
+def test_optimizers_are_those_of_the_fixtures(name: str) -> None:
+    params = {"w": torch.nn.Parameter(torch.ones(2))}
+    made = eval(f"torch.optim.{standalone._OPTIMIZERS[name]}")
+    wanted = OPTIMIZERS[name](list(params.items()))
+    assert type(made) is type(wanted)
+    assert made.defaults == wanted.defaults
+
+
+def test_only_torch_is_imported() -> None:
+    text = standalone_script(Scenario.parse(f"tp/2/fp32/sgd/{BAD}"), TORCH)
+    names = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert names - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_what_no_script_is_made_for_is_named() -> None:
+    scenario = Scenario.parse("fsdp/2/fp32/sgd/none/order=reversed")
+    with pytest.raises(ValueError, match="no standalone script for order 'reversed'"):
+        standalone_script(scenario, TORCH)
+
+
+def test_a_script_is_of_one_scaler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["replay", "single/1/fp32/sgd/none/steps=1", "--script", "s.py"]
+    assert main([*arguments, "--scaler", TORCH, "--scaler", OURS]) == 2
+    assert "--script shows one scaler" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replay_writes_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scenario = "single/1/fp32/sgd/none/steps=1"
+    assert main(["replay", scenario, "--scaler", TORCH, "--script", "s.py"]) == 0
+    assert (tmp_path / "s.py").read_text() == standalone_script(
+        Scenario.parse(scenario), TORCH
+    )
+
+
+@pytest.mark.parametrize("time", ["60", "0s", "-1m", "s", "infh", "nans", "1d"])
+def test_a_budget_has_a_unit(time: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["hunt", f"--budget={time}"])
+    assert error.value.code == 2
+    assert "is no positive time such as 60s" in capsys.readouterr().err
+
+
+def test_each_scaler_is_hunted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = main(
+        ["hunt", "--budget", "3s", "--topology", "single", "--precision", "fp32",
+         "--data", "digits", "--scaler", f"{FAULTY}:PlainScaler",
+         "--scaler", f"{FAULTY}:ForgetsToUnscale"]
+    )  # fmt: skip
+    output = capsys.readouterr().out
+    assert code == 1, output
+    assert "tried with gradparity.fixtures.faulty:PlainScaler" in output
+    assert "script: violation-2.py" in output.replace("\n", "")
+    assert not (tmp_path / "violation.py").exists()
+    compile((tmp_path / "violation-2.py").read_text(), "violation-2.py", "exec")
