@@ -32,7 +32,7 @@ MINE = "from torch.amp import GradScaler\n\nMyScaler = GradScaler\n"
 # its own tests, here it must exist and take these options
 SMALL: dict[str, list[str]] = {
     "run": ["--scenario", SCENARIO, "--quiet"],
-    "hunt": ["--budget-s", "1"],
+    "hunt": ["--budget", "1s"],
     "bench": ["--help"],
     "who-passes": ["--help"],
     "gate": ["--yes"],
