@@ -7,9 +7,13 @@ schedule; each is made once and shared by all scalers.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
+
+import torch
 
 from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
@@ -108,7 +112,8 @@ class Runner:
         complete = all(t.completed == scenario.steps for t in traces)
         parity: Parity | None = None
         if complete and measured:
-            parity = measure_parity(scenario, traces)
+            with _threads(self.place.threads):
+                parity = measure_parity(scenario, traces)
         bare = None
         if complete and scenario.precision == "fp32" and scenario.faults == "none":
             bare = self._bare_run(scenario)
@@ -130,6 +135,20 @@ class Runner:
             return tuple(ranks.run(observe_rank, scenario, spec, self.folder))
         except WorldFailure as failure:
             return _traces_of(failure)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Train the references with as many threads as the ranks have.
+
+    Threads change the order of sums: a bound would depend on who started the run.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _traces_of(failure: WorldFailure) -> tuple[RankTrace, ...]:

@@ -68,7 +68,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "COLUMNS": "400"},
+        env={**os.environ, "COLUMNS": "400", "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -92,6 +92,7 @@ def pool(folder: Path, *arguments: str) -> Report:
     subprocess.run(
         [sys.executable, *RUN, *arguments, "--json", "pool.jsonl", "--quiet"],
         cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},  # must not show in the report
         capture_output=True,
         timeout=200,
     )
