@@ -23,7 +23,7 @@ def probe(
 
     Args:
         scaler: the judged scaler, after an ``update``.
-        optimizers: its optimizers; their gradients may be anything.
+        optimizers: its optimizers; their gradients are those of a backward after it.
         look: what a refused call must leave as it is, part -> digest.
         watch: wraps a legal call; what that raises is the scaler's fault.
     """

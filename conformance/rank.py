@@ -33,7 +33,7 @@ from ..fixtures import (
 )
 from ..multiprocess import current_world
 from .devices import settle
-from .engine import Engine, build_engine, shard_id
+from .engine import Engine, Prepare, build_engine, shard_id
 from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
 from .probe import probe
 from .recipes import MANUAL_STEP
@@ -241,6 +241,10 @@ class _Judged:
         """Calls in a wrong order; they depend on no recipe, so on plain runs only."""
         if self.scaler is None or self.engine.scenario.recipe != "plain":
             return []
+        # gradients of a backward of their own: those of the last step carry its scale,
+        # which only a rank that scaled a loss can know once update() has moved it
+        last = self.engine.scenario.steps
+        _backward(self.engine, last, lambda losses, *_: self.scale(losses))
         return probe(self.scaler, self.engine.optimizers, self._look, self.watch)
 
     def _look(self) -> dict[str, str]:
@@ -259,8 +263,6 @@ def _observe_step(
     engine: Engine, judged: _Judged, trace: RankTrace, strikes: tuple[Strike, ...]
 ) -> None:
     seen = trace.steps[-1]
-    for optimizer in engine.optimizers:
-        optimizer.zero_grad()
 
     def prepare(losses: list[Tensor], part: int, parts: int) -> list[Tensor]:
         where = (trace.rank, seen.step)
@@ -268,9 +270,7 @@ def _observe_step(
         seen.faults += struck
         return judged.scale([bad, *losses[1:]])
 
-    batch = DATASETS[engine.scenario.dataset].batch(seen.step, engine.scenario.seed)
-    batch = batch.to(engine.device)
-    seen.loss = engine.forward_backward(batch, prepare)
+    seen.loss = _backward(engine, seen.step, prepare)
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)
     seen.faults += inject(strikes, gradients, trace.rank, seen.step)
@@ -305,6 +305,14 @@ def _undecided(
         )
         for names in engine.owned
     ]
+
+
+def _backward(engine: Engine, step: int, prepare: Prepare) -> float | None:
+    """Loss of one step on this rank; its gradients replace those before."""
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad()
+    batch = DATASETS[engine.scenario.dataset].batch(step, engine.scenario.seed)
+    return engine.forward_backward(batch.to(engine.device), prepare)
 
 
 def _local_gradients(engine: Engine) -> dict[str, Tensor]:
