@@ -152,6 +152,16 @@ def test_b10e_alternating_optimizers_keep_their_leftovers() -> None:
     assert p.tolist() == q.tolist() == [-3.0, -3.0]
 
 
+def test_b10e_gradients_that_were_stepped_with_stay_as_they_are() -> None:
+    p, q, scaler = zeros(), zeros(), four(growth_interval=1)
+    optimizer = sgd(p)
+    backward(scaler, p)
+    scaler.step(optimizer)
+    scaler.update()
+    backward(scaler, q)
+    assert p.grad is not None and p.grad.tolist() == [1.0, 1.0]
+
+
 def test_b10e_unscaled_but_never_stepped() -> None:
     p, scaler = zeros(), four()
     optimizer = sgd(p)
