@@ -300,3 +300,92 @@ def test_after_a_bad_step_a_bare_run_has_nothing_to_say() -> None:
         for seen in trace.steps[BAD_STEP:]:
             seen.digests = {"w": "else"}
     assert "transparency.bitwise" not in failures(e)
+
+
+NEEDS_A_BAD_STEP = {"skip.nobody-steps", "skip.frozen"}
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_was_compared_passes_and_what_was_not_is_skipped(bad: bool) -> None:
+    expected = {law: Status.PASS for law in LAWS}
+    if not bad:
+        expected |= dict.fromkeys(NEEDS_A_BAD_STEP, Status.SKIPPED)
+    assert statuses(evidence(bad=bad)) == expected
+
+
+def test_one_rank_has_nobody_to_agree_with() -> None:
+    e = evidence()
+    alone = Evidence(scenario=SCENARIO, ranks=e.ranks[:1], bare=e.bare, parity=e.parity)
+    found = statuses(alone)
+    for law in ("agreement.scale", "agreement.growth", "agreement.skip"):
+        assert found[law] is Status.SKIPPED, law
+    assert found["agreement.replicas"] is Status.SKIPPED
+    assert found["scale.rule"] is found["transparency.bitwise"] is Status.PASS
+
+
+def test_a_run_of_bad_steps_only_says_nothing_of_good_ones() -> None:
+    e = evidence()
+    for trace in e.ranks:
+        for seen in trace.steps:
+            seen.non_finite = ["w"]
+            seen.parameters_changed = seen.state_changed = False
+    found = statuses(e)
+    assert found["skip.everybody-steps"] is Status.SKIPPED
+    assert found["skip.nobody-steps"] is found["skip.frozen"] is Status.PASS
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_from_which_nothing_recovers(value: float) -> None:
+    e = evidence()
+    e.ranks[1].steps[0].scale_after = value
+    (finding,) = [v.finding for v in judge(e) if v.law == "scale.positive"]
+    assert (finding.status, finding.step, finding.ranks) == (Status.FAIL, 0, (1,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "compared"),
+    [
+        ("fp32/sgd/none/steps=4", True),
+        ("fp32/sgd/none/steps=4,scale=3", False),
+        ("fp32/sgd/none/steps=4,growth=3", False),
+        ("fp32/sgd/none/steps=4,backoff=0.3", False),
+        ("fp32/sgd/inf@r0s1:w/steps=4", False),
+        ("bf16-autocast/sgd/none/steps=4", False),
+    ],
+)
+def test_only_exact_scaling_is_transparent(settings: str, compared: bool) -> None:
+    e = evidence()
+    scenario = Scenario.parse(f"ddp/2/{settings}")
+    found = statuses(
+        Evidence(scenario=scenario, ranks=e.ranks, bare=e.bare, parity=e.parity)
+    )
+    expected = Status.PASS if compared else Status.SKIPPED
+    assert found["transparency.bitwise"] is found["transparency.gradient"] is expected
+
+
+@pytest.mark.parametrize(
+    ("law", "break_it", "bad", "step", "ranks"),
+    [
+        ("agreement.scale", _scale, False, 2, (0,)),
+        ("agreement.skip", _one_rank_skips, False, 2, (0,)),
+        ("agreement.replicas", _replica, False, 2, (1,)),
+        ("skip.frozen", _counts_on_bad, True, BAD_STEP, (0,)),
+        ("skip.everybody-steps", _all_skip_good, False, 3, (0, 1)),
+        ("scale.rule", _no_backoff, True, BAD_STEP, (0,)),
+        ("transparency.bitwise", _not_bare, False, 3, (1,)),
+        ("collectives.same-sequence", _sequence, False, 0, (1,)),
+        ("collectives.no-crosstalk", _crosstalk, False, 3, (0,)),
+        ("liveness.completes", _raised, False, 3, (1,)),
+    ],
+)
+def test_a_finding_names_the_step_and_the_ranks(
+    law: str,
+    break_it: Callable[[Evidence], None],
+    bad: bool,
+    step: int,
+    ranks: tuple[int, ...],
+) -> None:
+    broken = evidence(bad=bad)
+    break_it(broken)
+    (finding,) = [v.finding for v in judge(broken) if v.law == law]
+    assert (finding.step, finding.ranks) == (step, ranks)
