@@ -233,7 +233,7 @@ def _run_tests(mutant: Mutant | None) -> None:
     in_parity = mutant is not None and mutant.path.endswith("conformance/parity.py")
     tests = (TESTS_OF_PARITY if in_parity else ()) + TESTS
     quiet = [f"-pno:{p}" for p in ("xdist", "cacheprovider", "timeout")]
-    plain = ["-x", "-q", "-o", "addopts=", "-W", "ignore", "-pno:gradparity"]
+    plain = ["-x", "-q", "-o", "addopts=", "-W", "ignore"]
     code = pytest.main([*plain, *quiet, *tests])
     os._exit(int(code))
 

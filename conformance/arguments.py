@@ -125,7 +125,9 @@ def _add_mutants(commands: Commands) -> None:
         "--preset", **_repeated("NAME", "take what is missed to the next (quick)")
     )
     mutants.add_argument("--only", **_repeated("CLASS", "a class of fixtures.faulty"))
-    _add(mutants, _MUTANTS)
+    # its presets are several: those that follow take what was missed
+    chosen = {name: how for name, how in _SELECTION.items() if name != "preset"}
+    _add(mutants, chosen, _MUTANTS)
 
 
 def _add_small(commands: Commands) -> None:

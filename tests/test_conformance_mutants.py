@@ -84,6 +84,7 @@ def test_what_is_missed_decides_the_exit_code(tmp_path: Path) -> None:
         (["--only", "Nobody"], "unknown scaler 'Nobody'"),
         (["--preset", "none"], "unknown preset"),
         (["--share", "0"], "share at least 1"),
+        (["--topology", "ring"], "unknown topology 'ring'"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(
