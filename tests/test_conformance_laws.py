@@ -327,8 +327,7 @@ def test_a_run_of_bad_steps_only_says_nothing_of_good_ones() -> None:
     e = evidence()
     for trace in e.ranks:
         for seen in trace.steps:
-            seen.non_finite = ["w"]
-            seen.parameters_changed = seen.state_changed = False
+            seen.decisions = [Decision(non_finite=["w"], parameters_changed=False)]
     found = statuses(e)
     assert found["skip.everybody-steps"] is Status.SKIPPED
     assert found["skip.nobody-steps"] is found["skip.frozen"] is Status.PASS
