@@ -40,7 +40,13 @@ _UNIFORM = ("single", "ddp", "fsdp1", "fsdp", "hsdp", "pp", "pp+fsdp")
 """Where all parameters of a rank are plain, or DTensors of one mesh."""
 
 
+_PLAIN = ("single", "ddp", "fsdp1", "pp")
+"""Where all parameters are plain tensors."""
+
+
 def _topology_optimizer(topology: str, optimizer: str) -> str:
+    if optimizer == "sgd-fused" and topology not in _PLAIN:
+        return f"torch's fused SGD takes no DTensor: choose one of {', '.join(_PLAIN)}"
     if optimizer not in MULTI_TENSOR or topology in _UNIFORM:
         return ""
     return (

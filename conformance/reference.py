@@ -138,10 +138,13 @@ class _Run:
         self.precision: Precision = PRECISIONS[precision]
         dtype = torch.float64 if variant.double else torch.float32
         self.model = initial_model(key.data, key.seed, key.training).to(dtype)
-        self.optimizer = OPTIMIZERS[key.optimizer](list(self.model.named_parameters()))
-        self.scheduler = ExponentialLR(
-            self.optimizer, LR_DECAY if key.training.decay else 1.0
-        )
+        # one a parameter: the schedule tells parameters and not optimizers apart
+        self.optimizers = {
+            name: OPTIMIZERS[key.optimizer]([(name, parameter)])
+            for name, parameter in self.model.named_parameters()
+        }
+        decay = LR_DECAY if key.training.decay else 1.0
+        self.schedulers = [ExponentialLR(o, decay) for o in self.optimizers.values()]
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
@@ -149,7 +152,7 @@ class _Run:
 
     def step(self, step: int, skipped: frozenset[str], scale: float) -> None:
         batch = self._batch(step)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         parts = self.variant.parts
         losses = [
             self._pass(batch.shard(i, parts), scale / parts) for i in range(parts)
@@ -161,10 +164,11 @@ class _Run:
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
-        for name in skipped & named.keys():
-            named[name].grad = None  # an optimizer leaves such a parameter alone
-        self.optimizer.step()
-        self.scheduler.step()
+        for name, optimizer in self.optimizers.items():
+            if name not in skipped:
+                optimizer.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
