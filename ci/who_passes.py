@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..conformance import LAWS
 from ..conformance.catalogue import PRESETS
-from ..conformance.law import LAWS, RANKING
+from ..conformance.law import RANKING
 from ..conformance.peers import (
     OURS,
     PEERS,

@@ -280,3 +280,12 @@ _OUTPUT: Options = {
     },
     "quiet": {"action": "store_true", "help": "no progress, no table"},
 }
+
+SUITE: Options = {
+    **_JUDGED,
+    **{n: s for n, s in _SELECTION.items() if "dest" not in s},
+    "scenario": _RUN["scenario"],
+    **_DEVICES,
+    **{name: _OUTPUT[name] for name in ("out", "json", "timeout-s")},
+}
+"""The options that the pytest plugin takes, under its prefix."""

@@ -1,0 +1,142 @@
+"""The pytest plugin: with ``--gradparity-scaler`` the catalogue is a suite of tests.
+
+It is loaded in every pytest session of the environment, so it imports nothing heavy:
+what judges is imported when a session asks for it (``suite.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from .arguments import SUITE
+
+if TYPE_CHECKING:
+    from .suite import Suite
+
+_PREFIX = "gradparity_"
+_SUITE = pytest.StashKey["Suite"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of ``gradparity run``, under a prefix."""
+    group = parser.getgroup("gradparity", "the conformance catalogue as tests")
+    for name, settings in SUITE.items():
+        # xdist sends options as plain values: a path stays text
+        plain = {k: v for k, v in settings.items() if not _is_path(v)}
+        group.addoption(f"--gradparity-{name}", dest=_dest(name), **plain)
+
+
+def _is_path(value: object) -> bool:
+    return value is Path
+
+
+def _dest(name: str) -> str:
+    return _PREFIX + name.replace("-", "_")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check what was asked for before anything is collected."""
+    options = {name: config.getoption(_dest(name)) for name in SUITE}
+    changed = [
+        n for n, s in SUITE.items() if options[n] and options[n] != s.get("default")
+    ]
+    if not options["scaler"]:
+        if changed:
+            raise pytest.UsageError(
+                f"--gradparity-{changed[0]} needs --gradparity-scaler module:attribute"
+            )
+        return
+    from .suite import Suite
+
+    try:
+        suite = config.stash[_SUITE] = Suite(config, options)
+    except ValueError as error:
+        raise pytest.UsageError(f"gradparity: {error}") from None
+    if suite.writes:
+        config.pluginmanager.register(_Reading(suite), "gradparity-reading")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """What is judged."""
+    suite = config.stash.get(_SUITE, None)
+    return suite.headline() if suite else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, items: list[pytest.Item]
+) -> None:
+    """Add the scenarios, before ``-k`` and the like choose among them."""
+    suite = session.config.stash.get(_SUITE, None)
+    if suite:
+        items += suite.items(session)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is left is what the report plans."""
+    suite = session.config.stash.get(_SUITE, None)
+    if suite and not session.config.option.collectonly:
+        suite.plan([item.nodeid for item in session.items])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
+    """The same on the controller of xdist, which does not collect."""
+    config: pytest.Config = node.config  # type: ignore[attr-defined]  # xdist's WorkerController
+    suite = config.stash.get(_SUITE, None)
+    if suite and not config.option.collectonly:
+        suite.plan(ids)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let the record travel with the test's report, over processes too."""
+    report = yield
+    suite = item.config.stash.get(_SUITE, None)
+    if suite and call.when == "call":
+        suite.attach(item, report)
+    return report
+
+
+class _Reading:
+    """Reads the records out of the tests' reports; there where the report is written.
+
+    An object of its own, as ``pytest_runtest_logreport`` is not told the session.
+    """
+
+    def __init__(self, suite: Suite) -> None:
+        self.suite = suite
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        record = getattr(report, "gradparity", None)
+        if record is not None:
+            self.suite.take(record)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """End the report, also of a session that was cut short."""
+    suite = session.config.stash.get(_SUITE, None)
+    if suite:
+        suite.finish(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Where the report lies."""
+    suite = config.stash.get(_SUITE, None)
+    for line in suite.told if suite else ():
+        terminalreporter.write_line(line)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End all ranks."""
+    suite = config.stash.get(_SUITE, None)
+    if suite:
+        suite.close()
