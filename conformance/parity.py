@@ -137,10 +137,11 @@ def _rows(
         yield from _loss_rows(step, traces, yardstick)
         for trace in traces:
             seen = trace.steps[step]
+            wanted = truth.gradients[step].keys() - skipped
             for name, index in trace.index.items():
                 if not len(index):
                     continue
-                if name not in skipped and name in seen.gradients:
+                if name in wanted and name in seen.gradients:
                     yield from _compare(
                         ("gradient", step, name, trace.rank),
                         _summed(traces, trace, step, name),
