@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.lr_scheduler import ExponentialLR
 
 from ..fixtures import (
     DATASETS,
@@ -143,8 +142,6 @@ class _Run:
             name: OPTIMIZERS[key.optimizer]([(name, parameter)])
             for name, parameter in self.model.named_parameters()
         }
-        decay = LR_DECAY if key.training.decay else 1.0
-        self.schedulers = [ExponentialLR(o, decay) for o in self.optimizers.values()]
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
@@ -167,8 +164,9 @@ class _Run:
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 optimizer.step()
-        for scheduler in self.schedulers:
-            scheduler.step()
+            if self.key.training.decay:  # as ExponentialLR, also after a skip
+                for group in optimizer.param_groups:
+                    group["lr"] *= LR_DECAY
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
