@@ -10,19 +10,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..conformance import LAWS
 from ..conformance.catalogue import PRESETS
+from ..conformance.confirm import broken_laws, examples
 from ..conformance.law import RANKING
 from ..conformance.peers import (
     OURS,
     PEERS,
     SMOKE,
     Record,
+    confirm_peers,
     judge_peers,
     not_judged,
     read_record,
 )
-from ..conformance.report import CaseRecord, Report, VerdictRecord
+from ..conformance.report import Report, VerdictRecord
 from .markdown import escape
 
 __all__ = ["main", "render"]
@@ -42,6 +43,10 @@ A case is one scaler in one scenario. A call that raised or never came back brea
 projects are called through the adapters in `fixtures/peers.py`, which must first pass
 {smoke} scenarios that every loss scaler gets right. The rule of growth is torch's: a
 project that documents another one fails `scale.rule` by design, not by accident.
+
+*Alone* says whether a script of the example that needs only torch and the scaler,
+without gradparity's harness, shows a violation too. Its judge is coarser: finer laws
+(parity of updates, bitwise transparency) may be beyond it.
 """
 
 
@@ -56,14 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         parsed = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
-        record = (
-            read_record(parsed.reports)
-            if parsed.render
-            else judge_peers(
-                parsed.reports, parsed.peer or list(PEERS), parsed.preset, Console()
-            )
-        )
-        _write(parsed.out, render(record))
+        _write(parsed.out, render(_record(parsed)))
     except (ValueError, OSError) as error:
         line = " ".join(str(error).split())
         print(f"gradparity who-passes: {line}", file=sys.stderr)
@@ -72,6 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     print(f"written: {parsed.out}")
     return 0
+
+
+def _record(parsed: argparse.Namespace) -> Record:
+    if not parsed.render:
+        names = parsed.peer or list(PEERS)
+        return judge_peers(parsed.reports, names, parsed.preset, Console())
+    if parsed.confirm:
+        confirm_peers(parsed.reports)
+    return read_record(parsed.reports)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--preset", default="quick", choices=PRESETS)
     add("--peer", action="append", choices=PEERS, help="only this one; repeatable")
     add("--render", action="store_true", help="from the reports that are there")
+    add("--confirm", action="store_true", help="with --render: run the scripts again")
     return parser
 
 
@@ -103,7 +111,7 @@ def render(record: Record) -> str:
         smoke=len(SMOKE),
     )
     parts = [
-        "\n".join(_story(name, record.run))
+        "\n".join(_story(name, record))
         for name, peer in PEERS.items()
         if peer.spec in record.run.scalers
     ]
@@ -139,38 +147,34 @@ def _row(name: str, text: str, number: str, report: Report, spec: str) -> str:
     cases = [case for case in report.cases if case.scaler == spec]
     counts = {s: sum(c.status == s for c in cases) for s in RANKING}
     undecided = len(cases) - counts["pass"] - counts["fail"]
-    broken = ", ".join(f"`{law}`" for law in _broken(cases)) or "none"
+    broken = ", ".join(f"`{law}`" for law in broken_laws(cases)) or "none"
     return (
         f"| **{name}**: {text} | {number} | {counts['pass']} | {counts['fail']} "
         f"| {undecided} | {broken} |"
     )
 
 
-def _broken(cases: Sequence[CaseRecord]) -> list[str]:
-    failed = {verdict.law for case in cases for verdict in case.failures}
-    return [law for law in LAWS if law in failed]
-
-
-def _story(name: str, report: Report) -> Iterator[str]:
+def _story(name: str, record: Record) -> Iterator[str]:
     """Each broken law of one scaler, with its smallest example."""
     peer = PEERS[name]
-    cases = [case for case in report.cases if case.scaler == peer.spec]
-    broken = _broken(cases)
+    cases = [case for case in record.run.cases if case.scaler == peer.spec]
+    said = {(each.scaler, each.law): each for each in record.confirmed}
+    broken = broken_laws(cases)
     if not broken:
         return
     yield f"## {name}\n"
-    yield "| law | cases | an example | what was seen |"
-    yield "|---|---|---|---|"
+    yield "| law | cases | an example | what was seen | alone |"
+    yield "|---|---|---|---|---|"
     for law in broken:
-        found = [(c, v) for c in cases for v in c.failures if v.law == law]
-        case, verdict = min(found, key=_size)
-        yield f"| `{law}` | {len(found)} | `{case.scenario}` | {_seen(verdict)} |"
+        found = examples(cases, law)
+        story = said.get((peer.spec, law))
+        alone = "not run" if story is None else "yes" if story.confirmed else "no"
+        shown = story.scenario if story else ""
+        case = next((c for c in found if c.scenario == shown), found[0])
+        verdict = next(v for v in case.failures if v.law == law)
+        seen = _seen(verdict)
+        yield f"| `{law}` | {len(found)} | `{case.scenario}` | {seen} | {alone} |"
     yield f"\n    gradparity replay --scaler {peer.spec} SCENARIO\n"
-
-
-def _size(found: tuple[CaseRecord, VerdictRecord]) -> tuple[int, int, str]:
-    """Few ranks before many, a short id before a long one."""
-    return found[0].world, len(found[0].scenario), found[0].scenario
 
 
 def _seen(verdict: VerdictRecord) -> str:

@@ -3,8 +3,10 @@
 1. smoke: scenarios that every loss scaler gets right; who fails there, or is not
    installed, is not judged, with the reason.
 2. run: the preset, for all that are left, in one run that shares its references.
+3. confirm: each law that one of them breaks, by a standalone script.
 
-A folder holds both reports and the versions; ``ci/who_passes.py`` makes the page of it.
+A folder holds both reports, the scripts with what they said, and the versions;
+``ci/who_passes.py`` makes the page of it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from rich.console import Console
 
 from ..fixtures.peers import PEERS as PEERS
 from .catalogue import Selection
+from .confirm import Confirmation, confirm
 from .report import Report, read_report
 from .run import RunSettings, run
 
@@ -28,6 +31,7 @@ __all__ = [
     "PEERS",
     "SMOKE",
     "Record",
+    "confirm_peers",
     "judge_peers",
     "not_judged",
     "read_record",
@@ -51,6 +55,8 @@ class Record:
     """Distribution -> version; absent if it is not installed."""
     smoke: Report
     run: Report
+    confirmed: tuple[Confirmation, ...] = ()
+    """What the standalone scripts said."""
 
 
 def judge_peers(
@@ -79,7 +85,20 @@ def judge_peers(
     if OURS not in left:
         raise ValueError(f"our own scaler fails the smoke level: {_fallen(smoke)}")
     _run(folder / "run", left, console, preset=preset)
+    confirm_peers(folder)
     return read_record(folder)
+
+
+def confirm_peers(folder: Path) -> None:
+    """Confirm the violations of the run in ``folder`` by standalone scripts.
+
+    Raises:
+        ReportError: the report is missing or broken.
+    """
+    report = read_report(folder / "run" / "report.jsonl")
+    peers = [spec for spec in report.scalers if spec != OURS]
+    found = confirm(report, peers, folder / "scripts")
+    _write(folder / "confirmed.json", msgspec.json.encode(found))
 
 
 def read_record(folder: Path) -> Record:
@@ -93,6 +112,7 @@ def read_record(folder: Path) -> Record:
         versions=_read_versions(folder),
         smoke=read_report(folder / "smoke" / "report.jsonl"),
         run=read_report(folder / "run" / "report.jsonl"),
+        confirmed=_read_confirmed(folder / "confirmed.json"),
     )
 
 
@@ -151,11 +171,21 @@ def _versions(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _write_versions(folder: Path, versions: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / ".versions.json"
-    draft.write_bytes(msgspec.json.encode(versions))
-    os.replace(draft, folder / "versions.json")
+    _write(folder / "versions.json", msgspec.json.encode(versions))
+
+
+def _write(path: Path, raw: bytes) -> None:
+    draft = path.with_name(f".{path.name}")
+    draft.write_bytes(raw)
+    os.replace(draft, path)
 
 
 def _read_versions(folder: Path) -> dict[str, str]:
     raw = (folder / "versions.json").read_bytes()
     return msgspec.json.decode(raw, type=dict[str, str])
+
+
+def _read_confirmed(path: Path) -> tuple[Confirmation, ...]:
+    if not path.exists():
+        return ()
+    return msgspec.json.decode(path.read_bytes(), type=tuple[Confirmation, ...])

@@ -42,7 +42,9 @@ def test_the_page_says_what_the_reports_say() -> None:
     assert "| torch 2.13.0 | 0 | 2 | 0 | `scale.rule` |" in page
     assert "| pytorch-lightning 2.6 | 1 | 0 | 0 | none |" in page
     # the smaller of two examples, and nothing that Markdown or HTML would read
-    assert f"| `scale.rule` | 2 | `{SMALL}` | got &#124; 3 &#60;b&#62; |" in page
+    assert (
+        f"| `scale.rule` | 2 | `{SMALL}` | got &#124; 3 &#60;b&#62; | not run |" in page
+    )
     assert "## lightning" not in page
 
 
@@ -75,6 +77,10 @@ def test_judges_smoke_first_then_the_preset(
         (OURS, "pass"),
         (TORCH, "fail"),  # plain tensors beside DTensors: it raises
     ]
+    # the violation shows without any harness, by a script that is kept
+    (story,) = found.confirmed
+    assert (story.law, story.confirmed) == ("liveness.completes", True)
+    assert len(list((tmp_path / "scripts").glob("amp-GradScaler-*.py"))) == 1
     out = tmp_path / "page.md"
     assert main(["--render", "--reports", str(tmp_path), "--out", str(out)]) == 0
     assert out.read_text() == render(found)
