@@ -24,14 +24,26 @@ def digest(tensor: Tensor) -> str:
 
 
 def optimizer_digest(optimizer: Optimizer) -> str:
-    """Digest of everything ``optimizer`` remembers, in parameter order."""
+    """Digest of everything ``optimizer`` remembers, in parameter order.
+
+    Zeros are left out: a fused optimizer is called at a skipped step, too, and may make
+    its state then, all of it zero, which trains as none does.
+    """
     parts: list[bytes] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if _is_zero(value):
+                    continue
                 parts.append(str(key).encode())
                 parts.append(_bits(value))
     return _hash(parts)
+
+
+def _is_zero(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return not bool(local(value).count_nonzero())
+    return value is None or value == 0
 
 
 def _bits(value: object) -> bytes:

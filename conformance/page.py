@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,6 +16,8 @@ from . import laws as laws
 from .law import LAWS, RANKING, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .report import CaseRecord, Report, VerdictRecord
+from .scenario import Scenario
+from .standalone import standalone_script
 from .terminal import cell, facts, plain, worst_status
 
 __all__ = ["render_page", "write_page"]
@@ -23,6 +25,8 @@ __all__ = ["render_page", "write_page"]
 ROOM = 900_000
 """Bytes of plots on a page, those of violations first: with what is told of 500 runs in
 words the page stays below 3 MB, whatever they come to."""
+SCRIPT_ROOM = 200_000
+"""Bytes of standalone scripts on a page: some 25 of them, the first ones."""
 CHAPTERS = tuple(dict.fromkeys(law.chapter for law in LAWS.values()))
 
 
@@ -162,6 +166,8 @@ class Story:
     """Each record with its own plots."""
     traits: dict[str, str]
     """Filter -> value, for the filters of the page."""
+    scripts: dict[str, str] = field(default_factory=dict)
+    """Scaler that failed -> a script that shows it with torch alone, where one can."""
     undrawn: bool = False
     """Whether its plots found no room."""
 
@@ -174,11 +180,14 @@ def _stories(report: Report) -> list[Story]:
 
 
 def _within_room(stories: Sequence[Story]) -> list[Story]:
-    """The stories in their order; plots that find no room are left out."""
-    room, kept = ROOM, {}
+    """The stories in their order; plots and scripts without room are left out."""
+    room, script_room, kept = ROOM, SCRIPT_ROOM, {}
     for story in sorted(stories, key=lambda s: s.status == "pass"):
         own = [plot for _, plots in story.records for plot in plots]
         room -= sum(map(len, [*story.plots, *own]))
+        script_room -= sum(map(len, story.scripts.values()))
+        if script_room < 0:
+            story = replace(story, scripts={})
         kept[story.id] = story if room > 0 else _bare(story)
     return [kept[story.id] for story in stories]
 
@@ -198,7 +207,17 @@ def _story(records: Sequence[CaseRecord]) -> Story:
             "precision": first.precision,
             "data": first.data,
         },
+        scripts={r.scaler: text for r in records if (text := _script(r))},
     )
+
+
+def _script(record: CaseRecord) -> str:
+    if record.status != "fail":
+        return ""
+    try:
+        return standalone_script(Scenario.parse(record.scenario), record.scaler)
+    except ValueError:  # scripts are not made for all that a scenario can hold
+        return ""
 
 
 def _plots(record: CaseRecord, story: str) -> list[Markup]:

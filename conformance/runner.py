@@ -6,6 +6,7 @@ schedule; each is made once and shared by all scalers.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from .trace import Problem, RankTrace
 
 __all__ = ["Case", "Runner"]
 
+_LOGGER = logging.getLogger(__name__)
 _LOST = {RankState.KILLED, RankState.EXITED}
 # ends of a rank that say nothing about the scaler
 
@@ -97,6 +99,10 @@ class Runner:
             verdicts = judge(evidence)
         except WorldFailure as failure:
             problem = _root_cause(failure)
+            verdicts = _no_verdicts(problem)
+        except Exception as error:  # the judge's own fault: told, and the run goes on
+            _LOGGER.exception("the judge broke in %s", scenario.id)
+            problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
             verdicts = _no_verdicts(problem)
         return Case(
             scaler=spec,

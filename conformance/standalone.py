@@ -9,6 +9,7 @@ laws (parity against the reference) are beyond it: exit code 0 then says so.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -121,6 +122,8 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
             which part.
     """
     _refuse(scenario)
+    if not re.fullmatch(r"[\w.]+:[\w.]+", scaler_spec):
+        raise ValueError(f"no standalone script for scaler {scaler_spec!r}")
     module, _, attribute = scaler_spec.partition(":")
     root, dot, rest = attribute.partition(".")
     parts, recipe = _PARTS[scenario.topology], _RECIPES[scenario.recipe]

@@ -221,6 +221,21 @@ def test_the_page_of_an_incomplete_report_says_so() -> None:
     assert "This report is incomplete" in render_page(report_of(case()))
 
 
+def test_a_violation_comes_with_a_script_where_one_can_be_made() -> None:
+    words = "script that shows it with torch alone"
+    scaler = "torch.amp:GradScaler"
+    for scenario, there in (
+        ("fsdp/2/fp32/sgd/none", True),
+        ("ep/2/fp32/sgd/none/data=digits-experts", False),
+        ("no id", False),
+    ):
+        record = msgspec.structs.replace(case(scaler, "fail"), scenario=scenario)
+        page = render_page(report_of(record))
+        assert (words in page) == there, scenario
+        assert ("from torch.amp import GradScaler" in page) == there
+    assert words not in render_page(report_of(case(scaler)))
+
+
 def broken(number: int) -> CaseRecord:
     """A case that breaks ten laws, in the words and curves of a long run."""
     made = case("package.module:GradScaler", "fail", "step 1: " + "rank 0 differs " * 6)
