@@ -30,12 +30,11 @@ def optimizer_digest(optimizer: Optimizer) -> str:
     its state then, all of it zero, which trains as none does.
     """
     parts: list[bytes] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if _is_zero(value):
-                    continue
-                parts.append(str(key).encode())
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if not _is_zero(value):
+                parts.append(f"{number} {key}".encode())
                 parts.append(_bits(value))
     return _hash(parts)
 
