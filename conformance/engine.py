@@ -118,8 +118,11 @@ class Engine:
     def _clip_norm(self) -> None:
         """Clip by the exact global norm, each element counted once."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        # a rank counts what it holds; where a shard is empty there is nothing to count
         gradients = {
-            n: p.grad for n, p in self.parameters.items() if p.grad is not None
+            name: gradient
+            for name in self.replicas
+            if (gradient := self.parameters[name].grad) is not None
         }
         for name, gradient in gradients.items():
             squares += local(gradient).double().square().sum() / self.replicas[name]
