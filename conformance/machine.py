@@ -333,6 +333,7 @@ def _search(
         max_examples=ROUND,
         deadline=None,
         database=DirectoryBasedExampleDatabase(settings_.database),
+        derandomize=False,  # its default on CI: every round would draw the same
         verbosity=Verbosity.quiet,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),

@@ -7,8 +7,9 @@ Looked for, once the command has ended and its last processes had time to do so:
 3. files in the temporary folder: the command gets one of its own;
 4. shared memory: new names in /dev/shm that no process has open.
 
-pytest's own folders and torch's compiler cache in the temporary folder are no trace of
-ours; they go with the folder, unless the command failed and they may be of use.
+pytest's own folders, torch's compiler cache and the log folder that torchrun leaves of
+every run are no trace of ours; they go with the temporary folder, unless the command
+failed and they may be of use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gradparity.multiprocess import linux
 GRACE_S = 6.0
 """A forkserver whose client is gone may take half of it to end its ranks."""
 
-OTHERS = ("pytest-of-", "torchinductor_")
+OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_")
 SHARED_MEMORY = Path("/dev/shm")
 
 

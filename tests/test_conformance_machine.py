@@ -5,10 +5,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from rich.console import Console
 
-from gradparity.conformance.machine import MachineSettings, histories, machine
+from gradparity.conformance.machine import (
+    ROUND,
+    MachineSettings,
+    histories,
+    machine,
+)
 from gradparity.conformance.oracle import Call, Oracle, history_text, parse_history
 
 MODULE = "gradparity.fixtures.faulty"
@@ -75,6 +80,20 @@ def test_a_departure_is_found_shrunk_and_told_as_a_command(tmp_path: Path) -> No
     words = shlex.split(output.splitlines()[-1])
     history = parse_history(words[words.index("--history") + 1], 2)
     assert [call.kind for call in history] == ["step", "step"]
+
+
+def test_on_ci_every_round_draws_anew(tmp_path: Path) -> None:
+    """There hypothesis derandomizes by default, and one round would be all."""
+    settings.register_profile("as-on-ci", derandomize=True, database=None)
+    before = settings.get_current_profile_name()
+    settings.load_profile("as-on-ci")
+    try:
+        _, output = searched(
+            tmp_path, scaler="gradparity.scaler:GradScaler", world=1, budget_s=2
+        )
+    finally:
+        settings.load_profile(before)
+    assert int(output.split()[0]) > ROUND, output
 
 
 def test_torchs_scaler_departs_on_two_ranks(tmp_path: Path) -> None:

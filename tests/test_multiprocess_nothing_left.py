@@ -76,7 +76,10 @@ def test_what_ends_by_itself_is_not_left(program: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_commands_own_failure_is_kept() -> None:
+def test_the_commands_own_failure_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # whose folder is kept
     done = check("raise SystemExit(7)")
     assert done.returncode == 7
     assert "left behind" not in done.stderr
