@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -235,7 +236,34 @@ def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
     Returns:
         (), fp64, on the device of the entries; computed without a synchronisation.
     """
-    identity, kind, share = entries.reshape(-1, 3).unbind(1)
+    if entries.device.type == "cpu":
+        total = entries.new_tensor(_counted_on_host(entries.tolist(), norm_type))
+    else:
+        total = _counted_on_device(entries.reshape(-1, 3), norm_type)
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+
+
+def _counted_on_host(rows: list[list[list[float]]], norm_type: float) -> float:
+    # In the order of ranks, so that all of them round alike.
+    shares: dict[float, list[float]] = {}
+    kinds: dict[float, float] = {}
+    for mesh, kind, share in chain.from_iterable(rows):
+        if mesh:
+            shares.setdefault(mesh, []).append(share)
+            kinds.setdefault(mesh, kind)
+    join = _highest if math.isinf(norm_type) else sum
+    once = dict.fromkeys((kinds[mesh], join(part)) for mesh, part in shares.items())
+    return join([total for _, total in once])
+
+
+def _highest(values: Sequence[float]) -> float:
+    # As amax: nan is higher than any.
+    return max(values, key=lambda value: (math.isnan(value), value), default=0.0)
+
+
+def _counted_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
+    # The same without reading anything: each row is held against each.
+    identity, kind, share = rows.unbind(1)
     same = identity[:, None] == identity[None, :]
     zero = share.new_zeros(())
     shares = torch.where(same, share[None, :], zero)
@@ -246,6 +274,4 @@ def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
     earlier = first[:, None] > first[None, :]
     is_copy = (like & earlier).any(1)
     counted = torch.where((first == place) & ~is_copy, total, zero)
-    if math.isinf(norm_type):
-        return counted.amax()
-    return counted.sum().pow(1.0 / norm_type)
+    return counted.amax() if math.isinf(norm_type) else counted.sum()

@@ -1,0 +1,66 @@
+"""Each shard added, each replica counted once: on a host as on a device."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradparity.scaler.totals import MESHES, _counted_on_device, global_norm
+
+KINDS = {0.0: 0.0, 1.0: 7.0, 2.0: 7.0, 3.0: 8.0, 4.0: 8.0}
+"""Of each identity; 0 is an unused entry."""
+SHARES = st.sampled_from([0.0, 0.25, 1.0, 2.0, 1024.0, math.inf, math.nan])
+
+
+def entries(ranks: int) -> st.SearchStrategy[list[list[tuple[float, float, float]]]]:
+    used = st.tuples(st.sampled_from([1.0, 2.0, 3.0, 4.0]), SHARES).map(
+        lambda pair: (pair[0], KINDS[pair[0]], pair[1])
+    )
+    unused = st.just((0.0, 0.0, 0.0))
+    rank = st.lists(
+        st.one_of(used, unused),
+        min_size=MESHES,
+        max_size=MESHES,
+        unique_by=lambda row: row[0] or object(),
+    )
+    return st.lists(rank, min_size=ranks, max_size=ranks)
+
+
+@given(st.integers(1, 5).flatmap(entries), st.sampled_from([1.0, 2.0, math.inf]))
+def test_host_and_device_count_alike(
+    rows: list[list[tuple[float, float, float]]], order: float
+) -> None:
+    table = torch.tensor(rows, dtype=torch.float64)
+    device = _counted_on_device(table.reshape(-1, 3), order)
+    want = device if math.isinf(order) else device.pow(1.0 / order)
+    torch.testing.assert_close(
+        global_norm(table, order), want, rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "norm"),
+    [
+        # two shards of one mesh
+        ([[(1.0, 7.0, 9.0)], [(1.0, 7.0, 16.0)]], 5.0),
+        # two replicas: meshes of one kind with equal sums
+        ([[(1.0, 7.0, 9.0)], [(2.0, 7.0, 9.0)]], 3.0),
+        # equal sums, but other kinds
+        ([[(1.0, 7.0, 8.0)], [(3.0, 8.0, 8.0)]], 4.0),
+    ],
+)
+def test_what_is_added_and_what_is_counted_once(
+    rows: list[list[tuple[float, float, float]]], norm: float
+) -> None:
+    assert global_norm(torch.tensor(rows, dtype=torch.float64), 2.0).item() == norm
+
+
+def test_a_table_of_many_ranks_is_no_square() -> None:
+    """1e5 rows against 1e5 rows would need 10 GB."""
+    mesh = torch.arange(1.0, 25001.0, dtype=torch.float64)
+    used = torch.stack([mesh, torch.full_like(mesh, 7.0), mesh], dim=1)
+    table = torch.zeros(25000, MESHES, 3, dtype=torch.float64)
+    table[:, 0] = used
+    assert global_norm(table, math.inf).item() == 25000.0
