@@ -95,8 +95,11 @@ def settle(device: torch.device) -> None:
 
     The laws that ask for bitwise equality compare two runs; on CUDA some kernels sum in
     the order in which their threads come, and matrix products may round to TF32 or sum
-    in half precision.
+    in half precision. Uninitialised memory is nan: whoever reads it is seen each time,
+    and not only when something else lay there before (B21).
     """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property
     if device.type != "cuda":
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["step_with", "wants_scaler"]
+__all__ = ["makes_momentum", "step_with", "wants_scaler"]
 
 
 def wants_scaler(optimizer: Optimizer) -> bool:
@@ -40,6 +40,18 @@ def _takes_scaler(step: Any) -> bool:
 
 
 _TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def makes_momentum(optimizer: Any) -> bool:
+    """Return whether the next step makes the momentum of an SGD, and must be taken.
+
+    torch's fused SGD makes it of uninitialised memory for the kernel to fill. A kernel
+    that is told to skip does not, and the next step takes what lay there (B21).
+    """
+    if not any(group.get("momentum") for group in optimizer.param_groups):
+        return False
+    states = optimizer.state.values()
+    return not any(state.get("momentum_buffer") is not None for state in states)
 
 
 def step_with(optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from .answers import Answerer
 from .errors import TooManySkipsError
-from .fused import step_with, wants_scaler
+from .fused import makes_momentum, step_with, wants_scaler
 from .policy import advance, set_scale
 from .states import fresh_state, refuse_closure
 from .unscale import _MultiDeviceReplicator as _MultiDeviceReplicator
@@ -218,8 +218,11 @@ class GradScaler(Answerer):
         else:
             # What clip_grad_norm_ left to the kernel.
             state["grad_scale"] = state.pop("folded", of_user)
-        state["found_inf"] = self._found_of(state)
-        return not on_host(state["found_inf"])
+        found = state["found_inf"] = self._found_of(state)
+        # bool synchronises, until an SGD with momentum has taken its first step
+        return not (
+            on_host(found) or (makes_momentum(state["optimizer"]) and bool(found))
+        )
 
     def _found_of(self, state: dict[str, Any]) -> torch.Tensor:
         scale, _ = self._check_scale_growth_tracker("step")

@@ -56,3 +56,10 @@ def test_deepspeed_divides_by_the_scale_of_the_next_step(runner: Runner) -> None
 @pytest.mark.parametrize("name", ["torch", "lightning", "accelerate"])
 def test_growth_in_one_process_is_right_elsewhere(runner: Runner, name: str) -> None:
     assert broken(runner, need(name), GROWS) == {}
+
+
+def test_torchs_fused_sgd_takes_momentum_that_nobody_wrote(runner: Runner) -> None:
+    """B21: uninitialised memory is nan in a judged run, so it shows each time."""
+    text = "single/1/fp32/sgd-fused/inf@r0s0:first/steps=3,interval=100"
+    assert set(broken(runner, need("torch"), text)) >= {"skip.frozen", "parity.update"}
+    assert broken(runner, "gradparity.scaler:GradScaler", text) == {}

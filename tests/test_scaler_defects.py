@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -357,6 +358,41 @@ def test_b16c_saving_changes_nothing() -> None:
     one_step(scaler, sgd(parameter()), 1.0)
     first, second = scaler.state_dict(), scaler.state_dict()
     assert first == second and first["_growth_tracker"] == 1
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """What nobody has written is nan, and not what lay there by chance."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("sees", [True, False])
+def test_b21_fused_momentum_waits_for_a_good_step(
+    monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
+    if not sees:  # as on an accelerator, whose memory the host does not read
+        monkeypatch.setattr("gradparity.scaler.grad_scaler.on_host", lambda _: False)
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
+    scaler = scaled(scale=4.0)
+    for gradient in (INF, INF, 2.0, 2.0):
+        one_step(scaler, optimizer, gradient)
+    # scales 4, 2, 1, 1: momentum 2 and then 3
+    assert p.tolist() == [1.0 - 0.5 * 2.0 - 0.5 * 3.0] * 2
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_torch_takes_momentum_that_nobody_wrote() -> None:
+    """Why the scaler looks itself; when this fails, torch is mended."""
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
+    scaler = scaled(torch.amp.GradScaler)
+    for gradient in (INF, 2.0):
+        one_step(scaler, optimizer, gradient)
+    assert all(map(math.isnan, p.tolist()))
 
 
 # Tracing torch's own optimizers, dynamo meets what torch itself has deprecated.
