@@ -56,8 +56,8 @@ MAGNITUDES = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
 """Factors of the loss: gradients of about 1e-2, 1e-11 and 1e7."""
 NOTHING = "-"
 """The value of a column that has no meaning in a row."""
-BURST = 200
-"""Bad steps on end: enough to bring any scale to its floor."""
+LONG = 200
+"""Bad steps on end bring any scale to its floor, good ones to 2^110."""
 
 SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
 _FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
@@ -256,7 +256,7 @@ def _default(selection: Selection) -> Iterator[Scenario]:
     choices = columns(selection)
     for row in cover(choices, fits, [_PLACE, _OVERFLOW, *subsets(choices, 2)]):
         yield to_scenario(row, selection)
-    yield from _bursts(selection)
+    yield from _long_runs(selection)
 
 
 def _full(selection: Selection) -> Iterator[Scenario]:
@@ -264,20 +264,23 @@ def _full(selection: Selection) -> Iterator[Scenario]:
     choices = columns(selection)
     for row in cover(choices, fits, subsets(choices, 3)):
         yield to_scenario(row, selection)
-    yield from _bursts(selection)
+    yield from _long_runs(selection)
 
 
-def _bursts(selection: Selection) -> Iterator[Scenario]:
-    """Long runs of bad steps, on the plainest model of each main topology."""
-    for name in selection.layouts(MAIN_TOPOLOGIES):
-        row = _BURSTING | {"topology": name, "data": TOPOLOGIES[name].models[0]}
-        if selection.trains(row["data"]):
-            yield to_scenario(row, selection, steps=BURST)
+def _long_runs(selection: Selection) -> Iterator[Scenario]:
+    """Down to any floor, and up to any ceiling, on the plainest models."""
+    for when, usual in _LONG_RUNS.items():
+        for name in selection.layouts(usual):
+            data = TOPOLOGIES[name].models[0]
+            if name in usual and selection.trains(data):
+                row = _LONG | {"topology": name, "data": data, "when": when}
+                yield to_scenario(row, selection, steps=LONG)
 
 
-_BURSTING = {
+_LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
+"""When gradients are bad -> where."""
+_LONG = {
     "recipe": "plain",
-    "when": "always",
     "precision": "fp32",
     "optimizer": "adamw",
     "target": "first",

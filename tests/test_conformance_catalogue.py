@@ -60,7 +60,8 @@ def test_default_strikes_every_place_on_every_topology() -> None:
         for target in catalogue.TARGETS:
             for rank in ranks * (target != "split"):
                 assert re.search(f"@r{rank}s.:{re.escape(target)}", plans), target
-    assert any(s.steps == catalogue.BURST for s in chosen)
+    long = {s.faults for s in chosen if s.steps == catalogue.LONG}
+    assert len(long) == 2 and "none" in long
 
 
 @pytest.mark.parametrize(
