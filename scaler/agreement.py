@@ -75,6 +75,9 @@ _CLOSING = 0
 _LOADING = -1
 """``agreement`` of the message about a state that is about to be loaded."""
 
+# Its name before torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Holding(NamedTuple):
     """What one rank brings to an agreement.
@@ -403,7 +406,7 @@ def _gather(
     # One collective still: the maximum is then taken here.
     row = torch.cat([message, attached.flatten()])
     rows = row.new_empty(group.size(), len(row))
-    dist.all_gather(list(rows.unbind()), row, group=group)
+    _all_gather(rows.flatten(), row, group=group)
     gathered = rows[:, len(message) :].reshape(-1, *attached.shape)
     return rows[:, : len(message)].amax(0), gathered
 

@@ -262,16 +262,42 @@ def _highest(values: Sequence[float]) -> float:
 
 
 def _counted_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
-    # The same without reading anything: each row is held against each.
-    identity, kind, share = rows.unbind(1)
-    same = identity[:, None] == identity[None, :]
-    zero = share.new_zeros(())
-    shares = torch.where(same, share[None, :], zero)
-    total = shares.amax(1) if math.isinf(norm_type) else shares.sum(1)
-    first = same.int().argmax(1)
-    place = torch.arange(len(first), device=first.device)
-    like = (total[:, None] == total[None, :]) & (kind[first][:, None] == kind[first])
-    earlier = first[:, None] > first[None, :]
-    is_copy = (like & earlier).any(1)
-    counted = torch.where((first == place) & ~is_copy, total, zero)
-    return counted.amax() if math.isinf(norm_type) else counted.sum()
+    # The same without reading anything: sorting brings equal meshes together, so that
+    # no size depends on the data and the work grows as n log n.
+    mesh, kind, share = rows[rows[:, 0].argsort(stable=True)].unbind(1)
+    infinite = math.isinf(norm_type)
+    total = _totals(mesh, share, torch.maximum if infinite else torch.add)
+    # Only the last entry of a mesh has all of it; of equal ones the first counts.
+    is_last = torch.cat([mesh[1:] != mesh[:-1], mesh.new_ones(1, dtype=torch.bool)])
+    kind = torch.where(is_last, kind, 0.0)
+    order = total.argsort(stable=True)
+    order = order[kind[order].argsort(stable=True)]
+    kind, total = kind[order], total[order]
+    is_copy = (kind[1:] == kind[:-1]) & (total[1:] == total[:-1])
+    total[1:].masked_fill_(is_copy, 0.0)
+    total.masked_fill_(kind == 0.0, 0.0)
+    return total.amax() if infinite else total.sum()
+
+
+def _totals(
+    mesh: torch.Tensor,
+    share: torch.Tensor,
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Join the shares of each mesh up to and with each entry.
+
+    The order of the sums follows from the place within the mesh alone, so that equal
+    shares give equal totals to the last bit, wherever the mesh lies in the world.
+
+    Args:
+        mesh: (entries,), fp64, sorted.
+        share: (entries,), fp64, in the same order.
+        join: of two tensors, element by element.
+    """
+    reach = 1
+    while reach < len(mesh):
+        within = mesh[reach:] == mesh[:-reach]
+        before = torch.where(within, share[:-reach], 0.0)
+        share = torch.cat([share[:reach], join(share[reach:], before)])
+        reach *= 2
+    return share

@@ -1,6 +1,7 @@
 """Each shard added, each replica counted once: on a host as on a device."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from gradparity.scaler.totals import MESHES, _counted_on_device, global_norm
 
+Norm = Callable[[torch.Tensor, float], torch.Tensor]
 KINDS = {0.0: 0.0, 1.0: 7.0, 2.0: 7.0, 3.0: 8.0, 4.0: 8.0}
 """Of each identity; 0 is an unused entry."""
 SHARES = st.sampled_from([0.0, 0.25, 1.0, 2.0, 1024.0, math.inf, math.nan])
@@ -57,10 +59,40 @@ def test_what_is_added_and_what_is_counted_once(
     assert global_norm(torch.tensor(rows, dtype=torch.float64), 2.0).item() == norm
 
 
-def test_a_table_of_many_ranks_is_no_square() -> None:
+def on_device(table: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm as an accelerator counts it."""
+    total = _counted_on_device(table.reshape(-1, 3), order)
+    return total if math.isinf(order) else total.pow(1.0 / order)
+
+
+BOTH = pytest.mark.parametrize("norm_of", [global_norm, on_device])
+
+
+@BOTH
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_replicas_count_once_wherever_their_ranks_lie(
+    norm_of: Norm, order: float
+) -> None:
+    # Sums in another order differ in the last bit: then a replica is another shard.
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(100):
+        size = 2 + trial % 10
+        shares = torch.rand(size, generator=generator, dtype=torch.float64)
+        table = torch.zeros(2 * size, MESHES, 3, dtype=torch.float64)
+        placed = torch.randperm(2 * size, generator=generator).split(size)
+        for mesh, ranks in enumerate(placed, 1):
+            table[ranks.sort().values, 0, 0] = float(mesh)
+            table[ranks.sort().values, 0, 1] = 7.0
+            table[ranks.sort().values, 0, 2] = shares
+        whole = shares.max() if order == math.inf else shares.sum().sqrt()
+        torch.testing.assert_close(norm_of(table, order), whole, rtol=1e-12, atol=0)
+
+
+@BOTH
+def test_a_table_of_many_ranks_is_no_square(norm_of: Norm) -> None:
     """1e5 rows against 1e5 rows would need 10 GB."""
     mesh = torch.arange(1.0, 25001.0, dtype=torch.float64)
     used = torch.stack([mesh, torch.full_like(mesh, 7.0), mesh], dim=1)
     table = torch.zeros(25000, MESHES, 3, dtype=torch.float64)
     table[:, 0] = used
-    assert global_norm(table, math.inf).item() == 25000.0
+    assert norm_of(table, math.inf).item() == 25000.0
