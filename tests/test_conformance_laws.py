@@ -1,6 +1,5 @@
 """Laws on made-up traces: each passes what is right and fails on its own fault."""
 
-import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -9,64 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status, judge
-from gradparity.conformance.parity import Parity, ParityRow
-from gradparity.conformance.trace import Decision, Misuse, Problem, RankTrace, StepTrace
-
-SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
-BAD_STEP = 1
-
-
-def rank_trace(rank: int, *, bad: bool) -> RankTrace:
-    """A right run: two replicas; with ``bad`` the step 1 has an inf on rank 1."""
-    trace = RankTrace(
-        rank=rank,
-        coordinate={"dp": rank},
-        index={"w": np.arange(2)},
-        shards={"w": "same"},
-    )
-    scale, growth, digest = 8.0, 0, "start"
-    for step in range(SCENARIO.steps):
-        skip = bad and step == BAD_STEP
-        seen = StepTrace(step=step, complete=True, loss=1.0)
-        seen.scale_before, seen.growth_before = scale, growth
-        if skip:
-            scale, growth = scale / 2, 0
-        else:
-            digest = f"after {step}"
-            scale, growth = (scale * 2, 0) if growth == 1 else (scale, growth + 1)
-        seen.scale_after, seen.growth_after = scale, growth
-        decision = Decision(parameters_changed=not skip, state_changed=not skip)
-        decision.non_finite = ["w"] if skip and rank == 1 else []
-        seen.decisions = [decision]
-        seen.digests = {"w": digest}
-        seen.collectives = ["allreduce[6:float64]"]
-        seen.checked_sum = (3.0, 3.0)
-        seen.gradients = {"w": np.array([1e-7, -0.5], np.float32)}
-        trace.steps.append(seen)
-    trace.misuse = [Misuse(call="a second step()", error="RuntimeError", changed=())]
-    return trace
-
-
-def evidence(*, bad: bool = False) -> Evidence:
-    ranks = tuple(rank_trace(r, bad=bad) for r in range(2))
-    parity = Parity(per_step=[0.0] * SCENARIO.steps)
-    for kind in ("gradient", "update", "loss"):
-        parity.add(row(kind, error=0.5))
-    return Evidence(
-        scenario=SCENARIO, ranks=ranks, bare=copy.deepcopy(ranks), parity=parity
-    )
-
-
-def row(kind: str, error: float) -> ParityRow:
-    return ParityRow(
-        kind=kind,
-        step=2,
-        parameter="w",
-        rank=1,
-        measure="norm",
-        error=error,
-        bound=1.0,
-    )
+from gradparity.conformance.parity import Parity
+from gradparity.conformance.trace import Decision, Misuse, Problem
+from gradparity.tests.made_up import BAD_STEP, SCENARIO, evidence, row
 
 
 def statuses(of: Evidence) -> dict[str, Status]:
