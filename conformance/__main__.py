@@ -93,8 +93,8 @@ def _script(parsed: argparse.Namespace) -> None:
     Raises:
         ValueError: if there are several scalers, or no script can be made.
     """
-    from .rank import load_scaler
     from .scenario import Scenario
+    from .spec import load_scaler
     from .standalone import write_standalone
 
     scalers = parsed.scaler or [DEFAULT_SCALER]
@@ -111,7 +111,7 @@ def _hunt(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .hunt import HuntSettings, hunt
-    from .rank import load_scaler
+    from .spec import load_scaler
 
     scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
     for scaler in scalers:
@@ -138,7 +138,7 @@ def _machine(parsed: argparse.Namespace) -> int:
 
     from .machine import MachineSettings, machine
     from .oracle import parse_history
-    from .rank import load_scaler
+    from .spec import load_scaler
 
     (scaler,) = parsed.scaler or [DEFAULT_SCALER]
     load_scaler(scaler, os.getcwd())
@@ -175,6 +175,7 @@ def _mutants(parsed: argparse.Namespace) -> int:
 
 def _selection(parsed: argparse.Namespace) -> Selection:
     from .catalogue import Selection
+    from .spec import NO_SCALER
 
     return Selection(
         topologies=getattr(parsed, "topology", ()),
@@ -183,6 +184,8 @@ def _selection(parsed: argparse.Namespace) -> Selection:
         optimizers=getattr(parsed, "optimizer", ()),
         world=getattr(parsed, "world_size", None),
         seed=getattr(parsed, "seed", 0),
+        workload=getattr(parsed, "workload", ""),
+        bare=getattr(parsed, "scaler", []) == [NO_SCALER],
     )
 
 

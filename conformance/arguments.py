@@ -126,7 +126,7 @@ def _add_mutants(commands: Commands) -> None:
     )
     mutants.add_argument("--only", **_repeated("CLASS", "a class of fixtures.faulty"))
     # its presets are several: those that follow take what was missed
-    chosen = {name: how for name, how in _SELECTION.items() if name != "preset"}
+    chosen = {n: how for n, how in _SELECTION.items() if n in _NARROWING}
     _add(mutants, chosen, _MUTANTS)
 
 
@@ -176,7 +176,10 @@ def _repeated(metavar: str, text: str) -> dict[str, Any]:
 Options = Mapping[str, Mapping[str, Any]]
 
 _JUDGED: Options = {
-    "scaler": _repeated("SPEC", f"module:attribute to judge ({DEFAULT_SCALER})"),
+    "scaler": _repeated(
+        "SPEC",
+        f"module:attribute to judge ({DEFAULT_SCALER}), or none: the stack alone",
+    ),
 }
 _SELECTION: Options = {
     "preset": {
@@ -196,6 +199,11 @@ _SELECTION: Options = {
         "dest": "preset",
         "help": "short for --preset full",
     },
+    "workload": {
+        "default": "",
+        "metavar": "SPEC",
+        "help": "module:attribute of a workload of your own (docs/workload.md)",
+    },
     "topology": _repeated("NAME", "only this topology"),
     "data": _repeated("NAME", "only this data set"),
     "precision": _repeated("NAME", "only this precision"),
@@ -207,6 +215,7 @@ _SELECTION: Options = {
     },
     "seed": {"type": int, "default": 0, "help": "seed of weights and data"},
 }
+_NARROWING = ("topology", "data", "precision", "optimizer", "world-size", "seed")
 _DEVICES: Options = {
     "device": {
         "default": "cpu",
@@ -283,7 +292,7 @@ _OUTPUT: Options = {
 
 SUITE: Options = {
     **_JUDGED,
-    **{n: s for n, s in _SELECTION.items() if "dest" not in s},
+    **_SELECTION,
     "scenario": _RUN["scenario"],
     **_DEVICES,
     **{name: _OUTPUT[name] for name in ("out", "json", "timeout-s")},

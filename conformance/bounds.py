@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..fixtures import ADAPTIVE
 from .reference import NOISY, TRUTH, Reference, Schedule, train_reference
 from .scenario import Scenario
 
@@ -60,7 +59,7 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
     gradient = _bound(truth.gradients, [r.gradients for r in runs], roundoff, skipped)
-    adaptive = scenario.optimizer in ADAPTIVE
+    adaptive = scenario.kit.adaptive(scenario.optimizer)
     determined = _determined(truth, gradient, skipped, adaptive=adaptive)
     updates = _masked(truth.updates, determined)
     noisy = [_masked(r.updates, determined) for r in runs]

@@ -10,8 +10,7 @@ faults, data) at least once, ``full`` every triple; the laws are the same in bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -20,25 +19,32 @@ from ..fixtures import (
     DATASETS,
     KINDS,
     MODELS,
-    OPTIMIZERS,
     ORDERS,
+    OWN,
     PRECISIONS,
     TOPOLOGIES,
     Topology,
     dataset_of,
+    kit_of,
 )
 from .constraints import PAIRS, why_not
 from .covering import cover, subsets
-from .recipes import RECIPES
+from .recipes import BARE_RECIPES, RECIPES
 from .scenario import Scenario
+from .selection import MAIN_TOPOLOGIES, Selection, check_names
 
-__all__ = ["PRESETS", "Selection", "columns", "fits", "select", "to_scenario"]
+__all__ = [
+    "PRESETS",
+    "Selection",
+    "columns",
+    "fits",
+    "select",
+    "split_parameter",
+    "to_scenario",
+]
 
 OVERFLOWING_SCALE = 2.0**26
 """Large enough that fp16 gradients of every model here overflow in the first steps."""
-
-MAIN_TOPOLOGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "tp+sp", "fsdp+tp", "pp")
-"""Topologies of the main job; the others are larger or variations."""
 
 WHEN: dict[str, tuple[str, ...]] = {
     "never": (),
@@ -63,56 +69,13 @@ SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
 _FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """What the user asked for; an empty field means everything."""
-
-    topologies: Sequence[str] = ()
-    data: Sequence[str] = ()
-    precisions: Sequence[str] = ()
-    optimizers: Sequence[str] = ()
-    world: int | None = None
-    """World size instead of each topology's own."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check("topology", self.topologies, TOPOLOGIES)
-        _check("data", self.data, MODELS)
-        _check("precision", self.precisions, PRECISIONS)
-        _check("optimizer", self.optimizers, OPTIMIZERS)
-
-    def layouts(self, usual: Iterable[str]) -> list[str]:
-        """The topologies asked for, or those of ``usual`` that the world can hold."""
-        if self.topologies or self.world is None:
-            return list(self.topologies or usual)
-        return [name for name in usual if TOPOLOGIES[name].mesh_takes(self.world)]
-
-    def trains(self, model: str) -> bool:
-        """Whether a model was asked for, by its name or by that of its data set."""
-        return not self.data or model in self.data or dataset_of(model) in self.data
-
-    def keeps(self, scenario: Scenario) -> bool:
-        """Whether ``scenario`` was asked for."""
-        wanted = (
-            (self.precisions, scenario.precision),
-            (self.optimizers, scenario.optimizer),
-        )
-        return all(not names or value in names for names, value in wanted)
-
-
-def _check(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"unknown {what} {name!r}: expected one of {', '.join(known)}"
-            )
-
-
 def _parity(selection: Selection) -> Iterator[Scenario]:
-    for data in selection.data or DATASETS:
-        for name in selection.layouts(MAIN_TOPOLOGIES):
-            topology = TOPOLOGIES[name]
-            if data in topology.models:
+    for data in (
+        [selection.workload] if selection.workload else selection.data or DATASETS
+    ):
+        for name in selection.main_topologies():
+            topology = selection.kit.topologies[name]
+            if selection.workload or data in topology.models:
                 yield from _three_runs(topology, data, selection)
 
 
@@ -120,52 +83,87 @@ def _three_runs(
     topology: Topology, data: str, selection: Selection
 ) -> Iterator[Scenario]:
     world = selection.world or topology.default_world
-    half = "fp16-params" if topology.name in _FULLY_SHARD else "fp16-autocast"
-    # where tensors are split, this one is: only the ranks that hold it see the fault
-    struck, holder = SPLIT[dataset_of(data)], 0 if "pp" in topology.name else world - 1
+    optimizers = ("sgd", "adamw") if not selection.workload else (OWN, OWN)
     run = partial(
-        Scenario, topology=topology.name, world=world, data=data, seed=selection.seed
-    )
-    yield run(precision="fp32", steps=6)
-    yield run(precision=half, steps=14, init_scale=OVERFLOWING_SCALE, growth_interval=2)
-    yield run(
-        precision="fp32",
-        optimizer="adamw",
-        faults=f"inf@r{holder}s1:{struck};nan@r0s3:last",
+        Scenario,
+        topology=topology.name,
+        world=world,
+        data=data,
+        seed=selection.seed,
         steps=6,
     )
+    yield run(precision="fp32", optimizer=optimizers[0])
+    if selection.bare:
+        yield run(precision="bf16-autocast", optimizer=optimizers[1])
+        return
+    half = "fp16-params" if topology.name in _FULLY_SHARD else "fp16-autocast"
+    yield run(
+        precision=half,
+        optimizer=optimizers[0],
+        steps=14,
+        init_scale=OVERFLOWING_SCALE,
+        growth_interval=2,
+    )
+    # where tensors are split, this one is: only the ranks that hold it see the fault
+    struck, holder = split_parameter(data), 0 if "pp" in topology.name else world - 1
+    yield run(
+        precision="fp32",
+        optimizer=optimizers[1],
+        faults=f"inf@r{holder}s1:{struck};nan@r0s3:last",
+    )
+
+
+def split_parameter(data: str) -> str:
+    """A parameter that is sharded where anything is; of a workload nobody knows."""
+    return SPLIT.get(dataset_of(data), "first")
 
 
 def columns(selection: Selection) -> dict[str, list[str]]:
     """The choices that make a scenario, column by column."""
-    return {
-        "topology": selection.layouts(TOPOLOGIES),
-        "data": [m for m in MODELS if selection.trains(m)],
-        "recipe": list(RECIPES),
+    kit, own = selection.kit, bool(selection.workload)
+    plain = {"when": ["never"], "target": [NOTHING], "ranks": [NOTHING]}
+    chosen = {
+        "topology": selection.layouts(kit.topologies),
+        "data": selection.models,
+        "recipe": list(BARE_RECIPES if selection.bare else RECIPES),
         "when": list(WHEN),
         "precision": list(selection.precisions or PRECISIONS),
-        "optimizer": list(selection.optimizers or OPTIMIZERS),
-        "target": [NOTHING, *TARGETS],
+        "optimizer": list(selection.optimizers or kit.optimizers),
+        "target": [NOTHING, *(t for t in TARGETS if not own or t != "split")],
         "ranks": [NOTHING, *RANKS],
         "kind": [NOTHING, *KINDS],
-        "magnitude": list(MAGNITUDES),
+        # only where the size of a step is known can it be told from rounding
+        "magnitude": ["usual"] if own else list(MAGNITUDES),
         "order": list(ORDERS),
     }
+    if not selection.bare:
+        return chosen
+    if not selection.precisions:  # fp16 needs a scaler: ask for it to see how it fails
+        wide = [p for p in PRECISIONS if not p.startswith("fp16")]
+        chosen["precision"] = wide
+    return chosen | plain | {"kind": [NOTHING]}
 
 
-def fits(row: Row) -> bool:
-    """Whether the choices made so far can become a scenario."""
+def fits(row: Row, workload: str = "") -> bool:
+    """Whether the choices made so far can become a scenario.
+
+    Args:
+        row: some columns' values.
+        workload: the user's own, in place of the fixtures' models.
+    """
     return all(
-        _go_together(pair, row[pair[0]], row[pair[1]])
+        _go_together(pair, row[pair[0]], row[pair[1]], workload)
         for pair in _RULES
         if pair[0] in row and pair[1] in row
     )
 
 
 @cache  # asked a hundred thousand times for a few hundred answers
-def _go_together(pair: tuple[str, str], a: str, b: str) -> bool:
-    sensible = _SENSIBLE.get(pair)
-    return not why_not({pair[0]: a, pair[1]: b}) and (not sensible or sensible(a, b))
+def _go_together(pair: tuple[str, str], a: str, b: str, workload: str) -> bool:
+    sensible, kit = _SENSIBLE.get(pair), kit_of(workload or next(iter(MODELS)))
+    if why_not(kit, {pair[0]: a, pair[1]: b}):
+        return False
+    return not sensible or sensible(a, b)
 
 
 def _both_or_none(a: str, b: str) -> bool:
@@ -191,7 +189,7 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("ranks", "kind"): _both_or_none,
     ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
     # a stage need not hold the parameter
-    ("topology", "target"): lambda t, x: x != "split" or not TOPOLOGIES[t].pipelined,
+    ("topology", "target"): lambda t, x: x != "split" or not t.startswith("pp"),
     # half precision loses tiny gradients, and plain SGD takes steps of their size
     ("magnitude", "precision"): lambda m, p: m == "usual" or p == "fp32",
     ("optimizer", "magnitude"): lambda o, m: m == "usual" or o in ADAPTIVE,
@@ -201,7 +199,7 @@ _RULES = tuple(dict.fromkeys([*PAIRS, *_SENSIBLE]))
 
 def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
     """The scenario of a complete row."""
-    topology, data = TOPOLOGIES[row["topology"]], row["data"]
+    topology, data = selection.kit.topologies[row["topology"]], row["data"]
     world = selection.world or _world(topology, data)
     natural = row["when"] == "natural"
     made: dict[str, Any] = {
@@ -232,8 +230,7 @@ def _world(topology: Topology, data: str) -> int:
 
 def _faults(row: Row, world: int) -> str:
     rank = str(world - 1) if row["ranks"] == "last" else row["ranks"]
-    split = SPLIT[dataset_of(row["data"])]
-    target = split if row["target"] == "split" else row["target"]
+    target = split_parameter(row["data"]) if row["target"] == "split" else row["target"]
     steps = WHEN[row["when"]]
     plan = ";".join(f"{row['kind']}@r{rank}s{step}:{target}" for step in steps)
     return plan or "none"
@@ -244,17 +241,25 @@ _PLACE = ("topology", "target", "ranks")
 _OVERFLOW = ("topology", "precision", "when")
 
 
+def _rules(selection: Selection) -> Callable[[Row], bool]:
+    return partial(fits, workload=selection.workload)
+
+
 def _quick(selection: Selection) -> Iterator[Scenario]:
     """Every topology with every way of going bad; other pairs on the way."""
     choices = columns(selection)
-    for row in cover(choices, fits, [("topology", "when"), *subsets(choices, 1)]):
+    for row in cover(
+        choices, _rules(selection), [("topology", "when"), *subsets(choices, 1)]
+    ):
         yield to_scenario(row, selection)
 
 
 def _default(selection: Selection) -> Iterator[Scenario]:
     """All pairs; each place and each time of a fault on each topology."""
     choices = columns(selection)
-    for row in cover(choices, fits, [_PLACE, _OVERFLOW, *subsets(choices, 2)]):
+    for row in cover(
+        choices, _rules(selection), [_PLACE, _OVERFLOW, *subsets(choices, 2)]
+    ):
         yield to_scenario(row, selection)
     yield from _long_runs(selection)
 
@@ -262,18 +267,23 @@ def _default(selection: Selection) -> Iterator[Scenario]:
 def _full(selection: Selection) -> Iterator[Scenario]:
     """All triples."""
     choices = columns(selection)
-    for row in cover(choices, fits, subsets(choices, 3)):
+    for row in cover(choices, _rules(selection), subsets(choices, 3)):
         yield to_scenario(row, selection)
     yield from _long_runs(selection)
 
 
 def _long_runs(selection: Selection) -> Iterator[Scenario]:
     """Down to any floor, and up to any ceiling, on the plainest models."""
-    for when, usual in _LONG_RUNS.items():
+    if selection.bare:
+        return
+    own = selection.workload
+    for when, names in _LONG_RUNS.items():
+        usual = (*selection.kit.topologies,) if own else names
         for name in selection.layouts(usual):
-            data = TOPOLOGIES[name].models[0]
-            if name in usual and selection.trains(data):
+            data = own or TOPOLOGIES[name].models[0]
+            if name in usual and (own or selection.trains(data)):
                 row = _LONG | {"topology": name, "data": data, "when": when}
+                row["optimizer"] = OWN if own else "adamw"
                 yield to_scenario(row, selection, steps=LONG)
 
 
@@ -282,7 +292,6 @@ _LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
 _LONG = {
     "recipe": "plain",
     "precision": "fp32",
-    "optimizer": "adamw",
     "target": "first",
     "ranks": "0",
     "kind": "nan",
@@ -307,7 +316,7 @@ def select(preset: str, selection: Selection) -> list[Scenario]:
         ValueError: for unknown names, a world size that no chosen topology can take,
             or a selection that leaves nothing.
     """
-    _check("preset", [preset], PRESETS)
+    check_names("preset", [preset], PRESETS)
     found = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
     if not found:
         raise ValueError(f"the selection leaves no scenario of preset {preset!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..fixtures import MULTI_TENSOR, PRECISIONS, TOPOLOGIES
+from ..fixtures import MULTI_TENSOR, PRECISIONS, TOPOLOGIES, Kit, is_workload
 from .recipes import RECIPES
 
 __all__ = ["PAIRS", "why_not"]
@@ -82,9 +82,52 @@ PAIRS: Mapping[tuple[str, str], Reason] = {
 """(field, field) of a scenario -> why two values do not go together."""
 
 
-def why_not(choices: Mapping[str, str]) -> str:
-    """The first reason why ``choices`` do not go together, or the empty string."""
-    for (a, b), reason in PAIRS.items():
-        if a in choices and b in choices and (text := reason(choices[a], choices[b])):
+_OTHERS_MODEL = ("two-losses", "frozen", "compiled", "accumulate-no-sync")
+"""Recipes that know the models of fixtures, or how a layout defers its sums."""
+
+
+def _own_precision(kit: Kit, topology: str, precision: str) -> str:
+    chosen = kit.topologies[topology]
+    if not PRECISIONS[precision].needs_fully_shard or chosen.fully_shards:
+        return ""
+    return (
+        f"precision {precision!r} needs a MixedPrecisionPolicy, and {topology!r} of "
+        f"workload {kit.name} takes none: write parallelize(model, mesh, policy)"
+    )
+
+
+def _own_recipe(kit: Kit, topology: str, recipe: str) -> str:
+    if recipe in _OTHERS_MODEL:
+        return f"recipe {recipe!r} is not for workloads of one's own"
+    if RECIPES[recipe].optimizers == 1:
+        return ""
+    biases = [n.endswith("bias") for n, _ in kit.model().named_parameters()]
+    if all(biases) or not any(biases):
+        return f"recipe {recipe!r} parts biases from weights: the model has not both"
+    return ""
+
+
+_OWN_PAIRS: Mapping[tuple[str, str], Callable[[Kit, str, str], str]] = {
+    ("topology", "precision"): _own_precision,
+    ("topology", "recipe"): _own_recipe,
+}
+"""As :data:`PAIRS`, for a workload of the user's own."""
+
+
+def why_not(kit: Kit, choices: Mapping[str, str]) -> str:
+    """The first reason why ``choices`` do not go together, or the empty string.
+
+    Args:
+        kit: what is trained.
+        choices: some fields of a scenario.
+    """
+    own = is_workload(kit.name)
+    pairs = [*(_OWN_PAIRS if own else PAIRS)]
+    for a, b in pairs:
+        if a not in choices or b not in choices:
+            continue
+        at = choices[a], choices[b]
+        text = _OWN_PAIRS[a, b](kit, *at) if own else PAIRS[a, b](*at)
+        if text:
             return text
     return ""

@@ -25,9 +25,9 @@ from torch.nn.utils import clip_grad_value_
 from torch.optim.lr_scheduler import ExponentialLR
 
 from ..fixtures import (
-    MODELS,
-    OPTIMIZERS,
     Batch,
+    is_workload,
+    kit_of,
     local,
     loss,
     order_parameters,
@@ -35,6 +35,7 @@ from ..fixtures import (
 )
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, is_frozen
 from .scenario import Scenario
+from .workload import check_layout, full_name, same_everywhere
 
 __all__ = ["Engine", "build_engine", "initial_model"]
 
@@ -133,13 +134,19 @@ class Engine:
             local(gradient).mul_(factor)
 
     def _losses(self, output: Tensor, targets: Tensor) -> list[Tensor]:
-        found = self.scenario.parsed_recipe.training.loss(output, targets)
+        training = self.scenario.parsed_recipe.training
+        found = training.losses_of(self.scenario.kit.loss, output, targets)
         return [x * self.scenario.magnitude for x in found]
 
     def _pass(self, share: Batch, prepare: Prepare, part: int, parts: int) -> float:
+        kit = self.scenario.kit
         with self.scenario.parsed_precision.autocast(self.device.type):
-            losses = self._losses(self.module(share.inputs), share.targets)
-        torch.autograd.backward(prepare([x / parts for x in losses], part, parts))
+            with kit.calling("forward"):
+                output = self.module(share.inputs)
+            losses = self._losses(output, share.targets)
+        starts = prepare([x / parts for x in losses], part, parts)
+        with kit.calling("backward"):
+            torch.autograd.backward(starts)
         return sum(x.item() for x in losses)
 
     def _pipeline_pass(self, share: Batch, prepare: Prepare) -> float | None:
@@ -191,13 +198,13 @@ def initial_model(data: str, seed: int, training: Training) -> nn.Module:
     """The full model with its initial weights, the same on every rank.
 
     Args:
-        data: a key of ``fixtures.MODELS``.
+        data: a key of ``fixtures.MODELS``, or a user's own workload.
         seed: seed of the weights.
         training: tells which parameters train.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MODELS[data]()
+        model = kit_of(data).model()
     if training.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not is_frozen(name, data))
@@ -206,13 +213,17 @@ def initial_model(data: str, seed: int, training: Training) -> nn.Module:
 
 def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Engine:
     """Lay the scenario's model out over ``mesh`` and make its optimizer."""
-    training = scenario.parsed_recipe.training
+    kit, training = scenario.kit, scenario.parsed_recipe.training
     model = initial_model(scenario.data, scenario.seed, training).to(device)
+    if is_workload(scenario.data):
+        same_everywhere(kit, "model", dict(model.named_parameters()))
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     _fill_with_element_numbers(model)
     policy = scenario.parsed_precision.policy()
     module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
-    parameters = {_full_name(n): p for n, p in module.named_parameters()}
+    if is_workload(scenario.data):
+        check_layout(kit, module, values)
+    parameters = {full_name(n): p for n, p in module.named_parameters()}
     index = {n: _read_element_numbers(p) for n, p in parameters.items()}
     for name, parameter in parameters.items():
         _write_values(parameter, values[name], index[name])
@@ -233,20 +244,10 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     return engine
 
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "module.")
-
-
-def _full_name(name: str) -> str:
-    """The name in the full model of a parameter of a wrapped one."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def _make_optimizers(
     scenario: Scenario, parameters: dict[str, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    make = OPTIMIZERS[scenario.optimizer]
+    make = scenario.kit.optimizers[scenario.optimizer]
     return [
         make(order_parameters(scenario.order, [(n, parameters[n]) for n in names]))
         for names in _split(scenario, parameters)

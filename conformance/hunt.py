@@ -18,14 +18,14 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from rich.console import Console
 from rich.text import Text
 
-from ..fixtures import KINDS, dataset_of
+from ..fixtures import KINDS
 from .catalogue import (
     OVERFLOWING_SCALE,
-    SPLIT,
     TARGETS,
     Selection,
     columns,
     fits,
+    split_parameter,
     to_scenario,
 )
 from .law import Status
@@ -79,7 +79,7 @@ class Found:
 def fault_plans(draw: st.DrawFn, world: int, steps: int, data: str) -> str:
     """Up to three faults anywhere in the run."""
     count = draw(st.integers(0, 3))
-    targets = [SPLIT[data] if t == "split" else t for t in TARGETS]
+    targets = [split_parameter(data) if t == "split" else t for t in TARGETS]
     parts = [
         f"{draw(st.sampled_from(sorted(KINDS)))}"
         f"@r{draw(st.sampled_from([*map(str, range(world)), '*']))}"
@@ -96,7 +96,7 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
     row: dict[str, str] = {"when": "never"}  # faults are drawn more freely below
     for column, values in columns(selection).items():
         # what fits pair by pair can be completed: the plainest values go with all
-        open_ = [v for v in values if fits(row | {column: v})]
+        open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
     steps = draw(st.integers(1, MOST_STEPS))
@@ -108,10 +108,9 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
         init_scale=draw(st.sampled_from(SCALES)),
         growth_interval=draw(st.integers(1, 4)),
     )
-    if not scenario.parsed_recipe.enabled:
+    if selection.bare or not scenario.parsed_recipe.enabled:
         return scenario
-    data = dataset_of(scenario.data)
-    faults = draw(fault_plans(scenario.world, steps, data))
+    faults = draw(fault_plans(scenario.world, steps, scenario.data))
     return replace(scenario, faults=faults)
 
 

@@ -92,6 +92,8 @@ class Evidence:
     """The same scenario trained without a scaler, where a law asks for it."""
     parity: Parity | None = None
     """None where the run stopped early."""
+    scaler: bool = True
+    """Whether a scaler was judged; else the stack alone."""
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
         """(step, one trace a rank) for each step that every rank completed."""
@@ -119,6 +121,8 @@ class Law:
     reason: str
     """Why a training run needs it."""
     judge: Judge
+    of_stack: bool = False
+    """Whether it holds of training without a scaler, too."""
 
     @property
     def chapter(self) -> str:
@@ -143,12 +147,14 @@ LAWS: dict[str, Law] = {}
 """Every law by id, in the order of its chapter."""
 
 
-def law(id: str, text: str, reason: str) -> Callable[[Judge], Judge]:
+def law(
+    id: str, text: str, reason: str, *, of_stack: bool = False
+) -> Callable[[Judge], Judge]:
     """Enter the decorated function into :data:`LAWS`."""
 
     def enter(judge: Judge) -> Judge:
         assert id not in LAWS, f"two laws are called {id}"
-        LAWS[id] = Law(id=id, text=text, reason=reason, judge=judge)
+        LAWS[id] = Law(id=id, text=text, reason=reason, judge=judge, of_stack=of_stack)
         return judge
 
     return enter
@@ -157,8 +163,14 @@ def law(id: str, text: str, reason: str) -> Callable[[Judge], Judge]:
 def judge(evidence: Evidence) -> list[Verdict]:
     """Apply every law to ``evidence``."""
     return [
-        Verdict(law=each.id, finding=each.judge(evidence)) for each in LAWS.values()
+        Verdict(law=each.id, finding=_finding(each, evidence)) for each in LAWS.values()
     ]
+
+
+def _finding(law: Law, evidence: Evidence) -> Finding:
+    if evidence.scaler or law.of_stack:
+        return law.judge(evidence)
+    return skipped("a law of scalers, and this run has none")
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -40,7 +40,7 @@ from .oracle import (
     Oracle,
     history_text,
 )
-from .rank import load_scaler
+from .spec import load_scaler
 from .terminal import plain
 
 __all__ = ["MachineSettings", "drive", "histories", "machine"]

@@ -27,7 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, settings in SUITE.items():
         # xdist sends options as plain values: a path stays text
         plain = {k: v for k, v in settings.items() if not _is_path(v)}
-        group.addoption(f"--gradparity-{name}", dest=_dest(name), **plain)
+        dest = plain.pop("dest", name)  # --quick is short for a --preset
+        group.addoption(f"--gradparity-{name}", dest=_dest(dest), **plain)
 
 
 def _is_path(value: object) -> bool:
@@ -40,9 +41,10 @@ def _dest(name: str) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Check what was asked for before anything is collected."""
-    options = {name: config.getoption(_dest(name)) for name in SUITE}
+    plain = {name: how for name, how in SUITE.items() if "dest" not in how}
+    options = {name: config.getoption(_dest(name)) for name in plain}
     changed = [
-        n for n, s in SUITE.items() if options[n] and options[n] != s.get("default")
+        n for n, s in plain.items() if options[n] and options[n] != s.get("default")
     ]
     if not options["scaler"]:
         if changed:

@@ -7,10 +7,8 @@ look at the effect, and one checked collective.
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -22,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..fixtures import (
-    DATASETS,
     LOSS,
     Strike,
     aim,
     inject,
     inject_loss,
+    is_workload,
     local,
     parse_faults,
 )
@@ -38,9 +36,11 @@ from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
 from .probe import probe
 from .recipes import MANUAL_STEP
 from .scenario import Scenario
+from .spec import load_scaler
 from .trace import Decision, Floats, Misuse, Problem, RankTrace, StepTrace
+from .workload import same_everywhere
 
-__all__ = ["JudgedError", "load_scaler", "observe_rank"]
+__all__ = ["JudgedError", "observe_rank"]
 
 
 CHECK_TIMEOUT = timedelta(seconds=10)
@@ -66,53 +66,20 @@ class JudgedError(Exception):
         return f"{where}: {problem.error}"
 
 
-def load_scaler(spec: str, folder: str) -> Any:
-    """The class or factory that ``module:attribute`` names.
-
-    Args:
-        spec: for example ``torch.amp:GradScaler``.
-        folder: put first on the import path, so that a user's own module is found.
-
-    Raises:
-        ValueError: if ``spec`` has another form or names nothing callable.
-    """
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(
-            f"scaler {spec!r} is no module:attribute, such as torch.amp:GradScaler"
-        )
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything: their fault, told
-        raise ValueError(
-            f"scaler {spec!r}: cannot import: {type(error).__name__}: {error}"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ValueError(
-                f"scaler {spec!r}: {found.__name__!r} has no attribute {part!r}"
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"scaler {spec!r} is not callable: {found!r}")
-    return found
-
-
-def observe_rank(scenario: Scenario, spec: str | None, folder: str) -> RankTrace:
+def observe_rank(scenario: Scenario, spec: str, folder: str) -> RankTrace:
     """Train ``scenario`` on this rank and return what was seen.
 
     Args:
         scenario: what to train.
-        spec: the judged scaler, or None to train without one.
-        folder: import path of the judged scaler.
+        spec: the judged scaler, or ``none`` to train without one.
+        folder: import path of the judged scaler and of the workload.
 
     Raises:
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
     """
     world = current_world()
     settle(world.device)
+    factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
     engine = build_engine(scenario, mesh, torch.device(world.device))
@@ -126,8 +93,8 @@ def observe_rank(scenario: Scenario, spec: str | None, folder: str) -> RankTrace
     )
     judged = _Judged(engine, trace)
     strikes = _aim(engine, trace)
-    if spec is not None:
-        judged.construct(load_scaler(spec, folder))
+    if factory is not None:
+        judged.construct(factory)
     for step in range(scenario.steps):
         trace.steps.append(StepTrace(step=step))
         if scenario.parsed_recipe.resume and step == scenario.steps // 2:
@@ -311,7 +278,11 @@ def _backward(engine: Engine, step: int, prepare: Prepare) -> float | None:
     """Loss of one step on this rank; its gradients replace those before."""
     for optimizer in engine.optimizers:
         optimizer.zero_grad()
-    batch = DATASETS[engine.scenario.dataset].batch(step, engine.scenario.seed)
+    kit = engine.scenario.kit
+    batch = kit.batch(step, engine.scenario.seed)
+    if is_workload(kit.name):
+        tensors = {f"tensor {i}": t for i, t in enumerate(batch.tensors)}
+        same_everywhere(kit, "batch", tensors)
     return engine.forward_backward(batch.to(engine.device), prepare)
 
 

@@ -6,13 +6,16 @@ by it. All else must leave the result as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from ..fixtures import Topology, loss
+from ..fixtures import Topology
 
 __all__ = [
+    "BARE_RECIPES",
     "CLIP_NORM",
     "CLIP_VALUE",
     "LR_DECAY",
@@ -22,6 +25,8 @@ __all__ = [
     "Training",
     "is_frozen",
 ]
+
+Loss = Callable[[Any, Any], Tensor]
 
 CLIP_VALUE = 2.0**-8
 """Bound of clipping by value: some gradients of every model here exceed it."""
@@ -46,11 +51,18 @@ class Training:
     losses: int = 1
     """Losses; a second one is the z-loss."""
 
-    def loss(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
-        """The 0-d losses of a micro-batch; shapes as ``fixtures.loss`` takes them."""
-        first = loss(logits, targets)
+    def losses_of(self, loss: Loss, output: Any, targets: Any) -> list[Tensor]:
+        """The 0-d losses of a micro-batch.
+
+        Args:
+            loss: (output, targets) -> the first of them.
+            output: of the model; logits where there is a second loss.
+            targets: as ``loss`` takes them.
+        """
+        first = loss(output, targets)
         if self.losses == 1:
             return [first]
+        logits: Tensor = output
         wide = logits.to(first.dtype)
         return [first, Z_LOSS * wide.logsumexp(-1).square().mean()]
 
@@ -136,6 +148,13 @@ RECIPES: dict[str, Recipe] = {
     "compiled": Recipe(text="torch.compile around the model", compile=True),
 }
 """Training recipes by name."""
+
+BARE_RECIPES = tuple(
+    name
+    for name, recipe in RECIPES.items()
+    if recipe.enabled and recipe.new_scale is None and not name.endswith("unscale")
+)
+"""Recipes that mean something without a scaler."""
 
 MANUAL_STEP = 2
 """The step, from 0, whose ``update`` is given a scale where a recipe says so."""

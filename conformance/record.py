@@ -16,9 +16,10 @@ import msgspec
 import torch
 
 from .. import __version__
-from ..fixtures import DATASETS
+from ..fixtures import DATASETS, is_workload, kit_of
 from .devices import Devices
 from .law import Evidence, Verdict
+from .observe import digest
 from .place import Place
 from .report import SCHEMA_VERSION, CaseRecord, Curves, Header, Number, VerdictRecord
 from .runner import Case
@@ -75,11 +76,19 @@ def make_header(
         seed=seed,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         planned=planned,
-        data={name: DATASETS[name].fingerprint() for name in sorted(set(data))},
+        data={name: _fingerprint(name) for name in sorted(set(data))},
         environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
         launcher=msgspec.structs.replace(place.launcher(), restarts=restarts),
         gpus=tuple(place.gpu_names()),
     )
+
+
+def _fingerprint(data: str) -> str:
+    """Of a data set the hash of all of it, of a workload that of its first batch."""
+    if not is_workload(data):
+        return DATASETS[data].fingerprint()
+    tensors = kit_of(data).batch(0, 0).tensors
+    return "-".join(digest(tensor) for tensor in tensors)
 
 
 def command_line(arguments: Sequence[str]) -> str:

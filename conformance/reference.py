@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..fixtures import (
-    DATASETS,
-    OPTIMIZERS,
     PRECISIONS,
     Batch,
     Precision,
-    dataset_of,
+    kit_of,
 )
 from .engine import initial_model
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training
@@ -136,10 +134,11 @@ class _Run:
         self.variant = variant
         self.precision: Precision = PRECISIONS[precision]
         dtype = torch.float64 if variant.double else torch.float32
+        self.kit = kit_of(key.data)
         self.model = initial_model(key.data, key.seed, key.training).to(dtype)
         # one a parameter: the schedule tells parameters and not optimizers apart
         self.optimizers = {
-            name: OPTIMIZERS[key.optimizer]([(name, parameter)])
+            name: self.kit.optimizers[key.optimizer]([(name, parameter)])
             for name, parameter in self.model.named_parameters()
         }
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
@@ -178,27 +177,29 @@ class _Run:
             torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
 
     def _batch(self, step: int) -> Batch:
-        batch = DATASETS[dataset_of(self.key.data)].batch(step, self.key.seed)
-        if self.variant.double and batch.inputs.is_floating_point():
-            batch = Batch(inputs=batch.inputs.double(), targets=batch.targets)
+        batch = self.kit.batch(step, self.key.seed)
+        if self.variant.double:
+            batch = batch.map(lambda t: t.double() if t.is_floating_point() else t)
         if self.variant.reverse_rows:
-            batch = Batch(inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))
+            batch = batch.map(lambda t: t.flip(0))
         return batch
 
     def _pass(self, batch: Batch, factor: float) -> float:
         with self.precision.autocast("cpu"):
-            losses = self.key.training.loss(self._forward(batch.inputs), batch.targets)
+            output = self._forward(batch.inputs)
+            losses = self.key.training.losses_of(self.kit.loss, output, batch.targets)
         value = torch.stack(losses).sum() * self.key.magnitude
         (value * factor).backward()
         return value.item()
 
-    def _forward(self, inputs: Tensor) -> Any:
+    def _forward(self, inputs: Any) -> Any:
         dtype = self.precision.parameter_dtype
         if dtype is None:
             return self.model(inputs)
         narrow = {n: p.to(dtype) for n, p in self.model.named_parameters()}
-        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-        return functional_call(self.model, narrow, (inputs,))
+        batch = Batch(inputs=inputs, targets=())
+        narrowed = batch.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return functional_call(self.model, narrow, (narrowed.inputs,))
 
     def _unscale(self, scale: float) -> None:
         for parameter in self.model.parameters():

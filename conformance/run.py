@@ -17,14 +17,16 @@ from .devices import Devices
 from .law import worst_of
 from .page import write_page
 from .place import place_of
-from .rank import load_scaler
+from .recipes import BARE_RECIPES
 from .record import case_record, command_line, make_header
 from .report import CaseRecord, ReportWriter, read_report
 from .resume import Earlier, earlier_attempt
 from .runner import Runner
 from .scenario import Scenario
+from .spec import NO_SCALER, load_scaler
 from .spmd import REPORT_NOTE
 from .terminal import Ticker, plain, print_report, progress
+from .workload import check_workloads
 
 __all__ = ["EXIT_CODES", "RunSettings", "run"]
 
@@ -67,16 +69,35 @@ class RunSettings:
                 )
         if not self.timeout_s > 0:
             raise ValueError(f"the timeout must be positive, got {self.timeout_s}")
+        if NO_SCALER in self.scalers and len(set(self.scalers)) > 1:
+            raise ValueError(
+                f"--scaler {NO_SCALER} trains in scenarios of its own: give no other "
+                "--scaler beside it"
+            )
 
     def chosen(self) -> list[Scenario]:
         """The scenarios to run.
 
         Raises:
-            ValueError: for unknown names or ids, or parts that do not go together.
+            ValueError: for unknown names or ids, parts that do not go together, or a
+                workload that breaks its protocol.
         """
-        if self.scenarios:
-            return [Scenario.parse(text) for text in self.scenarios]
+        chosen = self._asked() if self.scenarios else self._selected()
+        check_workloads(chosen)
+        return list(dict.fromkeys(chosen))
+
+    def _selected(self) -> list[Scenario]:
         return select(self.preset, self.selection)
+
+    def _asked(self) -> list[Scenario]:
+        chosen = [Scenario.parse(text) for text in self.scenarios]
+        lost = [s for s in chosen if not s.trains_alone]
+        if NO_SCALER in self.scalers and lost:
+            raise ValueError(
+                f"{lost[0].id} cannot be trained without a scaler: choose no faults "
+                f"and one of the recipes {', '.join(BARE_RECIPES)}"
+            )
+        return chosen
 
 
 def run(settings: RunSettings, console: Console, station: Station | None = None) -> int:
@@ -90,7 +111,7 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
     Raises:
         ValueError: for bad usage, before anything is started.
     """
-    scenarios = list(dict.fromkeys(settings.chosen()))
+    scenarios = settings.chosen()
     scalers = list(dict.fromkeys(settings.scalers))
     folder = os.getcwd()
     for spec in scalers:

@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 
+from ..fixtures import WorkloadError, is_workload
 from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
 from .devices import Devices
@@ -24,7 +25,9 @@ from .parity import Parity, measure_parity
 from .place import Place, Pool
 from .rank import JudgedError, observe_rank
 from .scenario import Scenario
+from .spec import NO_SCALER
 from .trace import Problem, RankTrace
+from .workload import check_whole
 
 __all__ = ["Case", "Runner"]
 
@@ -68,6 +71,7 @@ class Runner:
         self.folder = folder
         self.place = place or Pool(Devices(), timeout_s)
         self._bare: dict[Scenario, tuple[RankTrace, ...]] = {}
+        self._stacks: dict[Scenario, Case | None] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -95,8 +99,14 @@ class Runner:
         if not_runnable:
             return _not_run(spec, scenario, not_runnable)
         try:
+            stack = self._stack_fault(spec, scenario)
+            if stack is not None:
+                return replace(stack, scaler=spec, scenario=scenario)
             evidence = self._evidence(spec, scenario, parity)
             verdicts = judge(evidence)
+        except WorkloadError as error:  # its layout, seen from all ranks together
+            problem = str(error)
+            verdicts = _no_verdicts(problem)
         except WorldFailure as failure:
             problem = _root_cause(failure)
             verdicts = _no_verdicts(problem)
@@ -115,32 +125,78 @@ class Runner:
 
     def _evidence(self, spec: str, scenario: Scenario, measured: bool) -> Evidence:
         traces = self._observe(spec, scenario)
+        check_whole(scenario, traces)
         complete = all(t.completed == scenario.steps for t in traces)
         parity: Parity | None = None
         if complete and measured:
             with _threads(self.place.threads):
                 parity = measure_parity(scenario, traces)
         bare = None
-        if complete and scenario.precision == "fp32" and scenario.faults == "none":
+        judged = spec != NO_SCALER and scenario.faults == "none"
+        if complete and judged and scenario.precision == "fp32":
             bare = self._bare_run(scenario)
-        return Evidence(scenario=scenario, ranks=traces, bare=bare, parity=parity)
+        return Evidence(
+            scenario=scenario,
+            ranks=traces,
+            bare=bare,
+            parity=parity,
+            scaler=spec != NO_SCALER,
+        )
+
+    def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
+        """The case to tell where a user's own workload is wrong without any scaler.
+
+        A scaler is not accused of what its stack does without it.
+        """
+        if spec == NO_SCALER or not is_workload(scenario.data):
+            return None
+        alone = _without_scaler(scenario)
+        if alone not in self._stacks:
+            self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
+        return self._stacks[alone]
 
     def _bare_run(self, scenario: Scenario) -> tuple[RankTrace, ...]:
-        # without a scaler its settings do not matter: share the run
-        key = replace(scenario, init_scale=1.0, growth_interval=1)
+        key = _without_scaler(scenario)
         if key not in self._bare:
             results = self.place.ranks(key.world).run(
-                observe_rank, key, None, self.folder
+                observe_rank, key, NO_SCALER, self.folder
             )
             self._bare[key] = tuple(results)
         return self._bare[key]
 
     def _observe(self, spec: str, scenario: Scenario) -> tuple[RankTrace, ...]:
-        ranks = self.place.ranks(scenario.world)
         try:
+            if spec == NO_SCALER:
+                return self._bare_run(scenario)
+            ranks = self.place.ranks(scenario.world)
             return tuple(ranks.run(observe_rank, scenario, spec, self.folder))
         except WorldFailure as failure:
-            return _traces_of(failure)
+            return _traces_of(failure, judged=spec != NO_SCALER)
+
+
+def _without_scaler(scenario: Scenario) -> Scenario:
+    """The run without a scaler, whose settings then do not matter: one is shared."""
+    return replace(scenario, init_scale=1.0, growth_interval=1, faults="none")
+
+
+def _unjudged(stack: Case) -> Case | None:
+    """The case of any scaler on a stack that is wrong by itself, or None."""
+    wrong = [v for v in stack.verdicts if v.status in (Status.FAIL, Status.ERROR)]
+    if not wrong:
+        return None
+    why = stack.problem or f"{wrong[0].law}: {wrong[0].finding.message}"
+    text = (
+        f"the stack is wrong without any scaler (--scaler {NO_SCALER}, "
+        f"{stack.scenario.id}): {why}"
+    )
+    broke = stack.status is Status.ERROR
+    status = Status.ERROR if broke else Status.INCONCLUSIVE
+    return replace(
+        stack,
+        verdicts=tuple(_no_verdicts(text, status)),
+        evidence=None,
+        problem=text if broke else "",
+    )
 
 
 @contextmanager
@@ -157,15 +213,21 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _traces_of(failure: WorldFailure) -> tuple[RankTrace, ...]:
-    """What can be known of a world that failed because of the judged scaler.
+def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
+    """What can be known of a world that failed because of what is judged.
+
+    Args:
+        failure: of a run.
+        judged: whether there was a scaler, whose a hang then is.
 
     Raises:
-        WorldFailure: if the failure is not the scaler's.
+        WorldFailure: if the failure is neither the scaler's nor a stray collective.
     """
     states = {outcome.state for outcome in failure.outcomes}
-    judged = isinstance(failure.root.exception, JudgedError)
-    if states & _LOST or not (judged or RankState.HUNG in states):
+    told = isinstance(failure.root.exception, JudgedError)
+    own = isinstance(failure.root.exception, WorkloadError)
+    hung = judged and RankState.HUNG in states
+    if own or states & _LOST or not (told or hung):
         raise failure
     return tuple(_trace_of(outcome) for outcome in failure.outcomes)
 

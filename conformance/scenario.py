@@ -13,19 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..fixtures import (
-    MODELS,
-    OPTIMIZERS,
     ORDERS,
     PRECISIONS,
-    TOPOLOGIES,
     Fault,
+    Kit,
     Precision,
     Topology,
     dataset_of,
+    kit_of,
     parse_faults,
 )
 from .constraints import why_not
-from .recipes import RECIPES, Recipe
+from .recipes import BARE_RECIPES, RECIPES, Recipe
 
 __all__ = ["Scenario"]
 
@@ -45,7 +44,8 @@ class Scenario:
     faults: str = "none"
     """A fault plan, see ``fixtures.parse_faults``."""
     data: str = field(default="digits", metadata={"key": "data"})
-    """A key of ``fixtures.MODELS``; its first word names the data set."""
+    """A key of ``fixtures.MODELS``; its first word names the data set. Or a user's own
+    workload as ``module:attribute``, whose topologies and optimizer then hold."""
     steps: int = field(default=8, metadata={"key": "steps"})
     """Training steps."""
     seed: int = field(default=0, metadata={"key": "seed"})
@@ -66,7 +66,7 @@ class Scenario:
     """Good steps between two growths."""
 
     def __post_init__(self) -> None:
-        for name, table in _TABLES.items():
+        for name, table in self._tables().items():
             value = getattr(self, name)
             if value not in table:
                 raise ValueError(
@@ -81,9 +81,14 @@ class Scenario:
             raise ValueError(f"a scenario takes at least 1 step, got {self.steps}")
 
     @property
+    def kit(self) -> Kit:
+        """Model, batches, loss, topologies and optimizers."""
+        return kit_of(self.data)
+
+    @property
     def parsed_topology(self) -> Topology:
         """The topology itself."""
-        return TOPOLOGIES[self.topology]
+        return self.kit.topologies[self.topology]
 
     @property
     def parsed_precision(self) -> Precision:
@@ -146,21 +151,26 @@ class Scenario:
         """Key of ``fixtures.DATASETS``: what the model is trained on."""
         return dataset_of(self.data)
 
+    @property
+    def trains_alone(self) -> bool:
+        """Whether it means something without a scaler."""
+        return self.faults == "none" and self.recipe in BARE_RECIPES
+
     def not_runnable(self) -> str:
         """Why the parts do not go together, or the empty string."""
         if not self.parsed_recipe.enabled and self.faults != "none":
             return "a disabled scaler has no answer to bad gradients: choose no faults"
-        return why_not({name: getattr(self, name) for name in _TABLES})
+        choices = {name: getattr(self, name) for name in self._tables()}
+        return why_not(self.kit, {**choices, "data": self.data})
 
-
-_TABLES: dict[str, Any] = {
-    "topology": TOPOLOGIES,
-    "precision": PRECISIONS,
-    "optimizer": OPTIMIZERS,
-    "data": MODELS,
-    "order": ORDERS,
-    "recipe": RECIPES,
-}
+    def _tables(self) -> dict[str, Any]:
+        return {
+            "topology": self.kit.topologies,
+            "precision": PRECISIONS,
+            "optimizer": self.kit.optimizers,
+            "order": ORDERS,
+            "recipe": RECIPES,
+        }
 
 
 def _plain(value: object) -> str:

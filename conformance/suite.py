@@ -22,12 +22,12 @@ from .catalogue import Selection
 from .devices import Devices
 from .page import write_page
 from .place import Pool
-from .rank import load_scaler
 from .record import case_record, make_header
 from .report import CaseRecord, ReportWriter, read_report
 from .run import RunSettings
 from .runner import Runner
 from .scenario import Scenario
+from .spec import NO_SCALER, load_scaler
 from .terminal import facts
 
 __all__ = ["Suite"]
@@ -58,7 +58,7 @@ class Suite:
             )
         self.config = config
         self.settings = _settings(options)
-        self.scenarios = list(dict.fromkeys(self.settings.chosen()))
+        self.scenarios = self.settings.chosen()
         self.scalers = list(dict.fromkeys(self.settings.scalers))
         for spec in self.scalers:
             load_scaler(spec, os.getcwd())
@@ -163,6 +163,8 @@ def _settings(options: Mapping[str, Any]) -> RunSettings:
             optimizers=options["optimizer"],
             world=options["world-size"],
             seed=options["seed"],
+            workload=options["workload"],
+            bare=options["scaler"] == [NO_SCALER],
         ),
         preset=options["preset"],
         scenarios=options["scenario"],

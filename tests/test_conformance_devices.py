@@ -211,7 +211,7 @@ def moves_of_a_run(scenario: Scenario) -> list[str]:
 
     Batch.to = noted  # type: ignore[method-assign]  # this process is a rank of its own
     try:
-        rank_module.observe_rank(scenario, None, ".")
+        rank_module.observe_rank(scenario, "none", ".")
     finally:
         Batch.to = move  # type: ignore[method-assign]
     return moves

@@ -96,7 +96,12 @@ def growth(evidence: Evidence) -> Finding:
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 
-@law("agreement.skip", "At every step either all ranks step or all ranks skip.", DRIFT)
+@law(
+    "agreement.skip",
+    "At every step either all ranks step or all ranks skip.",
+    DRIFT,
+    of_stack=True,
+)
 def skip(evidence: Evidence) -> Finding:
     """Compare the effect on the local parameters, optimizer by optimizer."""
     return _first_split(
@@ -109,6 +114,7 @@ def skip(evidence: Evidence) -> Finding:
     "After every step all replicas of a parameter are bitwise equal.",
     "Replicas that differ are different models; the difference is hidden once the "
     "scales are equal again (B01d).",
+    of_stack=True,
 )
 def replicas(evidence: Evidence) -> Finding:
     """Compare digests of parameters that hold the same elements."""

@@ -38,6 +38,7 @@ def _text(collectives: list[str]) -> str:
     "collectives.no-crosstalk",
     "A collective issued after the step returns the right number on every rank.",
     "A stray collective of the scaler pairs with the user's and corrupts it silently.",
+    of_stack=True,
 )
 def no_crosstalk(evidence: Evidence) -> Finding:
     """Look at the checked all-reduce that follows every step."""

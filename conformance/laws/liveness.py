@@ -10,6 +10,7 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, rank_li
     "Every call of a legal training step returns on every rank.",
     "A scaler that raises or hangs on a mesh cannot be used on it; one rank that stops "
     "leaves the others waiting in a collective.",
+    of_stack=True,
 )
 def completes(evidence: Evidence) -> Finding:
     """No rank may have stopped early."""

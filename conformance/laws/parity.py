@@ -58,6 +58,7 @@ def _where(row: ParityRow) -> str:
     "Every unscaled gradient that the optimizer sees is as near to fp64 as a correct "
     "single-process run of that precision.",
     REASON + " Gradients are compared since Adam hides a wrong factor.",
+    of_stack=True,
 )
 def gradient(evidence: Evidence) -> Finding:
     """Local gradients of every rank at every step that was not skipped."""
@@ -69,6 +70,7 @@ def gradient(evidence: Evidence) -> Finding:
     "Every parameter has moved as far and as exactly as in a correct single-process "
     "run that skips the same steps.",
     REASON,
+    of_stack=True,
 )
 def update(evidence: Evidence) -> Finding:
     """Local parameters minus their initial values."""
@@ -79,6 +81,7 @@ def update(evidence: Evidence) -> Finding:
     "parity.loss",
     "The loss of every step is as near to fp64 as in a correct single-process run.",
     REASON,
+    of_stack=True,
 )
 def loss(evidence: Evidence) -> Finding:
     """Mean of the ranks' losses."""

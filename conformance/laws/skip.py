@@ -43,6 +43,7 @@ def nobody_steps(evidence: Evidence) -> Finding:
     "When all gradients are finite on all ranks, every rank steps.",
     "A step that is skipped without cause is lost data, and lost on one rank only it "
     "is drift.",
+    of_stack=True,
 )
 def everybody_steps(evidence: Evidence) -> Finding:
     """Every rank that holds elements has changed at a good step."""

@@ -1,0 +1,343 @@
+"""Workloads with one fault each; the docstring names it."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel as tp
+from torch.nn.parallel import DistributedDataParallel
+
+Batch = tuple[Tensor, Tensor]
+Named = list[tuple[str, nn.Parameter]]
+
+
+class Right:
+    """No fault: gradients averaged by hooks, linear layers split over ``tp``."""
+
+    meshes: object = ({"dp": 2}, {"dp": 2, "tp": 2})
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def batch(self, step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.randn(16, 8, generator=generator)
+        return x, x.abs()[:, :4]
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, targets)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if "tp" in (mesh.mesh_dim_names or ()):
+            plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+            tp.parallelize_module(model, mesh["tp"], plan)
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, n=name: self.reduce(n, p, mesh["dp"])
+            )
+        return model
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        part = getattr(gradient, "_local_tensor", gradient)
+        dist.all_reduce(part, group=mesh.get_group())
+        part /= mesh.size()
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1)
+
+
+class Nested(Right):
+    """No fault: batches are dicts and tuples, one tensor whole numbers; DDP."""
+
+    meshes = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return Embedding()
+
+    def batch(self, step: int, seed: int) -> tuple[dict[str, object], list[Tensor]]:  # type: ignore[override]  # the protocol allows it
+        x, y = super().batch(step, seed)
+        return {"x": x, "more": (x.argmax(1),)}, [y]
+
+    def loss(self, output: dict[str, Tensor], targets: list[Tensor]) -> Tensor:  # type: ignore[override]  # as above
+        return nn.functional.mse_loss(output["y"], targets[0])
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for _, p in parameters], lr=1e-3)
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: dict[str, object]) -> dict[str, Tensor]:
+        x, (index,) = inputs["x"], inputs["more"]  # type: ignore[misc]  # as Nested makes it
+        return {"y": self.head(x * self.table(index))}  # type: ignore[has-type]  # as above
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# - Wrong stacks: the run shows it
+
+
+class ForgetsAllReduce(Right):
+    """No gradient is averaged."""
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        pass
+
+
+class ForgetsOneBias(Right):
+    """The last bias is not averaged."""
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        if name != "2.bias":
+            super().reduce(name, parameter, mesh)
+
+
+class SumsForMean(Right):
+    """Gradients are summed over the ranks, not averaged."""
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        super().reduce(name, parameter, mesh)
+        assert parameter.grad is not None
+        parameter.grad *= mesh.size()
+
+
+class SlightlyOff(Right):
+    """One weight's gradient is a thousandth too large."""
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        super().reduce(name, parameter, mesh)
+        if name == "0.weight":
+            assert parameter.grad is not None
+            parameter.grad *= 1.001
+
+
+class BiasOnOneRank(Right):
+    """A bias that is on all ranks is trained on the first one alone."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        mine = [(n, p) for n, p in parameters if n != "2.bias" or not rank()]
+        return super().optimizer(mine)
+
+
+class StrayCollective(Right):
+    """Rank 1 sends one all-reduce more at the end of each optimizer step."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        made = super().optimizer(parameters)
+        if rank():
+            made.register_step_post_hook(
+                lambda *_: dist.all_reduce(torch.ones(1), async_op=True) and None
+            )
+        return made
+
+
+# - Stacks that break on the ranks
+
+
+class OtherModelOnRank1(Right):
+    """Rank 1 makes another model."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(rank())
+        return super().model()
+
+
+class OtherBatchOnRank1(Right):
+    """Rank 1 takes other rows."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        return super().batch(step, seed + rank())
+
+
+class RaisesOnRank1(Right):
+    """``parallelize`` raises on rank 1 while rank 0 goes on."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if rank():
+            raise RuntimeError("no such layer")
+        return super().parallelize(model, mesh)
+
+
+class BackwardRaises(Right):
+    """A hook raises in backward on the ranks."""
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        raise RuntimeError("out of buckets")
+
+
+class Initialises(Right):
+    """``parallelize`` draws new weights."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        nn.init.normal_(dict(model.named_parameters())["0.weight"])
+        return super().parallelize(model, mesh)
+
+
+class Renames(Right):
+    """``parallelize`` returns parameters of other names."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return nn.ModuleDict({"inner": super().parallelize(model, mesh)})
+
+
+class LosesHalf(Right):
+    """Each rank keeps the same half of a weight; the other half is nowhere."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, nn.Sequential)
+        first, last = model[0], model[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(last, nn.Linear)
+        first.weight = nn.Parameter(first.weight.detach()[:4].clone())
+        first.bias = nn.Parameter(first.bias.detach()[:4].clone())
+        last.weight = nn.Parameter(last.weight.detach()[:, :4].clone())
+        return super().parallelize(model, mesh)
+
+
+class Dies(Right):
+    """A rank ends in forward."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        if rank():
+            os._exit(9)
+        return super().loss(output, targets)
+
+
+# - Bad input: told before anything is started
+
+
+class NoOptimizer:
+    """Lacks a call."""
+
+    meshes = ({"dp": 2},)
+    model = batch = loss = parallelize = Right.model
+
+
+class PipelineAxis(Right):
+    """Asks for a pipeline, which the protocol has not."""
+
+    meshes = ({"pp": 2},)
+
+
+class RandomModel(Right):
+    """Draws its weights from a generator of its own."""
+
+    def model(self) -> nn.Module:
+        found = super().model()
+        nn.init.normal_(found[0].weight, generator=_UNSEEDED)  # type: ignore[index]  # it is a Sequential
+        return found
+
+
+class RandomBatch(Right):
+    """Takes no heed of the seed."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x = torch.randn(16, 8, generator=_UNSEEDED)
+        return x, x[:, :4]
+
+
+_UNSEEDED = torch.Generator()
+
+
+class UnevenBatch(Right):
+    """Inputs and targets have not the same rows."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        return x, y[:8]
+
+
+class SixRows(Right):
+    """A batch that ranks and micro-batches cannot share."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        return x[:6], y[:6]
+
+
+class OneTensor(Right):
+    """A batch without targets."""
+
+    def batch(self, step: int, seed: int) -> Tensor:  # type: ignore[override]  # the fault
+        return torch.zeros(16, 8)
+
+
+class WrongShapes(Right):
+    """The model does not take the batch."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        return torch.zeros(16, 9), torch.zeros(16, 4)
+
+
+class LossPerRow(Right):
+    """The loss is no scalar."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).square().mean(1)
+
+
+class SummedLoss(Right):
+    """The loss is a sum over the rows."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(output, targets) * len(output)
+
+
+class BatchNorm(Right):
+    """The rows of a batch know of each other."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+class Dropout(Right):
+    """Forward is random."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
+
+
+class UnusedLayer(Right):
+    """A layer that no gradient reaches."""
+
+    def model(self) -> nn.Module:
+        found = super().model()
+        found.spare = nn.Linear(2, 2)
+        return _Uses(found)
+
+
+class _Uses(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.used, self.spare = inner[0], inner.spare  # type: ignore[index]  # a Sequential
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.used(x))
+        return found
+
+
+class HalfModel(Right):
+    """The model is not in fp32."""
+
+    def model(self) -> nn.Module:
+        return super().model().half()
+
+
+class LeavesOut(Right):
+    """The optimizer forgets biases."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return super().optimizer([(n, p) for n, p in parameters if "bias" not in n])
