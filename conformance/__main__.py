@@ -111,11 +111,15 @@ def _hunt(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .hunt import HuntSettings, hunt
-    from .spec import load_scaler
+    from .spec import load_scaler, refuse_mixed
+    from .workload import check_workload
 
     scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
+    refuse_mixed(scalers)
     for scaler in scalers:
         load_scaler(scaler, os.getcwd())
+    if parsed.workload:
+        check_workload(_selection(parsed).workload)
     codes = []
     for number, scaler in enumerate(scalers, 1):
         settings = HuntSettings(
@@ -140,14 +144,16 @@ def _machine(parsed: argparse.Namespace) -> int:
     from .oracle import parse_history
     from .spec import load_scaler
 
-    (scaler,) = parsed.scaler or [DEFAULT_SCALER]
+    scaler, *more = parsed.scaler or [DEFAULT_SCALER]
+    if more:
+        raise ValueError("a machine drives one scaler: give --scaler once")
     load_scaler(scaler, os.getcwd())
     history = parsed.history and parse_history(parsed.history, parsed.world_size)
     settings = MachineSettings(
         scaler=scaler,
         folder=os.getcwd(),
         world=parsed.world_size,
-        budget_s=parsed.budget_s,
+        budget_s=parsed.budget,
         history=history or (),
     )
     return machine(settings, Console())

@@ -75,21 +75,27 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _add_hunt(commands: Commands) -> None:
-    hunt = commands.add_parser("hunt", help="search for a violation, shrink it")
-    _add(hunt, _JUDGED, _SELECTION)
-    hunt.add_argument(
-        "--budget",
-        type=_seconds,
-        default=60.0,
-        metavar="TIME",
-        help="time to search for each scaler, as 60s, 5m or 1h (60s)",
+    hunt = commands.add_parser(
+        "hunt", help="search scenarios and call histories, shrink what fails"
     )
+    _add(hunt, _JUDGED, _SELECTION)
+    _add_budget(hunt, "time to search for each scaler, half of it call histories")
     hunt.add_argument(
         "--script",
         type=Path,
         default=Path("violation.py"),
         metavar="FILE",
         help="where to write a violation as a script that needs only torch",
+    )
+
+
+def _add_budget(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument(
+        "--budget",
+        type=_seconds,
+        default=60.0,
+        metavar="TIME",
+        help=f"{text}; as 60s, 5m or 1h (60s)",
     )
 
 
@@ -115,6 +121,7 @@ def _add_machine(commands: Commands) -> None:
         "machine", help="call histories on all ranks against an oracle"
     )
     _add(machine, _JUDGED, _MACHINE)
+    _add_budget(machine, "time to search")
 
 
 def _add_mutants(commands: Commands) -> None:
@@ -234,12 +241,6 @@ _RUN: Options = {
 }
 _MACHINE: Options = {
     "world-size": {"type": int, "default": 2, "metavar": "N", "help": "ranks (2)"},
-    "budget-s": {
-        "type": float,
-        "default": 60.0,
-        "metavar": "S",
-        "help": "seconds to search (60)",
-    },
     "history": {
         "default": "",
         "metavar": "CALLS",

@@ -2,7 +2,8 @@
 
 Steps: draw a scenario from the fixtures' tables; run it on warm clusters; if a law
 fails, let hypothesis shrink towards the first entry of every table (fewest ranks, fp32,
-SGD, no fault); tell the smallest one as a line that ``gradparity replay`` takes.
+SGD, no fault); tell the smallest one as a line that ``gradparity replay`` takes. Then,
+for the other half of the time, the same with call histories (``machine``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .catalogue import (
     to_scenario,
 )
 from .law import Status
+from .machine import MachineSettings, machine
 from .record import replay_command
 from .runner import Case, Runner
 from .scenario import Scenario
@@ -51,7 +53,7 @@ class HuntSettings:
     selection: Selection
     folder: str
     budget_s: float
-    """Seconds to draw scenarios; shrinking a violation may take as long again."""
+    """Seconds to draw; shrinking a violation may take as long again."""
     database: str = ".hypothesis/gradparity"
     """Folder in which failures are kept; they are tried first next time."""
     timeout_s: float = 60.0
@@ -61,6 +63,11 @@ class HuntSettings:
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
             raise ValueError(f"the budget must be positive, got {self.budget_s}")
+
+    @property
+    def histories(self) -> bool:
+        """Whether call histories are hunted, too: with parameters of their own."""
+        return not self.selection.bare and not self.selection.workload
 
 
 @dataclass(kw_only=True)
@@ -115,11 +122,26 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
 
 
 def hunt(settings_: HuntSettings, console: Console) -> int:
-    """Search until the budget is spent or a violation is shrunk.
+    """Search scenarios and call histories, each until its half of the budget is spent.
 
     Returns:
-        0 nothing found, 1 a violation, 3 nothing could be judged.
+        0 nothing found, 1 a violation or a departure, 3 one search could judge nothing.
     """
+    if not settings_.histories:
+        return _hunt_scenarios(settings_, console)
+    half = replace(settings_, budget_s=settings_.budget_s / 2)
+    searched = MachineSettings(
+        scaler=settings_.scaler,
+        folder=settings_.folder,
+        world=settings_.selection.world or MachineSettings.world,
+        budget_s=half.budget_s,
+        database=f"{settings_.database}-machine",
+    )
+    return max(_hunt_scenarios(half, console), machine(searched, console))
+
+
+def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
+    """Search until the budget is spent or a violation is shrunk."""
     found = Found()
     with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:
         end = time.monotonic() + settings_.budget_s

@@ -40,7 +40,7 @@ from .oracle import (
     Oracle,
     history_text,
 )
-from .spec import load_scaler
+from .spec import NO_SCALER, load_scaler
 from .terminal import plain
 
 __all__ = ["MachineSettings", "drive", "histories", "machine"]
@@ -269,6 +269,8 @@ class MachineSettings:
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
             raise ValueError(f"the budget must be positive, got {self.budget_s}")
+        if self.scaler == NO_SCALER:
+            raise ValueError("call histories are those of a scaler: name one")
         if self.world < 1:
             raise ValueError(f"a world has at least 1 rank, got {self.world}")
 

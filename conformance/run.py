@@ -23,7 +23,7 @@ from .report import CaseRecord, ReportWriter, read_report
 from .resume import Earlier, earlier_attempt
 from .runner import Runner
 from .scenario import Scenario
-from .spec import NO_SCALER, load_scaler
+from .spec import NO_SCALER, load_scaler, refuse_mixed
 from .spmd import REPORT_NOTE
 from .terminal import Ticker, plain, print_report, progress
 from .workload import check_workloads
@@ -69,11 +69,7 @@ class RunSettings:
                 )
         if not self.timeout_s > 0:
             raise ValueError(f"the timeout must be positive, got {self.timeout_s}")
-        if NO_SCALER in self.scalers and len(set(self.scalers)) > 1:
-            raise ValueError(
-                f"--scaler {NO_SCALER} trains in scenarios of its own: give no other "
-                "--scaler beside it"
-            )
+        refuse_mixed(self.scalers)
 
     def chosen(self) -> list[Scenario]:
         """The scenarios to run.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ..fixtures import named
 
-__all__ = ["NO_SCALER", "import_from", "load_scaler"]
+__all__ = ["NO_SCALER", "import_from", "load_scaler", "refuse_mixed"]
 
 NO_SCALER = "none"
 """As a scaler: train without one and judge the stack alone."""
@@ -36,3 +37,16 @@ def import_from(folder: str) -> None:
     """Put ``folder`` first on the import path."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
+
+
+def refuse_mixed(specs: Sequence[str]) -> None:
+    """Refuse ``none`` beside scalers: it trains in scenarios of its own.
+
+    Raises:
+        ValueError: says so.
+    """
+    if NO_SCALER in specs and len(set(specs)) > 1:
+        raise ValueError(
+            f"--scaler {NO_SCALER} trains in scenarios of its own: give no other "
+            "--scaler beside it"
+        )

@@ -10,6 +10,8 @@ from rich.console import Console
 from gradparity.conformance import Scenario
 from gradparity.conformance.catalogue import Selection
 from gradparity.conformance.hunt import HuntSettings, hunt
+from gradparity.conformance.machine import MachineSettings, machine
+from gradparity.conformance.oracle import parse_history
 
 MODULE = "gradparity.fixtures.faulty"
 
@@ -35,17 +37,37 @@ def test_a_planted_fault_is_found_and_shrunk_to_one_step(tmp_path: Path) -> None
     code, output = hunted("ForgetsToUnscale", 20, tmp_path)
     assert code == 1, output
     assert "violation of" in output
-    line = output.splitlines()[-1]
-    words = shlex.split(line)
+    words = _line(output, " replay ")
     scenario = Scenario.parse(words[words.index("replay") + 1])
     assert scenario.steps == 1
     assert scenario.faults == "none"
 
 
+def _line(output: str, word: str) -> list[str]:
+    return shlex.split(next(line for line in output.splitlines() if word in line))
+
+
+def test_call_histories_are_hunted_too_and_told_as_a_line(tmp_path: Path) -> None:
+    code, output = hunted("UnscalesTwice", 12, tmp_path)
+    assert code == 1, output
+    words = _line(output, " machine ")
+    (scaler, history) = (
+        words[words.index(f"--{o}") + 1] for o in ("scaler", "history")
+    )
+    again = MachineSettings(
+        scaler=scaler, folder=".", history=parse_history(history, 2)
+    )
+    told = io.StringIO()
+    assert machine(again, Console(file=told, width=200)) == 1
+    assert "departure from the oracle" in told.getvalue()
+
+
 def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
-    code, output = hunted("PlainScaler", 3, tmp_path)
+    code, output = hunted("PlainScaler", 4, tmp_path)
     assert code == 0, output
-    assert int(output.split()[0]) > 0
+    assert all(int(line.split()[0]) > 0 for line in output.splitlines())
+    assert "scenarios tried" in output
+    assert "histories tried" in output
 
 
 def test_a_budget_must_be_positive() -> None:
