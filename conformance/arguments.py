@@ -161,7 +161,7 @@ def _add_small(commands: Commands) -> None:
     compare.add_argument("before", type=Path, metavar="BEFORE")
     compare.add_argument("after", type=Path, metavar="AFTER")
     bench = commands.add_parser("bench", help="benchmarks, from a source checkout")
-    bench.add_argument("what", choices=("scaler", "harness"))
+    bench.add_argument("what", choices=("scaler", "harness", "scale"))
     bench.add_argument("rest", nargs=argparse.REMAINDER)
 
 

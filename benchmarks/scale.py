@@ -1,0 +1,458 @@
+"""Many ranks: what a step of the scaler costs as the world grows.
+
+    python benchmarks/scale.py [--quick] [--json FILE]
+    python benchmarks/scale.py --tables FILE
+
+1. Real: 2 to 32 gloo processes here, the agreement and a step of FSDP2 training, with
+   torch's scaler beside ours: collectives, bytes, time, memory; then one scenario of
+   the catalogue.
+2. In one process: every rank of 256 and 1024 on meshes of one to four axes
+   (``simulated_ranks.py``).
+3. On paper: an alpha-beta model from the latency and bandwidth measured in 1.
+
+``--tables`` prints the tables of ``docs/scale.md`` from a record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from gradparity.benchmarks.simulated_ranks import (
+    COMMON,
+    MESHES,
+    OURS,
+    Calls,
+    Idle,
+    Rank,
+    compare,
+    together,
+)
+from gradparity.conformance.report import read_report
+from gradparity.multiprocess import Cluster, current_world
+from gradparity.scaler import GradScaler
+
+RESULTS = Path(__file__).resolve().parent / "results" / "scale.json"
+SIZES = (2, 4, 8, 16, 32)
+LARGE = 1 << 23
+"""Elements of fp32 in the all-reduce that shows the bandwidth."""
+SCENARIO = "fsdp/{}/fp32/adamw/inf@r1s1:last/steps=3"
+SCALERS: dict[str, Any] = {"ours": GradScaler, "torch": torch.amp.GradScaler}
+
+
+# - Real ranks
+
+
+def agreement(repeats: int) -> dict[str, Any]:
+    """Time the agreement on this rank, beside the bare collective.
+
+    Returns:
+        ``ours``, ``torch`` and ``bare``: median seconds of a step; ``calls``: the
+        collectives of one later step of each scaler.
+    """
+    world = current_world()
+    mesh = init_device_mesh("cpu", (world.size,))
+    rank = Rank(world.rank, world.size, mesh)
+    held = Idle([rank.parameter()], lr=0.0)
+    message = torch.zeros(25, dtype=torch.float64)
+    work: dict[str, Callable[[], Any]] = {"bare": lambda: dist.all_reduce(message)}
+    calls = {}
+    for name, make in SCALERS.items():
+        scaler = make("cpu", init_scale=1024.0, growth_interval=2**20)
+        scaler.scale(torch.ones(()))
+        work[name] = partial(_step, scaler, held)
+        work[name]()  # the first iteration closes with a message more
+        with Calls(mesh) as seen:
+            work[name]()
+        calls[name] = [[*call] for call in seen.seen]
+    found: dict[str, Any] = {n: _median(f, repeats) for n, f in work.items()}
+    return {**found, "calls": calls}
+
+
+def _step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _median(act: Callable[[], Any], repeats: int) -> float:
+    took = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        act()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+def training(steps: int) -> dict[str, Any]:
+    """Train with FSDP2 on this rank; what a step takes and what of it is the scaler.
+
+    Returns:
+        ``step`` and ``scaler``: median seconds; ``calls`` and ``scaler_calls``: number
+        of collectives; ``sent``: bytes that the scaler sent.
+    """
+    world = current_world()
+    mesh = init_device_mesh("cpu", (world.size,))
+    layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    for layer in (*layers, model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = GradScaler("cpu")
+    batch = torch.randn(32, 256)
+    whole, own = [], []
+    for _ in range(steps):
+        dist.barrier()
+        with Calls(mesh) as seen:
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            scaler.scale(model(batch).square().mean()).backward()
+            with Calls(mesh) as of_scaler:
+                middle = time.perf_counter()
+                _step(scaler, optimizer)
+        end = time.perf_counter()
+        whole.append(end - start)
+        own.append(end - middle)
+    return {
+        "step": statistics.median(whole),
+        "scaler_and_optimizer": statistics.median(own),
+        "calls": len(seen.seen) + len(of_scaler.seen),
+        "scaler_calls": len(of_scaler.seen),
+        "sent": sum(call.size for call in of_scaler.seen),
+    }
+
+
+def bandwidth(repeats: int) -> float:
+    """Median seconds of a large all-reduce."""
+    tensor = torch.ones(LARGE)
+    return _median(lambda: dist.all_reduce(tensor), repeats)
+
+
+def real(size: int, repeats: int) -> dict[str, Any]:
+    """Measure one world of ``size`` processes; times are the slowest rank's."""
+    began = time.perf_counter()
+    with Cluster(size, start_timeout_s=600) as cluster:
+        start_s = time.perf_counter() - began
+        ranks = cluster.run(agreement, repeats, timeout_s=600)
+        trained = cluster.run(training, max(3, repeats // 10), timeout_s=600)
+        memory = [_pss_mib(pid) for pid in cluster.pids]
+    if any(rank["calls"] != ranks[0]["calls"] for rank in ranks):
+        raise RuntimeError("the ranks issued different collectives")
+    if any(rank["scaler_calls"] != trained[0]["scaler_calls"] for rank in trained):
+        raise RuntimeError("the ranks issued different collectives in training")
+    times = {n: max(rank[n] for rank in ranks) for n in ("ours", "torch", "bare")}
+    slowest = {
+        n: max(rank[n] for rank in trained) for n in ("step", "scaler_and_optimizer")
+    }
+    return {
+        "ranks": size,
+        "seconds": times,
+        "calls": ranks[0]["calls"],
+        "training": {**trained[0], **slowest},
+        "memory_mib_a_rank": round(statistics.mean(memory), 1),
+        "start_s": round(start_s, 2),
+        "scenario": scenario(size),
+    }
+
+
+def scenario(size: int) -> dict[str, Any]:
+    """Judge our scaler in one scenario of the catalogue, on ``size`` ranks."""
+    chosen = SCENARIO.format(size)
+    command = [sys.executable, "-m", "gradparity.conformance", "run", "--quiet"]
+    command += ["--scaler", "gradparity.scaler:GradScaler", "--scenario", chosen]
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        done = subprocess.run([*command, "--out", folder], capture_output=True)
+        took = time.perf_counter() - began
+        report = read_report(Path(folder) / "report.jsonl")
+    return {
+        "id": chosen,
+        "exit_code": done.returncode,
+        "status": report.cases[0].status,
+        "seconds": round(took, 1),
+    }
+
+
+def _pss_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def latency(repeats: int) -> dict[str, float]:
+    """Measure alpha and beta: two ranks, where a ring is two messages each."""
+    with Cluster(2) as cluster:
+        bare = max(rank["bare"] for rank in cluster.run(agreement, repeats))
+        large = max(cluster.run(bandwidth, 5))
+    # In a ring of two each rank sends half of the data twice.
+    return {"alpha_s": bare / 2, "beta_s_per_byte": large / (LARGE * 4)}
+
+
+# - Simulated ranks
+
+
+def simulated(world: int) -> list[dict[str, Any]]:
+    """Compare all ranks of ``world``, on each of its meshes."""
+    ours = partial(GradScaler, "cpu", init_scale=1024.0)
+    rows = []
+    for mesh in MESHES[world]:
+        began = time.perf_counter()
+        compared = compare(ours, mesh, COMMON + OURS)
+        rows.append(
+            {
+                "how": "one after the other",
+                "mesh": list(mesh),
+                "ranks": world,
+                "situations": len(COMMON + OURS),
+                "different": [str(each) for each in compared.different[:16]],
+                "bytes": {n: sum(x.size for x in c) for n, c in compared.calls.items()},
+                "collectives": {n: len(c) for n, c in compared.calls.items()},
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+        )
+        print(f"{world} ranks on {mesh}: {len(compared.different)} differ", flush=True)
+    return rows
+
+
+def threads(world: int) -> list[dict[str, Any]]:
+    """All ranks of ``world`` at once, a thread each, with real answers."""
+    ours = partial(GradScaler, "cpu", init_scale=1024.0)
+    rows = []
+    for mesh in MESHES[world]:
+        began = time.perf_counter()
+        outcomes = together(ours, mesh, COMMON + OURS)
+        apart = [i for i, each in enumerate(outcomes) if each != outcomes[0]]
+        rows.append(
+            {
+                "how": "threads",
+                "mesh": list(mesh),
+                "ranks": world,
+                "situations": len(COMMON + OURS),
+                "different": [f"rank {i}" for i in apart[:16]],
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+        )
+        print(f"{world} threads on {mesh}: {len(apart)} differ", flush=True)
+    return rows
+
+
+def axes_of_torch() -> dict[str, list[str]]:
+    """Over which groups torch's scaler reduces in one step, by the mesh's shape."""
+    make = partial(torch.amp.GradScaler, "cpu", init_scale=1024.0)
+    found = {}
+    for mesh in ((8,), (2, 4), (2, 2, 2)):
+        calls = compare(make, mesh, COMMON[:1]).calls[COMMON[0].__name__]
+        found[str(mesh)] = [call.group for call in calls[: len(calls) // 2]]
+    return found
+
+
+# - On paper
+
+
+def _ring(ranks: int, size: float) -> tuple[float, float]:
+    return 2 * (ranks - 1), 2 * size * (ranks - 1) / ranks
+
+
+def _tree(ranks: int, size: float) -> tuple[float, float]:
+    depth = math.ceil(math.log2(ranks))
+    return 2 * depth, 2 * depth * size
+
+
+def _doubling(ranks: int, size: float) -> tuple[float, float]:
+    depth = math.ceil(math.log2(ranks))
+    return depth, depth * size
+
+
+ALGORITHMS = {"ring": _ring, "tree": _tree, "recursive doubling": _doubling}
+"""Name -> (messages one after the other, bytes one after the other)."""
+ON_PAPER = (1_000, 10_000, 100_000)
+MESSAGE = 25 * 8
+FLAG = 4
+
+
+def modelled(algorithm: str, ranks: int, size: float, net: dict[str, float]) -> float:
+    """Seconds of one all-reduce of ``size`` bytes over ``ranks``."""
+    hops, sent = ALGORITHMS[algorithm](ranks, size)
+    return hops * net["alpha_s"] + sent * net["beta_s_per_byte"]
+
+
+def modelled_torch(
+    algorithm: str, ranks: int, axes: int, net: dict[str, float]
+) -> float:
+    """Seconds of torch's all-reduces of one flag, one an axis, axes of equal size."""
+    side = round(ranks ** (1 / axes))
+    return axes * modelled(algorithm, side, FLAG, net)
+
+
+# - The tables of docs/scale.md
+
+
+def tables(record: dict[str, Any]) -> dict[str, list[str]]:
+    """Markdown tables by name, from a record."""
+    return {
+        "real": list(_real_table(record)),
+        "training": list(_training_table(record)),
+        "simulated": list(_simulated_table(record)),
+        "paper": list(_paper_table(record)),
+        "torch": list(_torch_table(record)),
+    }
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _real_table(record: dict[str, Any]) -> Iterator[str]:
+    yield _row(
+        "ranks", "collectives a step", "message", "step", "bare all-reduce", "torch's"
+    )
+    yield "|---|---|---|---|---|---|"
+    for each in record["real"]:
+        (call,) = each["calls"]["ours"]
+        seconds = each["seconds"]
+        yield _row(
+            each["ranks"],
+            len(each["calls"]["ours"]),
+            f"{call[0]} {call[2]}, {call[3]} bytes",
+            _ms(seconds["ours"]),
+            _ms(seconds["bare"]),
+            _ms(seconds["torch"]),
+        )
+
+
+def _training_table(record: dict[str, Any]) -> Iterator[str]:
+    yield _row(
+        "ranks",
+        "collectives a step",
+        "of them the scaler's",
+        "bytes",
+        "step",
+        "memory a rank",
+        "scenario",
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for each in record["real"]:
+        run = each["training"]
+        yield _row(
+            each["ranks"],
+            run["calls"],
+            run["scaler_calls"],
+            run["sent"],
+            _ms(run["step"]),
+            f"{each['memory_mib_a_rank']:.0f} MiB",
+            f"{each['scenario']['status']}, {each['scenario']['seconds']:.0f} s",
+        )
+
+
+def _simulated_table(record: dict[str, Any]) -> Iterator[str]:
+    yield _row("ranks", "meshes", "how", "situations", "ranks that differ", "took")
+    yield "|---|---|---|---|---|---|"
+    for world, how in dict.fromkeys(
+        (row["ranks"], row["how"]) for row in record["simulated"]
+    ):
+        rows = [
+            r for r in record["simulated"] if (r["ranks"], r["how"]) == (world, how)
+        ]
+        yield _row(
+            world,
+            ", ".join("x".join(map(str, row["mesh"])) for row in rows),
+            how,
+            rows[0]["situations"],
+            sum(len(row["different"]) for row in rows),
+            f"{sum(row['seconds'] for row in rows):.0f} s",
+        )
+
+
+def _paper_table(record: dict[str, Any]) -> Iterator[str]:
+    yield _row("ranks", *ALGORITHMS, "of a step of 1 s, by tree")
+    yield "|---|" + "---|" * (len(ALGORITHMS) + 1)
+    for ranks in ON_PAPER:
+        took = {n: modelled(n, ranks, MESSAGE, record["network"]) for n in ALGORITHMS}
+        yield _row(f"{ranks:,}", *map(_ms, took.values()), f"{took['tree']:.2%}")
+
+
+def _torch_table(record: dict[str, Any]) -> Iterator[str]:
+    yield _row(
+        "ranks", "axes", "torch, ring", "ours, ring", "torch, tree", "ours, tree"
+    )
+    yield "|---|---|---|---|---|---|"
+    for ranks in ON_PAPER:
+        for axes in (1, 2):
+            cells = []
+            for name in ("ring", "tree"):
+                cells.append(_ms(modelled_torch(name, ranks, axes, record["network"])))
+                cells.append(_ms(modelled(name, ranks, MESSAGE, record["network"])))
+            yield _row(f"{ranks:,}", axes, *cells)
+
+
+def provenance() -> dict[str, Any]:
+    """Return what the figures depend on, without naming the machine."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads_per_rank": 1,
+        "backend": "gloo",
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write the JSON, print the tables."""
+    parser = argparse.ArgumentParser(prog="gradparity bench scale")
+    parser.add_argument("--quick", action="store_true", help="few ranks, few timings")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="only print these")
+    given = parser.parse_args(argv)
+    if given.tables is not None:
+        record = json.loads(given.tables.read_text())
+    else:
+        record = measure(given.quick)
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    for name, lines in tables(record).items():
+        print(f"\n{name}\n", *lines, sep="\n")
+    return 0
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Run everything; returns the record."""
+    repeats = 10 if quick else 50
+    record: dict[str, Any] = {"provenance": provenance()}
+    record["network"] = latency(10 * repeats)
+    record["real"] = [real(size, repeats) for size in (SIZES[:2] if quick else SIZES)]
+    record["torch_reduces_over"] = axes_of_torch()
+    if quick:
+        record["simulated"] = []
+        return record
+    record["simulated"] = [*threads(256), *simulated(256), *simulated(1024)]
+    return record
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,455 @@
+"""Every rank of a large world in one process: which collectives would it issue?
+
+1. ``compare``: torch's fake process group gives a rank its place and its subgroups and
+   exchanges nothing, so that ranks can run one after the other. An all-reduce answers
+   with the maximum of what this rank and rank 0 sent; rank 0 lacks nothing that another
+   rank has, so this is the maximum over the world. What a scaler issues must not depend
+   on what its rank holds: then all sequences are equal.
+2. ``together``: torch's threaded group, a thread a rank, exchanges for real; a scaler
+   whose ranks issue different sequences would hang there.
+
+A situation is two iterations of training on one rank, which holds something else than
+its neighbours. Most use what torch's scaler has; those of ``OURS`` use what ours adds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["COMMON", "MESHES", "OURS", "Situation", "compare", "together"]
+
+SCALE = 1024.0
+MESHES = {
+    256: ((256,), (16, 16), (4, 8, 8), (4, 4, 4, 4)),
+    1024: ((1024,), (32, 32), (8, 8, 16), (4, 4, 8, 8)),
+}
+"""World size -> meshes of one to four axes."""
+
+
+class Call(NamedTuple):
+    """One collective.
+
+    Attributes:
+        op: its name.
+        group: ``world``, or the axis of the mesh over which it goes.
+        tensors: shape and dtype of each tensor sent.
+        size: bytes sent into it.
+    """
+
+    op: str
+    group: str
+    tensors: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.op} over {self.group} of {self.tensors}"
+
+
+class Calls(TorchDispatchMode):
+    """Notes each collective with its group.
+
+    Args:
+        mesh: by whose axes groups are told.
+        answers: what another rank sent into each of its all-reduces.
+
+    Attributes:
+        seen: the collectives.
+        sent: what this rank sent into each all-reduce.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, answers: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.seen: list[Call] = []
+        self.sent: list[torch.Tensor] = []
+        self._answers = iter(answers)
+        self._names = {
+            str(mesh.get_group(i).group_name): f"axis {i}" for i in range(mesh.ndim)
+        }
+        self._names[_world_name()] = "world"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Note ``func`` if it is a collective, and run it."""
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its inner calls come here
+        if func.namespace in ("c10d", "_c10d_functional"):
+            op = func.name().split("::")[1].strip("_").split(".")[0]
+            if op not in ("wait_tensor", "wrap_tensor_autograd"):
+                self.seen.append(self._call(op, args))
+            if op == "allreduce":
+                self._answer(args[0][0])
+        return func(*args, **(kwargs or {}))
+
+    def _answer(self, message: torch.Tensor) -> None:
+        self.sent.append(message.clone())
+        answer = next(self._answers, message)
+        if answer.shape == message.shape and answer.dtype == message.dtype:
+            torch.maximum(message, answer, out=message)
+
+    def _call(self, op: str, args: Any) -> Call:
+        # c10d's own operators take the outputs first, and then what is sent.
+        gathers = "gather" in op and not isinstance(args[1], str | int)
+        sent = list(_flat(args[1] if gathers else args[0]))
+        told = " ".join(f"{list(t.shape)} {t.dtype}" for t in sent)
+        size = sum(t.numel() * t.element_size() for t in sent)
+        return Call(op, self._group(args), told.replace("torch.", ""), size)
+
+    def _group(self, args: Any) -> str:
+        for argument in args:
+            if isinstance(argument, str) and argument in self._names:
+                return self._names[argument]
+            if isinstance(argument, torch.ScriptObject) and _is_group(argument):
+                name = dist.ProcessGroup.unbox(argument).group_name
+                return self._names.get(name, "another group")
+        return "another group"
+
+
+def _is_group(argument: torch.ScriptObject) -> bool:
+    return str(argument._type()).endswith("ProcessGroup")
+
+
+def _world_name() -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    return str(world.group_name)
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+
+
+# - What a rank holds
+
+
+class Idle(torch.optim.SGD):
+    """An optimizer that does nothing; the scaler is looked at."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a world that has a mesh."""
+
+    number: int
+    world: int
+    mesh: DeviceMesh
+
+    def parameter(self, rows: int = 4, *, sharded: bool = True) -> torch.nn.Parameter:
+        """(rows, 2), fp32, this rank's part, with a gradient of SCALE."""
+        axes = range(self.mesh.ndim)
+        if sharded:  # over the first axis and, tensor parallel, the last
+            placements = [
+                Shard(0) if i == 0 else Shard(1) if i == axes[-1] else Replicate()
+                for i in axes
+            ]
+        else:
+            placements = [Replicate() for _ in axes]
+
+        def placed(part: torch.Tensor) -> DTensor:
+            return DTensor.from_local(part, self.mesh, placements, run_check=False)
+
+        parameter = torch.nn.Parameter(placed(torch.zeros(rows, 2)))
+        parameter.grad = placed(torch.full((rows, 2), SCALE))
+        return parameter
+
+    def plain(self) -> torch.nn.Parameter:
+        """(2,), fp32, no DTensor."""
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.full((2,), SCALE)
+        return parameter
+
+
+def optimizer(*parameters: torch.nn.Parameter) -> Idle:
+    """One optimizer over ``parameters``."""
+    return Idle(list(parameters), lr=0.0)
+
+
+def alike(rank: Rank, scaler: Any) -> None:
+    """All ranks hold the same."""
+    held = optimizer(rank.parameter(), rank.parameter(sharded=False))
+    for _ in range(2):
+        scaler.step(held)
+        scaler.update()
+
+
+def without_gradients(rank: Rank, scaler: Any) -> None:
+    """Two ranks of three have no gradient."""
+    parameter = rank.parameter()
+    if rank.number % 3:
+        parameter.grad = None
+    held = optimizer(parameter)
+    for _ in range(2):
+        scaler.step(held)
+        scaler.update()
+
+
+def empty_shards(rank: Rank, scaler: Any) -> None:
+    """The second half of the ranks has shards without rows."""
+    rows = 4 if 2 * rank.number < rank.world else 0
+    held = optimizer(rank.parameter(rows), rank.parameter(sharded=False))
+    for _ in range(2):
+        scaler.unscale_(held)
+        scaler.step(held)
+        scaler.update()
+
+
+def overflow(rank: Rank, scaler: Any) -> None:
+    """Rank 0 has an inf, the others have none."""
+    parameter = rank.plain()
+    assert parameter.grad is not None
+    if rank.number == 0:
+        parameter.grad.fill_(torch.inf)
+    held = optimizer(parameter, rank.parameter())
+    for _ in range(2):
+        scaler.step(held)
+        scaler.update()
+
+
+def several_optimizers(rank: Rank, scaler: Any) -> None:
+    """Three optimizers; which kinds of tensors and gradients differs by rank."""
+    bare, bias = rank.parameter(), rank.parameter(sharded=False)
+    if rank.number % 2:
+        bare.grad = None
+    mixed = (
+        (rank.plain(), rank.parameter()) if rank.number % 4 == 1 else (rank.plain(),)
+    )
+    all_of_them = [optimizer(bare), optimizer(bias), optimizer(*mixed)]
+    for _ in range(2):
+        for held in all_of_them:
+            scaler.step(held)
+        scaler.update()
+
+
+def clipped(rank: Rank, scaler: Any) -> None:
+    """Clipping; every fourth rank has plain tensors beside its DTensors."""
+    extra = [] if rank.number % 4 else [rank.plain()]
+    held = optimizer(rank.parameter(), *extra)
+    for _ in range(2):
+        scaler.clip_grad_norm_(held, 1.0)
+        scaler.step(held)
+        scaler.update()
+
+
+def stepping_together(rank: Rank, scaler: Any) -> None:
+    """Two optimizers that step both or not at all."""
+    dense, experts = optimizer(rank.parameter()), optimizer(rank.plain())
+    for _ in range(2):
+        scaler.step_together(dense, experts)
+        scaler.update()
+
+
+def without_optimizer(rank: Rank, scaler: Any) -> None:
+    """One rank of five has no parameters at all."""
+    held = optimizer(rank.parameter())
+    for _ in range(2):
+        if rank.number % 5 != 4:
+            scaler.step(held)
+        else:
+            scaler.step_without_optimizer()
+        scaler.update()
+
+
+Situation = Callable[[Rank, Any], None]
+COMMON: tuple[Situation, ...] = (
+    alike,
+    without_gradients,
+    empty_shards,
+    overflow,
+    several_optimizers,
+)
+OURS: tuple[Situation, ...] = (clipped, stepping_together, without_optimizer)
+
+
+# - One rank after the other
+
+
+@dataclass(frozen=True)
+class Different:
+    """A rank that issues other collectives than rank 0 in the same situation."""
+
+    situation: str
+    rank: int
+    calls: tuple[Call, ...]
+    of_rank_0: tuple[Call, ...]
+
+    def __str__(self) -> str:
+        here, there = (
+            ", ".join(map(str, c)) or "nothing" for c in (self.calls, self.of_rank_0)
+        )
+        return f"{self.situation}: rank {self.rank} issues {here}; rank 0 {there}"
+
+
+@dataclass
+class Compared:
+    """What all ranks of a world issue.
+
+    Attributes:
+        calls: of rank 0, by situation.
+        different: ranks that issue something else.
+    """
+
+    calls: dict[str, tuple[Call, ...]] = field(default_factory=dict)
+    different: list[Different] = field(default_factory=list)
+
+
+def compare(
+    make: Callable[[], Any], mesh: tuple[int, ...], situations: tuple[Situation, ...]
+) -> Compared:
+    """Run every rank of a world one after the other.
+
+    Args:
+        make: a new scaler.
+        mesh: its shape; the world has as many ranks.
+        situations: run one after the other, each with a new scaler.
+    """
+    compared = Compared()
+    answers: dict[str, tuple[torch.Tensor, ...]] = {}
+    for number in range(torch.Size(mesh).numel()):
+        with _fake(number, mesh) as rank:
+            for each in situations:
+                name = each.__name__
+                calls = Calls(rank.mesh, answers.get(name, ()))
+                with calls:
+                    each(rank, _scaled(make))
+                answers.setdefault(name, tuple(calls.sent))
+                first = compared.calls.setdefault(name, tuple(calls.seen))
+                if tuple(calls.seen) != first:
+                    found = Different(name, number, tuple(calls.seen), first)
+                    compared.different.append(found)
+    return compared
+
+
+@contextmanager
+def _fake(number: int, mesh: tuple[int, ...]) -> Iterator[Rank]:
+    world = torch.Size(mesh).numel()
+    with mock.patch.object(sys, "excepthook"):  # torch wraps it again for each rank
+        dist.init_process_group(
+            "fake", rank=number, world_size=world, store=FakeStore()
+        )
+    try:
+        yield Rank(number, world, init_device_mesh("cpu", mesh))
+    finally:
+        dist.destroy_process_group()
+
+
+def _scaled(make: Callable[[], Any]) -> Any:
+    scaler = make()
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+# - All ranks at once, a thread each
+
+
+@contextmanager
+def _threads() -> Iterator[None]:
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+    threaded._install_threaded_pg()
+    isolate(True)
+    threaded.ProcessLocalGroup.reset()
+    try:
+        yield
+    finally:
+        isolate(False)
+        threaded._uninstall_threaded_pg()
+
+
+def together(
+    make: Callable[[], Any], mesh: tuple[int, ...], situations: tuple[Situation, ...]
+) -> list[dict[str, Outcome]]:
+    """Run all ranks at once, with real answers.
+
+    Returns:
+        For each rank, what came of each situation.
+
+    Raises:
+        RuntimeError: a rank raised; names the first.
+    """
+    world = torch.Size(mesh).numel()
+    store = torch._C._distributed_c10d.HashStore()
+    found: list[dict[str, Outcome]] = [{} for _ in range(world)]
+    errors: list[tuple[int, BaseException]] = []
+
+    def body(number: int) -> None:
+        try:
+            dist.init_process_group(
+                "threaded", rank=number, world_size=world, store=store
+            )
+            rank = Rank(number, world, init_device_mesh("cpu", mesh))
+            for each in situations:
+                _issuing.calls = []
+                scaler = _scaled(make)
+                each(rank, scaler)
+                calls = tuple(_issuing.calls)
+                found[number][each.__name__] = Outcome(calls, scaler.get_scale())
+        except BaseException as error:  # or the others would wait for ever
+            errors.append((number, error))
+            threaded.ProcessLocalGroup.exception_handle(error)
+
+    with _threads(), _noted():
+        all_of_them = [threading.Thread(target=body, args=(i,)) for i in range(world)]
+        for thread in all_of_them:
+            thread.start()
+        for thread in all_of_them:
+            thread.join()
+    for number, error in errors[:1]:
+        raise RuntimeError(f"rank {number} of {world} raised") from error
+    return found
+
+
+class Outcome(NamedTuple):
+    """What a rank issued in a situation, and its scale at the end."""
+
+    calls: tuple[str, ...]
+    scale: float
+
+
+_issuing = threading.local()
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    # A process group in Python is called directly, past the dispatcher.
+    group = threaded.ProcessLocalGroup
+    with mock.patch.multiple(group, **{n: _noting(group, n) for n in _METHODS}):
+        yield
+
+
+_METHODS = ("allreduce", "allgather", "all_gather_single", "broadcast", "barrier")
+
+
+def _noting(group: Any, name: str) -> Any:
+    kept = getattr(group, name)
+
+    @functools.wraps(kept)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(_issuing, "calls"):
+            sizes = " ".join(f"{list(t.shape)} {t.dtype}" for t in _flat(args))
+            _issuing.calls.append(f"{name} over {self.size()} of {sizes}")
+        return kept(self, *args, **kwargs)
+
+    return noting

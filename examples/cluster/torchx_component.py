@@ -1,0 +1,48 @@
+"""The catalogue as a TorchX component, for any of its schedulers.
+
+torchx run --scheduler SCHEDULER torchx_component.py:conformance \
+    --scaler mypackage.mymodule:MyScaler --j 2x2 -- --world-size 4
+"""
+
+import torchx.specs as specs
+from torchx.components.dist import ddp
+
+
+def conformance(
+    *options: str,
+    scaler: str,
+    j: str = "1x2",
+    image: str = "registry.example/gradparity:latest",
+    out: str = "parity-report",
+    cpu: int = 4,
+    gpu: int = 0,
+    mem_mb: int = 8192,
+) -> specs.AppDef:
+    """Run the catalogue with torchrun and write one report.
+
+    Args:
+        options: further options of ``gradparity run``.
+        scaler: the judged one, ``module:attribute``.
+        j: nodes x ranks a node.
+        image: with torch, gradparity and the scaler.
+        out: folder of the report, on rank 0's host.
+        cpu: cores a node.
+        gpu: GPUs a node; with them pass ``--device cuda`` as an option.
+        mem_mb: memory a node.
+    """
+    return ddp(
+        "run",
+        "--scaler",
+        scaler,
+        "--out",
+        out,
+        *options,
+        m="gradparity.conformance",
+        name="gradparity",
+        image=image,
+        j=j,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=mem_mb,
+        env={"OMP_NUM_THREADS": "1"},
+    )
