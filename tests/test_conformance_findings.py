@@ -72,11 +72,12 @@ def test_who_stepped_and_who_skipped() -> None:
 
 
 def test_which_replica_differs_from_which() -> None:
-    of = evidence(size=3)
-    of.ranks[2].steps[3].digests["w"] = "else"
-    assert finding(of, "agreement.replicas").message == (
-        "step 3: w on rank 2 differs from its replica on ranks 0, 1"
-    )
+    for rank, others in ((1, "0, 2"), (2, "0, 1")):
+        of = evidence(size=3)
+        of.ranks[rank].steps[3].digests["w"] = "else"
+        assert finding(of, "agreement.replicas").message == (
+            f"step 3: w on rank {rank} differs from its replica on ranks {others}"
+        )
 
 
 def test_replicas_of_a_run_that_stopped_on_one_rank_were_not_excused() -> None:
@@ -252,6 +253,12 @@ def test_a_scale_is_set_by_hand_at_one_step_only() -> None:
     of.ranks[0].steps[0].scale_after = 64.0
     of.ranks[0].steps[0].growth_after = 0
     assert finding(of, "scale.rule").step == 0
+
+
+def test_any_scale_above_zero_is_positive() -> None:
+    of = evidence()
+    of.ranks[1].steps[0].scale_after = 2.0**-149
+    assert finding(of, "scale.positive").status is Status.PASS
 
 
 def test_what_the_rule_says_is_told() -> None:
