@@ -1,5 +1,7 @@
 """What laws say on made-up traces, word by word: counts, groups, steps and borders."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -181,6 +183,41 @@ def test_only_gradients_are_excused_by_bad_steps_and_only_by_bad_steps_alone() -
     assert finding(nothing, "parity.update").status is Status.INCONCLUSIVE
     of.ranks[1].steps[2].decisions[0].non_finite = []
     assert finding(nothing, "parity.gradient").status is Status.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("error", "bound", "ratio"),
+    [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (1.0, 2.0, 0.5), (0.5, 0.0, np.inf)],
+)
+def test_error_over_bound(error: float, bound: float, ratio: float) -> None:
+    assert replace(row("gradient", error), bound=bound).ratio == ratio
+
+
+def test_what_parity_keeps_of_its_rows() -> None:
+    parity = Parity(per_step=[0.0] * 4)
+    errors = [(1, "w", 1.0), (2, "w", 3.0), (2, "b", 5.0), (2, "w", 4.0), (3, "w", 9.0)]
+    rows = [
+        replace(row("gradient", error), step=step, parameter=name)
+        for step, name, error in errors
+    ]
+    for each in [*rows, row("update", error=0.25)]:
+        parity.add(each)
+    assert (parity.compared, parity.skipped_rows) == (6, 0)
+    assert parity.worst["gradient"] is rows[4]
+    assert parity.first_bad == {"gradient": rows[2]}  # the worst of its first step
+    assert parity.per_step == [0.0, 1.0, 5.0, 9.0]
+    assert parity.per_parameter == {"w": 9.0, "b": 5.0}
+
+
+def test_a_bound_itself_is_kept_and_no_error_is_worst_of_none() -> None:
+    parity = Parity(per_step=[0.0] * 4)
+    parity.add(row("gradient", error=0.0))
+    parity.add(row("gradient", error=1.0))
+    parity.add(row("gradient", error=0.5))
+    assert parity.first_bad == {}
+    assert parity.worst["gradient"].error == 1.0
+    parity.add(row("gradient", error=np.nextafter(1.0, 2.0)))
+    assert set(parity.first_bad) == {"gradient"}
 
 
 # - Scale
