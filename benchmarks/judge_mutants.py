@@ -236,7 +236,7 @@ def _run_tests(mutant: Mutant | None) -> None:
     if mutant is not None:
         sys.meta_path.insert(0, _Loader(mutant))
     in_parity = mutant is not None and mutant.path.endswith("conformance/parity.py")
-    tests = (TESTS_OF_PARITY if in_parity else ()) + TESTS
+    tests = TESTS + (TESTS_OF_PARITY if in_parity else ())  # quick ones first
     quiet = [f"-pno:{p}" for p in ("xdist", "cacheprovider")]
     plain = ["-x", "-q", "-o", "addopts=", "-W", "ignore", "--timeout=0"]
     code = pytest.main([*plain, *quiet, *tests])

@@ -9,7 +9,7 @@ from gradparity.conformance import LAWS, Evidence, Scenario, Status
 from gradparity.conformance.law import judge
 from gradparity.conformance.laws.scale import SMALLEST
 from gradparity.conformance.laws.transparency import SUBNORMAL
-from gradparity.conformance.parity import Parity
+from gradparity.conformance.parity import Parity, _compare
 from gradparity.conformance.recipes import MANUAL_STEP
 from gradparity.conformance.trace import Problem
 from gradparity.tests.made_up import BAD_STEP, SCENARIO, evidence, finding, row
@@ -207,6 +207,15 @@ def test_what_parity_keeps_of_its_rows() -> None:
     assert parity.first_bad == {"gradient": rows[2]}  # the worst of its first step
     assert parity.per_step == [0.0, 1.0, 5.0, 9.0]
     assert parity.per_parameter == {"w": 9.0, "b": 5.0}
+
+
+def test_where_the_truth_is_zero_the_error_is_absolute() -> None:
+    where, truth = ("gradient", 0, "w", 0), (np.zeros(2), np.arange(2))
+    rows = list(_compare(where, np.array([0.0, 0.5]), truth, (2.0, 4.0)))
+    assert [(r.measure, r.error, r.bound) for r in rows if r] == [
+        ("norm", 0.5, 2.0),
+        ("largest element", 0.5, 4.0),
+    ]
 
 
 def test_a_bound_itself_is_kept_and_no_error_is_worst_of_none() -> None:
