@@ -12,11 +12,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from .errors import ForkserverError
 from .preloads import COSTLY, PRELOAD
+
+if TYPE_CHECKING:
+    from .forkable import Scene
 
 # The import path comes first: the parent may find this package by it alone.
 _BOOT = """
@@ -31,10 +35,40 @@ main(fd)
 _END_S = 5.0
 
 
+class Server(Protocol):
+    """The forkserver's process, as its parent has it."""
+
+    pid: int
+    stderr: IO[bytes] | None
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+def fresh_server(sock: socket.socket) -> Server:
+    """Start a server in an interpreter of its own."""
+    return subprocess.Popen(
+        _command(sock.fileno()),
+        pass_fds=(sock.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,  # read only to explain its death
+        env=_environment(),
+        start_new_session=True,  # ctrl-C is for the parent alone
+    )
+
+
 class ForkserverClient:
     """One forkserver and the socket to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Callable[[socket.socket], Server] = fresh_server) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._imported: set[str] = set()
@@ -42,15 +76,7 @@ class ForkserverClient:
         self._pending: int | None = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                _command(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,  # read only to explain its death
-                env=_environment(),
-                start_new_session=True,  # ctrl-C is for the parent alone
-            )
+            self._process = start(theirs)
         self._sock = ours
         self._send_import((*PRELOAD, *_costly_here()))
 
@@ -155,6 +181,42 @@ def forkserver() -> ForkserverClient:
                 _client.close()
             _client = ForkserverClient()
         return _client
+
+
+def inherit_forkserver(scene: Scene, *, must: bool = False) -> bool:
+    """Make the forkserver a fork of this process, if that is safe and there is none.
+
+    Args:
+        scene: How things were before torch was loaded.
+        must: Whether it is an error when it is not safe.
+
+    Returns:
+        Whether it was made.
+
+    Raises:
+        ForkserverError: It must be, and is not.
+    """
+    global _client
+    with _client_lock:
+        if _client is not None:
+            return False
+        from . import forkable, shedding
+
+        found = forkable.obstacles(scene)
+        if not found:
+            try:
+                _client = ForkserverClient(partial(shedding.fork_server, scene))
+            except OSError as error:
+                found = [str(error)]
+    if found and must:
+        raise ForkserverError(f"this process may not be forked: {'; '.join(found)}")
+    return not found
+
+
+def forget_forkserver() -> None:
+    """In a copy of the parent: its forkserver is not ours."""
+    global _client, _client_lock
+    _client, _client_lock = None, threading.Lock()
 
 
 def stop_forkserver() -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 from _pytest.config import create_terminal_writer
 
+from .early import TorchWatch, mode
 from .marks import MARKER_HELP, sizes_of, spec_of
-from .surroundings import is_reporter
+from .surroundings import is_reporter, on_torchrun, opened
 
 if TYPE_CHECKING:
     from .runners import Runner
@@ -24,12 +26,19 @@ _MARK = "world"
 _RUNNER = pytest.StashKey["Runner"]()
 _NOWHERE = pytest.StashKey[IO[str]]()
 _SPEC = pytest.StashKey["WorldSpec"]()
+_WATCH = pytest.StashKey[TorchWatch]()
+_OPENED = opened()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; under torchrun let rank 0 alone report."""
     config.addinivalue_line("markers", MARKER_HELP)
+    try:
+        mode()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[_WATCH] = TorchWatch(_OPENED)
     if not is_reporter():
         config.option.xmlpath = None  # one JUnit file
 
@@ -75,6 +84,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("world", sizes, indirect=True, ids=ids)
 
 
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Have the import of torch, by this module or a later one, serve the ranks too."""
+    if not (parent.config.option.collectonly or on_torchrun()):
+        parent.config.stash[_WATCH].look_at(module_path)
+    return None  # pytest makes it
+
+
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Any:
     """Return this rank's world, in a test marked with ``@pytest.mark.world``."""
@@ -89,9 +107,11 @@ def world(request: pytest.FixtureRequest) -> Any:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare for the worlds to come, while pytest goes on."""
-    if session.config.option.collectonly:
-        return
-    if any(item.get_closest_marker(_MARK) for item in session.items):
+    worlds = any(item.get_closest_marker(_MARK) for item in session.items)
+    if session.config.option.collectonly or not worlds:
+        session.config.stash[_WATCH].stop()
+    else:
+        session.config.stash[_WATCH].stop(expected=not on_torchrun())
         _runner(session.config).expect()
 
 
@@ -154,6 +174,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End all ranks, also when no test was run."""
     _close_runner(config)
+    if _WATCH in config.stash:
+        config.stash[_WATCH].stop()  # a later session here may have other modules
     if _NOWHERE in config.stash:
         config.stash[_NOWHERE].close()
 

@@ -28,6 +28,9 @@ _HARNESS_FRAME = re.compile(
 )
 """Below the function under test: the same in every stack, of interest to nobody."""
 
+_BOTTOM = re.compile(r'  File ".*/multiprocess/forkserver\.py", line \d+ in main$')
+"""Below it are frames of the session that the server was forked from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
@@ -149,5 +152,9 @@ class Watch:
 
 
 def _without_harness(stacks: str) -> str:
-    lines = stacks.splitlines()
-    return "\n".join(line for line in lines if not _HARNESS_FRAME.match(line))
+    kept, below = [], False
+    for line in stacks.splitlines():
+        below = line.startswith("  File") and (below or bool(_BOTTOM.match(line)))
+        if not below and not _HARNESS_FRAME.match(line):
+            kept.append(line)
+    return "\n".join(kept)

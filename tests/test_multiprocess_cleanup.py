@@ -17,6 +17,16 @@ LIMIT_S = 20.0
 
 Parent = subprocess.Popen[str]
 
+INHERIT = """
+from gradparity.multiprocess.surroundings import opened
+began = opened()
+from gradparity.multiprocess.forkable import Scene
+scene = Scene(opened=began)
+import torch
+from gradparity.multiprocess.launch import inherit_forkserver
+assert inherit_forkserver(scene, must=True)
+"""
+
 PROGRAM = """
 import os, subprocess, sys, time
 from gradparity.multiprocess import Cluster, current_world
@@ -35,13 +45,19 @@ print(forkserver().pid, *cluster.pids, *children, flush=True)
 """
 
 
+@pytest.fixture(params=["", INHERIT], ids=["fresh", "forked"])
+def first(request: pytest.FixtureRequest) -> str:
+    """How a program begins: its forkserver is fresh, or a fork of the program."""
+    return str(request.param)
+
+
 @contextmanager
 def program(
-    then: str, folder: Path
+    then: str, folder: Path, first: str = ""
 ) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
     env = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(then=then)],
+        [sys.executable, "-c", first + PROGRAM.format(then=then)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,8 +105,10 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize("then", ["time.sleep(1000)", "cluster.run(stay)"])
-def test_sigkill_of_the_parent_leaves_nothing(then: str, tmp_path: Path) -> None:
-    with program(then, tmp_path) as (parent, pids):
+def test_sigkill_of_the_parent_leaves_nothing(
+    then: str, tmp_path: Path, first: str
+) -> None:
+    with program(then, tmp_path, first) as (parent, pids):
         assert alive(pids) == pids
         parent.kill()
         parent.wait()
@@ -99,8 +117,8 @@ def test_sigkill_of_the_parent_leaves_nothing(then: str, tmp_path: Path) -> None
     assert shared_memory() == set()
 
 
-def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path) -> None:
-    with program("cluster.run(stay)", tmp_path) as (parent, pids):
+def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path, first: str) -> None:
+    with program("cluster.run(stay)", tmp_path, first) as (parent, pids):
         time.sleep(0.3)
         parent.send_signal(signal.SIGINT)
         _, errors = parent.communicate(timeout=LIMIT_S)
@@ -110,17 +128,19 @@ def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path) -> None:
     assert left_in(tmp_path) == []
 
 
-def test_a_parent_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
-    with program("", tmp_path) as (parent, pids):
+def test_a_parent_that_forgets_to_close_leaves_nothing(
+    tmp_path: Path, first: str
+) -> None:
+    with program("", tmp_path, first) as (parent, pids):
         parent.communicate(timeout=LIMIT_S)
         assert parent.returncode == 0
         assert wait_until_gone(pids) == set()
     assert left_in(tmp_path) == []
 
 
-def test_ranks_die_with_their_forkserver(tmp_path: Path) -> None:
+def test_ranks_die_with_their_forkserver(tmp_path: Path, first: str) -> None:
     then = "os.kill(forkserver().pid, 9); time.sleep(1); print(cluster.run(child))"
-    with program(then, tmp_path) as (parent, pids):
+    with program(then, tmp_path, first) as (parent, pids):
         output, errors = parent.communicate(timeout=LIMIT_S)
         ranks = pids - {max(pids)}
         assert "[" in output, errors  # a new server and new ranks took over
