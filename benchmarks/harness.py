@@ -4,7 +4,8 @@
    tree for ours, ``MultiProcContinuousTest`` and ``MultiProcessTestCase``.
 2. Milliseconds of one warm call above the function's own work, by isolation.
 3. Seconds from a fault to the error in the parent.
-4. A large world: start, all_reduce, stop, memory.
+4. Ten sessions at once on this machine.
+5. A large world: start, all_reduce, stop, memory.
 
 ``gradparity bench harness`` prints a table and writes ``results/harness.json``. The
 peers need the package ``expecttest``; without it they are left out.
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,12 @@ RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 
 def session(source: str, size: int, tests: int) -> dict[str, float]:
-    """Run one generated test file; return wall and CPU seconds of the whole tree."""
+    """Run one generated test file; return wall and CPU seconds of the whole tree.
+
+    Bytecode is kept, as it is where nothing else is asked for: pytest would compile its
+    plugins anew in each session, at the cost of a second.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_it.py").write_text(source.format(size=size, tests=tests))
         before = _cpu_s()
@@ -127,6 +134,7 @@ def session(source: str, size: int, tests: int) -> dict[str, float]:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
             cwd=folder,
+            env=env,
             capture_output=True,
             text=True,
         )
@@ -142,6 +150,7 @@ def sessions(size: int, tests: int) -> dict[str, Any]:
     if importlib.util.find_spec("expecttest") is None:
         print("peers left out: they need the package expecttest")
         names = ["gradparity"]
+    session(NOTHING, size, tests)  # fills the caches of bytecode
     found: dict[str, Any] = {n: session(HARNESSES[n], size, tests) for n in names}
     # What any session pays that imports torch: pytest, and that import.
     found["torch imported, no ranks"] = session(NOTHING, size, tests)
@@ -222,6 +231,18 @@ def large(size: int) -> dict[str, float]:
     }
 
 
+def concurrent(runs: int, size: int, tests: int) -> dict[str, float]:
+    """Run one generated test file so many times at once; all must pass."""
+    before, began = _cpu_s(), time.monotonic()
+    with ThreadPoolExecutor(runs) as pool:
+        list(pool.map(lambda _: session(OURS, size, tests), range(runs)))
+    return {
+        "runs": runs,
+        "wall_s": round(time.monotonic() - began, 1),
+        "cpu_s": round(_cpu_s() - before, 1),
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, record it with its provenance."""
     parser = argparse.ArgumentParser(prog="gradparity bench harness")
@@ -239,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "calls": {f"size_{n}": calls(n, options.repeats) for n in (2, 4)},
         "faults_size_4": faults(4, 3),
+        "concurrent_runs": concurrent(10, 2, options.tests),
     }
     if options.large:
         found["large"] = large(options.large)

@@ -110,6 +110,25 @@ def shut_sockets(kept: frozenset[str]) -> None:
             continue  # not connected, or closed meanwhile
 
 
+def give_up_unacknowledged(limit_s: float, kept: frozenset[str]) -> None:
+    """Have TCP connections fail when nothing sent has been acknowledged for so long.
+
+    Args:
+        limit_s: The kernel's own limit is about a quarter of an hour.
+        kept: Sockets that are left as they are.
+    """
+    for fd, name in _open_sockets():
+        if name in kept:
+            continue
+        try:
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+                    copy.setsockopt(level, option, int(limit_s * 1000))
+        except OSError:
+            continue  # closed meanwhile
+
+
 def _open_sockets() -> Iterator[tuple[int, str]]:
     for entry in os.listdir("/proc/self/fd"):
         try:

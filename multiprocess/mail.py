@@ -17,6 +17,7 @@ import torch.distributed as dist
 # Public names of torch.distributed, which does not export them to mypy.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from . import linux
 from .errors import HarnessError
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 _CHUNK = 4 << 20
 _CONNECT_S = 60.0
+ACKNOWLEDGED_S = 15.0
+"""So long the host of the store may acknowledge nothing before it counts as cut off."""
+
 _SHORTEST_NAP_S = 0.001
 _LONGEST_NAP_S = 0.05
 
@@ -43,7 +47,10 @@ def torchrun_store(name: str) -> Store:
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
     """Connect to the store at ``host``, or be it."""
     limit = timedelta(seconds=_CONNECT_S)
-    return PrefixStore(prefix, TCPStore(host, port, is_master=serves, timeout=limit))
+    before = linux.sockets()
+    store = TCPStore(host, port, is_master=serves, timeout=limit)
+    linux.give_up_unacknowledged(ACKNOWLEDGED_S, kept=before)
+    return PrefixStore(prefix, store)
 
 
 @contextmanager
@@ -51,12 +58,15 @@ def answering() -> Iterator[None]:
     """Say what it means when the store does not answer.
 
     Raises:
-        HarnessError: The process that holds it is gone.
+        HarnessError: The process that holds it is gone, or its host is cut off.
     """
     try:
         yield
     except dist.DistError as error:
-        text = f"torchrun's store is gone, and its agent with it: {error}"
+        text = (
+            "torchrun's store is gone: its agent has ended, or its host is no longer "
+            f"heard: {error}"
+        )
         raise HarnessError(text) from error
 
 

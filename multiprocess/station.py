@@ -18,9 +18,11 @@ Nothing here goes through the process group under test.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from . import linux, mail, pickling
+from . import linux, mail, pickling, pulse
 from .blame import outcomes_of
 from .context import current_context
 from .crew import LOST, Crew
@@ -92,6 +94,9 @@ class Card:
     local_size: int
     """Ranks on its machine."""
 
+    host: str = "?"
+    """What torchrun and the kernel call its machine."""
+
 
 class Station:
     """This process's part in a run under torchrun; a context manager."""
@@ -117,8 +122,16 @@ class Station:
         self._calls = 0
         self._terminated = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._listener = pulse.Listener(self._store, self.size) if self.leads else None
+        self._pulse = None if self.leads else pulse.Pulse(self.rank)
+        if self._pulse is not None:
+            self._pulse.start()
         card = Card(
-            place=_place(), pid=os.getpid(), gpus=gpus, local_size=self._local_size
+            place=_place(),
+            pid=os.getpid(),
+            gpus=gpus,
+            local_size=self._local_size,
+            host=f"{env.get('GROUP_RANK', '0')} ({socket.gethostname()})",
         )
         mail.put(self._store, f"card/{self.rank}", pickle.dumps(card))
 
@@ -140,6 +153,8 @@ class Station:
 
     def close(self) -> None:
         """End the ranks of this station; the process is expected to end, too."""
+        if self._pulse is not None:
+            self._pulse.stop()
         for spec in list(self._crews):
             self._disband(spec)
         # torchrun ends all when the first has ended: not before our exit code is out
@@ -211,10 +226,19 @@ class Station:
         mail.flag(self._store, "reported")
 
     def check(self) -> None:
-        """Raise ``Ended`` if torchrun has asked this process to end."""
+        """Raise if the run is over.
+
+        Raises:
+            Ended: torchrun has asked this process to end.
+            HarnessError: Stations are no longer heard; the leader finds out.
+        """
         if self._terminated:
             self._terminated = False  # said once; the rest is an orderly end
             raise Ended(self._roll_call())
+        silent = self._listener.silent() if self._listener else []
+        if silent:
+            self._listener = None
+            raise HarnessError(self._unheard(silent))
 
     # -- the leader's side of one call
 
@@ -225,6 +249,13 @@ class Station:
             Whether all ranks were ready, and one fact a rank: of the call, or of the
             muster.
         """
+        try:
+            return self._led(order)
+        except HarnessError:
+            self._call_off()
+            raise
+
+    def _led(self, order: Order) -> tuple[bool, list[Fact]]:
         self._post_order(order)
         size = order.spec.size
         limit_s = order.spec.start_timeout_s + _REPORT_S
@@ -237,6 +268,13 @@ class Station:
         fact = self._carry_out(order)
         limit_s = order.options.timeout_s + order.spec.grace_s + _REPORT_S
         return True, self._gather("fact", fact, size, limit_s)
+
+    def _call_off(self) -> None:
+        """Have who can still be reached leave this call and look for the next order."""
+        with contextlib.suppress(HarnessError):  # the store itself may be gone
+            mail.flag(self._store, self._key("go"), "no")
+            for phase in ("start", "run"):
+                mail.flag(self._store, self._key("fault", phase))
 
     def _gather(self, what: str, own: Fact, size: int, limit_s: float) -> list[Fact]:
         facts = [own]
@@ -388,6 +426,20 @@ class Station:
         if self._is_gone(rank):
             return "its process is gone"
         return "its process does not answer"
+
+    def _unheard(self, silent: list[int]) -> str:
+        by_host: dict[str, list[int]] = {}
+        for rank in silent:
+            card = self._card(rank, 0.0)
+            by_host.setdefault(card.host if card else "?", []).append(rank)
+        who = "; ".join(
+            f"host {host}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for host, ranks in by_host.items()
+        )
+        return (
+            f"not heard for {pulse.SILENCE_S:g} s: {who}; the link is cut, or the host "
+            "is down"
+        )
 
     def _is_gone(self, rank: int) -> bool:
         card = self._card(rank, 0.0)

@@ -27,6 +27,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
+def on_two_hosts() -> tuple[str, ...]:
+    """How a command line begins that hosts.py is to run, in namespaces of its own."""
+    spaces = ("--user", "--map-root-user", "--net", "--pid", "--mount-proc")
+    alone = ("unshare", *spaces, "--fork", "--kill-child")
+    can = subprocess.run([*alone, "true"], capture_output=True, text=True)
+    if can.returncode:
+        pytest.skip(f"no namespaces can be made here: {can.stderr.strip()}")
+    return (*alone, sys.executable, str(Path(__file__).with_name("hosts.py")))
+
+
+@pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """``once(name, make)``: a folder that one worker has filled by ``make(folder)``."""
     shared = tmp_path_factory.getbasetemp()

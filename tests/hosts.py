@@ -7,6 +7,8 @@ a network namespace with its own loopback and one link, 10.77.0.1 or 10.77.0.2. 
 - ``veth``: a pair of virtual Ethernet devices;
 - ``slow``: two TUN devices and a wire between them in Python, which takes 10 ms each
   way and loses 1 % of the packets (the kernel's netem is not everywhere).
+
+When a file ``cut`` appears in the folder, the second host's end of the link goes down.
 """
 
 from __future__ import annotations
@@ -118,6 +120,30 @@ def carry(ends: list[int]) -> None:
             os.write(end, packet)
 
 
+def wait_for_the_others(
+    agent: subprocess.Popen[bytes], holder: int, cut: bool
+) -> list[str]:
+    """Who is still there at the end; a cut link may hold up torchrun's own agent."""
+    known = {1, os.getpid(), holder, agent.pid}
+    deadline = time.monotonic() + END_S
+    while True:
+        pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        left = [text for pid in pids - known if (text := command_line(pid))]
+        if agent.poll() is None and not cut:
+            left.append("torchrun")
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+def command_line(pid: int) -> str:
+    """What a process runs; nothing for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+    except OSError:
+        return ""
+
+
 def main(link: str, where: str, *program: str) -> int:
     """Run the program on both hosts; return the first host's exit code."""
     folder = Path(where)
@@ -128,12 +154,17 @@ def main(link: str, where: str, *program: str) -> int:
     else:
         join_by_veth(hosts)
     agents = [host.torchrun(folder, list(program)) for host in hosts]
+    cut = folder / "cut"
     while agents[0].poll() is None:
         time.sleep(0.05)
-    try:
-        agents[1].wait(END_S)
-    except subprocess.TimeoutExpired:
-        print("the second host goes on")
+        if cut.exists():
+            hosts[1].ip("link", "set", "link0", "down")
+            cut.rename(folder / "was-cut")
+    left = wait_for_the_others(
+        agents[1], hosts[1].holder, (folder / "was-cut").exists()
+    )
+    if left:
+        print("the second host goes on:", *left, sep="\n  ")
     print(*(agent.poll() for agent in agents))
     return agents[0].returncode
 

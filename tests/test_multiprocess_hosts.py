@@ -1,29 +1,22 @@
 """Two hosts, made of namespaces: FSDP across them, tensor parallel within each."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 TRAINER = Path(__file__).parents[1] / "examples" / "trainers" / "fsdp2_tp.py"
-HOSTS = str(Path(__file__).with_name("hosts.py"))
-UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork")
-ALONE = (*UNSHARE, "--kill-child", "--mount-proc")
 LIMIT_S = 240.0
 
 
-def train(folder: Path, link: str) -> list[str]:
+def train(on_two_hosts: tuple[str, ...], folder: Path, link: str) -> list[str]:
     """Train on two hosts of two ranks; return each rank's losses and scales."""
-    can = subprocess.run([*ALONE, "true"], capture_output=True, text=True)
-    if can.returncode:
-        pytest.skip(f"no namespaces can be made here: {can.stderr.strip()}")
     if link == "slow" and not Path("/dev/net/tun").exists():
         pytest.skip("there is no /dev/net/tun for the slow link")
     folder.mkdir()
     program = (str(TRAINER), "--steps", "3", "--folder", str(folder / "trained"))
     done = subprocess.run(
-        [*ALONE, sys.executable, HOSTS, link, str(folder), *program],
+        [*on_two_hosts, link, str(folder), *program],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -36,9 +29,11 @@ def train(folder: Path, link: str) -> list[str]:
 
 
 @pytest.mark.timeout(2 * LIMIT_S + 30)
-def test_a_slow_link_that_loses_packets_changes_no_bit(tmp_path: Path) -> None:
-    fast = train(tmp_path / "veth", "veth")
+def test_a_slow_link_that_loses_packets_changes_no_bit(
+    on_two_hosts: tuple[str, ...], tmp_path: Path
+) -> None:
+    fast = train(on_two_hosts, tmp_path / "veth", "veth")
     # 2^19 overflows in fp16: the ranks of both hosts skip, and agree on the scale.
     scales = [[line.split()[-1] for line in curve.splitlines()] for curve in fast]
     assert scales == [["524288.0]", "262144.0]", "131072.0]"]] * 4
-    assert train(tmp_path / "slow", "slow") == fast
+    assert train(on_two_hosts, tmp_path / "slow", "slow") == fast

@@ -109,9 +109,11 @@ def thread():
     done = threading.Event()
     one = threading.Thread(target=done.wait)
     one.start()
-    yield
-    done.set()
-    one.join()
+    try:
+        yield
+    finally:
+        done.set()
+        one.join()
     for _ in range(1000):
         if len(os.listdir("/proc/self/task")) == 1:
             break
@@ -119,9 +121,11 @@ def thread():
 @contextlib.contextmanager
 def child():
     process = subprocess.Popen(["sleep", "1000"])
-    yield
-    process.kill()
-    process.wait()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 @contextlib.contextmanager
 def trace():
