@@ -1,12 +1,16 @@
 """The catalogue as pytest items, in a stranger's empty folder."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from gradparity.conformance.catalogue import Selection, select
 from gradparity.conformance.report import read_report
 
 SCENARIOS = [
@@ -88,3 +92,87 @@ def test_choosing_stopping_and_trying_again(tmp_path: Path) -> None:
     assert "planned cases were judged" in read_report(report).incomplete or (
         len(read_report(report).cases) == 3
     )
+
+
+def quick(folder: Path, *options: str) -> "subprocess.Popen[str]":
+    """A session of many scenarios in a group of its own; its processes are marked."""
+    words = ["-m", "pytest", "-q", f"--gradparity-scaler={PLAIN}", "--gradparity-quick"]
+    words += ["--gradparity-topology=ddp", *options]
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "SESSION_MARK": str(folder)},
+    )
+
+
+def marked(folder: Path) -> set[int]:
+    """Processes of the session in ``folder``, its ranks among them."""
+    mark, found = f"SESSION_MARK={folder}".encode(), set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+        except OSError:  # it has ended, or is somebody else's
+            continue
+    return found
+
+
+def eventually(true: Callable[[], bool], limit_s: float = 120.0) -> bool:
+    end = time.monotonic() + limit_s
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
+
+
+def lines(report: Path) -> int:
+    return report.read_text().count("\n") if report.exists() else 0
+
+
+def test_quick_is_the_quick_preset_of_run(tmp_path: Path) -> None:
+    done = quick(tmp_path, "--collect-only").communicate(timeout=100)[0]
+    collected = {line for line in done.splitlines() if line.startswith("gradparity::")}
+    chosen = select("quick", Selection(topologies=["ddp"]))
+    assert collected == {f"gradparity::{scenario.id}" for scenario in chosen}
+    full = quick(tmp_path, "--collect-only", "--gradparity-full")
+    assert full.communicate(timeout=200)[0].count("gradparity::") > len(chosen)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_an_interrupt_leaves_a_report_and_no_process(
+    workers: tuple[str, ...], tmp_path: Path
+) -> None:
+    report = tmp_path / "parity-report" / "report.jsonl"
+    session = quick(tmp_path, *workers)
+    assert eventually(lambda: lines(report) >= 3)  # the header and two cases
+    assert len(marked(tmp_path)) > 1  # ranks there are
+    os.killpg(session.pid, signal.SIGINT)  # as a terminal does it
+    output = session.communicate(timeout=100)[0]
+    assert session.returncode == pytest.ExitCode.INTERRUPTED, output
+    found = read_report(report)
+    assert found.incomplete.startswith("interrupted after"), output
+    assert 2 <= len(found.cases) < found.header.planned
+    assert eventually(lambda: not marked(tmp_path), 10), marked(tmp_path)
+
+
+def test_a_crashed_worker_costs_its_case_alone(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "import os, pathlib\n"
+        "def pytest_runtest_setup(item):\n"
+        "    mark = pathlib.Path('crashed')\n"
+        "    if not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os._exit(1)\n"
+    )
+    session = quick(tmp_path, "-n", "1")
+    output = session.communicate(timeout=300)[0]
+    assert session.returncode == 1, output
+    assert "crashed while running" in output
+    found = read_report(tmp_path / "parity-report" / "report.jsonl")
+    assert len(found.cases) == found.header.planned - 1 >= 1
+    assert {case.status for case in found.cases} == {"pass"}
+    assert "planned cases were judged" in found.incomplete
+    assert eventually(lambda: not marked(tmp_path), 10), marked(tmp_path)
