@@ -146,7 +146,20 @@ def run_pip(words: list[str]) -> None:
         assert set(named) <= extras, word
 
 
+def run_pytest(words: list[str]) -> None:
+    """The catalogue as tests, on one small scenario."""
+    assert any(word.startswith("--gradparity-") for word in words), words
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--gradparity-scenario", SCENARIO],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
+
+
 RUNNERS: dict[str, Callable[[list[str]], None]] = {
+    "pytest": run_pytest,
     "gradparity": run_ours,
     "make": run_make,
     "pip": run_pip,
