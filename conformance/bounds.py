@@ -6,7 +6,9 @@ same precision show against fp64 for this parameter up to this step (errors of t
 do not shrink again), and never less than the median relative noise of all parameters
 at that step (a parameter may be lucky in all references) nor one unit roundoff of the
 compute dtype. There is no absolute floor, so tiny gradients are held as tightly as
-large ones. Norm and largest element are bounded separately: a norm hides one bad
+large ones. An update is seen through the rounding of the stored fp32 parameter: a run
+that shows no error may have one of half a unit in the last place, so its noise is never
+less than that. Norm and largest element are bounded separately: a norm hides one bad
 element, an element hides a drift. The derivation of ``HEAD_ROOM`` is in docs/parity.md.
 
 [Note: Undetermined elements]
@@ -67,9 +69,22 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
         truth=replace(truth, updates=updates),
         determined=determined,
         gradient=gradient,
-        update=_bound(updates, noisy, roundoff, skipped),
+        update=_bound(
+            updates, noisy, roundoff, skipped, _masked(_hidden(truth), determined)
+        ),
         loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, always),
     )
+
+
+def _hidden(truth: Reference) -> list[Tensors]:
+    """What the rounding of the stored fp32 parameters hides of their updates."""
+    return [
+        {
+            n: np.spacing(np.abs(truth.start[n] + update).astype(np.float32)) / 2.0
+            for n, update in updates.items()
+        }
+        for updates in truth.updates
+    ]
 
 
 def _losses(run: Reference) -> list[Tensors]:
@@ -110,10 +125,11 @@ def _bound(
     runs: Sequence[Sequence[Tensors]],
     roundoff: float,
     skipped: Sequence[frozenset[str]],
+    hidden: Sequence[Tensors] | None = None,
 ) -> list[dict[str, Pair]]:
     """See [Note: Bounds]."""
     worst: dict[str, Pair] = {}
-    bounds = []
+    bounds: list[dict[str, Pair]] = []
     for step, tensors in enumerate(truth):
         own = {name: sizes(t) for name, t in tensors.items()}
         for name, tensor in tensors.items():
@@ -125,15 +141,12 @@ def _bound(
                 known = worst.get(name, (0.0, 0.0))
                 worst[name] = _larger(known, *(finite or [_UNKNOWN]))
         floor = _relative_floor(worst, own, roundoff)
-        bounds.append(
-            {
-                name: _scaled(
-                    HEAD_ROOM,
-                    _larger(worst.get(name, (0.0, 0.0)), _times(own[name], floor)),
-                )
-                for name in tensors
-            }
-        )
+        bounds.append({})
+        for name in tensors:
+            noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]
+            if hidden is not None:
+                noises.append(sizes(hidden[step][name]))
+            bounds[-1][name] = _scaled(HEAD_ROOM, _larger(*noises))
     return bounds
 
 

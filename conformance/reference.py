@@ -51,6 +51,8 @@ class Reference:
     gradients: tuple[dict[str, Doubles], ...]
     updates: tuple[dict[str, Doubles], ...]
     """Parameter minus its initial value, after the step."""
+    start: dict[str, Doubles]
+    """Parameters before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,9 @@ def _train(
     run = _Run(key, precision_name, variant)
     for step in range(key.steps):
         run.step(step, skipped[step], scales[step])
-    return Reference(tuple(run.losses), tuple(run.gradients), tuple(run.updates))
+    return Reference(
+        tuple(run.losses), tuple(run.gradients), tuple(run.updates), run.start
+    )
 
 
 class _Run:

@@ -180,3 +180,19 @@ def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
     ]
     assert left_out[0] > 0
     assert left_out[1] == 0
+
+
+def test_an_update_is_seen_through_the_rounding_of_its_parameter() -> None:
+    """Attention does not depend on the bias of its keys: all its updates are noise."""
+    scenario = Scenario.parse("single/1/fp32/sgd/none/data=text,steps=2")
+    (trace,) = traces_of(scenario)
+    name = "blocks.1.attention.key.bias"
+    schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
+    start = train_reference(scenario, schedule, Variant()).start[name]
+    trace.start[name] = start.astype(np.float32)
+    for seen in trace.steps:
+        seen.parameters[name] = np.nextafter(trace.start[name], np.float32(1))
+    assert measure_parity(scenario, [trace]).first_bad == {}
+    for seen in trace.steps:
+        seen.parameters[name] = trace.start[name] * np.float32(1 + 2.0**-18)
+    assert measure_parity(scenario, [trace]).first_bad["update"].parameter == name
