@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -47,7 +48,12 @@ def _main(arguments: Sequence[str], station: Station | None) -> int:
     parsed.arguments = arguments
     parsed.station = station
     try:
-        return COMMANDS[parsed.command](parsed)
+        status = COMMANDS[parsed.command](parsed)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read our output has enough, as ``| head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:  # the caller's fault: no traceback
         from .terminal import plain
 

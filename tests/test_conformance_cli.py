@@ -104,6 +104,15 @@ def test_a_plugged_command_takes_options_first(
     assert "--baseline" in capsys.readouterr().out
 
 
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as nobody:
+        command = [sys.executable, "-m", "gradparity.conformance", "list", "laws"]
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "agreement.scale"]) == 0
     assert "same scale" in capsys.readouterr().out
