@@ -329,7 +329,7 @@ def _search(
     settings_: MachineSettings, cluster: Cluster, found: Found
 ) -> Callable[[], None]:
     end = time.monotonic() + 2 * settings_.budget_s
-    known: dict[History, bool] = {}
+    known: dict[History, str] = {}
 
     @settings(
         max_examples=ROUND,
@@ -346,8 +346,11 @@ def _search(
         if history not in known:
             if time.monotonic() > end:
                 return  # shrink no further: what is not known to depart does not
-            known[history] = _try(settings_, cluster, history, found)
-        assert known[history]
+            right = _try(settings_, cluster, history, found)
+            known[history] = "" if right else found.departure
+        if known[history]:  # the shortest is looked at last, and is known by then
+            found.history, found.departure = history, known[history]
+        assert not known[history]
 
     return search
 

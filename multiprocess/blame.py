@@ -18,6 +18,8 @@ _LOST_PEER = re.compile(
     r"|remote process exited|connectfullmesh failed|no error message from remote",
     re.IGNORECASE,
 )
+_RAISED = re.compile(r"^\s*(RuntimeError|torch\.distributed\.\S+): ", re.MULTILINE)
+"""Where a traceback tells an exception of torch, also one that led to another."""
 _IN_TORCH = re.compile(r'File "[^"]*/torch/(distributed|_ops|utils/_contextlib)')
 _FIRST_FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
 
@@ -43,13 +45,15 @@ def waits_in_collective(stacks: str) -> bool:
 
 
 def lost_peer(outcome: RankOutcome) -> bool:
-    """Whether a rank raised only because its connection to another one broke."""
-    kind = outcome.error_type or ""
-    return (
-        outcome.state is RankState.RAISED
-        and (kind == "RuntimeError" or kind.startswith("torch.distributed."))
-        and _LOST_PEER.search(outcome.message or "") is not None
-    )
+    """Whether a rank raised only because its connection to another one broke.
+
+    What it raised may be torch's error or one that was raised because of it.
+    """
+    if outcome.state is not RankState.RAISED:
+        return False
+    told = f"{outcome.error_type}: {outcome.message}\n{outcome.traceback or ''}"
+    raised = _RAISED.split(told)[2::2]  # what follows each name, up to the next one
+    return any(_LOST_PEER.search(text.split("\n  File ")[0]) for text in raised)
 
 
 def _outcome(fact: Fact) -> RankOutcome:

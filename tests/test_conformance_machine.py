@@ -74,7 +74,7 @@ def test_a_wrong_scaler_departs(tmp_path: Path, scaler: str) -> None:
 
 def test_a_departure_is_found_shrunk_and_told_as_a_command(tmp_path: Path) -> None:
     code, output = searched(
-        tmp_path, scaler=f"{MODULE}:AcceptsASecondStep", budget_s=20
+        tmp_path, scaler=f"{MODULE}:AcceptsASecondStep", budget_s=60
     )
     assert code == 1, output
     words = shlex.split(output.splitlines()[-1])

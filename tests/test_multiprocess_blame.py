@@ -75,3 +75,40 @@ def test_only_the_main_thread_tells_where_a_rank_waits() -> None:
     assert not waits_in_collective("")
     swapped = ELSEWHERE.replace("Current t", "T")
     assert not waits_in_collective(IN_COLLECTIVE.replace("Current t", "T") + swapped)
+
+
+TOLD = """Traceback (most recent call last):
+  File "/lib/train.py", line 3, in step
+    loss.backward()
+{torch}: {message}
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/lib/train.py", line 5, in step
+TrainingError: step 3 failed
+"""
+
+
+@pytest.mark.parametrize(
+    ("torch", "message", "state"),
+    [
+        ("RuntimeError", GLOO, VICTIM),
+        ("torch.distributed.DistBackendError", GLOO, VICTIM),
+        ("RuntimeError", "shapes differ", RAISED),
+        ("ConnectionError", GLOO, RAISED),
+    ],
+)
+def test_an_error_that_a_lost_peer_led_to_is_a_victims(
+    torch: str, message: str, state: RankState
+) -> None:
+    reply = Reply(
+        kind=Kind.RAISED,
+        ended_at_s=1.0,
+        error_type="TrainingError",
+        message="step 3 failed",
+        traceback=TOLD.format(torch=torch, message=message),
+    )
+    outcomes, root = outcomes_of([Fact(rank=0, reply=reply), ended(1, 2.0, 9)])
+    assert outcomes[0].state is state
+    assert root == (1 if state is VICTIM else 0)
