@@ -20,7 +20,7 @@ from gradparity.conformance.report import read_report
 from gradparity.conformance.scenario import Scenario
 from gradparity.fixtures import DATASETS, MODELS, OPTIMIZERS, Batch, loss
 from gradparity.multiprocess import Cluster, WorldSpec, worker
-from gradparity.multiprocess.station import Card
+from gradparity.multiprocess.orders import Card
 
 OURS = "gradparity.scaler:GradScaler"
 CUDA = Devices(device="cuda")
