@@ -8,7 +8,8 @@
    the catalogue.
 2. In one process: every rank of 256 and 1024 on meshes of one to four axes
    (``simulated_ranks.py``).
-3. On paper: an alpha-beta model from the latency and bandwidth measured in 1.
+3. On paper: an alpha-beta model from the latency and bandwidth measured in 1
+   (``scale_tables.py``).
 
 ``--tables`` prints the tables of ``docs/scale.md`` from a record.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,16 +36,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gradparity.benchmarks.simulated_ranks import (
-    COMMON,
-    MESHES,
-    OURS,
-    Calls,
-    Idle,
-    Rank,
-    compare,
-    together,
-)
+from gradparity.benchmarks.scale_tables import tables
+from gradparity.benchmarks.simulated_ranks import MESHES, Calls, compare, together
+from gradparity.benchmarks.situations import COMMON, OURS, Idle, Rank
 from gradparity.conformance.report import read_report
 from gradparity.multiprocess import Cluster, current_world
 from gradparity.scaler import GradScaler
@@ -263,149 +256,6 @@ def axes_of_torch() -> dict[str, list[str]]:
         calls = compare(make, mesh, COMMON[:1]).calls[COMMON[0].__name__]
         found[str(mesh)] = [call.group for call in calls[: len(calls) // 2]]
     return found
-
-
-# - On paper
-
-
-def _ring(ranks: int, size: float) -> tuple[float, float]:
-    return 2 * (ranks - 1), 2 * size * (ranks - 1) / ranks
-
-
-def _tree(ranks: int, size: float) -> tuple[float, float]:
-    depth = math.ceil(math.log2(ranks))
-    return 2 * depth, 2 * depth * size
-
-
-def _doubling(ranks: int, size: float) -> tuple[float, float]:
-    depth = math.ceil(math.log2(ranks))
-    return depth, depth * size
-
-
-ALGORITHMS = {"ring": _ring, "tree": _tree, "recursive doubling": _doubling}
-"""Name -> (messages one after the other, bytes one after the other)."""
-ON_PAPER = (1_000, 10_000, 100_000)
-MESSAGE = 25 * 8
-FLAG = 4
-
-
-def modelled(algorithm: str, ranks: int, size: float, net: dict[str, float]) -> float:
-    """Seconds of one all-reduce of ``size`` bytes over ``ranks``."""
-    hops, sent = ALGORITHMS[algorithm](ranks, size)
-    return hops * net["alpha_s"] + sent * net["beta_s_per_byte"]
-
-
-def modelled_torch(
-    algorithm: str, ranks: int, axes: int, net: dict[str, float]
-) -> float:
-    """Seconds of torch's all-reduces of one flag, one an axis, axes of equal size."""
-    side = round(ranks ** (1 / axes))
-    return axes * modelled(algorithm, side, FLAG, net)
-
-
-# - The tables of docs/scale.md
-
-
-def tables(record: dict[str, Any]) -> dict[str, list[str]]:
-    """Markdown tables by name, from a record."""
-    return {
-        "real": list(_real_table(record)),
-        "training": list(_training_table(record)),
-        "simulated": list(_simulated_table(record)),
-        "paper": list(_paper_table(record)),
-        "torch": list(_torch_table(record)),
-    }
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _real_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row(
-        "ranks", "collectives a step", "message", "step", "bare all-reduce", "torch's"
-    )
-    yield "|---|---|---|---|---|---|"
-    for each in record["real"]:
-        (call,) = each["calls"]["ours"]
-        seconds = each["seconds"]
-        yield _row(
-            each["ranks"],
-            len(each["calls"]["ours"]),
-            f"{call[0]} {call[2]}, {call[3]} bytes",
-            _ms(seconds["ours"]),
-            _ms(seconds["bare"]),
-            _ms(seconds["torch"]),
-        )
-
-
-def _training_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row(
-        "ranks",
-        "collectives a step",
-        "of them the scaler's",
-        "bytes",
-        "step",
-        "memory a rank",
-        "scenario",
-    )
-    yield "|---|---|---|---|---|---|---|"
-    for each in record["real"]:
-        run = each["training"]
-        yield _row(
-            each["ranks"],
-            run["calls"],
-            run["scaler_calls"],
-            run["sent"],
-            _ms(run["step"]),
-            f"{each['memory_mib_a_rank']:.0f} MiB",
-            f"{each['scenario']['status']}, {each['scenario']['seconds']:.0f} s",
-        )
-
-
-def _simulated_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row("ranks", "meshes", "how", "situations", "ranks that differ", "took")
-    yield "|---|---|---|---|---|---|"
-    for world, how in dict.fromkeys(
-        (row["ranks"], row["how"]) for row in record["simulated"]
-    ):
-        rows = [
-            r for r in record["simulated"] if (r["ranks"], r["how"]) == (world, how)
-        ]
-        yield _row(
-            world,
-            ", ".join("x".join(map(str, row["mesh"])) for row in rows),
-            how,
-            rows[0]["situations"],
-            sum(len(row["different"]) for row in rows),
-            f"{sum(row['seconds'] for row in rows):.0f} s",
-        )
-
-
-def _paper_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row("ranks", *ALGORITHMS, "of a step of 1 s, by tree")
-    yield "|---|" + "---|" * (len(ALGORITHMS) + 1)
-    for ranks in ON_PAPER:
-        took = {n: modelled(n, ranks, MESSAGE, record["network"]) for n in ALGORITHMS}
-        yield _row(f"{ranks:,}", *map(_ms, took.values()), f"{took['tree']:.2%}")
-
-
-def _torch_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row(
-        "ranks", "axes", "torch, ring", "ours, ring", "torch, tree", "ours, tree"
-    )
-    yield "|---|---|---|---|---|---|"
-    for ranks in ON_PAPER:
-        for axes in (1, 2):
-            cells = []
-            for name in ("ring", "tree"):
-                cells.append(_ms(modelled_torch(name, ranks, axes, record["network"])))
-                cells.append(_ms(modelled(name, ranks, MESSAGE, record["network"])))
-            yield _row(f"{ranks:,}", axes, *cells)
 
 
 def provenance() -> dict[str, Any]:

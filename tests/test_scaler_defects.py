@@ -1,9 +1,6 @@
 """What goes wrong in one process with torch's scalers, by the ids of the defects."""
 
-import copy
 import math
-import pickle
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,38 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradparity.scaler import (
-    GradScaler,
-    InvalidSettingError,
-    ShardedGradScaler,
+from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.tests.stepping import (
+    BOTH,
+    INF,
+    one_step,
+    parameter,
+    scaled,
+    sgd,
+    with_grad,
 )
-
-BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
-FUSED = pytest.mark.parametrize("fused", [False, True])
-INF = float("inf")
-
-
-def parameter(value: float = 1.0, dtype: Any = torch.float32) -> Tensor:
-    return torch.full((2,), value, dtype=dtype, requires_grad=True)
-
-
-def scaled(make: Any = GradScaler, scale: float = 4.0, **settings: Any) -> Any:
-    scaler = make(device="cpu", init_scale=scale, **settings)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
-def one_step(scaler: Any, optimizer: Any, gradient: float) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.full_like(p, gradient)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def sgd(*params: Tensor, fused: bool = False, lr: float = 1.0) -> Any:
-    return torch.optim.SGD(list(params), lr=lr, fused=fused)
-
 
 # - B05: the scale and what it does to finite gradients
 
@@ -148,216 +123,6 @@ def test_b08d_sparse_gradients(make: Any) -> None:
     table.grad = gradient(40000.0 if dtype is torch.float16 else INF)
     scaler.step(optimizer)
     assert scaler.step_was_skipped(optimizer)
-
-
-# - B10: which gradients, unscaled how often
-
-
-class Wrapper:
-    """Shares its parameter groups with the optimizer inside, as accelerate does."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-
-
-@BOTH
-def test_b10a_wrapped_optimizer_is_unscaled_once(make: Any) -> None:
-    p = parameter(0.0)
-    scaler, inner = scaled(make), sgd(p)
-    p.grad = torch.full_like(p, 4.0)
-    scaler.unscale_(inner)
-    scaler.step(Wrapper(Wrapper(inner)))
-    assert p.tolist() == [-1.0, -1.0]
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.step(inner)
-
-
-@BOTH
-@pytest.mark.parametrize("fused", [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_b10b_shared_parameter_is_unscaled_once(
-    make: Any, fused: tuple[int, int]
-) -> None:
-    shared, first, second = parameter(0.0), parameter(0.0), parameter(0.0)
-    optimizers = [
-        sgd(first, shared, fused=bool(fused[0])),
-        sgd(shared, second, fused=bool(fused[1])),
-    ]
-    scaler = scaled(make)
-    for p in (shared, first, second):
-        p.grad = torch.full_like(p, 4.0)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    assert shared.tolist() == [-2.0, -2.0]
-    assert first.tolist() == second.tolist() == [-1.0, -1.0]
-
-
-@pytest.mark.parametrize("fused", [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_b10b_shared_parameter_after_a_skip(fused: tuple[int, int]) -> None:
-    shared, first = parameter(0.0), parameter(0.0)
-    optimizers = [
-        sgd(first, shared, fused=bool(fused[0])),
-        sgd(shared, fused=bool(fused[1])),
-    ]
-    scaler = scaled()
-    shared.grad, first.grad = torch.full((2,), 4.0), torch.full((2,), INF)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    assert (first.tolist(), shared.tolist()) == ([0.0, 0.0], [-1.0, -1.0])
-
-
-def test_b10c_ids_of_dead_optimizers() -> None:
-    scaler = scaled()
-    for _ in range(30):
-        p = parameter()
-        p.grad = torch.ones_like(p)
-        scaler.unscale_(sgd(p))
-
-
-@BOTH
-def test_b10d_closure_is_refused_however_passed(make: Any) -> None:
-    p = parameter(0.0)
-    p.grad = torch.full_like(p, 4.0)
-    scaler, optimizer = scaled(make), sgd(p)
-    for args, kwargs in (((lambda: 1.0,), {}), ((), {"closure": lambda: 1.0})):
-        with pytest.raises(RuntimeError, match="Closure use is not"):
-            scaler.step(optimizer, *args, **kwargs)
-    scaler.step(optimizer, None)
-    assert p.tolist() == [-1.0, -1.0]
-
-
-@BOTH
-@pytest.mark.parametrize("fused", [False, True])
-def test_b10g_skip_is_visible_and_runs_no_hook(make: Any, fused: bool) -> None:
-    p = parameter()
-    scaler, optimizer, calls = scaled(make), sgd(p, fused=fused), []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    with pytest.raises(ValueError, match="not stepped yet"):
-        scaler.step_was_skipped(optimizer)
-    for gradient, skipped in ((1.0, False), (INF, True), (1.0, False)):
-        one_step(scaler, optimizer, gradient)
-        assert scaler.step_was_skipped(optimizer) is skipped
-    assert len(calls) == 2
-    assert scaler.counters == (2, 1, 0, 0, 1)
-
-
-# - B11: settings, copies, states
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"init_scale": 0.0},
-        {"init_scale": -1.0},
-        {"init_scale": INF},
-        {"init_scale": math.nan},
-        {"init_scale": 1e-39},
-        {"init_scale": "many"},
-        {"backoff_factor": 0.0},
-        {"backoff_factor": -1.0},
-        {"backoff_factor": 1.0},
-        {"backoff_factor": math.nan},
-        {"growth_factor": 1.0},
-        {"growth_factor": INF},
-        {"growth_factor": math.nan},
-        {"growth_interval": 0},
-        {"growth_interval": 2.5},
-        {"growth_interval": 2**31},
-    ],
-)
-def test_b11a_settings_are_checked(make: Any, bad: dict[str, Any]) -> None:
-    ((name, value),) = bad.items()
-    with pytest.raises(InvalidSettingError):
-        make(device="cpu", **bad)
-    make(device="cpu", enabled=False, **bad)
-    scaler = scaled(make)
-    before = scaler.state_dict()
-    key = {"init_scale": "scale"}.get(name, name)
-    with pytest.raises(InvalidSettingError):
-        scaler.load_state_dict(before | {key: value})
-    setter = getattr(scaler, f"set_{name}", scaler.update)
-    with pytest.raises(InvalidSettingError):
-        setter(value)
-    assert scaler.state_dict() == before
-
-
-@BOTH
-def test_b11b_update_takes_an_int_and_disabled_answers(make: Any) -> None:
-    scaler = scaled(make)
-    scaler.update(2)
-    assert scaler.get_scale() == 2.0
-    off = make(device="cpu", enabled=False)
-    assert off.get_growth_factor() == 2.0 and off.get_growth_interval() == 2000
-    assert off.get_scale() == 1.0 and off.state_dict() == {}
-    with pytest.raises(RuntimeError, match="state dict is empty"):
-        scaler.load_state_dict({})
-    p = parameter(0.0)
-    one_step(off, sgd(p), 1.0)
-    assert p.tolist() == [-1.0, -1.0]
-
-
-def test_b11c_positional_order_is_torchs() -> None:
-    assert GradScaler("cpu", 4.0, 3.0, 0.25).get_growth_factor() == 3.0
-    assert ShardedGradScaler("cpu", 4.0, 0.25, 3.0).get_growth_factor() == 3.0
-
-
-@BOTH
-def test_b11d_copies_and_pickles(make: Any) -> None:
-    scaler = scaled(make, growth_interval=5)
-    one_step(scaler, sgd(parameter()), 1.0)
-    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        assert twin.state_dict() == scaler.state_dict()
-        one_step(twin, sgd(parameter()), INF)
-        assert (twin.get_scale(), scaler.get_scale()) == (2.0, 4.0)
-    scaler.step(sgd(with_grad()))
-    with pytest.raises(AssertionError, match="may only be pickled"):
-        pickle.dumps(scaler)
-
-
-def with_grad() -> Tensor:
-    p = parameter()
-    p.grad = torch.ones_like(p)
-    return p
-
-
-@BOTH
-def test_b04b_resume_then_unscale(make: Any) -> None:
-    scaler = make(device="cpu")
-    scaler.load_state_dict(scaled(make, 8.0).state_dict())
-    p = parameter()
-    p.grad = torch.full_like(p, 8.0)
-    scaler.unscale_(sgd(p))
-    assert p.grad.tolist() == [1.0, 1.0]
-
-
-@BOTH
-@pytest.mark.parametrize("fused", [False, True])
-def test_b16a_scheduler_waits_for_the_optimizer(make: Any, fused: bool) -> None:
-    optimizer = sgd(parameter(), fused=fused)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    scaler = scaled(make)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for gradient, lr in ((INF, 1.0), (1.0, 0.5), (INF, 0.5), (1.0, 0.25)):
-            one_step(scaler, optimizer, gradient)
-            stepped = scaler.step_scheduler(scheduler)
-            assert (stepped, scheduler.get_last_lr()) == (gradient == 1.0, [lr])
-
-
-def test_b16c_saving_changes_nothing() -> None:
-    scaler = GradScaler(device="cpu", init_scale=8.0)
-    assert scaler.state_dict()["scale"] == 8.0  # before the first scale()
-    scaler.scale(torch.ones(()))
-    one_step(scaler, sgd(parameter()), 1.0)
-    first, second = scaler.state_dict(), scaler.state_dict()
-    assert first == second and first["_growth_tracker"] == 1
 
 
 @pytest.fixture
@@ -468,37 +233,3 @@ def test_fused_attributes_are_removed() -> None:
     with pytest.raises(KeyError):
         scaled().step(optimizer)
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
-
-
-@FUSED
-@pytest.mark.parametrize("how", ["unscale_", "clip"])
-def test_b10f_gradients_changed_in_between(fused: bool, how: str) -> None:
-    def changed(recheck: bool, to: float, made: float) -> list[float]:
-        p = parameter(0.0)
-        scaler, optimizer = scaled(recheck=recheck), sgd(p, fused=fused)
-        p.grad = torch.full_like(p, made)
-        if how == "unscale_":
-            scaler.unscale_(optimizer)
-        else:
-            scaler.clip_grad_norm_(optimizer, 1e9)
-        p.grad.fill_(to)
-        scaler.step(optimizer)
-        scaler.update()
-        return list(p.tolist())
-
-    kept, stepped = [0.0, 0.0], [-1.0, -1.0]
-    folded = how == "clip" and fused  # the kernel still divides
-    assert changed(True, INF, made=4.0) == kept
-    assert changed(True, 4.0 if folded else 1.0, made=4.0) == stepped
-    # Found while clipping, the gradients were never divided: no step whatever comes.
-    assert changed(True, 1.0, made=INF) == (kept if how == "clip" else stepped)
-    assert changed(False, 1.0, made=INF) == kept
-    assert math.isinf(changed(False, INF, made=4.0)[0])  # as torch: by choice only
-
-
-def test_b10f_only_when_asked_for() -> None:
-    p = parameter(0.0)
-    scaler, optimizer = scaled(recheck=True), sgd(p)
-    p.grad = torch.full_like(p, INF)
-    scaler.step(optimizer)  # nothing lies between: one look is enough
-    assert scaler.step_was_skipped(optimizer)

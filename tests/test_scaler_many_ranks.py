@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 
 from gradparity.benchmarks import scale
-from gradparity.benchmarks.simulated_ranks import (
+from gradparity.benchmarks.scale_tables import modelled, modelled_torch, tables
+from gradparity.benchmarks.simulated_ranks import MESHES, compare, together
+from gradparity.benchmarks.situations import (
     COMMON,
-    MESHES,
     OURS,
     Situation,
     alike,
     clipped,
-    compare,
     overflow,
     several_optimizers,
-    together,
     without_gradients,
 )
 from gradparity.fixtures.faulty import PlainScaler
@@ -136,7 +135,7 @@ def test_the_record_holds_what_the_page_claims() -> None:
 def test_the_tables_of_the_page_are_those_of_the_record() -> None:
     record = json.loads(scale.RESULTS.read_text())
     page = (ROOT / "docs" / "scale.md").read_text()
-    for name, lines in scale.tables(record).items():
+    for name, lines in tables(record).items():
         assert "\n".join(lines) in page, (
             f"table {name}: gradparity bench scale --tables"
         )
@@ -144,7 +143,7 @@ def test_the_tables_of_the_page_are_those_of_the_record() -> None:
 
 def test_the_model_by_hand() -> None:
     net = {"alpha_s": 1.0, "beta_s_per_byte": 0.5}
-    assert scale.modelled("ring", 5, 100, net) == 8 + 0.5 * 160
-    assert scale.modelled("tree", 1000, 100, net) == 20 + 0.5 * 2000
-    assert scale.modelled("recursive doubling", 1024, 100, net) == 10 + 0.5 * 1000
-    assert scale.modelled_torch("ring", 100, 2, net) == 2 * (18 + 0.5 * 7.2)
+    assert modelled("ring", 5, 100, net) == 8 + 0.5 * 160
+    assert modelled("tree", 1000, 100, net) == 20 + 0.5 * 2000
+    assert modelled("recursive doubling", 1024, 100, net) == 10 + 0.5 * 1000
+    assert modelled_torch("ring", 100, 2, net) == 2 * (18 + 0.5 * 7.2)

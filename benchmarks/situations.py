@@ -1,0 +1,158 @@
+"""What a rank of a large world holds and does, in the situations that are compared.
+
+A situation is two iterations of training on one rank, which holds something else than
+its neighbours. Most use what torch's scaler has; those of ``OURS`` use what ours adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+SCALE = 1024.0
+
+
+class Idle(torch.optim.SGD):
+    """An optimizer that does nothing; the scaler is looked at."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a world that has a mesh."""
+
+    number: int
+    world: int
+    mesh: DeviceMesh
+
+    def parameter(self, rows: int = 4, *, sharded: bool = True) -> torch.nn.Parameter:
+        """(rows, 2), fp32, this rank's part, with a gradient of SCALE."""
+        axes = range(self.mesh.ndim)
+        if sharded:  # over the first axis and, tensor parallel, the last
+            placements = [
+                Shard(0) if i == 0 else Shard(1) if i == axes[-1] else Replicate()
+                for i in axes
+            ]
+        else:
+            placements = [Replicate() for _ in axes]
+
+        def placed(part: torch.Tensor) -> DTensor:
+            return DTensor.from_local(part, self.mesh, placements, run_check=False)
+
+        parameter = torch.nn.Parameter(placed(torch.zeros(rows, 2)))
+        parameter.grad = placed(torch.full((rows, 2), SCALE))
+        return parameter
+
+    def plain(self) -> torch.nn.Parameter:
+        """(2,), fp32, no DTensor."""
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.full((2,), SCALE)
+        return parameter
+
+
+def optimizer(*parameters: torch.nn.Parameter) -> Idle:
+    """One optimizer over ``parameters``."""
+    return Idle(list(parameters), lr=0.0)
+
+
+def alike(rank: Rank, scaler: Any) -> None:
+    """All ranks hold the same."""
+    held = optimizer(rank.parameter(), rank.parameter(sharded=False))
+    for _ in range(2):
+        scaler.step(held)
+        scaler.update()
+
+
+def without_gradients(rank: Rank, scaler: Any) -> None:
+    """Two ranks of three have no gradient."""
+    parameter = rank.parameter()
+    if rank.number % 3:
+        parameter.grad = None
+    held = optimizer(parameter)
+    for _ in range(2):
+        scaler.step(held)
+        scaler.update()
+
+
+def empty_shards(rank: Rank, scaler: Any) -> None:
+    """The second half of the ranks has shards without rows."""
+    rows = 4 if 2 * rank.number < rank.world else 0
+    held = optimizer(rank.parameter(rows), rank.parameter(sharded=False))
+    for _ in range(2):
+        scaler.unscale_(held)
+        scaler.step(held)
+        scaler.update()
+
+
+def overflow(rank: Rank, scaler: Any) -> None:
+    """Rank 0 has an inf, the others have none."""
+    parameter = rank.plain()
+    assert parameter.grad is not None
+    if rank.number == 0:
+        parameter.grad.fill_(torch.inf)
+    held = optimizer(parameter, rank.parameter())
+    for _ in range(2):
+        scaler.step(held)
+        scaler.update()
+
+
+def several_optimizers(rank: Rank, scaler: Any) -> None:
+    """Three optimizers; which kinds of tensors and gradients differs by rank."""
+    bare, bias = rank.parameter(), rank.parameter(sharded=False)
+    if rank.number % 2:
+        bare.grad = None
+    mixed = (
+        (rank.plain(), rank.parameter()) if rank.number % 4 == 1 else (rank.plain(),)
+    )
+    all_of_them = [optimizer(bare), optimizer(bias), optimizer(*mixed)]
+    for _ in range(2):
+        for held in all_of_them:
+            scaler.step(held)
+        scaler.update()
+
+
+def clipped(rank: Rank, scaler: Any) -> None:
+    """Clipping; every fourth rank has plain tensors beside its DTensors."""
+    extra = [] if rank.number % 4 else [rank.plain()]
+    held = optimizer(rank.parameter(), *extra)
+    for _ in range(2):
+        scaler.clip_grad_norm_(held, 1.0)
+        scaler.step(held)
+        scaler.update()
+
+
+def stepping_together(rank: Rank, scaler: Any) -> None:
+    """Two optimizers that step both or not at all."""
+    dense, experts = optimizer(rank.parameter()), optimizer(rank.plain())
+    for _ in range(2):
+        scaler.step_together(dense, experts)
+        scaler.update()
+
+
+def without_optimizer(rank: Rank, scaler: Any) -> None:
+    """One rank of five has no parameters at all."""
+    held = optimizer(rank.parameter())
+    for _ in range(2):
+        if rank.number % 5 != 4:
+            scaler.step(held)
+        else:
+            scaler.step_without_optimizer()
+        scaler.update()
+
+
+Situation = Callable[[Rank, Any], None]
+COMMON: tuple[Situation, ...] = (
+    alike,
+    without_gradients,
+    empty_shards,
+    overflow,
+    several_optimizers,
+)
+OURS: tuple[Situation, ...] = (clipped, stepping_together, without_optimizer)

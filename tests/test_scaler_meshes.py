@@ -1,0 +1,188 @@
+"""Ranks agree over several meshes, or over the one that they are asked to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from gradparity.multiprocess import Cluster
+from gradparity.scaler import GradScaler
+from gradparity.tests.agreeing import (
+    INF,
+    SCALERS,
+    Make,
+    Seen,
+    agreed,
+    give_gradient,
+    iterate,
+    local,
+    parameter,
+    scaler_of,
+    sgd,
+)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    with Cluster(4) as cluster:
+        yield cluster
+
+
+@SCALERS
+@pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_b01c_two_axes(
+    four: Cluster, make: Make, where: tuple[int, int], fused: bool
+) -> None:
+    def step(bad: bool) -> Seen:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        norm = parameter(torch.ones(2), mesh, [Shard(0), Replicate()])
+        weight = parameter(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
+        give_gradient(norm, 4.0)
+        bad_here = bad and tuple(mesh.get_coordinate() or ()) == where
+        give_gradient(weight, INF if bad_here else 4.0)
+        kind = torch.optim.Adam([norm, weight], fused=True) if fused else None
+        return iterate(scaler_of(make), kind or sgd([norm, weight]))
+
+    assert agreed(four.run(step, True), skipped=True)
+    assert agreed(four.run(step, False), skipped=False)
+
+
+@SCALERS
+@pytest.mark.parametrize("order", [("dp", "tp"), ("tp", "dp")])
+@pytest.mark.parametrize("bad_rank", range(4))
+def test_b03b_parameters_on_submeshes(
+    four: Cluster, make: Make, order: tuple[str, str], bad_rank: int
+) -> None:
+    def step() -> Seen:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        params = [parameter(torch.ones(2), mesh[axis], [Shard(0)]) for axis in order]
+        for p in params:
+            give_gradient(p, 4.0)
+        if dist.get_rank() == bad_rank:
+            give_gradient(params[1], INF)
+        return iterate(scaler_of(make), sgd(params))
+
+    assert agreed(four.run(step), skipped=True)
+
+
+def experts(make: Make, bad_rank: int, together: bool) -> list[bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    dense = parameter(torch.ones(2), mesh, [Shard(0), Replicate()])
+    expert = parameter(torch.ones(2), mesh["dp"], [Shard(0)])
+    give_gradient(dense, 4.0)
+    give_gradient(expert, INF if dist.get_rank() == bad_rank else 4.0)
+    scaler, optimizers = scaler_of(make), [sgd([dense]), sgd([expert])]
+    if together:
+        scaler.step_together(*optimizers)
+    else:
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    scaler.update()
+    stepped = [bool((local(p) != 1).all()) for p in (dense, expert)]
+    return [*stepped, scaler.get_scale() == 2.0, scaler._get_growth_tracker() == 0]
+
+
+@SCALERS
+@pytest.mark.parametrize("bad_rank", [0, 3])
+def test_b03c_experts_in_their_own_optimizer(
+    four: Cluster, make: Make, bad_rank: int
+) -> None:
+    results = four.run(experts, make, bad_rank, False)
+    assert results == [[True, False, True, True]] * 4
+
+
+@SCALERS
+@pytest.mark.parametrize("bad_rank", [0, 3])
+def test_b03d_optimizers_step_all_or_none(
+    four: Cluster, make: Make, bad_rank: int
+) -> None:
+    results = four.run(experts, make, bad_rank, True)
+    assert results == [[False, False, True, True]] * 4
+    assert four.run(experts, make, -1, True) == [[True, True, False, False]] * 4
+
+
+@SCALERS
+def test_b14c_parameters_on_a_mesh_that_others_are_not_in(
+    four: Cluster, make: Make
+) -> None:
+    def step(bad_rank: int) -> Seen:
+        first, second = [
+            dist.new_group([0, 1]),
+            dist.new_group([2, 3]),
+        ]
+        mesh = DeviceMesh.from_group(first if dist.get_rank() < 2 else second, "cpu")
+        p = parameter(torch.ones(2), mesh, [Shard(0)])
+        give_gradient(p, INF if dist.get_rank() == bad_rank else 4.0)
+        return iterate(scaler_of(make), sgd([p]))
+
+    assert agreed(four.run(step, 0), skipped=True)
+    assert agreed(four.run(step, 3), skipped=True)
+
+
+def test_independent_models_need_not_agree(four: Cluster) -> None:
+    def step(how: str) -> tuple[float, int]:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = dist.get_rank() // 2
+        mesh = DeviceMesh.from_group(groups[mine], "cpu")
+        choices: dict[str, dict[str, Any]] = {
+            "rule": {"agree_over": "mesh"},
+            "mesh": {"mesh": mesh},
+            "group": {"process_group": groups[mine]},
+        }
+        settings = choices[how]
+        scaler = scaler_of(GradScaler, **settings)
+        p = parameter(torch.ones(2), mesh, [Shard(0)])
+        for _ in range(3 + mine):  # not even the same number of iterations
+            give_gradient(p, INF if dist.get_rank() == 0 else 4.0)
+            scaler.step(sgd([p]))
+            scaler.update()
+        return scaler.get_scale(), scaler._get_growth_tracker()
+
+    for how in ("rule", "mesh", "group"):
+        assert four.run(step, how) == [(0.5, 0)] * 2 + [(4.0, 4)] * 2
+
+
+def test_a_mesh_of_two_axes_that_is_not_the_world(four: Cluster) -> None:
+    def step() -> tuple[float, bool]:
+        mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])[:, :1])
+        scaler = scaler_of(GradScaler, mesh=mesh)
+        p = parameter(torch.ones(2))
+        give_gradient(p, INF if dist.get_rank() == 2 else 4.0)
+        scaler.step(sgd([p]))
+        scaler.update()
+        return scaler.get_scale(), dist.get_rank() % 2 == 0
+
+    assert four.run(step) == [(2.0, True), (4.0, False)] * 2
+
+
+@SCALERS
+def test_b11d_copies_and_pickles_with_a_process_group(
+    four: Cluster, make: Make
+) -> None:
+    def step() -> list[float]:
+        import copy
+        import pickle
+
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        group = groups[dist.get_rank() % 2]
+        original = scaler_of(make, process_group=group)
+        scales = []
+        for scaler in (
+            original,
+            copy.deepcopy(original),
+            pickle.loads(pickle.dumps(original)),
+        ):
+            scaler.scale(torch.ones(()))
+            p = parameter(torch.ones(2))
+            give_gradient(p, INF if dist.get_rank() == 2 else 4.0)
+            scaler.step(sgd([p]))
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    assert four.run(step) == [[2.0] * 3, [4.0] * 3] * 2
