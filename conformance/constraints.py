@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from ..fixtures import MULTI_TENSOR, PRECISIONS, TOPOLOGIES, Kit, is_workload
 from .recipes import RECIPES
 
-__all__ = ["PAIRS", "why_not"]
+__all__ = ["PAIRS", "other_world", "why_not"]
 
 Reason = Callable[[str, str], str]
 
@@ -72,6 +72,21 @@ def _recipe_data(recipe: str, data: str) -> str:
     return ""
 
 
+def other_world(topology: str, world: int) -> tuple[str, int]:
+    """Where a training begins that goes on on ``world`` ranks of ``topology``.
+
+    The same layout on half or on twice as many ranks, up to 4; else another layout
+    that takes all models and precisions of this one.
+    """
+    chosen = TOPOLOGIES[topology]
+    for ranks in (world // 2, 2 * world):
+        if (ranks * 2 == world or ranks <= 4) and chosen.mesh_takes(ranks):
+            return topology, ranks
+    if topology == "single":
+        return "ddp", 2
+    return ("fsdp", 2) if chosen.fully_shards else ("single", 1)
+
+
 PAIRS: Mapping[tuple[str, str], Reason] = {
     ("topology", "data"): _topology_data,
     ("topology", "precision"): _topology_precision,
@@ -82,8 +97,14 @@ PAIRS: Mapping[tuple[str, str], Reason] = {
 """(field, field) of a scenario -> why two values do not go together."""
 
 
-_OTHERS_MODEL = ("two-losses", "frozen", "compiled", "accumulate-no-sync")
-"""Recipes that know the models of fixtures, or how a layout defers its sums."""
+_OTHERS_MODEL = (
+    "two-losses",
+    "frozen",
+    "compiled",
+    "accumulate-no-sync",
+    "resume-elsewhere",
+)
+"""Recipes that know the models, layouts or optimizers' states of fixtures."""
 
 
 def _own_precision(kit: Kit, topology: str, precision: str) -> str:

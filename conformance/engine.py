@@ -37,7 +37,7 @@ from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, is_frozen
 from .scenario import Scenario
 from .workload import check_layout, full_name, same_everywhere
 
-__all__ = ["Engine", "build_engine", "initial_model"]
+__all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
 
 Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
 MICRO_BATCHES = 2
@@ -226,7 +226,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     parameters = {full_name(n): p for n, p in module.named_parameters()}
     index = {n: _read_element_numbers(p) for n, p in parameters.items()}
     for name, parameter in parameters.items():
-        _write_values(parameter, values[name], index[name])
+        write_values(parameter, values[name], index[name])
     if scenario.parsed_recipe.compile:
         module.compile(backend="aot_eager")
     engine = Engine(
@@ -281,10 +281,15 @@ def _read_element_numbers(parameter: nn.Parameter) -> NDArray[np.int64]:
     return flat.to(torch.int64).cpu().numpy()
 
 
-def _write_values(
-    parameter: nn.Parameter, values: Tensor, index: NDArray[np.int64]
-) -> None:
-    part = local(parameter.detach())
+def write_values(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> None:
+    """Write into the local part of ``tensor`` what it holds of the full ``values``.
+
+    Args:
+        tensor: plain or DTensor, any shape.
+        values: the full tensor, in any shape.
+        index: place of each local element in the flat full tensor.
+    """
+    part = local(tensor.detach())
     chosen = values.reshape(-1)[torch.from_numpy(index).to(values.device)]
     part.copy_(chosen.view(part.shape))
 

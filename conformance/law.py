@@ -7,7 +7,7 @@ so it can be tested on made-up traces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from .parity import Parity
@@ -83,7 +83,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that is known of one run."""
+    """All that is known of one run, or of its part on one world."""
 
     scenario: Scenario
     ranks: tuple[RankTrace, ...]
@@ -94,11 +94,14 @@ class Evidence:
     """None where the run stopped early."""
     scaler: bool = True
     """Whether a scaler was judged; else the stack alone."""
+    before: Evidence | None = None
+    """The part on another world, from whose saved state this one went on."""
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
         """(step, one trace a rank) for each step that every rank completed."""
-        for step in range(min((t.completed for t in self.ranks), default=0)):
-            yield step, [t.steps[step] for t in self.ranks]
+        for number in range(min((t.completed for t in self.ranks), default=0)):
+            seen = [t.steps[number] for t in self.ranks]
+            yield seen[0].step, seen
 
     def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
         """(step, one decision a rank) for each completed step and each optimizer."""
@@ -163,8 +166,26 @@ def law(
 def judge(evidence: Evidence) -> list[Verdict]:
     """Apply every law to ``evidence``."""
     return [
-        Verdict(law=each.id, finding=_finding(each, evidence)) for each in LAWS.values()
+        Verdict(law=each.id, finding=_over_parts(each, evidence))
+        for each in LAWS.values()
     ]
+
+
+def _over_parts(law: Law, evidence: Evidence) -> Finding:
+    """What a law finds in a run; of its parts the first one that is worst decides."""
+    finding = _finding(law, evidence)
+    if evidence.before is None:
+        return finding
+    there = _finding(law, evidence.before)
+    if worst_of([there.status, finding.status]) != there.status:
+        return finding
+    if there.message == finding.message:  # of both parts together, as parity is
+        return there
+    first = evidence.scenario.legs[0]
+    message = f"{there.message} ({first.topology}/{first.world}, where it began)"
+    if finding.status is there.status is Status.PASS:
+        message += f", then {finding.message}"
+    return replace(there, message=message)
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:

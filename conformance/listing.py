@@ -94,6 +94,7 @@ def _explain_scenario(s: Scenario) -> str:
             f"model:     {s.data}, {s.steps} steps, seed {s.seed}",
             f"optimizer: {s.optimizer}, parameters in {s.order} order",
             f"recipe:    {s.parsed_recipe.text}",
+            *(f"begins as: {leg.id}" for leg in s.legs[:-1]),
             f"scale:     {s.init_scale:g}, x {s.growth_factor:g} after "
             f"{s.growth_interval} good steps, x {s.backoff_factor:g} after a bad one",
             f"faults:    {s.faults}",

@@ -8,7 +8,7 @@ bounds are those of ``bounds``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from .bounds import HEAD_ROOM, Yardstick, make_yardstick, sizes
 from .reference import Schedule
 from .scenario import Scenario
-from .trace import RankTrace
+from .trace import RankTrace, StepTrace
 
 __all__ = ["HEAD_ROOM", "Parity", "ParityRow", "demanded_schedule", "measure_parity"]
 
 Doubles = NDArray[np.float64]
+Seen = Sequence[tuple[RankTrace, StepTrace]]
+"""One step of all ranks of a world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,45 +85,55 @@ class Parity:
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
 
-def demanded_schedule(traces: Sequence[RankTrace]) -> Schedule:
+def demanded_schedule(*legs: Sequence[RankTrace]) -> Schedule:
     """Skips and scales that the rule demands, from what all ranks saw.
 
     The scale is the one of the first rank; whether ranks agree on it is another law's
     business.
+
+    Args:
+        legs: one trace a rank for each world that the run was on, in order.
     """
-    steps = min(len(t.steps) for t in traces)
+    steps = list(_steps(legs))
     return Schedule(
-        skipped=tuple(_held_still(traces, step) for step in range(steps)),
-        scales=tuple(traces[0].steps[s].scale_before for s in range(steps)),
+        skipped=tuple(_held_still(seen) for seen in steps),
+        scales=tuple(seen[0][1].scale_before for seen in steps),
     )
 
 
-def _held_still(traces: Sequence[RankTrace], step: int) -> frozenset[str]:
+def _steps(legs: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
+    """Each step that all ranks of its world have."""
+    for traces in legs:
+        for seen in zip(*(t.steps for t in traces), strict=False):
+            yield list(zip(traces, seen, strict=True))
+
+
+def _held_still(seen: Seen) -> frozenset[str]:
     """Parameters of the optimizers that have a bad gradient on any rank."""
     bad = {
         number
-        for trace in traces
-        for number, decision in enumerate(trace.steps[step].decisions)
+        for _, at in seen
+        for number, decision in enumerate(at.decisions)
         if decision.non_finite
     }
     return frozenset(
-        name for trace in traces for number in bad for name in trace.owned[number]
+        name for trace, _ in seen for number in bad for name in trace.owned[number]
     )
 
 
-def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
+def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
     """Hold every rank and every step against the truth.
 
     Args:
         scenario: what was trained.
-        traces: one complete trace a rank.
+        legs: one complete trace a rank, for each world that it was on.
     """
-    schedule = demanded_schedule(traces)
+    schedule = demanded_schedule(*legs)
     yardstick = make_yardstick(scenario, schedule)
     parity = Parity(
         per_step=[0.0] * scenario.steps, reference_loss=list(yardstick.truth.losses)
     )
-    for row in _rows(schedule, traces, yardstick):
+    for row in _rows(schedule, legs, yardstick):
         if row is None:
             parity.skipped_rows += 1
         else:
@@ -130,21 +142,22 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
 
 
 def _rows(
-    schedule: Schedule, traces: Sequence[RankTrace], yardstick: Yardstick
+    schedule: Schedule, legs: Iterable[Sequence[RankTrace]], yardstick: Yardstick
 ) -> Iterator[ParityRow | None]:
     truth = yardstick.truth
-    for step, skipped in enumerate(schedule.skipped):
-        yield from _loss_rows(step, traces, yardstick)
-        for trace in traces:
-            seen = trace.steps[step]
+    for step, (seen, skipped) in enumerate(
+        zip(_steps(legs), schedule.skipped, strict=True)
+    ):
+        yield from _loss_rows(step, seen, yardstick)
+        for trace, at in seen:
             wanted = truth.gradients[step].keys() - skipped
             for name, index in trace.index.items():
                 if not len(index):
                     continue
-                if name in wanted and name in seen.gradients:
+                if name in wanted and name in at.gradients:
                     yield from _compare(
                         ("gradient", step, name, trace.rank),
-                        _summed(traces, trace, step, name),
+                        _summed(seen, trace, at, name),
                         (truth.gradients[step][name], index),
                         yardstick.gradient[step][name],
                     )
@@ -154,27 +167,27 @@ def _rows(
                 start = trace.start[name].astype(np.float64)
                 yield from _compare(
                     ("update", step, name, trace.rank),
-                    (seen.parameters[name].astype(np.float64) - start) * mask,
+                    (at.parameters[name].astype(np.float64) - start) * mask,
                     (truth.updates[step][name], index),
                     yardstick.update[step][name],
                 )
 
 
 def _summed(
-    traces: Sequence[RankTrace], trace: RankTrace, step: int, name: str
+    seen: Seen, trace: RankTrace, at: StepTrace, name: str
 ) -> NDArray[np.floating]:
     """The gradient of ``trace``, summed over the axes on which it is partial.
 
     Summed here and not on the ranks: an observer that sends collectives of its own
     would hang where ranks disagree whether to step.
     """
-    axes = trace.steps[step].partial.get(name, ())
+    axes = at.partial.get(name, ())
     if not axes:
-        return trace.steps[step].gradients[name]
+        return at.gradients[name]
     parts = [
-        other.steps[step].gradients[name].astype(np.float64)
-        for other in traces
-        if name in other.steps[step].gradients
+        there.gradients[name].astype(np.float64)
+        for other, there in seen
+        if name in there.gradients
         and all(
             index == other.coordinate.get(axis)
             for axis, index in trace.coordinate.items()
@@ -186,10 +199,9 @@ def _summed(
 
 
 def _loss_rows(
-    step: int, traces: Sequence[RankTrace], yardstick: Yardstick
+    step: int, seen: Seen, yardstick: Yardstick
 ) -> Iterator[ParityRow | None]:
-    losses = [t.steps[step].loss for t in traces]
-    known = [x for x in losses if x is not None]
+    known = [at.loss for _, at in seen if at.loss is not None]
     if known:
         # equal shares of rows: the mean over ranks is the mean over the batch
         mean = np.array([sum(known) / len(known)])

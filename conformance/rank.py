@@ -32,12 +32,13 @@ from ..fixtures import (
 from ..multiprocess import current_world
 from .devices import settle
 from .engine import Engine, Prepare, build_engine, shard_id
+from .handover import optimizer_states, restore
 from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
 from .probe import probe
 from .recipes import MANUAL_STEP
 from .scenario import Scenario
 from .spec import load_scaler
-from .trace import Decision, Floats, Misuse, Problem, RankTrace, StepTrace
+from .trace import Decision, Floats, Misuse, Problem, RankTrace, Saved, StepTrace
 from .workload import same_everywhere
 
 __all__ = ["JudgedError", "observe_rank"]
@@ -66,13 +67,21 @@ class JudgedError(Exception):
         return f"{where}: {problem.error}"
 
 
-def observe_rank(scenario: Scenario, spec: str, folder: str) -> RankTrace:
+def observe_rank(
+    scenario: Scenario,
+    spec: str,
+    folder: str,
+    saved: Saved | None = None,
+    keep: bool = False,
+) -> RankTrace:
     """Train ``scenario`` on this rank and return what was seen.
 
     Args:
         scenario: what to train.
         spec: the judged scaler, or ``none`` to train without one.
         folder: import path of the judged scaler and of the workload.
+        saved: what another world came to at the seam, to go on from there.
+        keep: hand over the state after the last step.
 
     Raises:
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
@@ -95,11 +104,13 @@ def observe_rank(scenario: Scenario, spec: str, folder: str) -> RankTrace:
     strikes = _aim(engine, trace)
     if factory is not None:
         judged.construct(factory)
-    for step in range(scenario.steps):
+    for step in range(scenario.seam if saved else 0, scenario.steps):
         trace.steps.append(StepTrace(step=step))
-        if scenario.parsed_recipe.resume and step == scenario.steps // 2:
-            judged.resume()
+        if scenario.parsed_recipe.resume and step == scenario.seam:
+            judged.resume(saved)
         _observe_step(engine, judged, trace, strikes)
+    if keep:
+        trace.saved = judged.saved()
     trace.misuse = judged.misuse()
     return trace
 
@@ -139,18 +150,36 @@ class _Judged:
                 enabled=scenario.parsed_recipe.enabled,
             )
 
-    def resume(self) -> None:
-        """Go on with a new scaler and new optimizers, loaded from saved states."""
-        self.engine.remake_optimizers()
-        if self.scaler is None:
+    def saved(self) -> Saved:
+        """The state of scaler and optimizers, as this rank knows it."""
+        states = optimizer_states(self.engine)
+        return Saved(scaler=self._saved_scaler(), optimizers=states)
+
+    def resume(self, saved: Saved | None) -> None:
+        """Go on from ``saved``, or with all made anew from what is here."""
+        if saved is not None:
+            restore(self.engine, saved)
+            self._load_scaler(saved.scaler)
             return
+        self.engine.remake_optimizers()
+        if self.scaler is not None:
+            state = self._saved_scaler()
+            self.construct(self.factory)
+            self._load_scaler(state)
+
+    def _saved_scaler(self) -> bytes:
         file = io.BytesIO()
-        with self.watch("state_dict"):
-            torch.save(self.scaler.state_dict(), file)
-        file.seek(0)
-        self.construct(self.factory)
-        with self.watch("load_state_dict"):
-            self.scaler.load_state_dict(torch.load(file, weights_only=True))
+        if self.scaler is not None:
+            with self.watch("state_dict"):
+                torch.save(self.scaler.state_dict(), file)
+        return file.getvalue()
+
+    def _load_scaler(self, state: bytes) -> None:
+        if self.scaler is not None:
+            with self.watch("load_state_dict"):
+                self.scaler.load_state_dict(
+                    torch.load(io.BytesIO(state), weights_only=True)
+                )
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:

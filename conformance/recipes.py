@@ -88,6 +88,8 @@ class Recipe:
     """Argument of ``update`` at the third step."""
     resume: bool = False
     """Half-way, scaler and optimizers are made anew from their saved states."""
+    elsewhere: bool = False
+    """The half before is a run of its own on another world, see ``other_world``."""
     compile: bool = False
     """The model is compiled (without code generation, which is not in question)."""
 
@@ -144,6 +146,12 @@ RECIPES: dict[str, Recipe] = {
     "resume": Recipe(
         text="half-way, scaler and optimizers are loaded from saved states",
         resume=True,
+    ),
+    "resume-elsewhere": Recipe(
+        text="begun on another world; half-way model, optimizers and scaler are saved "
+        "there and loaded here",
+        resume=True,
+        elsewhere=True,
     ),
     "compiled": Recipe(text="torch.compile around the model", compile=True),
 }

@@ -23,6 +23,7 @@ from .observe import digest
 from .place import Place
 from .report import SCHEMA_VERSION, CaseRecord, Curves, Header, Number, VerdictRecord
 from .runner import Case
+from .trace import StepTrace
 
 __all__ = ["case_record", "command_line", "make_header", "replay_command"]
 
@@ -150,17 +151,18 @@ def _verdict(verdict: Verdict) -> VerdictRecord:
 
 
 def _curves(evidence: Evidence) -> Curves:
-    ranks = evidence.ranks
     parity = evidence.parity
-    steps = [seen for _, seen in evidence.steps()]
-    first = ranks[0].steps
+    parts = [evidence.before, evidence] if evidence.before else [evidence]
+    steps = [seen for part in parts for _, seen in part.steps()]
+    rows = _rows(parts, evidence.scenario.world)
+    first = rows[0]
     return Curves(
         loss=[_mean([s.loss for s in seen]) for seen in steps],
         reference_loss=[_number(x) for x in parity.reference_loss] if parity else [],
-        scale=[[_number(s.scale_after) for s in t.steps] for t in ranks],
-        growth=[[s.growth_after for s in t.steps] for t in ranks],
-        stepped=[[s.parameters_changed for s in t.steps] for t in ranks],
-        bad=[[(s.non_finite or [""])[0] for s in t.steps] for t in ranks],
+        scale=[[_number(s.scale_after) for s in row] for row in rows],
+        growth=[[s.growth_after for s in row] for row in rows],
+        stepped=[[s.parameters_changed for s in row] for row in rows],
+        bad=[[(s.non_finite or [""])[0] for s in row] for row in rows],
         parity=[_number(x) for x in parity.per_step] if parity else [],
         parameters=(
             {n: _number(x) for n, x in parity.per_parameter.items()} if parity else {}
@@ -168,6 +170,14 @@ def _curves(evidence: Evidence) -> Curves:
         collectives=first[0].collectives if first else [],
         host_syncs=[s.host_syncs for s in first],
     )
+
+
+def _rows(parts: Sequence[Evidence], world: int) -> list[list[StepTrace]]:
+    """Steps by rank; those on another world go round its ranks, few or many."""
+    return [
+        [seen for part in parts for seen in part.ranks[rank % len(part.ranks)].steps]
+        for rank in range(world)
+    ]
 
 
 def _mean(values: Sequence[float | None]) -> Number | None:

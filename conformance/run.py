@@ -115,7 +115,7 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
     pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
     path = _report_path(settings)
     with place_of(settings.devices, settings.timeout_s, station) as place:
-        place.check([scenario.world for scenario in scenarios])
+        place.check([leg.world for scenario in scenarios for leg in scenario.legs])
         if station is not None:
             station.note(REPORT_NOTE, str(path.absolute()))
         earlier = earlier_attempt(

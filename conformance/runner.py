@@ -20,18 +20,21 @@ from ..fixtures import WorkloadError, is_workload
 from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
 from .devices import Devices
+from .handover import gathered
 from .law import LAWS, Evidence, Finding, Status, Verdict, case_status, judge
 from .parity import Parity, measure_parity
 from .place import Place, Pool
 from .rank import JudgedError, observe_rank
 from .scenario import Scenario
 from .spec import NO_SCALER
-from .trace import Problem, RankTrace
+from .trace import Problem, RankTrace, Saved
 from .workload import check_whole
 
 __all__ = ["Case", "Runner"]
 
 _LOGGER = logging.getLogger(__name__)
+Legs = tuple[tuple[RankTrace, ...], ...]
+"""One trace a rank, for each world that a run was on."""
 _LOST = {RankState.KILLED, RankState.EXITED}
 # ends of a rank that say nothing about the scaler
 
@@ -70,7 +73,7 @@ class Runner:
         """
         self.folder = folder
         self.place = place or Pool(Devices(), timeout_s)
-        self._bare: dict[Scenario, tuple[RankTrace, ...]] = {}
+        self._bare: dict[Scenario, Legs] = {}
         self._stacks: dict[Scenario, Case | None] = {}
 
     def __enter__(self) -> Self:
@@ -95,7 +98,8 @@ class Runner:
         """
         start = time.monotonic()
         problem, evidence = "", None
-        not_runnable = self.place.not_runnable(scenario.world)
+        ranks = max(leg.world for leg in scenario.legs)
+        not_runnable = self.place.not_runnable(ranks)
         if not_runnable:
             return _not_run(spec, scenario, not_runnable)
         try:
@@ -124,24 +128,29 @@ class Runner:
         )
 
     def _evidence(self, spec: str, scenario: Scenario, measured: bool) -> Evidence:
-        traces = self._observe(spec, scenario)
-        check_whole(scenario, traces)
-        complete = all(t.completed == scenario.steps for t in traces)
+        legs = self._observe(spec, scenario)
+        check_whole(scenario, legs[-1])
+        complete = all(t.came_to(scenario.steps - 1) for t in legs[-1])
         parity: Parity | None = None
         if complete and measured:
             with _threads(self.place.threads):
-                parity = measure_parity(scenario, traces)
-        bare = None
+                parity = measure_parity(scenario, *legs)
+        bare: Legs | None = None
         judged = spec != NO_SCALER and scenario.faults == "none"
         if complete and judged and scenario.precision == "fp32":
             bare = self._bare_run(scenario)
-        return Evidence(
-            scenario=scenario,
-            ranks=traces,
-            bare=bare,
-            parity=parity,
-            scaler=spec != NO_SCALER,
-        )
+        evidence: Evidence | None = None
+        for number, traces in enumerate(legs):
+            evidence = Evidence(
+                scenario=scenario,
+                ranks=traces,
+                bare=None if bare is None else bare[number],
+                parity=parity,
+                scaler=spec != NO_SCALER,
+                before=evidence,
+            )
+        assert evidence is not None
+        return evidence
 
     def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
         """The case to tell where a user's own workload is wrong without any scaler.
@@ -155,23 +164,32 @@ class Runner:
             self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
         return self._stacks[alone]
 
-    def _bare_run(self, scenario: Scenario) -> tuple[RankTrace, ...]:
+    def _bare_run(self, scenario: Scenario) -> Legs:
         key = _without_scaler(scenario)
         if key not in self._bare:
-            results = self.place.ranks(key.world).run(
-                observe_rank, key, NO_SCALER, self.folder
-            )
-            self._bare[key] = tuple(results)
+            self._bare[key] = tuple(self._legs(NO_SCALER, key))
         return self._bare[key]
 
-    def _observe(self, spec: str, scenario: Scenario) -> tuple[RankTrace, ...]:
+    def _observe(self, spec: str, scenario: Scenario) -> Legs:
+        """What was seen of each leg, up to the first that failed."""
+        seen: list[tuple[RankTrace, ...]] = []
         try:
             if spec == NO_SCALER:
                 return self._bare_run(scenario)
-            ranks = self.place.ranks(scenario.world)
-            return tuple(ranks.run(observe_rank, scenario, spec, self.folder))
+            seen.extend(self._legs(spec, scenario))
         except WorldFailure as failure:
-            return _traces_of(failure, judged=spec != NO_SCALER)
+            seen.append(_traces_of(failure, judged=spec != NO_SCALER))
+        return tuple(seen)
+
+    def _legs(self, spec: str, scenario: Scenario) -> Iterator[tuple[RankTrace, ...]]:
+        saved: Saved | None = None
+        for leg in scenario.legs:
+            more = leg != scenario
+            results = self.place.ranks(leg.world).run(
+                observe_rank, leg, spec, self.folder, saved, more
+            )
+            saved = gathered(results) if more else None
+            yield tuple(results)
 
 
 def _without_scaler(scenario: Scenario) -> Scenario:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..fixtures import (
@@ -23,7 +23,7 @@ from ..fixtures import (
     kit_of,
     parse_faults,
 )
-from .constraints import why_not
+from .constraints import other_world, why_not
 from .recipes import BARE_RECIPES, RECIPES, Recipe
 
 __all__ = ["Scenario"]
@@ -79,6 +79,11 @@ class Scenario:
             raise ValueError(reason)
         if self.steps < 1:
             raise ValueError(f"a scenario takes at least 1 step, got {self.steps}")
+        if self.parsed_recipe.elsewhere and self.steps < 2:
+            raise ValueError(
+                f"recipe {self.recipe!r} trains on two worlds: choose at least 2 steps"
+            )
+        assert self.legs  # the run before must be one, too
 
     @property
     def kit(self) -> Kit:
@@ -152,6 +157,31 @@ class Scenario:
         return dataset_of(self.data)
 
     @property
+    def seam(self) -> int:
+        """The step before which a recipe that resumes does so; 0 of a single one.
+
+        Past the middle: after an odd count of steps scale and growth tracker both are
+        other than a new scaler's.
+        """
+        return min((self.steps + 1) // 2, self.steps - 1)
+
+    @property
+    def legs(self) -> tuple[Scenario, ...]:
+        """The runs it consists of, each on a world of its own; itself is the last."""
+        if not self.parsed_recipe.elsewhere:
+            return (self,)
+        topology, world = other_world(self.topology, self.world)
+        first = replace(
+            self,
+            topology=topology,
+            world=world,
+            recipe="plain",
+            steps=self.seam,
+            faults=_faults_before(parse_faults(self.faults), self.seam, world),
+        )
+        return first, self
+
+    @property
     def trains_alone(self) -> bool:
         """Whether it means something without a scaler."""
         return self.faults == "none" and self.recipe in BARE_RECIPES
@@ -171,6 +201,13 @@ class Scenario:
             "order": ORDERS,
             "recipe": RECIPES,
         }
+
+
+def _faults_before(faults: tuple[Fault, ...], seam: int, world: int) -> str:
+    """The faults of the first leg; its ranks are counted round where they are fewer."""
+    due = [f for f in faults if f.step is None or f.step < seam]
+    there = [replace(f, rank=f.rank and f.rank % world) for f in due]
+    return ";".join(map(str, there)) or "none"
 
 
 def _plain(value: object) -> str:

@@ -8,11 +8,12 @@ memory for the comparison with the reference; everything else goes into the repo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Decision", "Misuse", "Problem", "RankTrace", "StepTrace"]
+__all__ = ["Decision", "Misuse", "Problem", "RankTrace", "Saved", "StepTrace"]
 
 Floats = NDArray[np.float32]
 
@@ -104,6 +105,19 @@ class StepTrace:
         return any(known) if known else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The state of a training, from which another world goes on."""
+
+    scaler: bytes
+    """The judged scaler's state dict as ``torch.save`` writes it; empty without one."""
+    optimizers: dict[str, dict[str, Any]]
+    """Parameter name -> key -> its optimizer's state: a flat array has a value an
+    element, a 0-d array or anything else is one value of the whole parameter."""
+    parameters: dict[str, Floats] = field(default_factory=dict)
+    """Name -> elements, flat; a rank leaves it empty: its last step holds them."""
+
+
 @dataclass(kw_only=True)
 class RankTrace:
     """Everything observed on one rank."""
@@ -125,7 +139,15 @@ class RankTrace:
     misuse: list[Misuse] | None = None
     """Wrong calls made after the last step; None where the run did not get there."""
 
+    saved: Saved | None = None
+    """The state after the last step, where another world goes on from it."""
+
     @property
     def completed(self) -> int:
         """Number of steps that were observed to their end."""
         return sum(step.complete for step in self.steps)
+
+    def came_to(self, step: int) -> bool:
+        """Whether ``step`` is the last one and was observed to its end."""
+        last = self.steps[-1] if self.steps else None
+        return last is not None and last.complete and last.step == step

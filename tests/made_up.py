@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 
-from gradparity.conformance import Evidence, Scenario, judge
+from gradparity.conformance import Evidence, Scenario, Status, judge
 from gradparity.conformance.law import Finding
 from gradparity.conformance.parity import Parity, ParityRow
 from gradparity.conformance.trace import Decision, Misuse, RankTrace, StepTrace
@@ -72,3 +72,9 @@ def finding(of: Evidence, law: str) -> Finding:
     """What one law says."""
     (verdict,) = [v for v in judge(of) if v.law == law]
     return verdict.finding
+
+
+def accused(of: Evidence) -> dict[str, str]:
+    """Laws that are broken or could not be judged, with what they say."""
+    bad = {Status.FAIL, Status.INCONCLUSIVE, Status.ERROR}
+    return {v.law: v.finding.message for v in judge(of) if v.status in bad}

@@ -11,7 +11,15 @@ from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
 
 MODULE = "gradparity.fixtures.faulty"
 # the recorded run of `gradparity mutants` has many more, see docs/mutants.md
-PLACES = (plain.CLEAN, plain.BAD, plain.BURST, plain.FOUR, plain.PIPELINE, plain.LARGE)
+PLACES = (
+    plain.CLEAN,
+    plain.BAD,
+    plain.BURST,
+    plain.FOUR,
+    plain.PIPELINE,
+    plain.LARGE,
+    plain.MOVED,
+)
 
 
 @pytest.fixture(scope="module")

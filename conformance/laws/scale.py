@@ -128,7 +128,10 @@ def continuity(evidence: Evidence) -> Finding:
     """Compare the state at the end of each step with that at the next backward."""
     compared = 0
     for trace in evidence.ranks:
-        for before, after in itertools.pairwise(trace.steps[: trace.completed]):
+        # a rank of another world goes on from what the first rank there has saved
+        saved = evidence.before.ranks[0].steps[-1:] if evidence.before else []
+        steps = [*saved, *trace.steps[: trace.completed]]
+        for before, after in itertools.pairwise(steps):
             left = (before.scale_after, before.growth_after)
             found = (after.scale_before, after.growth_before)
             compared += 1

@@ -29,11 +29,15 @@ def _not_applicable(evidence: Evidence) -> str:
 
 def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
     """(rank, step, the same step without a scaler), up to the first bad gradient."""
-    for step, seen in evidence.steps():
+    for number, (_, seen) in enumerate(evidence.steps()):
         if evidence.bare is None or any(s.non_finite for s in seen):
             return
         for position, s in enumerate(seen):
-            yield evidence.ranks[position].rank, s, evidence.bare[position].steps[step]
+            yield (
+                evidence.ranks[position].rank,
+                s,
+                evidence.bare[position].steps[number],
+            )
 
 
 def _differs(rank: int, step: int, name: str, what: str) -> Finding:
