@@ -17,6 +17,14 @@ smaller than the bound on gradient errors gets a step of full length in a direct
 rounding decides. No bound on the update follows from a bound on the gradient there, so
 from that step on such an element is left out of the comparison of updates. Its gradient
 is still compared. Under SGD nothing is left out.
+
+[Note: Contrary run]
+Such a step also changes what other gradients are from then on, by far more than
+rounding does: one weight that goes the other way changes those of its neighbours by
+some percent. In half precision, where the noise of a gradient is large enough for that
+to happen by chance, one more reference gives the optimizer every element that is no
+larger than the noise with the other sign. In fp32 no such element was ever seen to
+turn, and a bound that allowed for it would hide what it is there to find.
 """
 
 from __future__ import annotations
@@ -28,7 +36,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .reference import NOISY, TRUTH, Reference, Schedule, train_reference
+from .reference import (
+    NOISY,
+    TRUTH,
+    Limits,
+    Reference,
+    Schedule,
+    Variant,
+    train_reference,
+)
 from .scenario import Scenario
 
 __all__ = ["HEAD_ROOM", "Yardstick", "make_yardstick", "sizes"]
@@ -57,11 +73,18 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
     """Train the references and derive truth and bounds; see [Note: Bounds]."""
     truth = train_reference(scenario, schedule, TRUTH)
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
-    roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
+    dtype = scenario.parsed_precision.compute_dtype
+    roundoff = torch.finfo(dtype).eps / 2
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
     gradient = _bound(truth.gradients, [r.gradients for r in runs], roundoff, skipped)
     adaptive = scenario.kit.adaptive(scenario.optimizer)
+    if adaptive and dtype != torch.float32:  # see [Note: Contrary run]
+        other = Variant(contrary=_noise(gradient))
+        runs.append(train_reference(scenario, schedule, other))
+        gradient = _bound(
+            truth.gradients, [r.gradients for r in runs], roundoff, skipped
+        )
     determined = _determined(truth, gradient, skipped, adaptive=adaptive)
     updates = _masked(truth.updates, determined)
     noisy = [_masked(r.updates, determined) for r in runs]
@@ -73,6 +96,18 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
             updates, noisy, roundoff, skipped, _masked(_hidden(truth), determined)
         ),
         loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, always),
+    )
+
+
+def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
+    """The largest element of the noise that ``bounds`` were made of."""
+    return tuple(
+        tuple(
+            (name, largest / HEAD_ROOM)
+            for name, (_, largest) in step.items()
+            if np.isfinite(largest)
+        )
+        for step in bounds
     )
 
 

@@ -28,9 +28,11 @@ from .engine import initial_model
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training
 from .scenario import Scenario
 
-__all__ = ["Reference", "Schedule", "train_reference"]
+__all__ = ["Limits", "Reference", "Schedule", "Variant", "train_reference"]
 
 Doubles = NDArray[np.float64]
+Limits = tuple[tuple[tuple[str, float], ...], ...]
+"""Per step: (parameter, size of a gradient's element); hashable, as runs are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Variant:
     """Reverse the rows of each batch: another order of reduction."""
     parts: int = 1
     """Split each batch into so many accumulated parts."""
+    contrary: Limits = ()
+    """The optimizer is given elements below these limits with the other sign."""
 
 
 TRUTH = Variant(double=True)
@@ -164,6 +168,7 @@ class _Run:
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
+        self._contradict(named, step)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 optimizer.step()
@@ -172,6 +177,12 @@ class _Run:
                     group["lr"] *= LR_DECAY
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _contradict(self, named: dict[str, nn.Parameter], step: int) -> None:
+        for name, limit in self.variant.contrary[step] if self.variant.contrary else ():
+            gradient = named[name].grad
+            if gradient is not None:
+                gradient[gradient.abs() <= limit] *= -1
 
     def _clip(self) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]

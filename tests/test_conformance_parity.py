@@ -5,10 +5,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gradparity.conformance import Scenario
+from gradparity.conformance import Scenario, bounds
 from gradparity.conformance.bounds import make_yardstick
 from gradparity.conformance.parity import demanded_schedule, measure_parity
-from gradparity.conformance.reference import NOISY, Schedule, Variant, train_reference
+from gradparity.conformance.reference import (
+    NOISY,
+    Reference,
+    Schedule,
+    Variant,
+    train_reference,
+)
 from gradparity.conformance.trace import Decision, RankTrace, StepTrace
 from gradparity.fixtures.models import DigitsMLP
 
@@ -20,9 +26,11 @@ PARAMETERS = [name for name, _ in DigitsMLP().named_parameters()]
 UNSEEN = Variant(parts=8, reverse_rows=True)
 
 
-def traces_of(scenario: Scenario, variant: Variant = UNSEEN) -> list[RankTrace]:
+def traces_of(
+    scenario: Scenario, variant: Variant = UNSEEN, schedule: Schedule | None = None
+) -> list[RankTrace]:
     """Traces as a rank would give them that trains like ``variant``."""
-    schedule = Schedule(
+    schedule = schedule or Schedule(
         skipped=(NONE,) * scenario.steps, scales=(1.0,) * scenario.steps
     )
     run = train_reference(scenario, schedule, variant)
@@ -31,6 +39,7 @@ def traces_of(scenario: Scenario, variant: Variant = UNSEEN) -> list[RankTrace]:
     trace.start = {n: np.zeros(len(i), np.float32) for n, i in index.items()}
     for step in range(scenario.steps):
         seen = StepTrace(step=step, complete=True, loss=run.losses[step])
+        seen.scale_before = schedule.scales[step]
         seen.gradients = {
             n: g.astype(np.float32) for n, g in run.gradients[step].items()
         }
@@ -196,3 +205,65 @@ def test_an_update_is_seen_through_the_rounding_of_its_parameter() -> None:
     for seen in trace.steps:
         seen.parameters[name] = trace.start[name] * np.float32(1 + 2.0**-18)
     assert measure_parity(scenario, [trace]).first_bad["update"].parameter == name
+
+
+WHOLE = Schedule(skipped=(NONE,) * 4, scales=(1024.0,) * 4)
+TURNED = "blocks.1.feed_forward.down.weight"
+
+
+def test_a_contrary_run_turns_small_elements_alone() -> None:
+    scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
+    schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
+    plain = train_reference(scenario, schedule, Variant())
+    gradient = plain.gradients[0]["up.weight"]
+    limit = float(np.median(np.abs(gradient)))
+    step = (("up.weight", limit),)
+    contrary = train_reference(scenario, schedule, Variant(contrary=(step, ())))
+    assert np.array_equal(contrary.gradients[0]["up.weight"], gradient)
+    moved, other = plain.updates[0], contrary.updates[0]
+    small = np.abs(gradient) <= limit
+    assert np.allclose(other["up.weight"][small], -moved["up.weight"][small], atol=1e-6)
+    assert np.array_equal(other["up.weight"][~small], moved["up.weight"][~small])
+    assert np.array_equal(other["head.bias"], moved["head.bias"])
+    first, second = (run.gradients[1]["up.weight"] for run in (plain, contrary))
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "contrary"),
+    [
+        ("fp16-autocast", "adamw", 1),
+        ("bf16-autocast", "adagrad", 1),
+        ("fp16-autocast", "sgd-momentum", 0),
+        ("fp32", "adamw", 0),
+    ],
+)
+def test_where_chance_turns_elements_a_reference_has_them_turned(
+    monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, contrary: int
+) -> None:
+    variants: list[Variant] = []
+
+    def noted(scenario: Scenario, schedule: Schedule, variant: Variant) -> Reference:
+        variants.append(variant)
+        return train_reference(scenario, schedule, variant)
+
+    monkeypatch.setattr(bounds, "train_reference", noted)
+    text = f"single/1/{precision}/{optimizer}/none/steps=4"
+    make_yardstick(Scenario.parse(text), WHOLE)
+    found = [v.contrary for v in variants if v.contrary]
+    assert len(found) == contrary
+    assert all(len(steps) == 4 and min(map(len, steps)) > 0 for steps in found)
+
+
+def test_one_weight_that_went_the_other_way_accuses_nobody() -> None:
+    """As in fsdp+tp/4/fp16-reduce/adagrad on the text, whose scaler was right."""
+    scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/data=text,steps=4")
+    truth = train_reference(scenario, WHOLE, Variant(double=True))
+    size = np.abs(truth.gradients[0][TURNED])
+    limit = float(np.sort(size)[3])  # some ten thousandth of the largest
+    assert limit < 1e-3 * size.max()
+    turned = Variant(contrary=(((TURNED, limit),), (), (), ()))
+    (trace,) = traces_of(scenario, turned, WHOLE)
+    assert measure_parity(scenario, [trace]).first_bad == {}
+    trace.steps[0].gradients[TURNED] *= np.float32(1.02)
+    assert measure_parity(scenario, [trace]).first_bad["gradient"].step == 0

@@ -27,6 +27,8 @@ SPECIAL = [
     "fsdp/2/fp32/adamw/-inf@r1s1:loss[last]/steps=3,recipe=accumulate",
     "ddp/2/fp32/adamw/none/steps=3,magnitude=9.313225746154785e-10",
     "ddp/2/fp32/sgd/nan@r0s*:first/steps=150",
+    "fsdp+tp/4/fp16-reduce/adagrad/none/data=text,steps=12,order=reversed,"
+    "scale=67108864,interval=2",
 ]
 
 
