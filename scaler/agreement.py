@@ -65,9 +65,19 @@ SHARED = (
 )
 """Fields that all ranks must share, in message order, each as ``x`` and ``-x``."""
 
-_FOUND_INF = FLAGS.index("found_inf")
 _FIRST_SHARED = len(FLAGS)
-_SIZE = len(FLAGS) + 2 * len(SHARED)
+_PLACE = {name: place for place, name in enumerate(FLAGS)}
+_PLACE |= {name: _FIRST_SHARED + 2 * place for place, name in enumerate(SHARED)}
+"""Where a field begins in the message."""
+
+_MAYBE_ON_DEVICE = (
+    "found_inf",
+    "scale",
+    "growth_tracker",
+    "hysteresis_left",
+    "divisor",
+)
+"""Fields that are tensors, which the host need not know."""
 
 _CLOSING = 0
 """``agreement`` of a closing message; those of an iteration count from 1."""
@@ -134,11 +144,11 @@ class Verdict:
     @property
     def found_inf(self) -> torch.Tensor:
         """(), fp32, exactly 0 or 1, on the device of the message."""
-        return self.message[_FOUND_INF].float()
+        return self.message[_PLACE["found_inf"]].float()
 
     def value(self, name: str) -> float:
         """Return a field of FLAGS; synchronises with the device."""
-        return self.values()[FLAGS.index(name)]
+        return self.values()[_PLACE[name]]
 
     def values(self) -> list[float]:
         """Return the message on the host; synchronises at most once."""
@@ -175,7 +185,7 @@ class Verdict:
                 call=self._call,
             )
         pairs = self.values()[_FIRST_SHARED:]
-        if any(_differ(pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2)):
+        if any(map(_differ, pairs[0::2], pairs[1::2])):
             raise self._disagreement(pairs)
 
     def _disagreement(self, pairs: list[float]) -> RanksDisagreeError:
@@ -286,10 +296,20 @@ class Agreement:
         if not holding.failed:
             verdict.check()
 
+    @property
+    def is_like_others(self) -> bool:
+        """Whether this iteration may end without a message."""
+        return self._count == self._most
+
     def close(
         self, group: ProcessGroup | None, holding: Holding | None, call: str
     ) -> None:
         """End the iteration. See [Note: Closing an iteration].
+
+        Args:
+            group: what `group` returned; may be left out if `is_like_others`.
+            holding: what this rank brings, to a group.
+            call: name of the calling method, for messages.
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of agreements.
@@ -363,19 +383,15 @@ def _as_numbers(holding: Holding, iteration: int, position: int) -> list[float]:
     ]
     message = flags + [signed for x in shared for signed in (x, -x)]
     if holding.divisor is None:
-        place = _place_of("divisor")
+        place = _PLACE["divisor"]
         message[place : place + 2] = [-math.inf, -math.inf]
     return message
-
-
-def _place_of(name: str) -> int:
-    return _FIRST_SHARED + 2 * SHARED.index(name)
 
 
 def _if_on_host(tensor: torch.Tensor | None) -> float:
     if tensor is None:
         return 0.0
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return math.nan
     value: Any = tensor.tolist()
     return float(value)
@@ -385,17 +401,11 @@ def _as_message(
     sent: list[float], holding: Holding, device: torch.device
 ) -> torch.Tensor:
     message = torch.tensor(sent, dtype=torch.float64).to(device, non_blocking=True)
-    on_device = {
-        _FOUND_INF: holding.found_inf,
-        _place_of("scale"): holding.scale,
-        _place_of("growth_tracker"): holding.growth_tracker,
-        _place_of("hysteresis_left"): holding.hysteresis_left,
-        _place_of("divisor"): holding.divisor,
-    }
-    for index, tensor in on_device.items():
-        if tensor is not None and math.isnan(sent[index]):
+    for name in _MAYBE_ON_DEVICE:
+        if math.isnan(sent[index := _PLACE[name]]):
+            tensor = getattr(holding, name)
             message[index].copy_(tensor, non_blocking=True)
-            if index != _FOUND_INF:
+            if name in SHARED:
                 message[index + 1].copy_(-tensor, non_blocking=True)
     return message
 

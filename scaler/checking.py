@@ -60,7 +60,7 @@ class GradientChecker(ScaleHolder):
         self._look([optimizer], torch.ones_like(scale), True, "step")
         if "clipped" in state and before:
             # What overflowed then is still scaled, whatever it was changed to.
-            then = any_of(dict(enumerate(before)), scale.device)
+            then = any_of(before, scale.device)
             for found in state["found_inf_per_device"].values():
                 found.copy_(torch.maximum(found, then.to(found.device)))
             state["verdict"] = None
@@ -85,7 +85,7 @@ class GradientChecker(ScaleHolder):
         for parameter, by_kernel in shared.values():
             rest = _still_to_divide(inv_scale, by_kernel)
             grads = local_gradients([parameter], allow_fp16=allow_fp16)
-            start = any_of(found, found_inf.device) if found else found_inf
+            start = any_of([found_inf, *found.values()], found_inf.device)
             found.update(check_and_unscale_(grads, rest, start))
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf.clone()
@@ -113,10 +113,10 @@ class GradientChecker(ScaleHolder):
         # Looks at some optimizers; one overflow anywhere is an overflow of them all.
         scale, _ = self._check_scale_growth_tracker(call)
         group = self._group(*optimizers)
-        zero = torch.zeros((), dtype=torch.float32, device=scale.device)
         founds: list[Found] = []
         try:
             for optimizer in optimizers:
+                zero = torch.zeros_like(scale)
                 founds.append(
                     self._unscale_grads_(optimizer, inv_scale, zero, allow_fp16)
                 )
@@ -150,7 +150,7 @@ class GradientChecker(ScaleHolder):
             return None
         scale, _ = self._check_scale_growth_tracker(call)
         flags = [f for found in founds for f in found.values()]
-        mine = any_of(dict(enumerate(flags)), scale.device) if flags else None
+        mine = any_of(flags, scale.device) if flags else None
         culprit = self._culprit(optimizers, mine, group)
         verdict = None
         if group is not None:
@@ -168,7 +168,7 @@ class GradientChecker(ScaleHolder):
         # The same for one process, one optimizer and one device, without the detours.
         state = self._state_of(optimizer)
         state["found_inf_per_device"], state["verdict"] = found, None
-        if any(on_host(flag) for flag in found.values()):
+        if found and on_host(next(iter(found.values()))):
             self._remember([optimizer], None, code_of(optimizer, 0), None)
 
     def _note(

@@ -19,8 +19,8 @@ from torch.amp.grad_scaler import OptState
 from .checking import GradientChecker
 from .settings import HIGHEST_SCALE
 from .totals import MESHES, Held, Shares, global_norm, held_by, shares_of
-from .unscale import FP16, by_device_and_dtype, local_of, widen
-from .verdicts import any_of, may_enlarge, on_host
+from .unscale import FP16, local_of, widen
+from .verdicts import Number, any_of, may_enlarge, number_of, on_host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,14 +92,15 @@ class GradientClipper(GradientChecker):
             self.unscale_(optimizer)
             unscaled = True
         held, norm = self._global_norm(optimizer, norm_type)
-        norm = norm if unscaled else norm / scale.double()
+        if not unscaled:
+            norm = norm / number_of(scale)
         state["clipped"] = True
         if optimizer is not None:
             state["stage"] = OptState.UNSCALED
-        if error_if_nonfinite and not math.isfinite(norm.item()):
-            raise RuntimeError(_not_finite(norm_type, norm.item()))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(_not_finite(norm_type, float(norm)))
         self._apply(optimizer, held, _factor(norm, max_norm), unscaled, state)
-        return norm.float()
+        return _fp32(norm, scale.device)
 
     def _clip_state(self, optimizer: Optimizer | None) -> dict[str, Any]:
         if optimizer is not None:
@@ -108,7 +109,7 @@ class GradientClipper(GradientChecker):
 
     def _global_norm(
         self, optimizer: Optimizer | None, norm_type: float
-    ) -> tuple[Held, torch.Tensor]:
+    ) -> tuple[Held, Number]:
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         optimizers = [] if optimizer is None else [optimizer]
         group = self._group(*optimizers)
@@ -131,7 +132,10 @@ class GradientClipper(GradientChecker):
                 agreed.copy_(verdict.found_inf)
             flags = self._clip_state(None)["found_inf_per_device"]
             flags[len(flags)] = agreed
-        return held, global_norm(entries, norm_type).to(scale.device)
+        norm = global_norm(entries, norm_type)
+        if isinstance(norm, torch.Tensor):
+            norm = norm.to(scale.device)
+        return held, norm
 
     def _shares(
         self,
@@ -159,21 +163,23 @@ class GradientClipper(GradientChecker):
         self,
         optimizer: Optimizer | None,
         held: Held,
-        factor: torch.Tensor,
+        factor: Number,
         unscaled: bool,
         state: dict[str, Any],
     ) -> None:
-        # factor: (), fp64, the clip factor only.
+        # factor: the clip factor only.
         scale = self._divisor("clip_grad_norm_")
         if optimizer is None:
             return
-        if on_host(any_of(state["found_inf_per_device"], scale.device)):
+        if on_host(any_of(state["found_inf_per_device"].values(), scale.device)):
             return
-        divisor = (1.0 if unscaled else scale.double()) / factor
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and _fits(divisor):
-            state["folded"] = divisor.float()
+        scaled = 1.0 if unscaled else number_of(scale)
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and _fits(
+            scaled, factor
+        ):
+            state["folded"] = _fp32(scaled / factor, scale.device)
             return
-        multiply_(held, divisor.reciprocal().float())
+        multiply_(held, _fp32(factor / scaled, scale.device))
         state["folded"] = None
 
     def _clip_unscaled(
@@ -194,26 +200,35 @@ def multiply_(held: Held, factor: torch.Tensor) -> None:
         held: the gradients.
         factor: (), fp32, any device.
     """
-    tensors = list(chain.from_iterable(held.values()))
     with torch.no_grad():
-        for (device, _), group in by_device_and_dtype(tensors).items():
-            torch._foreach_mul_(group, factor.to(device, non_blocking=True))
+        for groups in held.values():
+            for (device, _), tensors in groups.items():
+                torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
 
 
 def _has_fp16(held: Held) -> bool:
-    return any(t.dtype is torch.float16 for t in chain.from_iterable(held.values()))
+    kinds = chain.from_iterable(held.values())
+    return any(dtype is torch.float16 for _, dtype in kinds)
 
 
-def _fits(divisor: torch.Tensor) -> bool:
+def _fits(scaled: Number, factor: Number) -> bool:
     # A norm beyond fp32 can ask for a divisor beyond fp32. On an accelerator, where
     # looking would synchronise, it then clips to zero.
-    value: Any = divisor.tolist() if divisor.device.type == "cpu" else 1.0
-    return bool(value <= HIGHEST_SCALE)
+    if isinstance(scaled, torch.Tensor) or isinstance(factor, torch.Tensor):
+        return True
+    return scaled <= HIGHEST_SCALE * factor
 
 
-def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+def _factor(norm: Number, max_norm: float) -> Number:
     # As torch's clip_grad_norm_ has it, in fp64.
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = max_norm / (norm + 1e-6)
+    if isinstance(factor, torch.Tensor):
+        return factor.clamp(max=1.0)
+    return min(factor, 1.0)  # of nan and 1 it is nan
+
+
+def _fp32(value: Number, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float32, device=device)
 
 
 def _not_finite(norm_type: float, norm: float) -> str:

@@ -143,7 +143,7 @@ class GradScaler(Answerer):
             self._stamps.check(optimizer, state, "step_together")
         divisor = self._divisor("step_together")
         self._look(fresh, reciprocal(divisor), allow_fp16, "step_together")
-        found = _any(_flags_of(states), scale.device)
+        found = any_of(_flags_of(states), scale.device)
         for state in states:
             spread(found, state["found_inf_per_device"])
             state["verdict"], state["stage"] = None, OptState.UNSCALED
@@ -226,7 +226,7 @@ class GradScaler(Answerer):
 
     def _found_of(self, state: dict[str, Any]) -> torch.Tensor:
         scale, _ = self._check_scale_growth_tracker("step")
-        return any_of(state["found_inf_per_device"], scale.device)
+        return any_of(state["found_inf_per_device"].values(), scale.device)
 
     # - The policy
 
@@ -260,13 +260,13 @@ class GradScaler(Answerer):
         elif not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            self._move_scale(_any(found, scale.device), tracker)
+            self._move_scale(any_of(found, scale.device), tracker)
         self._per_optimizer_states = defaultdict(fresh_state)
         if new_scale is None and self._policy.max_consecutive_skips is not None:
             self._refuse_endless_skips()
 
     def _close(self, call: str) -> None:
-        group = self._group()
+        group = None if self._agreement.is_like_others else self._group()
         holding = None if group is None else self._holding(None)
         self._agreement.close(group, holding, call)
 
@@ -276,7 +276,7 @@ class GradScaler(Answerer):
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
         assert self._scale is not None
         scale = self._scale
-        before: Any = scale.tolist() if scale.device.type == "cpu" else scale.clone()
+        before: Any = scale.tolist() if scale.is_cpu else scale.clone()
         advance(
             scale,
             tracker,
@@ -310,10 +310,6 @@ class GradScaler(Answerer):
 
 
 _STEPPED = "step() has already been called since the last update()."
-
-
-def _any(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return any_of(dict(enumerate(flags)), device)
 
 
 def _flags_of(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ AgreeOver = Literal["world", "mesh", "local"]
 parameters; ``local``: nobody, no collective at all."""
 
 _log = logging.getLogger("gradparity.scaler")
+_HAS_GROUPS = dist.is_available()
 
 
 class Reach:
@@ -76,7 +77,7 @@ class Reach:
         """
         if self.process_group is not None:
             return _if_shared(self.process_group)
-        if not (dist.is_available() and dist.is_initialized()):
+        if not (_HAS_GROUPS and dist.is_initialized()):
             return None
         if self._ranks is not None:
             return _group_of(self._ranks)

@@ -51,6 +51,8 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type not in (2.0, math.inf):
         tensors = [tensor.double() for tensor in tensors]
     found = _norms_cpu(tensors, norm_type)
+    if math.isfinite(found.sum().tolist()):  # type: ignore[arg-type]  # 0-d: a number
+        return found
     for i in (~found.isfinite()).nonzero().flatten().tolist():
         found[i] = _norm(tensors[i].double(), norm_type)
     return found

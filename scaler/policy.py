@@ -130,7 +130,7 @@ def advance(
 
 def _is_within(scale: torch.Tensor, policy: Policy) -> bool:
     # Known at no cost only where the host's memory holds the scale.
-    value: Any = scale.tolist() if scale.device.type == "cpu" else -1.0
+    value: Any = scale.tolist() if scale.is_cpu else -1.0
     return bool(policy.min_scale <= value <= policy.max_scale)
 
 

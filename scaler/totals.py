@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .norms import norms
-from .unscale import by_device_and_dtype, parameters_of, quick_locals
+from .unscale import Gradients, by_device_and_dtype, parameters_of, quick_locals
+from .verdicts import Number, number_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -57,8 +58,8 @@ def _place(ranks: tuple[int, ...], kind: str, copies: int) -> Place:
     return Place(ranks, kind, copies)
 
 
-Held = dict[Place, list[torch.Tensor]]
-"""Local gradients by where they lie."""
+Held = dict[Place, Gradients]
+"""Local gradients by where they lie, then by device and dtype."""
 
 
 class Shares(NamedTuple):
@@ -86,13 +87,13 @@ def held_by(
     locals_ = quick_locals((), gradients)
     places = None if locals_ is None else _quick_places(gradients, alone)
     if locals_ is None or places is None:
-        return _held_one_by_one(parameters, local_of, alone)
-    if len(set(places)) == 1:
-        return {places[0]: locals_}
-    held: Held = {place: [] for place in dict.fromkeys(places)}
+        places, locals_ = _one_by_one(parameters, local_of, alone)
+    if places and places.count(places[0]) == len(places):  # by identity
+        return {places[0]: by_device_and_dtype(locals_)}
+    held: dict[Place, list[torch.Tensor]] = {}
     for place, local in zip(places, locals_, strict=True):
-        held[place].append(local)
-    return held
+        held.setdefault(place, []).append(local)
+    return {place: by_device_and_dtype(tensors) for place, tensors in held.items()}
 
 
 def _quick_places(gradients: list[Any], alone: Place) -> list[Place] | None:
@@ -107,12 +108,12 @@ def _quick_places(gradients: list[Any], alone: Place) -> list[Place] | None:
         return None
 
 
-def _held_one_by_one(
+def _one_by_one(
     parameters: Iterable[Any],
     local_of: Callable[[Any, Any], torch.Tensor],
     alone: Place,
-) -> Held:
-    held: Held = {}
+) -> tuple[list[Place], list[torch.Tensor]]:
+    places, locals_ = [], []
     with torch.no_grad():
         for parameter in parameters:
             gradient = parameter.grad
@@ -126,8 +127,9 @@ def _held_one_by_one(
                 else:
                     _remember(spec)
                 place = _where(spec.mesh, spec.placements)
-            held.setdefault(place, []).append(local_of(parameter, gradient))
-    return held
+            places.append(place)
+            locals_.append(local_of(parameter, gradient))
+    return places, locals_
 
 
 # Where a spec lies, by its id; the spec is kept, so that the id stays its own.
@@ -169,54 +171,62 @@ def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
     Raises:
         ValueError: the gradients lie on more than MESHES meshes.
     """
-    sums: dict[float, list[torch.Tensor]] = {}
+    parts: dict[float, list[Number]] = {}
     kinds: dict[float, tuple[str, int, int]] = {}
-    for place, locals_ in held.items():
-        each = _norms_on(locals_, norm_type, device)
-        part = _joined(each, norm_type) / _once(place.copies, norm_type)
-        sums.setdefault(place.number, []).append(part)
-        _, count, numel = kinds.get(place.number, (place.kind, 0, 0))
-        numel += sum(map(torch.Tensor.numel, locals_))
-        kinds[place.number] = place.kind, count + len(locals_), numel
-    if len(sums) > MESHES:
+    for place, groups in held.items():
+        part = number_of(_power_sum(groups, norm_type, device))
+        copies = 1 if math.isinf(norm_type) else place.copies
+        parts.setdefault(place.number, []).append(part / copies)
+        _, count, numel = kinds.get(place.number, ("", 0, 0))
+        for tensors in groups.values():
+            count += len(tensors)
+            numel += sum(map(torch.Tensor.numel, tensors))
+        kinds[place.number] = place.kind, count, numel
+    if len(parts) > MESHES:
         raise ValueError(
-            f"The gradients lie on {len(sums)} meshes, clip_grad_norm_ knows at most "
+            f"The gradients lie on {len(parts)} meshes, clip_grad_norm_ knows at most "
             f"{MESHES}. Use several optimizers, or one mesh with more axes."
         )
+    shares = [_total(some, norm_type) for some in parts.values()]
     rows = [[mesh, _number(str(kind)), 0.0] for mesh, kind in kinds.items()]
     rows += [[0.0] * 3] * (MESHES - len(rows))
-    entries = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
-    if not sums:
-        return Shares(entries, None)
-    shares = torch.stack(
-        [_joined(torch.stack(p), norm_type, powered=True) for p in sums.values()]
-    )
-    entries[: len(sums), 2] = shares
-    # A share is finite if and only if its gradients are: they were added in fp64.
-    return Shares(entries, 1.0 - shares.isfinite().all().float())
+    return _with_shares(rows, shares, device)
 
 
-def _norms_on(
-    tensors: list[torch.Tensor], norm_type: float, device: torch.device
-) -> torch.Tensor:
-    groups = by_device_and_dtype(tensors).values()
-    parts = [norms(group, norm_type).to(device, non_blocking=True) for group in groups]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _once(copies: int, norm_type: float) -> int:
-    return 1 if math.isinf(norm_type) else copies
-
-
-def _joined(
-    values: torch.Tensor, norm_type: float, *, powered: bool = False
+def _power_sum(
+    groups: Gradients, norm_type: float, device: torch.device
 ) -> torch.Tensor:
     # Sum of p-th powers; for the infinite norm the maximum.
+    found = [norms(tensors, norm_type) for tensors in groups.values()]
+    parts = [part.to(device, non_blocking=True) for part in found]
+    each = parts[0] if len(parts) == 1 else torch.cat(parts)
     if math.isinf(norm_type):
-        return values.amax()
-    if powered:
-        return values.sum()
-    return (values.square() if norm_type == 2.0 else values.pow(norm_type)).sum()
+        return each.amax()
+    return each.dot(each) if norm_type == 2.0 else each.pow(norm_type).sum()
+
+
+def _total(parts: Any, norm_type: float) -> Number:
+    infinite = math.isinf(norm_type)
+    if isinstance(parts[0], torch.Tensor):
+        stacked = torch.stack(parts)
+        return stacked.amax() if infinite else stacked.sum()
+    return _highest(parts) if infinite else sum(parts)
+
+
+def _with_shares(
+    rows: list[list[float]], shares: list[Number], device: torch.device
+) -> Shares:
+    # A share is finite if and only if its gradients are: they were added in fp64.
+    entries = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+    if not shares:
+        return Shares(entries, None)
+    on_device = [share for share in shares if isinstance(share, torch.Tensor)]
+    if on_device:
+        entries[: len(shares), 2] = torch.stack(on_device)
+        return Shares(entries, 1.0 - entries[:, 2].isfinite().all().float())
+    for row, share in enumerate(shares):
+        entries[row, 2] = share
+    return Shares(entries, torch.tensor(float(not all(map(math.isfinite, shares)))))
 
 
 @lru_cache(maxsize=65536)
@@ -226,7 +236,7 @@ def _number(text: str) -> float:
     return float(int.from_bytes(digest, "big") >> 12) + 1.0
 
 
-def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
+def global_norm(entries: torch.Tensor, norm_type: float) -> Number:
     """Return the norm over all ranks. See [Note: Each replica once].
 
     Args:
@@ -234,13 +244,19 @@ def global_norm(entries: torch.Tensor, norm_type: float) -> torch.Tensor:
         norm_type: order of the norm; may be infinite.
 
     Returns:
-        (), fp64, on the device of the entries; computed without a synchronisation.
+        A number, or (), fp64, on the device of the entries; without a synchronisation.
     """
-    if entries.device.type == "cpu":
-        total = entries.new_tensor(_counted_on_host(entries.tolist(), norm_type))
+    total: Number
+    if entries.is_cpu:
+        total = _counted_on_host(entries.tolist(), norm_type)
     else:
         total = _counted_on_device(entries.reshape(-1, 3), norm_type)
-    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    if math.isinf(norm_type):
+        return total
+    if norm_type == 2.0 and isinstance(total, float):
+        return math.sqrt(total)
+    root = torch.as_tensor(total, dtype=torch.float64).pow(1.0 / norm_type)
+    return number_of(root)
 
 
 def _counted_on_host(rows: list[list[list[float]]], norm_type: float) -> float:

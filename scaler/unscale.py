@@ -101,15 +101,16 @@ def local_gradients(
         AssertionError: a parameter is not a tensor.
         ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
-    parameters = [
-        p for p in parameters_of(optimizer) if not without or id(p) not in without
-    ]
+    parameters = list(parameters_of(optimizer))
+    if without:
+        parameters = [p for p in parameters if id(p) not in without]
     gradients = quick_locals(parameters)
     if gradients is None:
         gradients = _locals_one_by_one(parameters, allow_fp16)
     grouped = by_device_and_dtype(gradients)
-    if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
-        raise ValueError(FP16)
+    for _, dtype in grouped:
+        if dtype is torch.float16 and not allow_fp16:
+            raise ValueError(FP16)
     return grouped
 
 
@@ -132,9 +133,10 @@ def quick_locals(
             if not hasattr(kind, "_local_tensor"):
                 return None
             gradients = [g._local_tensor if type(g) is kind else g for g in gradients]
+            kinds = set(map(type, gradients))
     except AttributeError:
         return None
-    if set(map(type, gradients)) - {torch.Tensor} or any(map(_IS_SPARSE, gradients)):
+    if kinds - {torch.Tensor} or any(map(_IS_SPARSE, gradients)):
         return None  # sparse, or still on its way
     return gradients
 
@@ -214,21 +216,22 @@ def check_and_unscale_(
     Args:
         gradients: changed in place, unless ``inv_scale`` is 1.
         inv_scale: (), fp32, any device.
-        found_inf: (), fp32, any device: the starting value, usually 0.
+        found_inf: (), fp32, any device: the starting value, usually 0. It becomes the
+            finding of its own device.
         look_again: also look afterwards. A scale below 1 makes gradients larger, and a
             finite one may overflow; from 1 on the first look is enough.
 
     Returns:
         For each device with gradients, (), fp32: 1 if any of them is not finite.
     """
-    founds = _MultiDeviceReplicator(found_inf)
+    founds: dict[torch.device, torch.Tensor] = {}
     factors = [inv_scale, torch.ones_like(inv_scale)] if look_again else [inv_scale]
     with torch.no_grad():
         for factor in factors:
             for (device, _), tensors in gradients.items():
+                if device not in founds:
+                    founds[device] = found_inf.to(device, non_blocking=True)
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    tensors,
-                    founds.get(device),
-                    factor.to(device=device, non_blocking=True),
+                    tensors, founds[device], factor.to(device, non_blocking=True)
                 )
-    return founds._per_device_tensors
+    return founds

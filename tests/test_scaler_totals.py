@@ -38,7 +38,7 @@ def test_host_and_device_count_alike(
     device = _counted_on_device(table.reshape(-1, 3), order)
     want = device if math.isinf(order) else device.pow(1.0 / order)
     torch.testing.assert_close(
-        global_norm(table, order), want, rtol=0, atol=0, equal_nan=True
+        global_norm(table, order), want.item(), rtol=0, atol=0, equal_nan=True
     )
 
 
@@ -56,7 +56,7 @@ def test_host_and_device_count_alike(
 def test_what_is_added_and_what_is_counted_once(
     rows: list[list[tuple[float, float, float]]], norm: float
 ) -> None:
-    assert global_norm(torch.tensor(rows, dtype=torch.float64), 2.0).item() == norm
+    assert global_norm(torch.tensor(rows, dtype=torch.float64), 2.0) == norm
 
 
 def on_device(table: torch.Tensor, order: float) -> torch.Tensor:
