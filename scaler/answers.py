@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from .clipping import GradientClipper
@@ -10,7 +9,6 @@ from .history import Counters, Overflow
 from .states import real_optimizer
 
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
 __all__ = ["Answerer"]
@@ -30,7 +28,7 @@ class Answerer(GradientClipper):
         """
         if not self._enabled:
             return False
-        found = self._last_found.get(real_optimizer(optimizer))
+        found = self._stamps.found_by_last_step(real_optimizer(optimizer))
         if found is None:
             raise ValueError(
                 "step_was_skipped() was asked about an optimizer that this scaler has "
@@ -73,23 +71,3 @@ class Answerer(GradientClipper):
         rank knows its own overflows, after a step that was not fused.
         """
         return self._history.last_overflow
-
-    def _remember_found(self, state: dict[str, Any]) -> None:
-        # All devices hold the same finding once it is settled.
-        found = next(iter(state["found_inf_per_device"].values()), None)
-        if found is not None:
-            self._last_found[state["optimizer"]] = found
-
-    @property
-    def _last_found(self) -> weakref.WeakKeyDictionary[Optimizer, torch.Tensor]:
-        # Made on demand: it neither copies nor pickles, and need not.
-        held: weakref.WeakKeyDictionary[Optimizer, torch.Tensor] | None
-        held = self.__dict__.get("_found_by_optimizer")
-        if held is None:
-            held = self.__dict__["_found_by_optimizer"] = weakref.WeakKeyDictionary()
-        return held
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_found_by_optimizer", None)
-        return state

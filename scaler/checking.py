@@ -13,7 +13,7 @@ from .history import code_of, overflow_of
 from .holder import ScaleHolder, never_scaled
 from .states import Divided, divided_before, real_optimizer
 from .unscale import check_and_unscale_, local_gradients, parameters_of, widen
-from .verdicts import Found, any_of, may_enlarge, on_host, reciprocal, spread
+from .verdicts import Found, any_of, on_host, reciprocal, spread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,10 +78,7 @@ class GradientChecker(ScaleHolder):
             widen(optimizer)
         shared = self._divided_before(optimizer)
         own = local_gradients(optimizer, allow_fp16=allow_fp16, without=shared)
-        look_again = self._scale is not None and may_enlarge(
-            self._stamps.divisor(self._scale)
-        )
-        found = check_and_unscale_(own, inv_scale, found_inf, look_again=look_again)
+        found = check_and_unscale_(own, inv_scale, found_inf)
         for parameter, by_kernel in shared.values():
             rest = _still_to_divide(inv_scale, by_kernel)
             grads = local_gradients([parameter], allow_fp16=allow_fp16)

@@ -89,7 +89,8 @@ class GradScaler(Answerer):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        refuse_closure(args, kwargs)
+        if args or kwargs:
+            refuse_closure(args, kwargs)
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
@@ -103,8 +104,7 @@ class GradScaler(Answerer):
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        self._remember_found(state)
-        self._stamps.used_up(state["optimizer"])
+        self._stamps.stepped(state)
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
@@ -197,8 +197,7 @@ class GradScaler(Answerer):
         else:
             result = None
         state["stage"] = OptState.STEPPED
-        self._remember_found(state)
-        self._stamps.used_up(state["optimizer"])
+        self._stamps.stepped(state)
         return result
 
     def _prepare_fused(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:

@@ -47,13 +47,20 @@ class Stamp:
 
 
 class _Seen:
-    """When an optimizer used up its gradients, in backwards of this scaler."""
+    """What outlasts an iteration: one object for each optimizer.
 
-    __slots__ = ("unscaled", "used_up")
+    Attributes:
+        used_up: when its gradients were, in backwards of this scaler.
+        unscaled: by `unscale_`, and not stepped before `update`.
+        found: (), fp32: 1 if its last step was skipped; None before the first.
+    """
+
+    __slots__ = ("found", "unscaled", "used_up")
 
     def __init__(self) -> None:
         self.used_up = -1
-        self.unscaled = False  # by unscale_, and not stepped before update()
+        self.unscaled = False
+        self.found: torch.Tensor | None = None
 
 
 class Stamps:
@@ -127,12 +134,28 @@ class Stamps:
                 seen.unscaled = False
         self._unscaled = False
 
-    def used_up(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped."""
+    def stepped(self, state: dict[str, Any]) -> None:
+        """Note that an optimizer has stepped, or was skipped.
+
+        Args:
+            state: of this iteration.
+        """
+        seen = self._seen_of(state["optimizer"])
+        seen.used_up, seen.unscaled = self._backwards, False
+        # All devices hold the same finding once it is settled.
+        for seen.found in state["found_inf_per_device"].values():
+            break
+
+    def found_by_last_step(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Return (), fp32: 1 if the last step was skipped; None before the first."""
+        seen = self._seen.get(optimizer)
+        return None if seen is None else seen.found
+
+    def _seen_of(self, optimizer: Optimizer) -> _Seen:
         seen = self._seen.get(optimizer)
         if seen is None:
             seen = self._seen[optimizer] = _Seen()
-        seen.used_up, seen.unscaled = self._backwards, False
+        return seen
 
     def check(self, optimizer: Optimizer, state: dict[str, Any], call: str) -> None:
         """Raise if an optimizer's gradients carry no single scale.
@@ -182,9 +205,8 @@ class Stamps:
                 continue
             claimed = True
             if state["stage"] is OptState.UNSCALED:
-                self.used_up(optimizer)
-                self._seen[optimizer].used_up = -1
-                self._seen[optimizer].unscaled = self._unscaled = True
+                seen = self._seen_of(optimizer)
+                seen.used_up, seen.unscaled, self._unscaled = -1, True, True
         self._unclaimed = not claimed
         if claimed:
             self._mixed = False

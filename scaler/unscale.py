@@ -208,25 +208,27 @@ def check_and_unscale_(
     gradients: Gradients,
     inv_scale: torch.Tensor,
     found_inf: torch.Tensor,
-    *,
-    look_again: bool = False,
 ) -> dict[torch.device, torch.Tensor]:
     """Multiply the gradients by ``inv_scale`` and look for inf and nan beforehand.
+
+    A factor above 1, if the host knows it, may make a finite gradient overflow: then
+    afterwards too.
 
     Args:
         gradients: changed in place, unless ``inv_scale`` is 1.
         inv_scale: (), fp32, any device.
         found_inf: (), fp32, any device: the starting value, usually 0. It becomes the
             finding of its own device.
-        look_again: also look afterwards. A scale below 1 makes gradients larger, and a
-            finite one may overflow; from 1 on the first look is enough.
 
     Returns:
         For each device with gradients, (), fp32: 1 if any of them is not finite.
     """
     founds: dict[torch.device, torch.Tensor] = {}
-    factors = [inv_scale, torch.ones_like(inv_scale)] if look_again else [inv_scale]
-    with torch.no_grad():
+    value: Any = inv_scale.tolist() if inv_scale.is_cpu else 1.0
+    factors = [inv_scale, torch.ones_like(inv_scale)] if value > 1.0 else [inv_scale]
+    grad_mode = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # no_grad() takes longer than a small kernel
+    try:
         for factor in factors:
             for (device, _), tensors in gradients.items():
                 if device not in founds:
@@ -234,4 +236,6 @@ def check_and_unscale_(
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     tensors, founds[device], factor.to(device, non_blocking=True)
                 )
+    finally:
+        torch._C._set_grad_enabled(grad_mode)
     return founds

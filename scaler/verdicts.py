@@ -66,7 +66,10 @@ def may_enlarge(scale: torch.Tensor) -> bool:
 
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return (), fp32 on ``device``: 1 if any of them is 1."""
-    tensors = [flag.to(device, non_blocking=True) for flag in flags]
+    tensors = [
+        flag if flag.device == device else flag.to(device, non_blocking=True)
+        for flag in flags
+    ]
     if len(tensors) == 1:
         return tensors[0]
     if not tensors:

@@ -116,7 +116,7 @@ def test_stamps_where_the_host_cannot_see_the_scale() -> None:
     stamps, scale = Stamps(), torch.tensor(4.0)
     p = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0)
-    stamps.used_up(optimizer)
+    stamps.stepped({"optimizer": optimizer, "found_inf_per_device": {}})
     for new in (4.0, 8.0, 2.0):
         stamp, before = stamps.current, scale.clone()
         stamps._handed_out = True
