@@ -11,12 +11,15 @@ that shows no error may have one of half a unit in the last place, so its noise 
 less than that. Norm and largest element are bounded separately: a norm hides one bad
 element, an element hides a drift. The derivation of ``HEAD_ROOM`` is in docs/parity.md.
 
-[Note: Undetermined elements]
-Adam and its kin divide a gradient by its own size, so an element whose true gradient is
-smaller than the bound on gradient errors gets a step of full length in a direction that
-rounding decides. No bound on the update follows from a bound on the gradient there, so
-from that step on such an element is left out of the comparison of updates. Its gradient
-is still compared. Under SGD nothing is left out.
+[Note: Weights of updates]
+Adam and its kin divide a gradient by its own size, so the error of an element's update
+is that of its gradient over the gradient: elements with small gradients err more, and
+the largest error would be that of one element, of which five references say little. So
+updates are compared after each element is multiplied by the smallest gradient it had,
+which makes all elements err alike. An element whose true gradient was smaller than the
+bound on gradient errors got a step of full length in a direction that rounding decided:
+its weight is 0 from that step on. Its gradient is still compared. Under SGD all weights
+are 1.
 
 [Note: Contrary run]
 Such a step also changes what other gradients are from then on, by far more than
@@ -61,9 +64,9 @@ class Yardstick:
     """The truth and the absolute bounds by kind: [step][parameter] -> pair."""
 
     truth: Reference
-    """Undetermined elements of its updates are zero."""
-    determined: Sequence[dict[str, NDArray[np.bool_]]]
-    """[step][parameter] -> which elements of the update can be compared."""
+    """Its updates are weighted."""
+    weights: Sequence[dict[str, Doubles]]
+    """[step][parameter] -> what elements of the update count; 0: cannot be compared."""
     gradient: Sequence[dict[str, Pair]]
     update: Sequence[dict[str, Pair]]
     loss: Sequence[dict[str, Pair]]
@@ -85,15 +88,15 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
         gradient = _bound(
             truth.gradients, [r.gradients for r in runs], roundoff, skipped
         )
-    determined = _determined(truth, gradient, skipped, adaptive=adaptive)
-    updates = _masked(truth.updates, determined)
-    noisy = [_masked(r.updates, determined) for r in runs]
+    weights = _weights(truth, gradient, skipped, adaptive=adaptive)
+    updates = _weighted(truth.updates, weights)
+    noisy = [_weighted(r.updates, weights) for r in runs]
     return Yardstick(
         truth=replace(truth, updates=updates),
-        determined=determined,
+        weights=weights,
         gradient=gradient,
         update=_bound(
-            updates, noisy, roundoff, skipped, _masked(_hidden(truth), determined)
+            updates, noisy, roundoff, skipped, _weighted(_hidden(truth), weights)
         ),
         loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, always),
     )
@@ -126,32 +129,32 @@ def _losses(run: Reference) -> list[Tensors]:
     return [{"loss": np.array([x])} for x in run.losses]
 
 
-def _determined(
+def _weights(
     truth: Reference,
     bounds: Sequence[dict[str, Pair]],
     skipped: Sequence[frozenset[str]],
     *,
     adaptive: bool,
-) -> list[dict[str, NDArray[np.bool_]]]:
-    """See [Note: Undetermined elements]."""
-    now = {n: np.ones(t.shape, dtype=bool) for n, t in truth.updates[0].items()}
+) -> list[Tensors]:
+    """See [Note: Weights of updates]."""
+    ones = {n: np.ones(t.shape) for n, t in truth.updates[0].items()}
+    smallest: Tensors = {}
     steps = []
     for step, gradients in enumerate(truth.gradients):
-        if adaptive:
-            used = gradients.keys() - skipped[step]
-            now = now | {
-                n: now[n] & (np.abs(gradients[n]) > bounds[step][n][1]) for n in used
-            }
-        steps.append(now)
+        for n in gradients.keys() - skipped[step] if adaptive else ():
+            size = np.abs(gradients[n])
+            size[~(size > bounds[step][n][1])] = 0.0
+            smallest[n] = np.minimum(smallest.get(n, np.inf), size)
+        steps.append(ones | {n: s / (s.max() or 1.0) for n, s in smallest.items()})
     return steps
 
 
-def _masked(
-    steps: Sequence[Tensors], masks: Sequence[dict[str, NDArray[np.bool_]]]
+def _weighted(
+    steps: Sequence[Tensors], weights: Sequence[Tensors]
 ) -> tuple[Tensors, ...]:
     return tuple(
-        {n: t * mask[n] for n, t in tensors.items()}
-        for tensors, mask in zip(steps, masks, strict=True)
+        {n: t * weight[n] for n, t in tensors.items()}
+        for tensors, weight in zip(steps, weights, strict=True)
     )
 
 

@@ -161,13 +161,13 @@ def _rows(
                         (truth.gradients[step][name], index),
                         yardstick.gradient[step][name],
                     )
-                mask = yardstick.determined[step][name][index]
-                if not mask.any():
-                    continue  # see [Note: Undetermined elements] in bounds
+                weight = yardstick.weights[step][name][index]
+                if not weight.any():
+                    continue  # see [Note: Weights of updates] in bounds
                 start = trace.start[name].astype(np.float64)
                 yield from _compare(
                     ("update", step, name, trace.rank),
-                    (at.parameters[name].astype(np.float64) - start) * mask,
+                    (at.parameters[name].astype(np.float64) - start) * weight,
                     (truth.updates[step][name], index),
                     yardstick.update[step][name],
                 )

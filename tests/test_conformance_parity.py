@@ -182,13 +182,46 @@ def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
     schedule = Schedule(skipped=(NONE, NONE), scales=(1024.0, 1024.0))
     left_out = [
         sum(
-            int((~mask).sum())
-            for mask in make_yardstick(s, schedule).determined[1].values()
+            int((weight == 0).sum())
+            for weight in make_yardstick(s, schedule).weights[1].values()
         )
         for s in (half, plain)
     ]
     assert left_out[0] > 0
     assert left_out[1] == 0
+
+
+def test_adam_errs_more_where_gradients_are_small() -> None:
+    """A jump in a small gradient is a large one in its update: no accusation for it."""
+    scenario = Scenario.parse("single/1/fp16-autocast/adam/none/steps=3")
+    (trace,) = traces_of(scenario)
+    name = "head.weight"
+    yardstick = make_yardstick(scenario, demanded_schedule([trace]))
+    weights, (_, bound) = yardstick.weights[2][name], yardstick.update[2][name]
+    assert weights.max() == 1.0
+    for element, accused in (
+        (weights.argmax(), True),
+        (np.where(weights > 0, weights, 2.0).argmin(), False),
+    ):
+        (trace,) = traces_of(scenario)
+        trace.steps[2].parameters[name][element] += np.float32(2 * bound)
+        assert ("update" in measure_parity(scenario, [trace]).first_bad) is accused
+
+
+def test_the_weight_of_an_update_is_its_smallest_gradient() -> None:
+    scenario = Scenario.parse("single/1/fp32/adam/none/steps=3")
+    held = frozenset(PARAMETERS)
+    schedule = Schedule(skipped=(NONE, held, NONE), scales=(1.0,) * 3)
+    yardstick = make_yardstick(scenario, schedule)
+    for name in PARAMETERS:
+        sizes = [
+            np.abs(yardstick.truth.gradients[step][name])
+            * (np.abs(yardstick.truth.gradients[step][name]) > bound[name][1])
+            for step, bound in ((0, yardstick.gradient[0]), (2, yardstick.gradient[2]))
+        ]
+        smallest = np.minimum(*sizes)
+        assert (yardstick.weights[1][name] == sizes[0] / sizes[0].max()).all()
+        assert (yardstick.weights[2][name] == smallest / smallest.max()).all()
 
 
 def test_an_update_is_seen_through_the_rounding_of_its_parameter() -> None:
