@@ -33,6 +33,7 @@ SCENARIOS = (
     "tp/2/fp32/sgd/none/data=text,steps=8",
     "fsdp+tp/4/fp32/sgd/none/data=text,steps=8",
     "tp/2/fp16-autocast/sgd/none/data=text,steps=8",
+    "fsdp+tp/4/fp16-autocast/adam/none/steps=8",
 )
 DRAWS = 4_000_000
 
