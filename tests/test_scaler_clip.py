@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.scaler import GradScaler, ShardedGradScaler, clipping, totals
 from gradparity.scaler.norms import norms
 
 SCALE = 1024.0
@@ -55,6 +55,21 @@ def exact(
     return norm, [g * factor for g in unscaled]
 
 
+def norm_on_device(entries: Tensor, order: float) -> Tensor:
+    total = totals._counted_on_device(entries.reshape(-1, 3), order)
+    return total if math.isinf(order) else total.pow(1.0 / order)
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On a device no number is known to the host: arithmetic is with tensors."""
+    if request.param == "device":
+        monkeypatch.setattr(clipping, "number_of", Tensor.double)
+        monkeypatch.setattr(totals, "number_of", Tensor.double)
+        monkeypatch.setattr(clipping, "global_norm", norm_on_device)
+    return str(request.param)
+
+
 def error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
@@ -72,7 +87,7 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 def test_equals_exact_clipping(
-    make: Any, fused: bool, shapes: str, order: float, max_norm: float
+    make: Any, fused: bool, shapes: str, order: float, max_norm: float, where: str
 ) -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(shape) * SCALE for shape in SHAPES[shapes]]
@@ -90,7 +105,7 @@ def test_equals_exact_clipping(
 
 
 @FUSED
-def test_after_unscale(fused: bool) -> None:
+def test_after_unscale(fused: bool, where: str) -> None:
     gradients = [torch.randn(5, 4) * SCALE, torch.randn(3) * SCALE]
     params = parameters_with(gradients)
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
