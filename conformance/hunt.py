@@ -31,6 +31,7 @@ from .catalogue import (
 )
 from .law import Status
 from .machine import MachineSettings, machine
+from .recipes import RECIPES
 from .record import replay_command
 from .runner import Case, Runner
 from .scenario import Scenario
@@ -106,7 +107,8 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
         open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
-    steps = draw(st.integers(1, MOST_STEPS))
+    fewest = 2 if RECIPES[row["recipe"]].elsewhere else 1  # one on each world
+    steps = draw(st.integers(fewest, MOST_STEPS))
     scenario = to_scenario(
         row,
         selection,

@@ -5,11 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 from rich.console import Console
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.catalogue import Selection
-from gradparity.conformance.hunt import HuntSettings, hunt
+from gradparity.conformance.hunt import HuntSettings, hunt, scenarios
 from gradparity.conformance.machine import MachineSettings, machine
 from gradparity.conformance.oracle import parse_history
 
@@ -31,6 +32,12 @@ def hunted(scaler: str, budget_s: float, database: Path) -> tuple[int, str]:
         Console(file=output, width=200),
     )
     return code, output.getvalue()
+
+
+@settings(max_examples=300, database=None)
+@given(scenarios(Selection()))
+def test_what_is_drawn_is_a_scenario(scenario: Scenario) -> None:
+    assert Scenario.parse(scenario.id) == scenario
 
 
 def test_a_planted_fault_is_found_and_shrunk_to_one_step(tmp_path: Path) -> None:
