@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .agreement import Holding, Verdict
 from .history import code_of, overflow_of
 from .holder import ScaleHolder, never_scaled
+from .message import Holding, Verdict
 from .states import Divided, divided_before, real_optimizer
 from .unscale import check_and_unscale_, local_gradients, parameters_of, widen
 from .verdicts import Found, any_of, on_host, reciprocal, spread

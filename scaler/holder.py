@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import torch
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 
-from .agreement import Agreement, Holding
+from .agreement import Agreement
 from .errors import InvalidSettingError
 from .groups import AgreeOver, Reach
 from .history import History
+from .message import Holding
 from .multiply import multiply
 from .policy import Policy
 from .saved import Loaded, checked

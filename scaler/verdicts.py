@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .agreement import Verdict
+from .message import Verdict
 
 __all__ = [
     "Found",
