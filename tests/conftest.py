@@ -1,6 +1,7 @@
 """What several test files share, made once a session for all workers."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,12 @@ from gradparity.multiprocess.broker import visible_gpus
 Once = Callable[[str, Callable[[Path], object]], Path]
 JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
 SCENARIOS = ("single/1/fp32/sgd/inf@r0s1:last/steps=4", "tp/2/fp32/sgd/none/steps=4")
+
+
+def pytest_configure() -> None:
+    """Have children hear ctrl-C, also where the session was begun in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

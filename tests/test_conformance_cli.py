@@ -120,14 +120,16 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mesh:      dp 2" in capsys.readouterr().out
 
 
-def test_run_judges_scalers_side_by_side(tmp_path: Path) -> None:
-    done = run(
-        "run", "--scenario", FAULTY_CASE, "--scaler", PLAIN, "--scaler", DRIFTING,
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "agreement" in done.stdout
-    assert "step 1: rank 0 scale 1024; rank 1 scale 512" in done.stdout
+def test_run_judges_scalers_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")  # no line of the table is broken
+    judged = ["--scaler", PLAIN, "--scaler", DRIFTING]
+    code, told = main(["run", "--scenario", FAULTY_CASE, *judged]), capsys.readouterr()
+    assert code == 1, told.err
+    assert "agreement" in told.out
+    assert "step 1: rank 0 scale 1024; rank 1 scale 512" in told.out
     report = read_report(tmp_path / "parity-report" / "report.jsonl")
     assert [c.status for c in report.cases] == ["pass", "fail"]
     assert report.incomplete == ""

@@ -13,22 +13,32 @@ import pytest
 from gradparity.conformance.catalogue import Selection, select
 from gradparity.conformance.report import read_report
 
+pytest_plugins = ["pytester"]
 SCENARIOS = [
     "single/1/fp32/sgd/none/steps=2",
     "ddp/2/fp32/sgd/inf@r1s1:first/steps=2",
 ]
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
+QUICK = ("--gradparity-quick", "--gradparity-topology=ddp")
 FSDP = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=2"
+
+
+def chosen(*scenarios: str) -> list[str]:
+    return [f"--gradparity-scenario={each}" for each in scenarios]
+
+
+def here(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    """A session within this process: torch is there already."""
+    return pytester.runpytest_inprocess("-q", *options)
 
 
 def session(
     folder: Path, *options: str, scaler: str = PLAIN
 ) -> subprocess.CompletedProcess[str]:
-    chosen = [f"--gradparity-scenario={s}" for s in [*SCENARIOS, FSDP]]
     pytest_ = [sys.executable, "-m", "pytest", "-q", f"--gradparity-scaler={scaler}"]
     return subprocess.run(
-        [*pytest_, *chosen, *options],
+        [*pytest_, *chosen(*SCENARIOS, FSDP), *options],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -58,15 +68,12 @@ def test_a_session_that_asks_for_nothing_pays_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_usage_errors(
-    options: list[str], words: str, tmp_path: Path
+    options: list[str], words: str, pytester: pytest.Pytester
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        capture_output=True, text=True, cwd=tmp_path, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    done = here(pytester, *options)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    assert words in done.stderr.str()
+    assert "Traceback" not in done.stderr.str()
 
 
 def test_under_xdist_no_record_is_lost(tmp_path: Path) -> None:
@@ -82,22 +89,22 @@ def test_under_xdist_no_record_is_lost(tmp_path: Path) -> None:
     assert 'tests="3"' in (tmp_path / "j.xml").read_text()
 
 
-def test_choosing_stopping_and_trying_again(tmp_path: Path) -> None:
-    assert session(tmp_path, "-k", "fsdp", scaler=NEVER).returncode == 1
-    report = tmp_path / "parity-report" / "report.jsonl"
+def test_choosing_stopping_and_trying_again(pytester: pytest.Pytester) -> None:
+    judged = (*chosen(*SCENARIOS, FSDP), f"--gradparity-scaler={NEVER}")
+    report = pytester.path / "parity-report" / "report.jsonl"
+    assert here(pytester, *judged, "-k", "fsdp").ret == 1
     assert [c.scenario for c in read_report(report).cases] == [FSDP]
-    assert "1 failed, 2 deselected" in session(tmp_path, "--lf", scaler=NEVER).stdout
-    done = session(tmp_path, "-x", "-p", "no:randomly", scaler=NEVER)
-    assert done.returncode == 1
-    assert "planned cases were judged" in read_report(report).incomplete or (
-        len(read_report(report).cases) == 3
-    )
+    again = here(pytester, *judged, "--lf")
+    assert "1 failed, 2 deselected" in again.stdout.str()
+    failing_first = (*chosen(FSDP, *SCENARIOS), *judged[-1:])
+    assert here(pytester, *failing_first, "-x").ret == 1
+    assert [c.scenario for c in read_report(report).cases] == [FSDP]
+    assert "1 of 3 planned cases were judged" in read_report(report).incomplete
 
 
-def quick(folder: Path, *options: str) -> "subprocess.Popen[str]":
-    """A session of many scenarios in a group of its own; its processes are marked."""
-    words = ["-m", "pytest", "-q", f"--gradparity-scaler={PLAIN}", "--gradparity-quick"]
-    words += ["--gradparity-topology=ddp", *options]
+def apart(folder: Path, *options: str) -> "subprocess.Popen[str]":
+    """A session in a group of its own; its processes are marked."""
+    words = ["-m", "pytest", "-q", f"--gradparity-scaler={PLAIN}", *options]
     return subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
@@ -132,13 +139,15 @@ def lines(report: Path) -> int:
     return report.read_text().count("\n") if report.exists() else 0
 
 
-def test_quick_is_the_quick_preset_of_run(tmp_path: Path) -> None:
-    done = quick(tmp_path, "--collect-only").communicate(timeout=100)[0]
-    collected = {line for line in done.splitlines() if line.startswith("gradparity::")}
-    chosen = select("quick", Selection(topologies=["ddp"]))
-    assert collected == {f"gradparity::{scenario.id}" for scenario in chosen}
-    full = quick(tmp_path, "--collect-only", "--gradparity-full")
-    assert full.communicate(timeout=200)[0].count("gradparity::") > len(chosen)
+def test_quick_is_the_quick_preset_of_run(pytester: pytest.Pytester) -> None:
+    judged = (f"--gradparity-scaler={PLAIN}", "--gradparity-topology=ddp")
+    quick = (*judged, "--gradparity-quick", "--collect-only")
+    lines = here(pytester, *quick).stdout.lines
+    collected = {line for line in lines if line.startswith("gradparity::")}
+    wanted = select("quick", Selection(topologies=["ddp"]))
+    assert collected == {f"gradparity::{scenario.id}" for scenario in wanted}
+    full = here(pytester, *quick, "--gradparity-full").stdout.str()
+    assert full.count("gradparity::") > len(wanted)
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
@@ -146,7 +155,7 @@ def test_an_interrupt_leaves_a_report_and_no_process(
     workers: tuple[str, ...], tmp_path: Path
 ) -> None:
     report = tmp_path / "parity-report" / "report.jsonl"
-    session = quick(tmp_path, *workers)
+    session = apart(tmp_path, *QUICK, *workers)
     assert eventually(lambda: lines(report) >= 3)  # the header and two cases
     assert len(marked(tmp_path)) > 1  # ranks there are
     os.killpg(session.pid, signal.SIGINT)  # as a terminal does it
@@ -167,12 +176,12 @@ def test_a_crashed_worker_costs_its_case_alone(tmp_path: Path) -> None:
         "        mark.touch()\n"
         "        os._exit(1)\n"
     )
-    session = quick(tmp_path, "-n", "1")
+    session = apart(tmp_path, *chosen(*SCENARIOS, FSDP), "-n", "1")
     output = session.communicate(timeout=300)[0]
     assert session.returncode == 1, output
     assert "crashed while running" in output
     found = read_report(tmp_path / "parity-report" / "report.jsonl")
-    assert len(found.cases) == found.header.planned - 1 >= 1
+    assert len(found.cases) == found.header.planned - 1 == 2
     assert {case.status for case in found.cases} == {"pass"}
     assert "planned cases were judged" in found.incomplete
     assert eventually(lambda: not marked(tmp_path), 10), marked(tmp_path)

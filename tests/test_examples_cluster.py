@@ -43,9 +43,9 @@ SCONTROL = """#!/bin/bash
 
 
 def slurm(
-    folder: Path, *arguments: str, srun: str = SRUN
+    folder: Path, *arguments: str, srun: str = SRUN, nodes: int = 2
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script in ``folder`` as Slurm would on the first of two nodes."""
+    """Run the script in ``folder`` as Slurm would on the first of its nodes."""
     for name, text in (("srun", srun), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -53,7 +53,7 @@ def slurm(
         "PATH": os.pathsep.join([str(folder), HERE, os.environ["PATH"]]),
         # The port follows from it: two runs on one machine must not meet.
         "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_JOB_NODELIST": "here[1-2]",
     }
     return subprocess.run(
@@ -77,7 +77,11 @@ def test_two_agents_meet_and_the_gate_judges_them(tmp_path: Path) -> None:
 
 def test_a_violation_fails_the_job(tmp_path: Path) -> None:
     bad = "gradparity.fixtures.faulty.scale:KeepsTheTrackerOnBackoff"
-    done = slurm(tmp_path, bad, *SMALL)
+    alone = [
+        SMALL[0],
+        SMALL[1].replace("ddp/4", "ddp/2"),
+    ]  # what two nodes add is seen above
+    done = slurm(tmp_path, bad, *alone, nodes=1)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "torchrun ended with 1" in done.stderr
 

@@ -26,9 +26,10 @@ TORCH, OURS = "torch.amp:GradScaler", "gradparity.scaler:GradScaler"
 STEPS, HALF = 12, 6
 DRIVER = """
 import json, runpy, sys
-main = runpy.run_path(sys.argv[1])["main"]
+example = runpy.run_path(sys.argv[1])
 for argv in json.loads(sys.argv[2]):
-    main(argv)
+    example["main"](argv)
+example["leave"]()
 """
 # script -> the package it needs
 TRAINERS = {

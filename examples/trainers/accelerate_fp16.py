@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from shared import batch_of, parse, tell
+from shared import batch_of, leave, parse, tell
 
 from gradparity.fixtures import MODELS, loss
 
@@ -60,3 +60,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

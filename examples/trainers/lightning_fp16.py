@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.plugins.precision import MixedPrecision
-from shared import Options, batch_of, parse, tell
+from shared import Options, batch_of, leave, parse, tell
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -76,3 +76,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from gradparity.fixtures import DATASETS, Batch
 
-__all__ = ["Options", "batch_of", "parse", "tell"]
+__all__ = ["Options", "batch_of", "leave", "parse", "tell"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +73,9 @@ def tell(options: Options, step: int, loss: float, scale: float) -> None:
         print(f"step {step:3}  loss {loss:.6f}  scale {scale:g}", flush=True)
     with (options.folder / f"curve-{options.rank}.jsonl").open("a") as curve:
         curve.write(json.dumps([step, loss, scale]) + "\n")
+
+
+def leave() -> None:
+    """End the process group: Python's end may meet gloo's threads and abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()  # https://github.com/pytorch/pytorch/issues/190489

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from shared import Options, batch_of, parse, tell
+from shared import Options, batch_of, leave, parse, tell
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -89,3 +89,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave()
