@@ -190,13 +190,20 @@ def wait_for(process: subprocess.Popen[str], path: Path, what: str) -> None:
         time.sleep(0.1)
 
 
+def wait_for_the_first_case(process: subprocess.Popen[str], report: Path) -> None:
+    wait_for(process, report, "report")
+    while report.read_text().count("\n") < 2:  # the header comes before it
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
 def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=60"]
     run = ["--scaler", "mine:Slow", *scenarios(*long), "--json", "r.jsonl"]
     process = start(tmp_path, *run)
-    wait_for(process, tmp_path / "rank-1", "step")
+    wait_for_the_first_case(process, tmp_path / "r.jsonl")
     (tmp_path / "rank-1").unlink()
-    time.sleep(2)  # into the second scenario
+    wait_for(process, tmp_path / "rank-1", "step of the second scenario")
     family = descendants(process.pid)
     os.kill(station_of(process, 0), signal.SIGKILL)
     code, output = ended(process)
@@ -225,9 +232,7 @@ def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
     run = ["--scaler", "mine:Slow", *scenarios(*long), "--json", "r.jsonl"]
     process = start(tmp_path, *run, restarts=1)
     report = tmp_path / "r.jsonl"
-    wait_for(process, report, "report")
-    while report.read_text().count("\n") < 2:  # the header and one case
-        time.sleep(0.05)
+    wait_for_the_first_case(process, report)
     first = report.read_text().splitlines()[1]
     os.kill(station_of(process, 1), signal.SIGKILL)
     code, output = ended(process)

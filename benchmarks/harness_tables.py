@@ -1,0 +1,86 @@
+"""What ``harness.py`` recorded, as the tables of docs/harness.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "harness.md"
+_SIZES = ("size_2", "size_4")
+_GOALS_MS = {"pool": "5, 10", "group": "80 at 4", "process": "250 at 4"}
+_GOALS = {"MultiProcContinuousTest": 4, "MultiProcessTestCase": 50}
+_BETWEEN = re.compile(r"(<!-- recorded: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+
+
+def tables(record: dict[str, Any]) -> dict[str, str]:
+    """Markdown by name, from a record."""
+    return {
+        name: "\n".join(lines(record))
+        for name, lines in (
+            ("sessions", _sessions),
+            ("calls", _calls),
+            ("faults", _faults),
+            ("rest", _rest),
+        )
+    }
+
+
+def write_tables(record: dict[str, Any], page: Path = PAGE) -> None:
+    """Put the tables of a record in the place of those on the page."""
+    found = tables(record)
+    text = _BETWEEN.sub(lambda m: m[1] + found[m[2]] + m[3], page.read_text())
+    new = page.with_suffix(".new")
+    new.write_text(text)
+    new.replace(page)
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _sessions(record: dict[str, Any]) -> Iterator[str]:
+    found, made = record["sessions"], record["provenance"]
+    ours = found["gradparity"]["cpu_s"]
+    what = f"{found['tests']} trivial all_reduce tests through pytest, world 2"
+    yield _row(what, "CPU seconds of the whole tree", "times ours", "goal")
+    yield "|---|---|---|---|"
+    alone = found["torch imported, no ranks"]["cpu_s"]
+    yield _row("no ranks at all, torch imported", f"{alone:.1f}", "", "")
+    yield _row("gradparity", f"{ours:.1f}", "", "")
+    for peer, goal in _GOALS.items():
+        if peer in found:
+            seconds = found[peer]["cpu_s"]
+            yield _row(f"`{peer}`", f"{seconds:.1f}", f"{seconds / ours:.1f}", goal)
+    yield ""
+    yield (
+        f"torch {made['torch']}, Python {made['python']}, {made['cores']} cores, load "
+        f"{made['load']} at the start, commit {made['commit']}, {made['started'][:10]}."
+    )
+
+
+def _calls(record: dict[str, Any]) -> Iterator[str]:
+    what = "median milliseconds of a warm call above its own work"
+    yield _row(what, "world 2", "world 4", "goal")
+    yield "|---|---|---|---|"
+    for name, goal in _GOALS_MS.items():
+        cells = (f"{record['calls'][size][f'{name}_ms']:.3g}" for size in _SIZES)
+        yield _row(f"`{name}`", *cells, goal)
+
+
+def _faults(record: dict[str, Any]) -> Iterator[str]:
+    yield _row("fault of one rank of 4", "median seconds to the error", "promised")
+    yield "|---|---|---|"
+    for name, found in record["faults_size_4"].items():
+        yield _row(name, f"{found['median_s']:.2f}", f"{found['promised_s']:g}")
+
+
+def _rest(record: dict[str, Any]) -> Iterator[str]:
+    large, at_once = record["large"], record["concurrent_runs"]
+    yield (
+        f"{large['ranks']} ranks: start {large['start_s']:.1f} s, all_reduce "
+        f"{large['all_reduce_s']:.1f} s, stop {large['stop_s']:.1f} s, "
+        f"{large['memory_mib']} MiB for all of them. {at_once['runs']} such sessions "
+        f"at once: {at_once['wall_s']:.0f} s and {at_once['cpu_s']:.0f} s of CPU."
+    )
