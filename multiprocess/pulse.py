@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SILENCE_S = 15.0
 """So long a station may be unheard: many beats, also on a machine that is busy."""
 
+_TOGETHER_S = 5.0
+"""So far apart the last beats may be of stations that fell silent at once."""
+
 _BEAT_S = 1.0
 _MOST_BETWEEN_LOOKS_S = 2.0
 """The leader may have slept, or have been stopped: that is nobody's silence."""
@@ -68,13 +71,19 @@ class Listener:
         self._looked = time.monotonic()
 
     def silent(self) -> list[int]:
-        """Ranks whose station has not been heard for :data:`SILENCE_S`."""
+        """Ranks whose station has not been heard for :data:`SILENCE_S`.
+
+        None yet, while another is about to join them: one cause is told once.
+        """
         since = time.monotonic() - self._looked
         if self._keys and since >= _BEAT_S and self._store.check(self._keys):
             self._looked += since
             self._listen(min(since, _MOST_BETWEEN_LOOKS_S))
-        silent = enumerate(self._silent_s, start=1)
-        return [rank for rank, quiet_s in silent if quiet_s > SILENCE_S]
+        silent = [q for q in self._silent_s if q > SILENCE_S - _TOGETHER_S]
+        if any(quiet_s <= SILENCE_S for quiet_s in silent):
+            return []
+        quiet = enumerate(self._silent_s, start=1)
+        return [rank for rank, quiet_s in quiet if quiet_s > SILENCE_S]
 
     def _listen(self, since: float) -> None:
         before, self._heard = self._heard, self._store.multi_get(self._keys)

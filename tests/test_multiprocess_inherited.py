@@ -92,6 +92,11 @@ def test_a_fork_of_the_session(world):
     assert ("-m\\0pytest" in open(f"/proc/{os.getppid()}/cmdline").read()) is %s
 """
 
+THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+"""
+
 OBSTACLES = """
 import contextlib, ctypes, mmap, os, subprocess, sys, tempfile, threading
 from gradparity.multiprocess.surroundings import opened
@@ -203,7 +208,7 @@ def test_each_obstacle_is_found(tmp_path: Path) -> None:
     [
         ("auto", "", True),
         ("fresh", "", False),
-        ("auto", "import threading; threading.Timer(9, id).start()", False),
+        ("auto", THREAD, False),
         ("auto", "import torch", False),  # in the conftest: before any test is known
     ],
 )
