@@ -7,22 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradparity.conformance import Evidence, Runner, Scenario, Status
+from gradparity.conformance import Runner, Scenario, Status
 from gradparity.conformance.handover import gathered
-from gradparity.conformance.law import Finding
 from gradparity.conformance.listing import explain
-from gradparity.conformance.parity import demanded_schedule, measure_parity
+from gradparity.conformance.parity import measure_parity
 from gradparity.conformance.record import case_record
 from gradparity.conformance.standalone import standalone_script
-from gradparity.conformance.trace import RankTrace, Saved
+from gradparity.conformance.trace import Saved
 from gradparity.fixtures import TOPOLOGIES
 from gradparity.fixtures.faulty import plain
 from gradparity.tests import made_up
 
 RIGHT = "gradparity.fixtures.faulty:PlainScaler"
 MOVED = Scenario.parse(plain.MOVED)
-LEG = made_up.SCENARIO.id.replace("ddp/2", "ddp/4") + ",recipe=resume-elsewhere"
-SPLIT = 2
 
 
 @pytest.fixture(scope="module")
@@ -133,101 +130,6 @@ def test_a_run_that_moves_is_bitwise_that_of_its_layout(
     first = [t.steps[0] for t in moved.ranks]
     assert {s.step for s in first} == {3}
     assert {s.scale_before for s in first} == {alone.steps[-1].scale_after}
-
-
-# - The judgement
-
-
-def parts(*, bad: bool = False) -> Evidence:
-    """A right run on 2 ranks that goes on on 4."""
-    whole = made_up.evidence(bad=bad, size=4, scenario=Scenario.parse(LEG))
-    first = replace(
-        whole,
-        ranks=tuple(half(t, slice(0, SPLIT)) for t in whole.ranks[:2]),
-        bare=tuple(half(t, slice(0, SPLIT)) for t in (whole.bare or ())[:2]),
-    )
-    return replace(
-        whole,
-        ranks=tuple(half(t, slice(SPLIT, None)) for t in whole.ranks),
-        bare=tuple(half(t, slice(SPLIT, None)) for t in whole.bare or ()),
-        before=first,
-    )
-
-
-def half(trace: RankTrace, steps: slice) -> RankTrace:
-    part = copy.deepcopy(trace)
-    part.steps = part.steps[steps]
-    return part
-
-
-def found(evidence: Evidence, law: str) -> Finding:
-    return made_up.finding(evidence, law)
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_no_law_accuses_a_right_run(bad: bool) -> None:
-    assert made_up.accused(parts(bad=bad)) == {}
-
-
-def test_what_both_parts_compared_is_told() -> None:
-    message = found(parts(), "agreement.scale").message
-    text = "4 rank-steps compared by their scale (ddp/2, where it began), then 8"
-    assert message.startswith(text)
-
-
-def test_a_fault_before_the_seam_is_told_with_its_place() -> None:
-    evidence = parts()
-    assert evidence.before is not None
-    evidence.before.ranks[1].steps[1].scale_after = 3.0
-    finding = found(evidence, "agreement.scale")
-    assert finding.status is Status.FAIL and finding.step == 1
-    assert finding.message.endswith("(ddp/2, where it began)")
-
-
-def test_a_fault_behind_the_seam_is_told_with_its_step() -> None:
-    evidence = parts()
-    evidence.ranks[3].steps[1].scale_after = 3.0
-    finding = found(evidence, "agreement.scale")
-    assert finding.status is Status.FAIL and finding.step == 3
-    assert finding.ranks == (3,) and "began" not in finding.message
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("what", ["scale_before", "growth_before"])
-def test_the_state_goes_on_across_the_seam(rank: int, what: str) -> None:
-    evidence = parts()
-    seen = evidence.ranks[rank].steps[0]
-    setattr(seen, what, getattr(seen, what) + 1)
-    finding = found(evidence, "scale.continuity")
-    assert finding.status is Status.FAIL
-    assert (finding.step, finding.ranks) == (SPLIT, (rank,))
-
-
-def test_a_law_that_only_one_part_can_be_held_to_is_held_there() -> None:
-    evidence = parts()
-    assert evidence.before is not None
-    alone = replace(evidence.before, ranks=evidence.before.ranks[:1])
-    finding = found(replace(evidence, before=alone), "agreement.scale")
-    assert finding.status is Status.PASS and "began" not in finding.message
-
-
-def test_transparency_compares_the_same_step() -> None:
-    evidence = parts()
-    assert evidence.bare is not None
-    evidence.bare[2].steps[1].digests = {"w": "other"}
-    finding = found(evidence, "transparency.bitwise")
-    assert finding.status is Status.FAIL and finding.step == 3
-
-
-def test_the_schedule_of_both_parts() -> None:
-    evidence = parts(bad=True)
-    assert evidence.before is not None
-    first, second = evidence.before.ranks, evidence.ranks
-    for trace in [*first, *second]:
-        trace.owned = [["w"]]
-    schedule = demanded_schedule(first, second)
-    assert [set(names) for names in schedule.skipped] == [set(), {"w"}, set(), set()]
-    assert schedule.scales == (8.0, 8.0, 4.0, 4.0)
 
 
 # - Real runs
