@@ -37,8 +37,14 @@ TESTS = (
     "tests/test_conformance_findings.py",
     "tests/test_conformance_seam.py",
 )
-TESTS_OF_PARITY = ("tests/test_conformance_parity.py",)
+TESTS_OF_PARITY = (
+    "tests/test_conformance_findings.py",
+    "tests/test_conformance_seam.py",
+    "tests/test_conformance_parity.py",
+)
+"""Quick ones first; those of the laws see no number of ``parity.py``."""
 LIMIT_S = 120
+"""Of the child's own time: a busy machine kills no mutant. A sleeper has ten times."""
 
 Change = Callable[[ast.AST], ast.AST | None]
 
@@ -236,14 +242,18 @@ def killed(mutant: Mutant | None) -> bool:
 def _run_tests(mutant: Mutant | None) -> None:
     import pytest
 
-    signal.alarm(LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    signal.alarm(10 * LIMIT_S)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     if mutant is not None:
         sys.meta_path.insert(0, _Loader(mutant))
-    in_parity = mutant is not None and mutant.path.endswith("conformance/parity.py")
-    tests = TESTS + (TESTS_OF_PARITY if in_parity else ())  # quick ones first
+    if mutant is None:
+        tests = tuple(dict.fromkeys(TESTS + TESTS_OF_PARITY))
+    else:
+        in_parity = mutant.path.endswith("conformance/parity.py")
+        tests = TESTS_OF_PARITY if in_parity else TESTS
     quiet = [f"-pno:{p}" for p in ("xdist", "cacheprovider")]
     plain = ["-x", "-q", "-o", "addopts=", "-W", "ignore", "--timeout=0"]
     code = pytest.main([*plain, *quiet, *tests])

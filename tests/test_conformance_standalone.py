@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradparity.conformance import Scenario, standalone
+from gradparity.conformance import Scenario, standalone_parts
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.standalone import standalone_script
 from gradparity.fixtures import OPTIMIZERS
@@ -18,6 +18,7 @@ TORCH = "torch.amp:GradScaler"
 OURS = "gradparity.scaler:GradScaler"
 FAULTY = "gradparity.fixtures.faulty"
 BAD = "inf@r1s1:up.weight"
+TWO = "ddp/2/fp32/sgd/inf@r1s1:up.bias;nan@r0s2:up.weight/steps=4,recipe=two-optimizers"
 
 
 def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
@@ -47,6 +48,38 @@ def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
             "ddp/2/fp32/sgd/none/steps=1",
             "gradient / scale is wrong",
         ),
+        (TORCH, "ep/2/fp32/adam/none/data=digits-experts,steps=2", "got mixed torch"),
+        (
+            TORCH,
+            "fsdp+tp/4/fp32/sgd-momentum/nan@r0s*:up.weight/steps=3,order=reversed",
+            "ranks disagree",
+        ),
+        (
+            f"{FAULTY}:NeverAgrees",
+            "fsdp1/2/fp32/adamw-groups/-inf@r1s1:middle[last]/steps=3,order=vectors-first",
+            "each rank stepped or not: {0: True, 1: False}",
+        ),
+        (
+            f"{FAULTY}:NeverSkips",
+            "pp/2/fp32/adagrad/nan@r1s1:loss[last]/data=digits-uneven,steps=3",
+            "each rank stepped or not: {0: True, 1: True}",
+        ),
+        (f"{FAULTY}:LooksAtFirstOptimizerOnly", TWO, "{0: True, 1: True}"),
+        (
+            f"{FAULTY}:IgnoresManualScale",
+            "single/1/fp32/sgd/none/steps=4,recipe=manual-scale",
+            "step 2: rank 0: scale 1024.0, the rule says 64.0",
+        ),
+        (
+            f"{FAULTY}:WorksThoughDisabled",
+            "single/1/fp32/sgd/none/steps=4,recipe=disabled",
+            "the rule says",
+        ),
+        (
+            f"{FAULTY}:UnscalesSlightlyOff",
+            "fsdp/2/fp32/adam/none/steps=2,recipe=clip-norm,magnitude=1073741824",
+            "gradient / scale is wrong",
+        ),
     ],
 )
 def test_a_failure_is_shown(
@@ -68,16 +101,23 @@ def test_a_failure_is_shown(
         "ddp/2/fp16-autocast/sgd/nan@r0s1:last/recipe=accumulate,steps=3",
         "pp+fsdp/4/fp32/sgd/none/steps=2,recipe=clip-value",
         "fsdp/2/fp32/adamw/none/steps=4,recipe=resume",
+        TWO,
+        "fsdp1/2/fp16-params/adagrad/none/steps=12,scale=67108864,interval=2,"
+        "recipe=accumulate-no-sync",
+        "fsdp+ep/4/fp32/adam/inf@r3s1:loss/data=digits-experts,steps=3,recipe=clip-norm",
+        "fsdp+plain/2/fp32/adamw-groups/nan@r0s1:last[last]/steps=3,recipe=frozen",
+        "tp/2/fp32/adamw/none/data=text-tied,steps=3,recipe=two-losses",
+        "single/1/fp32/adamw/nan@r0s*:first/steps=150",
     ],
 )
 def test_a_right_scaler_passes(tmp_path: Path, scenario: str) -> None:
     assert executed(tmp_path, OURS, scenario) == (0, "no violation\n")
 
 
-@pytest.mark.parametrize("name", standalone._OPTIMIZERS)
+@pytest.mark.parametrize("name", standalone_parts.OPTIMIZERS)
 def test_optimizers_are_those_of_the_fixtures(name: str) -> None:
     params = {"w": torch.nn.Parameter(torch.ones(2))}
-    made = eval(f"torch.optim.{standalone._OPTIMIZERS[name]}")
+    made = eval(f"torch.optim.{standalone_parts.OPTIMIZERS[name]}")
     wanted = OPTIMIZERS[name](list(params.items()))
     assert type(made) is type(wanted)
     assert made.defaults == wanted.defaults
