@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gradparity.conformance import Scenario, standalone_parts
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.catalogue import Selection, select
 from gradparity.conformance.standalone import standalone_script
 from gradparity.fixtures import OPTIMIZERS
 
@@ -116,11 +118,29 @@ def test_a_right_scaler_passes(tmp_path: Path, scenario: str) -> None:
 
 @pytest.mark.parametrize("name", standalone_parts.OPTIMIZERS)
 def test_optimizers_are_those_of_the_fixtures(name: str) -> None:
-    params = {"w": torch.nn.Parameter(torch.ones(2))}
-    made = eval(f"torch.optim.{standalone_parts.OPTIMIZERS[name]}")
+    params = {n: torch.nn.Parameter(torch.ones(2)) for n in ("up.weight", "up.bias")}
+    text = standalone_script(Scenario.parse(f"single/1/fp32/{name}/none"), TORCH)
+    made = eval(
+        f"torch.optim.{standalone_parts.OPTIMIZERS[name]}",
+        {"torch": torch, "params": params, **_functions(text, "groups")},
+    )
     wanted = OPTIMIZERS[name](list(params.items()))
     assert type(made) is type(wanted)
     assert made.defaults == wanted.defaults
+    assert len(made.param_groups) == len(wanted.param_groups)
+    for mine, theirs in zip(made.param_groups, wanted.param_groups, strict=True):
+        assert [mine[key] for key in ("lr", "weight_decay")] == [
+            theirs[key] for key in ("lr", "weight_decay")
+        ]
+        assert [*map(id, mine["params"])] == [*map(id, theirs["params"])]
+
+
+def _functions(text: str, name: str) -> dict[str, Any]:
+    """The function of a script, if it is there."""
+    found = [n for n in ast.parse(text).body if getattr(n, "name", "") == name]
+    space: dict[str, Any] = {}
+    exec(compile(ast.Module(found, []), "script", "exec"), space)
+    return space
 
 
 def test_only_torch_is_imported() -> None:
@@ -140,9 +160,21 @@ def test_only_torch_is_imported() -> None:
 
 
 def test_what_no_script_is_made_for_is_named() -> None:
-    scenario = Scenario.parse("fsdp/2/fp32/sgd/none/order=reversed")
-    with pytest.raises(ValueError, match="no standalone script for order 'reversed'"):
+    scenario = Scenario.parse("fsdp/2/fp32/sgd/none/recipe=resume-elsewhere")
+    words = "no standalone script for recipe 'resume-elsewhere'"
+    with pytest.raises(ValueError, match=words):
         standalone_script(scenario, TORCH)
+    own = "gradparity.tests.stacks:Right"
+    scenario = Scenario.parse(f"dp2/2/fp32/own/none/data={own}")
+    with pytest.raises(ValueError, match=f"no standalone script for data '{own}'"):
+        standalone_script(scenario, TORCH)
+
+
+def test_every_scenario_on_one_world_has_a_script() -> None:
+    """``standalone_script`` compiles what it returns."""
+    for scenario in select("default", Selection()):
+        if len(scenario.legs) == 1:
+            assert scenario.id in standalone_script(scenario, TORCH)
 
 
 def test_a_script_is_of_one_scaler(
