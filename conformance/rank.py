@@ -147,8 +147,10 @@ class _Judged:
                 growth_factor=scenario.growth_factor,
                 backoff_factor=scenario.backoff_factor,
                 growth_interval=scenario.growth_interval,
-                enabled=scenario.parsed_recipe.enabled,
+                enabled=self.recipe.enabled,
             )
+        if self.recipe.primed:
+            self.scale([torch.zeros((), device=self.engine.device)])
 
     def saved(self) -> Saved:
         """The state of scaler and optimizers, as this rank knows it."""

@@ -90,6 +90,8 @@ class Recipe:
     """Half-way, scaler and optimizers are made anew from their saved states."""
     elsewhere: bool = False
     """The half before is a run of its own on another world, see ``other_world``."""
+    primed: bool = False
+    """Before the first step every rank calls ``scale`` once, on zero."""
     compile: bool = False
     """The model is compiled (without code generation, which is not in question)."""
 
@@ -153,6 +155,11 @@ RECIPES: dict[str, Recipe] = {
         resume=True,
         elsewhere=True,
     ),
+    "primed": Recipe(
+        text="every rank calls scale once before the first step: how users make "
+        "pipelines run with scalers that know no stages",
+        primed=True,
+    ),
     "compiled": Recipe(text="torch.compile around the model", compile=True),
 }
 """Training recipes by name."""
@@ -160,7 +167,10 @@ RECIPES: dict[str, Recipe] = {
 BARE_RECIPES = tuple(
     name
     for name, recipe in RECIPES.items()
-    if recipe.enabled and recipe.new_scale is None and not name.endswith("unscale")
+    if recipe.enabled
+    and recipe.new_scale is None
+    and not recipe.primed
+    and not name.endswith("unscale")
 )
 """Recipes that mean something without a scaler."""
 
