@@ -71,6 +71,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         init_scale=scenario.init_scale,
         magnitude=scenario.magnitude,
         enabled=recipe.enabled,
+        primed=recipe.primed,
         manual=recipe.new_scale,
         faults=[_fault(f, scenario) for f in parse_faults(scenario.faults)],
         layers=_layers(scenario.data),

@@ -44,6 +44,11 @@ def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
         (TORCH, f"fsdp+tp/4/fp32/sgd/{BAD}/steps=3", "step 1: ranks disagree on"),
         (TORCH, "tp/2/fp32/sgd/none/steps=2", "got mixed torch.Tensor"),
         (TORCH, "pp/2/fp32/sgd/none/steps=2", "_scale is None"),
+        (
+            TORCH,
+            "pp/2/fp32/sgd/inf@r0s1:first/steps=3,recipe=primed",
+            "ranks disagree",
+        ),
         (f"{FAULTY}:NeverAgrees", f"fsdp/2/fp32/sgd/{BAD}/steps=3", "ranks disagree"),
         (
             f"{FAULTY}:ForgetsToUnscale",
