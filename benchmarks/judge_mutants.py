@@ -40,6 +40,7 @@ TESTS = (
 )
 TESTS_OF_PARITY = (
     "tests/test_conformance_findings.py",
+    "tests/test_conformance_parity_rows.py",
     "tests/test_conformance_seam.py",
     "tests/test_conformance_parity.py",
 )
