@@ -265,6 +265,7 @@ def _run_tests(mutant: Mutant | None) -> None:
         _put_in_place(mutant)
         os._exit(_tested(TESTS_OF_PARITY))
     sys.meta_path.insert(0, _Loader(mutant))
+    importlib.import_module("gradparity.conformance")  # before pytest's own loader
     os._exit(_tested(TESTS))
 
 
