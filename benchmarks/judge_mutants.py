@@ -264,8 +264,9 @@ def _run_tests(mutant: Mutant | None) -> None:
     if "gradparity.conformance" in sys.modules:  # its references are kept, too
         _put_in_place(mutant)
         os._exit(_tested(TESTS_OF_PARITY))
-    sys.meta_path.insert(0, _Loader(mutant))
-    importlib.import_module("gradparity.conformance")  # before pytest's own loader
+    loader = _Loader(mutant)
+    sys.meta_path.insert(0, loader)
+    importlib.import_module(loader.name)  # pytest would put its own loader first
     os._exit(_tested(TESTS))
 
 
