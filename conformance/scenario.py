@@ -10,10 +10,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
+import torch
+
 from ..fixtures import (
+    LOSS,
     ORDERS,
+    PLACES,
     PRECISIONS,
     Fault,
     Kit,
@@ -239,6 +244,14 @@ def _parse_settings(text: str) -> dict[str, Any]:
 
 def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
     for fault in faults:
+        known = (*PLACES, LOSS)
+        if fault.parameter not in known:
+            known += _parameters(scenario.data)
+        if fault.parameter not in known:
+            raise ValueError(
+                f"fault {fault} names no parameter of {scenario.data}: choose one of "
+                f"{', '.join(known)}"
+            )
         if fault.rank is not None and fault.rank >= scenario.world:
             raise ValueError(
                 f"fault {fault} names rank {fault.rank}, but there are "
@@ -249,3 +262,9 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
                 f"fault {fault} names step {fault.step}, but there are "
                 f"{scenario.steps} steps: choose 0 to {scenario.steps - 1}"
             )
+
+
+@lru_cache
+def _parameters(data: str) -> tuple[str, ...]:
+    with torch.random.fork_rng(devices=[]):
+        return tuple(name for name, _ in kit_of(data).model().named_parameters())

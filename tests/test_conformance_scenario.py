@@ -51,6 +51,8 @@ def test_an_id_gives_the_scenario_back(settings: dict[str, object]) -> None:
         ("fsdp/2/fp32/lion/none", "unknown optimizer 'lion'"),
         ("fsdp/2/fp32/sgd/zap@r0s0:first", "unknown fault 'zap@r0s0:first'"),
         ("fsdp/2/fp32/sgd/inf@r2s0:first", "names rank 2, but there are 2 ranks"),
+        ("fsdp/2/fp32/sgd/inf@r1s0:up.wieght", "names no parameter of digits"),
+        ("fsdp/2/fp32/sgd/inf@r1s0:blocks.0.up", "one of first, middle, last, loss,"),
         ("fsdp/2/fp32/sgd/inf@r0s8:first", "names step 8, but there are 8 steps"),
         ("fsdp/2/fp32/sgd/none/steps=no", "setting 'steps=no' is no int"),
         ("fsdp/2/fp32/sgd/none/speed=9", "unknown setting 'speed=9'"),
