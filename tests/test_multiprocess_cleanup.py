@@ -92,9 +92,10 @@ def alive(pids: set[int]) -> set[int]:
     return found
 
 
-def wait_until_gone(pids: set[int], limit_s: float = LIMIT_S) -> set[int]:
+def wait_until_gone(pids: set[int], limit_s: float = LIMIT_S, but: int = 0) -> set[int]:
+    """Those that are left when ``but`` so many are, or the limit is over."""
     deadline = time.monotonic() + limit_s
-    while alive(pids) and time.monotonic() < deadline:
+    while len(alive(pids)) > but and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive(pids)
 
@@ -130,6 +131,13 @@ def test_ctrl_c_ends_the_call_and_the_ranks(tmp_path: Path, first: str) -> None:
         assert parent.returncode != 0
         assert wait_until_gone(pids) == set()
     assert left_in(tmp_path) == []
+
+
+def test_daemons_of_ranks_end_with_the_last_rank(tmp_path: Path, first: str) -> None:
+    then = "cluster.close(); time.sleep(1000)"
+    with program(then, tmp_path, first) as (parent, pids):
+        assert len(wait_until_gone(pids, but=1)) == 1  # the forkserver
+        assert parent.poll() is None
 
 
 def test_a_parent_that_forgets_to_close_leaves_nothing(
