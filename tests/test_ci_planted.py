@@ -45,9 +45,9 @@ PLANTS = {
         "agreement.scale",
     ),
     "found_inf not reduced": plant(
-        "scaler/agreement.py",
-        "return self.message[_FOUND_INF].float()",
-        "return torch.tensor(self._sent[_FOUND_INF]).float()",
+        "scaler/message.py",
+        'return self.message[_PLACE["found_inf"]].float()',
+        'return torch.tensor(self._sent[_PLACE["found_inf"]]).float()',
         "agreement.scale",
         "liveness.completes",  # the next agreement finds the scales apart and raises
     ),
@@ -59,8 +59,8 @@ PLANTS = {
     ),
     "unscale off by 0.1 %": plant(
         "scaler/unscale.py",
-        "factor.to(device=device, non_blocking=True)",
-        "factor.to(device=device, non_blocking=True) * 1.001",
+        "factor.to(device, non_blocking=True)",
+        "factor.to(device, non_blocking=True) * 1.001",
         "parity.gradient",
     ),
     "growth tracker off by one": plant(
