@@ -205,7 +205,7 @@ def inherit_forkserver(scene: Scene, *, must: bool = False) -> bool:
         found = forkable.obstacles(scene)
         if not found:
             try:
-                _client = ForkserverClient(partial(shedding.fork_server, scene))
+                _client = ForkserverClient(partial(shedding.fork_server, scene, _serve))
             except OSError as error:
                 found = [str(error)]
     if found and must:
@@ -213,10 +213,13 @@ def inherit_forkserver(scene: Scene, *, must: bool = False) -> bool:
     return not found
 
 
-def forget_forkserver() -> None:
-    """In a copy of the parent: its forkserver is not ours."""
+def _serve(sock_fd: int) -> None:
+    # In a copy of the parent, whose forkserver is not ours.
     global _client, _client_lock
     _client, _client_lock = None, threading.Lock()
+    from . import forkserver
+
+    forkserver.main(sock_fd)
 
 
 def stop_forkserver() -> None:

@@ -32,6 +32,7 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Callable
 from typing import IO, NoReturn
 
 from . import forkable
@@ -74,11 +75,14 @@ class ForkedServer:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_server(scene: forkable.Scene, sock: socket.socket) -> ForkedServer:
+def fork_server(
+    scene: forkable.Scene, serve: Callable[[int], None], sock: socket.socket
+) -> ForkedServer:
     """Fork this process; the child serves the other end of ``sock`` and nothing else.
 
     Args:
         scene: How things were before torch was loaded.
+        serve: What the child does, given the socket's descriptor.
         sock: Its end of the connection.
 
     Raises:
@@ -92,7 +96,7 @@ def fork_server(scene: forkable.Scene, sock: socket.socket) -> ForkedServer:
     try:
         pid = os.fork()
         if pid == 0:
-            _become_server(scene, sock.fileno(), errors_w)
+            _become_server(scene, serve, sock.fileno(), errors_w)
     except OSError:
         os.close(errors_r)
         raise
@@ -102,7 +106,9 @@ def fork_server(scene: forkable.Scene, sock: socket.socket) -> ForkedServer:
     return ForkedServer(pid, os.fdopen(errors_r, "rb"))
 
 
-def _become_server(scene: forkable.Scene, sock_fd: int, errors_fd: int) -> NoReturn:
+def _become_server(
+    scene: forkable.Scene, serve: Callable[[int], None], sock_fd: int, errors_fd: int
+) -> NoReturn:
     try:
         os.setsid()  # ctrl-C is for the session alone
         gc.freeze()  # shared with the session and all ranks: leave its pages alone
@@ -113,10 +119,7 @@ def _become_server(scene: forkable.Scene, sock_fd: int, errors_fd: int) -> NoRet
         _shed_hooks(scene)
         _shed_modules(scene)
         forkable.use_one_openblas_thread()
-        from . import forkserver, launch
-
-        launch.forget_forkserver()
-        forkserver.main(sock_fd)
+        serve(sock_fd)
     except BaseException:
         traceback.print_exc()
     finally:
