@@ -105,3 +105,9 @@ def test_the_schedule_of_both_parts() -> None:
     schedule = demanded_schedule(first, second)
     assert [set(names) for names in schedule.skipped] == [set(), {"w"}, set(), set()]
     assert schedule.scales == (8.0, 8.0, 4.0, 4.0)
+
+
+def test_of_the_first_part_only_its_last_state_is_gone_on_from() -> None:
+    """2 ranks have 1 pair of steps there, 4 ranks have 2 here."""
+    text = "2 pairs of steps (ddp/2, where it began), then 8 pairs of steps"
+    assert found(parts(), "scale.continuity").message == text
