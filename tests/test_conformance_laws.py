@@ -292,7 +292,7 @@ def test_a_scale_from_which_nothing_recovers(value: float) -> None:
         ("fp32/sgd/none/steps=4,scale=3", False),
         ("fp32/sgd/none/steps=4,growth=3", False),
         ("fp32/sgd/none/steps=4,backoff=0.3", False),
-        ("fp32/sgd/inf@r0s1:w/steps=4", False),
+        ("fp32/sgd/inf@r0s1:first/steps=4", False),
         ("bf16-autocast/sgd/none/steps=4", False),
     ],
 )
