@@ -226,7 +226,8 @@ def test_a_violation_comes_with_a_script_where_one_can_be_made() -> None:
     scaler = "torch.amp:GradScaler"
     for scenario, there in (
         ("fsdp/2/fp32/sgd/none", True),
-        ("ep/2/fp32/sgd/none/data=digits-experts", False),
+        ("ep/2/fp32/sgd/none/data=digits-experts", True),
+        ("fsdp/2/fp32/sgd/none/steps=2,recipe=resume-elsewhere", False),
         ("no id", False),
     ):
         record = msgspec.structs.replace(case(scaler, "fail"), scenario=scenario)
