@@ -67,8 +67,7 @@ def program(
         text=True,
         env=env,
     ) as parent:
-        assert parent.stdout is not None
-        pids = {int(word) for word in parent.stdout.readline().split()}
+        pids = {int(word) for word in first_line(parent).split()}
         assert len(pids) == 5
         try:
             yield parent, pids
@@ -77,6 +76,15 @@ def program(
             parent.wait()
             for pid in wait_until_gone(pids, 2.0):
                 os.kill(pid, signal.SIGKILL)
+
+
+def first_line(parent: subprocess.Popen[str]) -> bytes:
+    # Byte by byte: communicate() does not know what a buffered reader took ahead.
+    assert parent.stdout is not None
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(parent.stdout.fileno(), 1)):
+        line += byte
+    return line
 
 
 def alive(pids: set[int]) -> set[int]:
