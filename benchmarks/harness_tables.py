@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gradparity.benchmarks.tables import row
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "harness.md"
 _SIZES = ("size_2", "size_4")
 _GOALS_MS = {"pool": "5, 10", "group": "80 at 4", "process": "250 at 4"}
@@ -36,23 +38,19 @@ def write_tables(record: dict[str, Any], page: Path = PAGE) -> None:
     new.replace(page)
 
 
-def _row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def _sessions(record: dict[str, Any]) -> Iterator[str]:
     found, made = record["sessions"], record["provenance"]
     ours = found["gradparity"]["cpu_s"]
     what = f"{found['tests']} trivial all_reduce tests through pytest, world 2"
-    yield _row(what, "CPU seconds of the whole tree", "times ours", "goal")
+    yield row(what, "CPU seconds of the whole tree", "times ours", "goal")
     yield "|---|---|---|---|"
     alone = found["torch imported, no ranks"]["cpu_s"]
-    yield _row("no ranks at all, torch imported", f"{alone:.1f}", "", "")
-    yield _row("gradparity", f"{ours:.1f}", "", "")
+    yield row("no ranks at all, torch imported", f"{alone:.1f}", "", "")
+    yield row("gradparity", f"{ours:.1f}", "", "")
     for peer, goal in _GOALS.items():
         if peer in found:
             seconds = found[peer]["cpu_s"]
-            yield _row(f"`{peer}`", f"{seconds:.1f}", f"{seconds / ours:.1f}", goal)
+            yield row(f"`{peer}`", f"{seconds:.1f}", f"{seconds / ours:.1f}", goal)
     yield ""
     yield (
         f"torch {made['torch']}, Python {made['python']}, {made['cores']} cores, load "
@@ -62,18 +60,18 @@ def _sessions(record: dict[str, Any]) -> Iterator[str]:
 
 def _calls(record: dict[str, Any]) -> Iterator[str]:
     what = "median milliseconds of a warm call above its own work"
-    yield _row(what, "world 2", "world 4", "goal")
+    yield row(what, "world 2", "world 4", "goal")
     yield "|---|---|---|---|"
     for name, goal in _GOALS_MS.items():
         cells = (f"{record['calls'][size][f'{name}_ms']:.3g}" for size in _SIZES)
-        yield _row(f"`{name}`", *cells, goal)
+        yield row(f"`{name}`", *cells, goal)
 
 
 def _faults(record: dict[str, Any]) -> Iterator[str]:
-    yield _row("fault of one rank of 4", "median seconds to the error", "promised")
+    yield row("fault of one rank of 4", "median seconds to the error", "promised")
     yield "|---|---|---|"
     for name, found in record["faults_size_4"].items():
-        yield _row(name, f"{found['median_s']:.2f}", f"{found['promised_s']:g}")
+        yield row(name, f"{found['median_s']:.2f}", f"{found['promised_s']:g}")
 
 
 def _rest(record: dict[str, Any]) -> Iterator[str]:

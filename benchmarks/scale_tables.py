@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from gradparity.benchmarks.tables import row
+
 # - On paper
 
 
@@ -62,23 +64,19 @@ def tables(record: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _real_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row(
+    yield row(
         "ranks", "collectives a step", "message", "step", "bare all-reduce", "torch's"
     )
     yield "|---|---|---|---|---|---|"
     for each in record["real"]:
         (call,) = each["calls"]["ours"]
         seconds = each["seconds"]
-        yield _row(
+        yield row(
             each["ranks"],
             len(each["calls"]["ours"]),
             f"{call[0]} {call[2]}, {call[3]} bytes",
@@ -89,7 +87,7 @@ def _real_table(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _training_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row(
+    yield row(
         "ranks",
         "collectives a step",
         "of them the scaler's",
@@ -101,7 +99,7 @@ def _training_table(record: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for each in record["real"]:
         run = each["training"]
-        yield _row(
+        yield row(
             each["ranks"],
             run["calls"],
             run["scaler_calls"],
@@ -113,36 +111,34 @@ def _training_table(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _simulated_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row("ranks", "meshes", "how", "situations", "ranks that differ", "took")
+    yield row("ranks", "meshes", "how", "situations", "ranks that differ", "took")
     yield "|---|---|---|---|---|---|"
     for world, how in dict.fromkeys(
-        (row["ranks"], row["how"]) for row in record["simulated"]
+        (each["ranks"], each["how"]) for each in record["simulated"]
     ):
         rows = [
             r for r in record["simulated"] if (r["ranks"], r["how"]) == (world, how)
         ]
-        yield _row(
+        yield row(
             world,
-            ", ".join("x".join(map(str, row["mesh"])) for row in rows),
+            ", ".join("x".join(map(str, each["mesh"])) for each in rows),
             how,
             rows[0]["situations"],
-            sum(len(row["different"]) for row in rows),
-            f"{sum(row['seconds'] for row in rows):.0f} s",
+            sum(len(each["different"]) for each in rows),
+            f"{sum(each['seconds'] for each in rows):.0f} s",
         )
 
 
 def _paper_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row("ranks", *ALGORITHMS, "of a step of 1 s, by tree")
+    yield row("ranks", *ALGORITHMS, "of a step of 1 s, by tree")
     yield "|---|" + "---|" * (len(ALGORITHMS) + 1)
     for ranks in ON_PAPER:
         took = {n: modelled(n, ranks, MESSAGE, record["network"]) for n in ALGORITHMS}
-        yield _row(f"{ranks:,}", *map(_ms, took.values()), f"{took['tree']:.2%}")
+        yield row(f"{ranks:,}", *map(_ms, took.values()), f"{took['tree']:.2%}")
 
 
 def _torch_table(record: dict[str, Any]) -> Iterator[str]:
-    yield _row(
-        "ranks", "axes", "torch, ring", "ours, ring", "torch, tree", "ours, tree"
-    )
+    yield row("ranks", "axes", "torch, ring", "ours, ring", "torch, tree", "ours, tree")
     yield "|---|---|---|---|---|---|"
     for ranks in ON_PAPER:
         for axes in (1, 2):
@@ -150,4 +146,4 @@ def _torch_table(record: dict[str, Any]) -> Iterator[str]:
             for name in ("ring", "tree"):
                 cells.append(_ms(modelled_torch(name, ranks, axes, record["network"])))
                 cells.append(_ms(modelled(name, ranks, MESSAGE, record["network"])))
-            yield _row(f"{ranks:,}", axes, *cells)
+            yield row(f"{ranks:,}", axes, *cells)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradparity.benchmarks.situations import Idle
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
 
@@ -41,13 +42,6 @@ SIZES = {
     "1000 of 256x256": (1000, (256, 256)),
 }
 REPEATS = {"500 of 64x64": 51, "2000 of 16": 31, "1000 of 256x256": 21}
-
-
-class Idle(torch.optim.SGD):
-    """An optimizer that does nothing, so that only the scaler is timed."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
 
 
 def _optimizer(params: list[Any], fused: bool) -> Any:

@@ -8,10 +8,8 @@ look at the effect, and one checked collective.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -30,6 +28,7 @@ from ..fixtures import (
     parse_faults,
 )
 from ..multiprocess import current_world
+from .checked import all_say_right, checked_collective
 from .devices import settle
 from .engine import Engine, Prepare, build_engine, shard_id
 from .handover import optimizer_states, restore
@@ -42,10 +41,6 @@ from .trace import Decision, Floats, Misuse, Problem, RankTrace, Saved, StepTrac
 from .workload import same_everywhere
 
 __all__ = ["JudgedError", "observe_rank"]
-
-
-CHECK_TIMEOUT = timedelta(seconds=10)
-"""How long the checked collective may take before it counts as lost."""
 
 
 class JudgedError(Exception):
@@ -285,9 +280,9 @@ def _observe_step(
     _look_at_effect(engine, seen, before)
     for scheduler in engine.schedulers:
         scheduler.step()
-    seen.checked_sum = _checked_collective(trace.rank, seen.step, engine.device)
+    seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
     seen.complete = True
-    if not _all_say_right(seen):
+    if not all_say_right(seen):
         raise JudgedError(trace)
 
 
@@ -371,35 +366,3 @@ def _look_at_effect(
     seen.parameters = {
         name: _floats(local(parameter)) for name, parameter in engine.parameters.items()
     }
-
-
-def _checked_collective(
-    rank: int, step: int, device: torch.device
-) -> tuple[float, float]:
-    """An all-reduce whose sum is known; stray collectives would pair with it."""
-    ranks = dist.get_world_size()
-    value = torch.tensor([(rank + 1.0) * (step + 1.0)], device=device)
-    want = (step + 1.0) * ranks * (ranks + 1) / 2
-    work = dist.all_reduce(value, async_op=True)
-    try:
-        assert work is not None  # None only for ranks outside of the group
-        work.wait(CHECK_TIMEOUT)
-    except RuntimeError:  # lost: recorded as nan, which no expectation equals
-        return math.nan, want
-    return value.item(), want
-
-
-def _all_say_right(seen: StepTrace) -> bool:
-    """Whether the checked sum is right on every rank.
-
-    Told through the store and not through the process group, which may be the very
-    thing that is broken; so no rank goes on alone and hangs.
-    """
-    assert seen.checked_sum is not None
-    world = current_world()
-    right = seen.checked_sum[0] == seen.checked_sum[1]
-    world.store.set(f"checked/{seen.step}/{world.rank}", "right" if right else "wrong")
-    keys = [f"checked/{seen.step}/{rank}" for rank in range(world.size)]
-    world.store.wait(keys, 2 * CHECK_TIMEOUT)
-    answers = [world.store.get(key) for key in keys]
-    return all(answer == b"right" for answer in answers)

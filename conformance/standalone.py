@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -110,6 +111,7 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     os.replace(draft, path)
 
 
+@cache
 def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("gradparity.conformance"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, RECIPES, Z_LOSS
+from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Z_LOSS
 from .scenario import Scenario
 
 __all__ = [
@@ -262,7 +262,7 @@ def passes(scenario: Scenario) -> list[str]:
     if "pp" in PARTS[scenario.topology]:
         call = "schedule.step(*([x] if pp.get_local_rank() == 0 else []), target=y)"
         return ["losses.clear()", context, f"    {call}"]
-    recipe = RECIPES[scenario.recipe]
+    recipe = scenario.parsed_recipe
     if recipe.training.losses == 2:
         second = f"{Z_LOSS} * MAGNITUDE * out.float().logsumexp(-1).square().mean()"
         return [
@@ -295,7 +295,7 @@ def passes(scenario: Scenario) -> list[str]:
 
 def calls(scenario: Scenario) -> list[str]:
     """Lines of the judged calls of one step."""
-    recipe = RECIPES[scenario.recipe]
+    recipe = scenario.parsed_recipe
     lines = []
     if recipe.unscale:
         lines += ["for optimizer in optimizers:", "    scaler.unscale_(optimizer)"]

@@ -100,7 +100,7 @@ def _exception(pickled: bytes | None) -> BaseException | None:
         return None
     try:
         found = pickle.loads(pickled)
-    except Exception:
+    except Exception:  # its type, text and traceback have come as text
         return None
     return found if isinstance(found, BaseException) else None
 

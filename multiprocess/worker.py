@@ -221,7 +221,7 @@ def _pickled_exception(error: BaseException) -> bytes | None:
     try:
         pickled = pickling.dumps(error)
         pickling.loads(pickled)  # many exceptions pickle but do not come back
-    except Exception:
+    except Exception:  # its type, text and traceback go as text
         return None
     return pickled
 

@@ -103,27 +103,19 @@ class Agreement:
         if not holding.failed:
             verdict.check()
 
-    @property
-    def is_like_others(self) -> bool:
-        """Whether this iteration may end without a message."""
-        return self._count == self._most
-
-    def close(
-        self, group: ProcessGroup | None, holding: Holding | None, call: str
-    ) -> None:
+    def close(self, holding: Callable[[], Holding], call: str) -> None:
         """End the iteration. See [Note: Closing an iteration].
 
         Args:
-            group: what `group` returned; may be left out if `is_like_others`.
-            holding: what this rank brings, to a group.
+            holding: gives what this rank brings; asked only if there is a message.
             call: name of the calling method, for messages.
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of agreements.
         """
         count, self._count = self._count, 0
-        if group is not None and holding is not None and count != self._most:
-            self._exchange(group, holding, CLOSING, call)
+        if count != self._most and (group := self.group(tuple)) is not None:
+            self._exchange(group, holding(), CLOSING, call)
         self._most = max(self._most, count)
         self._iteration += 1
 

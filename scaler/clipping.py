@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from .checking import GradientChecker
 from .settings import HIGHEST_SCALE
 from .totals import MESHES, Held, Shares, global_norm, held_by, shares_of
-from .unscale import FP16, local_of, widen
+from .unscale import local_of, refuse_fp16, widen
 from .verdicts import Number, any_of, may_enlarge, number_of, on_host
 
 if TYPE_CHECKING:
@@ -150,8 +149,9 @@ class GradientClipper(GradientChecker):
             widen(optimizer)
         rank = 0 if group is None else group.rank()
         held = held_by(optimizer, local_of, rank)
-        if self._fp16_gradients == "refuse" and _has_fp16(held):
-            raise ValueError(FP16)
+        if self._fp16_gradients == "refuse":
+            for groups in held.values():
+                refuse_fp16(groups)
         if group is None and any(len(place.ranks) > 1 for place in held):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
@@ -204,11 +204,6 @@ def multiply_(held: Held, factor: torch.Tensor) -> None:
         for groups in held.values():
             for (device, _), tensors in groups.items():
                 torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
-
-
-def _has_fp16(held: Held) -> bool:
-    kinds = chain.from_iterable(held.values())
-    return any(dtype is torch.float16 for _, dtype in kinds)
 
 
 def _fits(scaled: Number, factor: Number) -> bool:

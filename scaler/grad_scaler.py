@@ -250,7 +250,7 @@ class GradScaler(Answerer):
         scale, tracker = self._check_scale_growth_tracker("update")
         found = self._found_since_update()
         if new_scale is None or found:
-            self._close("update")
+            self._agreement.close(lambda: self._holding(None), "update")
         self._stamps.close(self._per_optimizer_states)
         if new_scale is not None:
             before = scale.clone()
@@ -263,11 +263,6 @@ class GradScaler(Answerer):
         self._per_optimizer_states = defaultdict(fresh_state)
         if new_scale is None and self._policy.max_consecutive_skips is not None:
             self._refuse_endless_skips()
-
-    def _close(self, call: str) -> None:
-        group = None if self._agreement.is_like_others else self._group()
-        holding = None if group is None else self._holding(None)
-        self._agreement.close(group, holding, call)
 
     def _found_since_update(self) -> list[torch.Tensor]:
         return _flags_of(self._per_optimizer_states.values())

@@ -143,8 +143,7 @@ class Stamps:
         seen = self._seen_of(state["optimizer"])
         seen.used_up, seen.unscaled = self._backwards, False
         # All devices hold the same finding once it is settled.
-        for seen.found in state["found_inf_per_device"].values():
-            break
+        seen.found = next(iter(state["found_inf_per_device"].values()), seen.found)
 
     def found_by_last_step(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Return (), fp32: 1 if the last step was skipped; None before the first."""

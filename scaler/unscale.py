@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
-    "FP16",
     "Gradients",
     "by_device_and_dtype",
     "check_and_unscale_",
@@ -25,6 +24,7 @@ __all__ = [
     "local_of",
     "parameters_of",
     "quick_locals",
+    "refuse_fp16",
     "widen",
 ]
 
@@ -108,10 +108,20 @@ def local_gradients(
     if gradients is None:
         gradients = _locals_one_by_one(parameters, allow_fp16)
     grouped = by_device_and_dtype(gradients)
-    for _, dtype in grouped:
-        if dtype is torch.float16 and not allow_fp16:
-            raise ValueError(FP16)
+    if not allow_fp16:
+        refuse_fp16(grouped)
     return grouped
+
+
+def refuse_fp16(gradients: Gradients) -> None:
+    """Refuse gradients that lose small values when they are divided in place.
+
+    Raises:
+        ValueError: there is one of fp16.
+    """
+    for _, dtype in gradients:
+        if dtype is torch.float16:
+            raise ValueError(_FP16)
 
 
 def quick_locals(
@@ -156,7 +166,7 @@ def _locals_one_by_one(
                 continue
             if gradient.is_sparse and gradient.dtype is torch.float16:
                 if not allow_fp16:  # before it is coalesced
-                    raise ValueError(FP16)
+                    raise ValueError(_FP16)
             gradients.append(local_of(parameter, gradient))
     return gradients
 
@@ -176,7 +186,7 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
 _IS_SPARSE, _IS_CPU = attrgetter("is_sparse"), attrgetter("is_cpu")
 _DTYPE = attrgetter("dtype")
 
-FP16 = (
+_FP16 = (
     "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
     "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
     "MixedPrecisionPolicy(param_dtype=torch.float16)), or build the scaler with "

@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.scaler import GradScaler
 
-SCALERS = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
 Make = Callable[..., GradScaler]
-INF, NAN = float("inf"), float("nan")
+NAN = float("nan")
 
 
 class Seen(NamedTuple):
@@ -77,12 +75,6 @@ def agreed(results: list[Seen], *, skipped: bool) -> bool:
         and first.scale == (2.0 if skipped else 4.0)
         and first.tracker == (0 if skipped else 1)
     )
-
-
-def scaler_of(make: Make, **settings: Any) -> GradScaler:
-    scaler = make(device="cpu", init_scale=4.0, **settings)
-    scaler.scale(torch.ones(()))
-    return scaler
 
 
 def sgd(params: list[nn.Parameter], fused: bool = False) -> Any:

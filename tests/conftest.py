@@ -1,16 +1,17 @@
-"""What several test files share, made once a session for all workers."""
+"""What several test files share, most of it made once a session for all workers."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from gradparity.conformance.report import Report, read_report
+from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.broker import visible_gpus
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -31,6 +32,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         wanted, there = marker.kwargs.get("count", 1), len(visible_gpus())
         if there < wanted:
             pytest.skip(f"needs {wanted} CUDA devices, {there} visible")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    """Two ranks for the tests of one module."""
+    with Cluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    """Four ranks for the tests of one module."""
+    with Cluster(4) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

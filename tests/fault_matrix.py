@@ -108,10 +108,14 @@ class Fault:
     within_s: float = 2.0
     """Promised on an idle machine: from the call to its error, or beyond its limit."""
 
-    hangs: bool = False
     has: dict[str, Any] = field(default_factory=dict)
     leaves: bool = False
     """Whether it prints a process that it leaves behind, which must end with it."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it ends by its limit."""
+        return HUNG in self.states
 
 
 def nothing() -> None:
@@ -178,7 +182,6 @@ MATRIX = {
         says=("rank 1: hung, stopped by a signal", "in stops_itself"),
         limit_s=1.5,
         within_s=1.0,
-        hangs=True,
         has={"signal": "SIGSTOP"},
     ),
     "sleep for ever": Fault(
@@ -187,7 +190,6 @@ MATRIX = {
         says=("rank 1: hung, still running", "in sleeps"),
         limit_s=1.5,
         within_s=1.0,
-        hangs=True,
     ),
     "deadlock in native code": Fault(
         bad=sticks_in_native_code,
@@ -195,7 +197,6 @@ MATRIX = {
         says=("in sticks_in_native_code",),
         limit_s=1.5,
         within_s=1.0,
-        hangs=True,
     ),
     "one collective too many": Fault(
         bad=wait,
@@ -204,7 +205,6 @@ MATRIX = {
         says=("waiting in a collective", "in wait"),
         limit_s=1.5,
         within_s=1.0,
-        hangs=True,
     ),
     "result that does not pickle": Fault(
         bad=threading.Lock,

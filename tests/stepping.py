@@ -1,4 +1,4 @@
-"""What the tests of one process train: a parameter of two elements, in one step."""
+"""What tests of the scaler share: settings to try, and one step of two elements."""
 
 from typing import Any
 

@@ -13,13 +13,9 @@ from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.law import Status
 from gradparity.conformance.machine import MachineSettings, machine
 from gradparity.conformance.oracle import parse_history
+from gradparity.conformance.peers import OURS, PEERS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/defects.md"
-OURS = "gradparity.scaler:GradScaler"
-SPECS = {
-    "torch": "torch.amp:GradScaler",
-    "sharded": "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler",
-}
 
 
 class Row(NamedTuple):
@@ -43,7 +39,7 @@ def rows() -> list[Row]:
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if re.fullmatch(r"B\d\d[a-z]?", cells[0]):
             known, scaler, _, scenario, law = cells
-            found.append(Row(known, SPECS[scaler], scenario, law.strip("`")))
+            found.append(Row(known, PEERS[scaler].spec, scenario, law.strip("`")))
     return found
 
 

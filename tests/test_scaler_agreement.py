@@ -1,6 +1,5 @@
 """Ranks agree on one mesh: one collective, one verdict, one scale."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,24 +12,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import ShardedGradScaler
 from gradparity.tests.agreeing import (
-    INF,
     NAN,
-    SCALERS,
     Make,
     Seen,
     agreed,
     give_gradient,
     iterate,
     parameter,
-    scaler_of,
     sgd,
 )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with Cluster(2) as cluster:
-        yield cluster
+from gradparity.tests.stepping import BOTH, INF, scaled
 
 
 def ordered(make: Make, order: list[str], bad: dict[int, str]) -> Seen:
@@ -43,10 +34,10 @@ def ordered(make: Make, order: list[str], bad: dict[int, str]) -> Seen:
         named["plain"] = parameter(torch.ones(2))
     for name, p in named.items():
         give_gradient(p, INF if bad.get(dist.get_rank()) == name else 4.0)
-    return iterate(scaler_of(make), sgd(list(named.values())))
+    return iterate(scaled(make), sgd(list(named.values())))
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("order", ["replicated sharded", "sharded replicated"])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_b01a_order_of_placements(
@@ -57,7 +48,7 @@ def test_b01a_order_of_placements(
     assert agreed(two.run(ordered, make, order.split(), {}), skipped=False)
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("order", ["plain sharded", "sharded plain"])
 @pytest.mark.parametrize("bad", ["plain", "sharded"])
 def test_b03a_plain_beside_dtensor(
@@ -67,7 +58,7 @@ def test_b03a_plain_beside_dtensor(
     assert agreed(two.run(ordered, make, order.split(), {}), skipped=False)
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("bad_rank", [0, 1, None])
 def test_b01b_partial_before_sharded(
     two: Cluster, make: Make, bad_rank: int | None
@@ -79,12 +70,12 @@ def test_b01b_partial_before_sharded(
         weight = parameter(torch.ones(2), mesh, [Shard(0)])
         give_gradient(norm, 4.0, [Partial()])
         give_gradient(weight, INF if dist.get_rank() == bad_rank else 4.0)
-        return iterate(scaler_of(make), sgd([norm, weight]))
+        return iterate(scaled(make), sgd([norm, weight]))
 
     assert agreed(two.run(step), skipped=bad_rank is not None)
 
 
-@SCALERS
+@BOTH
 def test_b06b_empty_local_shard(two: Cluster, make: Make) -> None:
     def step(bad: bool, fused: bool) -> Seen:
         mesh = init_device_mesh("cpu", (2,))
@@ -108,14 +99,14 @@ def test_b06b_empty_local_shard(two: Cluster, make: Make) -> None:
             stride=p.stride(),
         )
         optimizer = torch.optim.Adam([p], fused=fused)
-        return iterate(scaler_of(make), optimizer)._replace(skipped=bad)
+        return iterate(scaled(make), optimizer)._replace(skipped=bad)
 
     for fused in (False, True):
         assert agreed(two.run(step, True, fused), skipped=True)
         assert agreed(two.run(step, False, fused), skipped=False)
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("value", [4.0, INF])
 def test_b07_partial_gradients(two: Cluster, make: Make, value: float) -> None:
     def step() -> Seen:
@@ -123,13 +114,13 @@ def test_b07_partial_gradients(two: Cluster, make: Make, value: float) -> None:
         p = parameter(torch.ones(2), mesh, [Replicate()])
         here = value if dist.get_rank() == 1 else 3e38
         give_gradient(p, here, [Partial()])
-        seen = iterate(scaler_of(make), sgd([p]))
+        seen = iterate(scaled(make), sgd([p]))
         return seen
 
     assert agreed(two.run(step), skipped=value == INF)
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("bad_ranks", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "adagrad"])
@@ -146,7 +137,7 @@ def test_b02_b09_b13_fused(
     def step() -> list[Any]:
         p = parameter(torch.ones(3))
         optimizer: Any = kinds[kind]([p], lr=0.25, fused=True)
-        scaler = scaler_of(make)
+        scaler = scaled(make)
         seen: list[Any] = []
         for bad in (False, True, False):
             nan_here = bad and dist.get_rank() in bad_ranks
@@ -169,7 +160,7 @@ def test_b09_found_inf_is_a_scalar(two: Cluster) -> None:
     def found(bad: bool) -> Any:
         p = parameter(torch.ones(3))
         give_gradient(p, INF if bad else 4.0)
-        scaler, optimizer = scaler_of(ShardedGradScaler), sgd([p])
+        scaler, optimizer = scaled(ShardedGradScaler), sgd([p])
         scaler.unscale_(optimizer)
         (value,) = scaler._found_inf_per_device(optimizer).values()
         return value

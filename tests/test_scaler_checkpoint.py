@@ -1,6 +1,5 @@
 """Checkpoints: torch.distributed.checkpoint, torch's classes, ranks that differ."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import (
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, Policy, RanksDisagreeError, ShardedGradScaler
+from gradparity.tests.stepping import BOTH
 
-BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
 TORCHS: dict[Any, Any] = {
     GradScaler: torch.amp.GradScaler,
     ShardedGradScaler: TorchShardedGradScaler,
 }
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with Cluster(2) as cluster:
-        yield cluster
 
 
 def step(scaler: Any, gradient: float = 4.0) -> Tensor:

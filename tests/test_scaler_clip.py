@@ -1,7 +1,6 @@
 """clip_grad_norm_: unscale, check and clip from one read of the gradients."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,24 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, ShardedGradScaler, clipping, totals
+from gradparity.scaler import GradScaler, clipping, totals
 from gradparity.scaler.norms import norms
+from gradparity.tests.stepping import BOTH, FUSED
 
 SCALE = 1024.0
-BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
-FUSED = pytest.mark.parametrize("fused", [False, True])
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with Cluster(2) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Cluster]:
-    with Cluster(4) as cluster:
-        yield cluster
 
 
 def scaled(make: Any = GradScaler, scale: float = SCALE, **settings: Any) -> Any:

@@ -1,7 +1,5 @@
 """What agreement costs: collectives and host synchronisations of a step."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,30 +9,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, ShardedGradScaler
-from gradparity.tests.agreeing import (
-    INF,
-    SCALERS,
-    Make,
-    give_gradient,
-    parameter,
-    scaler_of,
-    sgd,
-)
+from gradparity.tests.agreeing import Make, give_gradient, parameter, sgd
+from gradparity.tests.stepping import BOTH, INF, scaled
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with Cluster(2) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Cluster]:
-    with Cluster(4) as cluster:
-        yield cluster
-
-
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 def test_one_collective_a_step(
@@ -46,7 +25,7 @@ def test_one_collective_a_step(
         weight = parameter(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
         narrow = parameter(torch.ones(2).bfloat16(), mesh, [Shard(0), Replicate()])
         params = [norm, weight, narrow]
-        scaler, optimizer = scaler_of(make), torch.optim.Adam(params, fused=fused)
+        scaler, optimizer = scaled(make), torch.optim.Adam(params, fused=fused)
         counts = []
         for _ in range(3):
             for p in params:
@@ -65,7 +44,7 @@ def test_one_collective_a_step(
 
 def test_local_agreement_is_no_collective(two: Cluster) -> None:
     def step() -> tuple[int, float]:
-        scaler = scaler_of(GradScaler, agree_over="local")
+        scaler = scaled(GradScaler, agree_over="local")
         p = parameter(torch.ones(2))
         give_gradient(p, INF if dist.get_rank() else 4.0)
         with CommDebugMode() as mode:
@@ -84,7 +63,7 @@ def test_host_synchronisations(
     def step() -> int:
         from torch.profiler import ProfilerActivity, profile
 
-        scaler, p = scaler_of(make), parameter(torch.ones(2))
+        scaler, p = scaled(make), parameter(torch.ones(2))
         optimizer = sgd([p], fused)
         for _ in range(2):
             give_gradient(p, 4.0)

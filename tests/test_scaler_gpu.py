@@ -11,8 +11,7 @@ import torch
 
 from gradparity.scaler import GradScaler
 from gradparity.scaler.stamps import Stamps
-
-INF = float("inf")
+from gradparity.tests.stepping import INF
 
 
 def on_device(fused: bool, clip: bool) -> tuple[Any, Any, Any, Any]:

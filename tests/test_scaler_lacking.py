@@ -1,6 +1,5 @@
 """Ranks agree though one lacks something, and say so where they cannot."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,29 +17,20 @@ from gradparity.scaler import (
     ShardedGradScaler,
 )
 from gradparity.tests.agreeing import (
-    INF,
-    SCALERS,
     Make,
     Seen,
     agreed,
     give_gradient,
     iterate,
     parameter,
-    scaler_of,
     sgd,
 )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with Cluster(2) as cluster:
-        yield cluster
-
+from gradparity.tests.stepping import BOTH, INF, scaled
 
 # - What ranks lack
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_b06a_rank_without_gradients(
@@ -53,7 +43,7 @@ def test_b06a_rank_without_gradients(
         if dist.get_rank() == 1:
             give_gradient(p, INF if bad else 4.0)
         optimizer = torch.optim.Adam([p], fused=fused)
-        seen = iterate(scaler_of(make), optimizer)
+        seen = iterate(scaled(make), optimizer)
         return seen._replace(skipped=bad)
 
     assert agreed(two.run(step, True), skipped=True)
@@ -62,7 +52,7 @@ def test_b06a_rank_without_gradients(
 
 def test_no_rank_has_gradients(two: Cluster) -> None:
     def step(make: Make) -> str:
-        scaler = scaler_of(make)
+        scaler = scaled(make)
         try:
             scaler.step(sgd([parameter(torch.ones(2))]))
         except AssertionError as error:
@@ -74,7 +64,7 @@ def test_no_rank_has_gradients(two: Cluster) -> None:
     assert two.run(step, ShardedGradScaler) == ["stepped"] * 2
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("fused", [False, True])
 def test_b14a_dtypes_depend_on_the_rank(two: Cluster, make: Make, fused: bool) -> None:
     def step(bad_rank: int) -> Seen:
@@ -85,17 +75,17 @@ def test_b14a_dtypes_depend_on_the_rank(two: Cluster, make: Make, fused: bool) -
         if dist.get_rank() == 1:
             give_gradient(narrow, 4.0)
         optimizers = [torch.optim.Adam([wide, narrow], fused=fused)]
-        return iterate(scaler_of(make), *optimizers)
+        return iterate(scaled(make), *optimizers)
 
     assert agreed(two.run(step, 0), skipped=True)
     assert agreed(two.run(step, 1), skipped=True)
     assert agreed(two.run(step, -1), skipped=False)
 
 
-@SCALERS
+@BOTH
 def test_b14b_rank_dependent_number_of_steps(two: Cluster, make: Make) -> None:
     def step(counts: list[int]) -> tuple[str, str]:
-        scaler = scaler_of(make)
+        scaler = scaled(make)
         try:
             for _ in range(counts[dist.get_rank()]):
                 p = parameter(torch.ones(2))
@@ -115,7 +105,7 @@ def test_b14b_rank_dependent_number_of_steps(two: Cluster, make: Make) -> None:
 
 def test_b14b_fewer_steps_later_on(two: Cluster) -> None:
     def step() -> str:
-        scaler, p = scaler_of(GradScaler), parameter(torch.ones(2))
+        scaler, p = scaled(GradScaler), parameter(torch.ones(2))
         for iteration, steps in enumerate([(1, 1), (2, 2), (1, 1), (2, 1)]):
             try:
                 for _ in range(steps[dist.get_rank()]):
@@ -129,7 +119,7 @@ def test_b14b_fewer_steps_later_on(two: Cluster) -> None:
     assert two.run(step) == ["raised in 3"] * 2
 
 
-@SCALERS
+@BOTH
 def test_rank_without_an_optimizer_takes_part(two: Cluster, make: Make) -> None:
     def step(bad: bool) -> float:
         scaler = make(device="cpu", init_scale=4.0)
@@ -147,7 +137,7 @@ def test_rank_without_an_optimizer_takes_part(two: Cluster, make: Make) -> None:
     assert two.run(step, False) == [4.0, 4.0]
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_b04a_b04b_only_the_last_stage_scales(
@@ -185,7 +175,7 @@ def test_nobody_scaled(two: Cluster) -> None:
 
 def test_b04b_resume_needs_no_scale_call(two: Cluster) -> None:
     def step() -> tuple[float, int]:
-        saved = scaler_of(GradScaler).state_dict() | {"_growth_tracker": 7}
+        saved = scaled(GradScaler).state_dict() | {"_growth_tracker": 7}
         scaler = GradScaler(device="cpu")
         scaler.load_state_dict(saved)
         p = parameter(torch.ones(2))
@@ -207,7 +197,7 @@ def test_b15a_disagreement_is_one_error_on_every_rank(
     two: Cluster, what: str, fused: bool
 ) -> None:
     def step() -> tuple[dict[str, float], dict[str, float], str]:
-        scaler, rank = scaler_of(GradScaler), dist.get_rank()
+        scaler, rank = scaled(GradScaler), dist.get_rank()
         if what == "scale":
             scaler.update(4.0 * (1 + rank))
         elif what == "growth_tracker":
@@ -234,7 +224,7 @@ def test_error_on_one_rank_reaches_all(two: Cluster) -> None:
         p = parameter(torch.ones(2, dtype=dtype))
         give_gradient(p, 4.0)
         with pytest.raises((ValueError, PeerFailedError)) as caught:
-            scaler_of(GradScaler).unscale_(sgd([p]))
+            scaled(GradScaler).unscale_(sgd([p]))
         return type(caught.value).__name__
 
     assert two.run(step) == ["ValueError", "PeerFailedError"]
@@ -242,7 +232,7 @@ def test_error_on_one_rank_reaches_all(two: Cluster) -> None:
 
 def test_b10f_recheck_is_agreed_on(two: Cluster) -> None:
     def step(bad_rank: int) -> tuple[Seen, int]:
-        scaler, p = scaler_of(GradScaler, recheck=True), parameter(torch.ones(2))
+        scaler, p = scaled(GradScaler, recheck=True), parameter(torch.ones(2))
         give_gradient(p, 4.0)
         optimizer = sgd([p])
         with CommDebugMode() as mode:

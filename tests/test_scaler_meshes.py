@@ -1,6 +1,5 @@
 """Ranks agree over several meshes, or over the one that they are asked to."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
 from gradparity.tests.agreeing import (
-    INF,
-    SCALERS,
     Make,
     Seen,
     agreed,
@@ -21,18 +18,12 @@ from gradparity.tests.agreeing import (
     iterate,
     local,
     parameter,
-    scaler_of,
     sgd,
 )
+from gradparity.tests.stepping import BOTH, INF, scaled
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Cluster]:
-    with Cluster(4) as cluster:
-        yield cluster
-
-
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_b01c_two_axes(
@@ -46,13 +37,13 @@ def test_b01c_two_axes(
         bad_here = bad and tuple(mesh.get_coordinate() or ()) == where
         give_gradient(weight, INF if bad_here else 4.0)
         kind = torch.optim.Adam([norm, weight], fused=True) if fused else None
-        return iterate(scaler_of(make), kind or sgd([norm, weight]))
+        return iterate(scaled(make), kind or sgd([norm, weight]))
 
     assert agreed(four.run(step, True), skipped=True)
     assert agreed(four.run(step, False), skipped=False)
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("order", [("dp", "tp"), ("tp", "dp")])
 @pytest.mark.parametrize("bad_rank", range(4))
 def test_b03b_parameters_on_submeshes(
@@ -65,7 +56,7 @@ def test_b03b_parameters_on_submeshes(
             give_gradient(p, 4.0)
         if dist.get_rank() == bad_rank:
             give_gradient(params[1], INF)
-        return iterate(scaler_of(make), sgd(params))
+        return iterate(scaled(make), sgd(params))
 
     assert agreed(four.run(step), skipped=True)
 
@@ -76,7 +67,7 @@ def experts(make: Make, bad_rank: int, together: bool) -> list[bool]:
     expert = parameter(torch.ones(2), mesh["dp"], [Shard(0)])
     give_gradient(dense, 4.0)
     give_gradient(expert, INF if dist.get_rank() == bad_rank else 4.0)
-    scaler, optimizers = scaler_of(make), [sgd([dense]), sgd([expert])]
+    scaler, optimizers = scaled(make), [sgd([dense]), sgd([expert])]
     if together:
         scaler.step_together(*optimizers)
     else:
@@ -87,7 +78,7 @@ def experts(make: Make, bad_rank: int, together: bool) -> list[bool]:
     return [*stepped, scaler.get_scale() == 2.0, scaler._get_growth_tracker() == 0]
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("bad_rank", [0, 3])
 def test_b03c_experts_in_their_own_optimizer(
     four: Cluster, make: Make, bad_rank: int
@@ -96,7 +87,7 @@ def test_b03c_experts_in_their_own_optimizer(
     assert results == [[True, False, True, True]] * 4
 
 
-@SCALERS
+@BOTH
 @pytest.mark.parametrize("bad_rank", [0, 3])
 def test_b03d_optimizers_step_all_or_none(
     four: Cluster, make: Make, bad_rank: int
@@ -106,7 +97,7 @@ def test_b03d_optimizers_step_all_or_none(
     assert four.run(experts, make, -1, True) == [[True, True, False, False]] * 4
 
 
-@SCALERS
+@BOTH
 def test_b14c_parameters_on_a_mesh_that_others_are_not_in(
     four: Cluster, make: Make
 ) -> None:
@@ -118,7 +109,7 @@ def test_b14c_parameters_on_a_mesh_that_others_are_not_in(
         mesh = DeviceMesh.from_group(first if dist.get_rank() < 2 else second, "cpu")
         p = parameter(torch.ones(2), mesh, [Shard(0)])
         give_gradient(p, INF if dist.get_rank() == bad_rank else 4.0)
-        return iterate(scaler_of(make), sgd([p]))
+        return iterate(scaled(make), sgd([p]))
 
     assert agreed(four.run(step, 0), skipped=True)
     assert agreed(four.run(step, 3), skipped=True)
@@ -135,7 +126,7 @@ def test_independent_models_need_not_agree(four: Cluster) -> None:
             "group": {"process_group": groups[mine]},
         }
         settings = choices[how]
-        scaler = scaler_of(GradScaler, **settings)
+        scaler = scaled(GradScaler, **settings)
         p = parameter(torch.ones(2), mesh, [Shard(0)])
         for _ in range(3 + mine):  # not even the same number of iterations
             give_gradient(p, INF if dist.get_rank() == 0 else 4.0)
@@ -150,7 +141,7 @@ def test_independent_models_need_not_agree(four: Cluster) -> None:
 def test_a_mesh_of_two_axes_that_is_not_the_world(four: Cluster) -> None:
     def step() -> tuple[float, bool]:
         mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])[:, :1])
-        scaler = scaler_of(GradScaler, mesh=mesh)
+        scaler = scaled(GradScaler, mesh=mesh)
         p = parameter(torch.ones(2))
         give_gradient(p, INF if dist.get_rank() == 2 else 4.0)
         scaler.step(sgd([p]))
@@ -160,7 +151,7 @@ def test_a_mesh_of_two_axes_that_is_not_the_world(four: Cluster) -> None:
     assert four.run(step) == [(2.0, True), (4.0, False)] * 2
 
 
-@SCALERS
+@BOTH
 def test_b11d_copies_and_pickles_with_a_process_group(
     four: Cluster, make: Make
 ) -> None:
@@ -170,7 +161,7 @@ def test_b11d_copies_and_pickles_with_a_process_group(
 
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         group = groups[dist.get_rank() % 2]
-        original = scaler_of(make, process_group=group)
+        original = scaled(make, process_group=group)
         scales = []
         for scaler in (
             original,

@@ -1,7 +1,7 @@
 """Any mix of gradients in one optimizer or several, over two and four ranks."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +14,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, ShardedGradScaler
+from gradparity.tests.stepping import BOTH, INF
 
-BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
-INF = float("inf")
 Gradient = Callable[[Any, float], tuple[Tensor, Tensor]]  # (parameter, its gradient)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Cluster]:
-    with Cluster(4) as cluster:
-        yield cluster
 
 
 def placed(value: Tensor, mesh: Any, placements: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,25 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, RanksDisagreeError, ShardedGradScaler
-
-BOTH = pytest.mark.parametrize("make", [GradScaler, ShardedGradScaler])
-FUSED = pytest.mark.parametrize("fused", [False, True])
-INF = float("inf")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with Cluster(2) as cluster:
-        yield cluster
+from gradparity.scaler import GradScaler, RanksDisagreeError
+from gradparity.tests.stepping import BOTH, FUSED, sgd
 
 
 def zeros() -> Tensor:
     return torch.zeros(2, requires_grad=True)
-
-
-def sgd(*params: Tensor, fused: bool = False) -> Any:
-    return torch.optim.SGD(list(params), lr=1.0, fused=fused)
 
 
 def four(make: Any = GradScaler, **settings: Any) -> Any:

@@ -1,6 +1,5 @@
 """Defects that show only over several iterations of a real run."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,6 @@ from gradparity.fixtures.models import MODELS, loss
 from gradparity.fixtures.topologies import TOPOLOGIES
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, RanksDisagreeError, ShardedGradScaler
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with Cluster(2) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Cluster]:
-    with Cluster(4) as cluster:
-        yield cluster
 
 
 def train_fp16(make: Any, steps: int, fused: bool) -> tuple[list[float], list[Any]]:
