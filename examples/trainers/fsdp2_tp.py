@@ -25,7 +25,7 @@ def build(mesh: DeviceMesh) -> nn.Module:
     """A small transformer, split over ``tp`` and sharded over ``dp``."""
     torch.manual_seed(0)
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    # parallelize_module, then fully_shard on every block: fixtures/topologies.py
+    # parallelize_module, then fully_shard on every block: fixtures/layouts.py
     return TOPOLOGIES["fsdp+tp"].apply(MODELS["text"](), mesh, half)
 
 
