@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..fixtures import MULTI_TENSOR, PRECISIONS, TOPOLOGIES, Kit, is_workload
+from ..fixtures import (
+    MULTI_TENSOR,
+    PRECISIONS,
+    TOPOLOGIES,
+    Kit,
+    is_workload,
+    split_names,
+)
 from .recipes import RECIPES
 
 __all__ = ["PAIRS", "other_world", "why_not"]
@@ -122,9 +129,11 @@ def _own_recipe(kit: Kit, topology: str, recipe: str) -> str:
         return f"recipe {recipe!r} is not for workloads of one's own"
     if RECIPES[recipe].optimizers == 1:
         return ""
-    biases = [n.endswith("bias") for n, _ in kit.model().named_parameters()]
-    if all(biases) or not any(biases):
-        return f"recipe {recipe!r} parts biases from weights: the model has not both"
+    if not all(split_names(n for n, _ in kit.model().named_parameters())):
+        return (
+            f"recipe {recipe!r} parts experts from the rest, else biases from weights: "
+            "the model has not both"
+        )
     return ""
 
 

@@ -31,6 +31,7 @@ from ..fixtures import (
     local,
     loss,
     order_parameters,
+    split_names,
     without_gradient_sync,
 )
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, is_frozen
@@ -258,8 +259,7 @@ def _split(scenario: Scenario, names: Iterable[str]) -> list[list[str]]:
     """Parameter names by optimizer."""
     if scenario.parsed_recipe.optimizers == 1:
         return [list(names)]
-    biases = [name for name in names if name.endswith("bias")]
-    return [[name for name in names if name not in biases], biases]
+    return [*split_names(names)]
 
 
 def shard_id(index: NDArray[np.int64]) -> str:

@@ -81,7 +81,7 @@ class Recipe:
     defer_sync: bool = False
     """Gradients are synchronised in the last pass only."""
     optimizers: int = 1
-    """With 2, biases have an optimizer of their own; one ``update`` for both."""
+    """With 2, experts, or else biases, have one of their own; one ``update``."""
     enabled: bool = True
     """The constructor's argument."""
     new_scale: float | None = None
@@ -131,7 +131,8 @@ RECIPES: dict[str, Recipe] = {
         text="scale([loss, z-loss]), one backward", training=Training(losses=2)
     ),
     "two-optimizers": Recipe(
-        text="step for weights and for biases, one update", optimizers=2
+        text="step for weights and for biases (dense and experts), one update",
+        optimizers=2,
     ),
     "two-optimizers-unscale": Recipe(
         text="unscale_ both, step both, one update", optimizers=2, unscale=True

@@ -64,6 +64,7 @@ LIKENESS = {
     "key": "up",
     "value": "up",
     "out": "down",
+    "experts": "down",
     "attention_norm": "norm",
     "feed_forward_norm": "norm",
 }
@@ -82,8 +83,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "hsdp+tp": ("tp", "fsdp"),
     "pp": ("pp",),
     "pp+fsdp": ("pp", "fsdp"),
-    "ep": ("ep",),
-    "fsdp+ep": ("policy", "fsdp+ep"),
+    "ep": ("spread", "ep"),
+    "fsdp+ep": ("policy", "spread", "fsdp+ep"),
+    "fsdp+ep-local": ("policy", "spread", "own", "fsdp+ep"),
 }
 """Topology -> what its layout is made of, in order."""
 OPTIMIZERS = {
@@ -134,13 +136,17 @@ _PLAIN = (
     "    p.register_hook(average)",
 )
 _EXPERTS = (
-    'model.down.spread(mesh["ep"])',
     "for n, p in model.named_parameters():",
     "    if p.requires_grad:",
     '        p.register_hook((lambda g: g / WORLD) if "down" in n else average)',
 )
+_SPREAD = 'model.down.spread(mesh["ep"])'
+_OWN_EXPERTS = (
+    "for n, p in list(model.down.named_parameters()):",
+    "    own = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)",
+    "    model.down.register_parameter(n, own)",
+)
 _SHARDED_EXPERTS = (
-    'model.down.spread(mesh["ep"])',
     'fully_shard(model.down, mesh=mesh["dp"], mp_policy=policy)',
     "model.down.set_gradient_divide_factor(WORLD)",
     "model.down.set_force_sum_reduction_for_comms(True)  # gloo cannot scale by itself",
@@ -210,9 +216,11 @@ _MAKERS: dict[str, Callable[[Scenario], Sequence[str]]] = {
     "fsdp": _fsdp,
     "fsdp+ep": lambda _: _SHARDED_EXPERTS,
     "fsdp1": _fsdp1,
+    "own": lambda _: _OWN_EXPERTS,
     "plain": lambda _: _PLAIN,
     "policy": lambda s: (_policy(s),),
     "pp": lambda _: _CUT,
+    "spread": lambda _: (_SPREAD,),
     "tp": _tp,
 }
 """Part of a layout -> its lines."""

@@ -22,6 +22,10 @@ FAULTY = "gradparity.fixtures.faulty"
 BAD = "inf@r1s1:up.weight"
 TWO = "ddp/2/fp32/sgd/inf@r1s1:up.bias;nan@r0s2:up.weight/steps=4,recipe=two-optimizers"
 
+BAD_EXPERT = "inf@r3s1:down.experts.weight/data=digits-experts,steps=3"
+OWN_EXPERTS = f"fsdp+ep-local/4/fp32/sgd/{BAD_EXPERT},recipe=two-optimizers"
+EXPERTS_FIRST = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
+
 
 def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
     script = tmp_path / "script.py"
@@ -55,6 +59,8 @@ def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
             "ddp/2/fp32/sgd/none/steps=1",
             "gradient / scale is wrong",
         ),
+        (TORCH, OWN_EXPERTS, "{0: True, 1: False, 2: True, 3: False}"),
+        (TORCH, EXPERTS_FIRST, "{0: True, 1: False, 2: True, 3: False}"),
         (TORCH, "ep/2/fp32/adam/none/data=digits-experts,steps=2", "got mixed torch"),
         (
             TORCH,
@@ -112,6 +118,8 @@ def test_a_failure_is_shown(
         "fsdp1/2/fp16-params/adagrad/none/steps=12,scale=67108864,interval=2,"
         "recipe=accumulate-no-sync",
         "fsdp+ep/4/fp32/adam/inf@r3s1:loss/data=digits-experts,steps=3,recipe=clip-norm",
+        OWN_EXPERTS,
+        EXPERTS_FIRST,
         "fsdp+plain/2/fp32/adamw-groups/nan@r0s1:last[last]/steps=3,recipe=frozen",
         "tp/2/fp32/adamw/none/data=text-tied,steps=3,recipe=two-losses",
         "single/1/fp32/adamw/nan@r0s*:first/steps=150",
@@ -123,8 +131,20 @@ def test_a_right_scaler_passes(tmp_path: Path, scenario: str) -> None:
 
 @pytest.mark.parametrize("name", standalone_parts.OPTIMIZERS)
 def test_optimizers_are_those_of_the_fixtures(name: str) -> None:
-    params = {n: torch.nn.Parameter(torch.ones(2)) for n in ("up.weight", "up.bias")}
-    text = standalone_script(Scenario.parse(f"single/1/fp32/{name}/none"), TORCH)
+    _same_optimizer(name, ["up.weight", "up.bias"], "digits")
+
+
+def test_groups_of_experts_are_those_of_the_fixtures() -> None:
+    experts = ["down.experts.weight", "down.experts.bias"]
+    _same_optimizer(
+        "adamw-groups", ["up.weight", *experts, "head.bias"], "digits-experts"
+    )
+
+
+def _same_optimizer(name: str, names: list[str], data: str) -> None:
+    params = {n: torch.nn.Parameter(torch.ones(2)) for n in names}
+    scenario = Scenario.parse(f"single/1/fp32/{name}/none/data={data}")
+    text = standalone_script(scenario, TORCH)
     made = eval(
         f"torch.optim.{standalone_parts.OPTIMIZERS[name]}",
         {"torch": torch, "params": params, **_functions(text, "groups")},
