@@ -128,6 +128,13 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Measured:
         ours.clip_grad_norm_(optimizer, 1.0)
         ours.step(optimizer)
 
+    def then_step(scaler: Any) -> Callable[[], None]:
+        def both() -> None:
+            scaler.unscale_(plain)
+            scaler.step(plain)
+
+        return both
+
     def refill(scaler: Any) -> Callable[[], None]:
         def clean() -> None:
             scaler._per_optimizer_states.clear()
@@ -143,6 +150,8 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Measured:
         "our clip": (lambda: our_clip(plain), refill(ours)),
         "torch unscale_": (lambda: theirs.unscale_(plain), refill(theirs)),
         "our unscale_": (lambda: ours.unscale_(plain), refill(ours)),
+        "torch unscale_ and step": (then_step(theirs), refill(theirs)),
+        "our unscale_ and step": (then_step(ours), refill(ours)),
         "bare read": (read, refill(ours)),
         "bare read, then a collective": (then_agree(read), refill(ours)),
         "bare kernel": (kernel, refill(ours)),
@@ -241,6 +250,9 @@ def _rows(seconds: dict[str, Measured]) -> list[dict[str, Any]]:
         ("1000 of 256x256", "clip, fused", 3.0),
         ("1000 of 256x256", "clip", 1.7),
         ("500 of 64x64", "unscale_", 2.0),
+        # unscale_ does not wait for the other ranks, step does
+        ("500 of 64x64", "unscale_ and step", 1.0),
+        ("1000 of 256x256", "unscale_ and step", 1.0),
     ]
     rows = []
     for size, work, goal in faster:

@@ -20,6 +20,11 @@ Reading gradients can fail on one rank alone (an fp16 gradient that is not allow
 That rank still sends its message, with ``failed`` set, and then raises its own error;
 the others raise PeerFailedError instead of waiting. Wrong call order raises without a
 message: it is the same mistake on every rank, and nothing was under way.
+
+[Note: Waiting later]
+What follows `unscale_` rarely asks for its verdict: the gradients are clipped, then
+`step` asks. So `unscale_` sends its message and does not wait; whoever asks first does,
+and raises what `unscale_` would have raised. On an accelerator the host never waited.
 """
 
 from __future__ import annotations
@@ -73,6 +78,8 @@ class Agreement:
         holding: Holding,
         call: str,
         attached: torch.Tensor | None = None,
+        *,
+        later: bool = False,
     ) -> Verdict:
         """Exchange one message for one optimizer step.
 
@@ -81,16 +88,18 @@ class Agreement:
             holding: what this rank brings.
             call: name of the calling method, for messages.
             attached: any fixed shape, fp64: gathered from all ranks on the way.
+            later: do not wait for it, and leave the check to the caller, if it is on
+                its way. See [Note: Waiting later].
 
         Returns:
-            The verdict, already checked where that costs no synchronisation.
+            The verdict; checked, if it is there and that costs no synchronisation.
 
         Raises:
             PeerFailedError: another rank raised.
             RanksDisagreeError: the ranks hold different state.
         """
         self._count += 1
-        return self._exchange(group, holding, self._count, call, attached)
+        return self._exchange(group, holding, self._count, call, attached, later)
 
     def compare(self, group: ProcessGroup, holding: Holding, call: str) -> None:
         """Raise unless all ranks bring the same; synchronises.
@@ -129,20 +138,23 @@ class Agreement:
         position: int,
         call: str,
         attached: torch.Tensor | None = None,
+        later: bool = False,
     ) -> Verdict:
         self._check_unread()
         device = message_device(group, self._device_type)
         sent = as_numbers(holding, self._iteration, position)
         message = as_message(sent, holding, device)
-        gathered = None
+        gathered = arrive = None
         with _explained(group, call):
-            if attached is None:
-                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-            else:
+            if attached is not None:
                 message, gathered = _gather(message, attached.to(device), group)
-        verdict = Verdict(message, sent, group.rank(), group.size(), call)
+            elif later and device.type == "cpu":
+                arrive = _reduce_later(message, group, call)
+            else:
+                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        verdict = Verdict(message, sent, group.rank(), group.size(), call, arrive)
         verdict.gathered = gathered
-        if holding.failed:
+        if holding.failed or arrive is not None:
             return verdict
         if device.type == "cpu":
             verdict.check()
@@ -157,6 +169,19 @@ class Agreement:
         for verdict in unread:
             if verdict.is_readable:
                 verdict.check()
+
+
+def _reduce_later(
+    message: torch.Tensor, group: ProcessGroup, call: str
+) -> Callable[[], None]:
+    work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    assert work is not None  # None is for ranks outside of the group
+
+    def arrive() -> None:
+        with _explained(group, call):
+            work.wait()
+
+    return arrive
 
 
 def _gather(

@@ -70,4 +70,5 @@ class Answerer(GradientClipper):
         Known on every rank alike where the scale is on a CPU; on an accelerator each
         rank knows its own overflows, after a step that was not fused.
         """
+        self._settle()
         return self._history.last_overflow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -22,16 +22,30 @@ if TYPE_CHECKING:
 __all__ = ["GradientChecker"]
 
 
+class _Look(NamedTuple):
+    # What one look found here, before the ranks agree on it.
+    optimizers: list[Optimizer]
+    founds: list[Found]  # one for each of them
+    found_inf: torch.Tensor | None  # (), fp32; None without gradients
+    culprit: float
+    group: ProcessGroup | None
+    call: str
+
+
 class GradientChecker(ScaleHolder):
     """Unscales gradients and agrees on overflow; a base of ``GradScaler``."""
+
+    # A look that the other ranks have not answered yet.
+    _unsettled: tuple[_Look, Verdict] | None = None
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, and agree on overflow.
 
         Optional: only to look at gradients, or to change them, before `step`. Call it
         once per optimizer and iteration, after all gradients are accumulated. One
-        collective when several ranks agree. A parameter that another optimizer of this
-        iteration shares is divided once.
+        collective when several ranks agree, which the next call that needs its result
+        waits for: what the ranks disagree on is raised there. A parameter that another
+        optimizer of this iteration shares is divided once.
 
         Args:
             optimizer: its gradients are changed in place.
@@ -40,8 +54,6 @@ class GradientChecker(ScaleHolder):
             RuntimeError: called twice, or after `step`, in one iteration.
             AssertionError: the gradients cannot have been scaled yet.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
-            RanksDisagreeError: the ranks hold different state.
-            PeerFailedError: another rank raised.
         """
         if not self._enabled:
             return
@@ -50,7 +62,7 @@ class GradientChecker(ScaleHolder):
         _refuse_unscaled(state, "unscale_")
         allow_fp16 = self._fp16_gradients != "refuse"
         self._stamps.check(state["optimizer"], state, "unscale_")
-        self._look([optimizer], reciprocal(divisor), allow_fp16, "unscale_")
+        self._look([optimizer], reciprocal(divisor), allow_fp16, "unscale_", later=True)
         state["stage"] = OptState.UNSCALED
 
     def _look_again(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -106,6 +118,8 @@ class GradientChecker(ScaleHolder):
         inv_scale: torch.Tensor,
         allow_fp16: bool,
         call: str,
+        *,
+        later: bool = False,
     ) -> None:
         # Looks at some optimizers; one overflow anywhere is an overflow of them all.
         scale, _ = self._check_scale_growth_tracker(call)
@@ -120,7 +134,7 @@ class GradientChecker(ScaleHolder):
         except Exception:
             self._report_failure(group, call)
             raise
-        self._conclude(optimizers, founds, group, call)
+        self._conclude(optimizers, founds, group, call, later=later)
 
     def _report_failure(
         self,
@@ -140,6 +154,8 @@ class GradientChecker(ScaleHolder):
         group: ProcessGroup | None,
         call: str,
         attached: torch.Tensor | None = None,
+        *,
+        later: bool = False,
     ) -> Verdict | None:
         # Replaces what this rank found by what any rank found.
         if group is None and len(founds) == 1 and len(founds[0]) < 2:
@@ -149,24 +165,41 @@ class GradientChecker(ScaleHolder):
         flags = [f for found in founds for f in found.values()]
         mine = any_of(flags, scale.device) if flags else None
         culprit = self._culprit(optimizers, mine, group)
-        verdict = None
-        if group is not None:
-            holding = self._holding(mine, culprit=culprit, optimizers=optimizers)
-            verdict = self._agreement.agree(group, holding, call, attached)
-            mine = verdict.found_inf
-        for optimizer, found in zip(optimizers, founds, strict=True):
-            self._note(optimizer, found, mine, verdict)
-        self._remember(optimizers, verdict, culprit, group)
-        if verdict is not None:
-            self._refuse_empty_step(verdict, call)
+        look = _Look(optimizers, founds, mine, culprit, group, call)
+        if group is None:
+            self._accept(look, None)
+            return None
+        holding = self._holding(mine, culprit=culprit, optimizers=optimizers)
+        verdict = self._agreement.agree(group, holding, call, attached, later=later)
+        self._unsettled = look, verdict
+        if not verdict.is_on_its_way:
+            self._settle()
         return verdict
+
+    def _settle(self) -> None:
+        # Waits for what unscale_ left on its way. See [Note: Waiting later].
+        if self._unsettled is None:
+            return
+        (look, verdict), self._unsettled = self._unsettled, None
+        if verdict.is_on_its_way:
+            verdict.check()
+        self._accept(look, verdict)
+
+    def _accept(self, look: _Look, verdict: Verdict | None) -> None:
+        agreed = look.found_inf if verdict is None else verdict.found_inf
+        for optimizer, found in zip(look.optimizers, look.founds, strict=True):
+            self._note(optimizer, found, agreed, verdict)
+        self._remember(look, verdict)
+        if verdict is not None:
+            self._refuse_empty_step(verdict, look.call)
 
     def _conclude_alone(self, optimizer: Optimizer, found: Found) -> None:
         # The same for one process, one optimizer and one device, without the detours.
         state = self._state_of(optimizer)
         state["found_inf_per_device"], state["verdict"] = found, None
         if found and on_host(next(iter(found.values()))):
-            self._remember([optimizer], None, code_of(optimizer, 0), None)
+            overflow = overflow_of(code_of(optimizer, 0), 0, optimizer)
+            self._history.last_overflow = overflow
 
     def _note(
         self,
@@ -196,18 +229,14 @@ class GradientChecker(ScaleHolder):
         rank = 0 if group is None else group.rank()
         return max(code_of(optimizer, rank) for optimizer in optimizers)
 
-    def _remember(
-        self,
-        optimizers: list[Optimizer],
-        verdict: Verdict | None,
-        culprit: float,
-        group: ProcessGroup | None,
-    ) -> None:
+    def _remember(self, look: _Look, verdict: Verdict | None) -> None:
+        culprit = look.culprit
         if verdict is not None and verdict.message.device.type == "cpu":
             culprit = verdict.value("culprit")
-        if culprit and optimizers:
-            rank = 0 if group is None else group.rank()
-            self._history.last_overflow = overflow_of(culprit, rank, optimizers[0])
+        if culprit and look.optimizers:
+            rank = 0 if look.group is None else look.group.rank()
+            overflow = overflow_of(culprit, rank, look.optimizers[0])
+            self._history.last_overflow = overflow
 
     def _holding(
         self,
@@ -245,18 +274,30 @@ class GradientChecker(ScaleHolder):
 
     # - State
 
+    @property
+    def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:
+        # As torch calls it. Nobody sees what this rank alone has found.
+        self._settle()
+        return self._states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: dict[int, dict[str, Any]]) -> None:
+        self._settle()
+        self._states = states
+
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = self._per_optimizer_states.get(id(optimizer))
+        states = self._per_optimizer_states
+        state = states.get(id(optimizer))
         if state is not None and state.get("optimizer") is optimizer:
             return state
         real = real_optimizer(optimizer)
-        state = self._per_optimizer_states[id(real)]
+        state = states[id(real)]
         # Keeps it alive: the id of a dead optimizer may be given to a new one.
         state["optimizer"] = real
         return state
 
     def _divided_before(self, optimizer: Optimizer) -> Divided:
-        states = self._per_optimizer_states
+        states = self._states
         if len(states) < 2:
             return {}
         mine = id(real_optimizer(optimizer))

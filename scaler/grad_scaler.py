@@ -102,6 +102,7 @@ class GradScaler(Answerer):
             return self._fused_step(optimizer, state, *args, **kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
+            self._settle()
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         self._stamps.stepped(state)
@@ -142,7 +143,8 @@ class GradScaler(Answerer):
         for optimizer, state in zip(optimizers, states, strict=True):
             self._stamps.check(optimizer, state, "step_together")
         divisor = self._divisor("step_together")
-        self._look(fresh, reciprocal(divisor), allow_fp16, "step_together")
+        if fresh:  # what was unscaled before was agreed on then
+            self._look(fresh, reciprocal(divisor), allow_fp16, "step_together")
         found = any_of(_flags_of(states), scale.device)
         for state in states:
             spread(found, state["found_inf_per_device"])
@@ -251,7 +253,7 @@ class GradScaler(Answerer):
         found = self._found_since_update()
         if new_scale is None or found:
             self._agreement.close(lambda: self._holding(None), "update")
-        self._stamps.close(self._per_optimizer_states)
+        self._stamps.close(self._states)
         if new_scale is not None:
             before = scale.clone()
             set_scale(scale, new_scale, self._device)
@@ -260,7 +262,7 @@ class GradScaler(Answerer):
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
             self._move_scale(any_of(found, scale.device), tracker)
-        self._per_optimizer_states = defaultdict(fresh_state)
+        self._states = defaultdict(fresh_state)
         if new_scale is None and self._policy.max_consecutive_skips is not None:
             self._refuse_endless_skips()
 

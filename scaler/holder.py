@@ -94,7 +94,7 @@ class ScaleHolder(_TorchGradScaler):
         self._init_growth_tracker = 0
         self._scale = None
         self._growth_tracker = None
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(fresh_state)
+        self._states: dict[int, dict[str, Any]] = defaultdict(fresh_state)
         self._fp16_gradients: Fp16Gradients = fp16_gradients
         self._policy = policy or Policy()
         self._recheck = recheck
@@ -322,7 +322,7 @@ class ScaleHolder(_TorchGradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if self._enabled:
-            if self._per_optimizer_states:
+            if self._states:
                 raise AssertionError(
                     "A GradScaler instance may only be pickled at the beginning of an "
                     "iteration, or at the end after scaler.update()."

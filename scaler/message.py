@@ -12,6 +12,7 @@ every rank at once, without a second collective.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -105,19 +106,45 @@ class Holding(NamedTuple):
 class Verdict:
     """The reduced message of one agreement; the same on every rank.
 
+    Args:
+        message: as it is, or will be once ``arrive`` has returned.
+        sent: what this rank had written into it.
+        rank: of this process in its group.
+        size: of that group.
+        call: name of the calling method, for messages.
+        arrive: waits for a message that is still on its way.
+
     Attributes:
-        message: (size,), fp64, on the device of the message.
         gathered: (number of ranks, ...), fp64: what the ranks attached, if they did.
     """
 
     def __init__(
-        self, message: torch.Tensor, sent: list[float], rank: int, size: int, call: str
+        self,
+        message: torch.Tensor,
+        sent: list[float],
+        rank: int,
+        size: int,
+        call: str,
+        arrive: Callable[[], None] | None = None,
     ) -> None:
-        self.message = message
+        self._message, self._arrive = message, arrive
         self._sent, self._rank, self._size, self._call = sent, rank, size, call
         self._values: list[float] | None = None
         self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self.gathered: torch.Tensor | None = None
+
+    @property
+    def message(self) -> torch.Tensor:
+        """(size,), fp64, on its device; waits for it if need be."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+        return self._message
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether reading waits for the other ranks."""
+        return self._arrive is not None
 
     @property
     def found_inf(self) -> torch.Tensor:

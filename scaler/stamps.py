@@ -101,7 +101,7 @@ class Stamps:
 
         def begins(_: torch.Tensor) -> None:
             if (held := there()) is not None:
-                self.begin(stamp, held._scale, held._per_optimizer_states)
+                self.begin(stamp, held._scale, held._states)
 
         product.register_hook(begins)
 
