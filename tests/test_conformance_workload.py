@@ -4,13 +4,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.constraints import why_not
 from gradparity.conformance.report import read_report
+from gradparity.fixtures import kit_of
 from gradparity.tests import stacks
 
 HERE = Path(__file__).parent
@@ -243,3 +247,21 @@ def test_the_pytest_plugin_takes_a_workload(tmp_path: Path) -> None:
     done = command(tmp_path, "-m", "pytest", "-q", *options)
     assert done.returncode == 1, done.stdout
     assert "agreement.replicas" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("biases", "names", "can"),
+    [
+        (True, ("up", "down"), True),
+        (False, ("up", "down"), False),
+        (False, ("up", "experts"), True),
+        (True, ("experts",), False),
+    ],
+)
+def test_two_optimizers_need_parameters_for_both(
+    biases: bool, names: tuple[str, ...], can: bool
+) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=biases) for name in names})
+    kit = replace(kit_of(f"{MODULE}:Right"), model=lambda: model)
+    told = why_not(kit, {"topology": "dp2", "recipe": "two-optimizers"})
+    assert told.endswith("the model has not both") is not can
