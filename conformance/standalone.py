@@ -17,8 +17,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..fixtures import LOSS, PLACES, Fault, parse_faults
-from .recipes import RECIPES
 from .scenario import Scenario
+from .standalone_legs import chosen, lines
 from .standalone_parts import (
     BATCHES,
     LAYERS,
@@ -30,6 +30,7 @@ from .standalone_parts import (
     imports,
     layout,
     passes,
+    schedule,
 )
 
 __all__ = ["standalone_script", "write_standalone"]
@@ -52,17 +53,17 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     module, _, attribute = scaler_spec.partition(":")
     root, dot, rest = attribute.partition(".")
     recipe = scenario.parsed_recipe
-    shape = scenario.parsed_topology.mesh_shape(scenario.world)
+    legs = scenario.legs
     package = module.partition(".")[0]
     text = _template().render(
         scaler=scaler_spec,
         id=scenario.id,
-        topology=scenario.topology,
-        world=scenario.world,
+        place=", then ".join(f"{leg.topology}, {leg.world} ranks" for leg in legs),
+        worlds=[leg.world for leg in legs],
         steps=scenario.steps,
         seed=scenario.seed,
         needs="" if package == "torch" else f" and {package}",
-        imports=imports(scenario),
+        imports=dict.fromkeys(line for leg in legs for line in imports(leg)),
         module=module,
         root=root,
         rest=dot + rest,
@@ -74,25 +75,28 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         enabled=recipe.enabled,
         primed=recipe.primed,
         manual=recipe.new_scale,
-        faults=[_fault(f, scenario) for f in parse_faults(scenario.faults)],
+        faults=[[_fault(f, leg) for f in parse_faults(leg.faults)] for leg in legs],
         layers=_layers(scenario.data),
         experts=scenario.data == "digits-experts",
         tied=scenario.data == "text-tied",
         frozen=recipe.training.frozen,
         compiled=recipe.compile,
-        averages=scenario.topology in ("fsdp+plain", "ep"),
-        layout=layout(scenario),
-        mesh_shape=tuple(shape.values()),
-        mesh_axes=tuple(shape),
+        averages=any(leg.topology in ("fsdp+plain", "ep") for leg in legs),
+        layout=lines(scenario, layout),
+        mesh_shape=chosen(scenario, lambda leg: tuple(_mesh(leg).values())),
+        mesh_axes=chosen(scenario, lambda leg: tuple(_mesh(leg))),
         optimizer=f"torch.optim.{OPTIMIZERS[scenario.optimizer]}",
         groups=scenario.optimizer == "adamw-groups",
         order=ORDERS[scenario.order],
         two=recipe.optimizers == 2,
-        pipeline="pp" in PARTS[scenario.topology],
-        seam=scenario.seam if recipe.resume else None,
-        rows=_rows(scenario),
+        elsewhere=recipe.elsewhere,
+        numbered=recipe.elsewhere,
+        resumes=recipe.resume and not recipe.elsewhere,
+        seam=scenario.seam,
+        schedule=lines(scenario, schedule),
+        rows=chosen(scenario, _rows),
         batch=BATCHES[scenario.dataset],
-        passes=passes(scenario),
+        passes=lines(scenario, passes),
         calls=calls(scenario),
     )
     compile(text, "standalone", "exec")
@@ -124,14 +128,10 @@ def _template() -> Template:
     return environment.get_template("standalone.py.j2")
 
 
-_ON_ONE_WORLD = [name for name, recipe in RECIPES.items() if not recipe.elsewhere]
-
-
 def _refuse(scenario: Scenario) -> None:
     known: Sequence[tuple[str, Mapping[str, object] | Sequence[str]]] = (
         ("data", LAYERS),
         ("topology", PARTS),
-        ("recipe", _ON_ONE_WORLD),
         ("optimizer", OPTIMIZERS),
         ("order", ORDERS),
     )
@@ -160,13 +160,13 @@ def _layers(data: str) -> str:
     return "\n".join(["{", *lines, "    }"])
 
 
+def _mesh(scenario: Scenario) -> dict[str, int]:
+    return scenario.parsed_topology.mesh_shape(scenario.world)
+
+
 def _rows(scenario: Scenario) -> str:
     """A number that tells which rows a rank sees."""
-    axes = [
-        axis
-        for axis in scenario.parsed_topology.mesh_shape(scenario.world)
-        if axis in scenario.parsed_topology.data_axes
-    ]
+    axes = [a for a in _mesh(scenario) if a in scenario.parsed_topology.data_axes]
     ranks = [
         f'{10**i} * mesh.get_local_rank("{axis}")' for i, axis in enumerate(axes, 1)
     ]

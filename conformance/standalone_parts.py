@@ -22,6 +22,7 @@ __all__ = [
     "imports",
     "layout",
     "passes",
+    "schedule",
     "uses_sequence",
 ]
 
@@ -260,6 +261,28 @@ def imports(scenario: Scenario) -> list[str]:
 
 
 # - Recipes
+
+
+def schedule(scenario: Scenario) -> list[str]:
+    """Lines that make the schedule of a pipeline."""
+    if "pp" not in PARTS[scenario.topology]:
+        return []
+    begins = scenario.seam if scenario.parsed_recipe.elsewhere else 0
+    return [
+        "losses = []",
+        "",
+        "def scaled(out, y):  # the first call of all is there to infer shapes",
+        "    losses.append(loss(out, y))",
+        f"    part = len(losses) - 1 - (step == {begins})",
+        "    return scaler.scale(spoilt(losses[-1], part, 2))",
+        "",
+        'pp = mesh["pp"]',
+        "stage = PipelineStage(",
+        '    model, pp.get_local_rank(), pp.size(), torch.device("cpu"),',
+        "    group=pp.get_group(),",
+        ")",
+        "schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=scaled)",
+    ]
 
 
 def passes(scenario: Scenario) -> list[str]:

@@ -12,7 +12,6 @@ from gradparity.conformance.handover import gathered
 from gradparity.conformance.listing import explain
 from gradparity.conformance.parity import measure_parity
 from gradparity.conformance.record import case_record
-from gradparity.conformance.standalone import standalone_script
 from gradparity.conformance.trace import Saved
 from gradparity.fixtures import TOPOLOGIES
 from gradparity.fixtures.faulty import plain
@@ -77,11 +76,6 @@ def test_one_step_is_refused() -> None:
 def test_other_recipes_have_one_leg() -> None:
     alone = Scenario.parse(plain.CLEAN)
     assert alone.legs == (alone,)
-
-
-def test_no_script_without_a_harness() -> None:
-    with pytest.raises(ValueError, match="recipe 'resume-elsewhere'"):
-        standalone_script(MOVED, RIGHT)
 
 
 # - The handover

@@ -227,7 +227,7 @@ def test_a_violation_comes_with_a_script_where_one_can_be_made() -> None:
     for scenario, there in (
         ("fsdp/2/fp32/sgd/none", True),
         ("ep/2/fp32/sgd/none/data=digits-experts", True),
-        ("fsdp/2/fp32/sgd/none/steps=2,recipe=resume-elsewhere", False),
+        ("fsdp/2/fp32/sgd/none/steps=2,recipe=resume-elsewhere", True),
         ("no id", False),
     ):
         record = msgspec.structs.replace(case(scaler, "fail"), scenario=scenario)

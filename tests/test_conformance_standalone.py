@@ -2,8 +2,11 @@
 
 import ast
 import os
+import runpy
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,52 @@ OWN_EXPERTS = f"fsdp+ep-local/4/fp32/sgd/{BAD_EXPERT},recipe=two-optimizers"
 EXPERTS_FIRST = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
 
 
-def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
+MOVED = "recipe=resume-elsewhere,interval=4,steps=4"
+
+
+class Scripts:
+    """Runs scripts one after the other, with torch imported once for all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "script.py"
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "gradparity.tests.script_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ALONE,
+        )
+
+    def __call__(self, scaler: str, scenario: str) -> tuple[int, str]:
+        self.path.write_text(standalone_script(Scenario.parse(scenario), scaler))
+        assert self.server.stdin is not None and self.server.stdout is not None
+        self.server.stdin.write(f"{self.path}\n")
+        self.server.stdin.flush()
+        code = int(self.server.stdout.readline())
+        return code, Path(f"{self.path}.out").read_text()
+
+
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    made = Scripts(tmp_path_factory.mktemp("scripts"))
+    with made.server:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("scaler", "scenario", "words"),
+    [
+        (TORCH, f"fsdp+tp/4/fp32/sgd/{BAD}/steps=3", "step 1: ranks disagree on"),
+        (OURS, "tp+sp/2/fp32/sgd/none/data=text,steps=2", "no violation\n"),
+        (OURS, f"pp/2/fp32/adamw/none/{MOVED}", "no violation\n"),
+    ],
+)
+def test_a_script_needs_nothing_of_the_tests(
+    tmp_path: Path, scaler: str, scenario: str, words: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(standalone_script(Scenario.parse(scenario), scaler))
     done = subprocess.run(
@@ -36,16 +84,15 @@ def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
         text=True,
         timeout=250,
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=ALONE,
     )
-    assert done.stderr == ""
-    return done.returncode, done.stdout
+    assert (done.stderr, done.returncode) == ("", int(scaler == TORCH))
+    assert words in done.stdout
 
 
 @pytest.mark.parametrize(
     ("scaler", "scenario", "words"),
     [
-        (TORCH, f"fsdp+tp/4/fp32/sgd/{BAD}/steps=3", "step 1: ranks disagree on"),
         (TORCH, "tp/2/fp32/sgd/none/steps=2", "got mixed torch.Tensor"),
         (TORCH, "pp/2/fp32/sgd/none/steps=2", "_scale is None"),
         (
@@ -93,12 +140,48 @@ def executed(tmp_path: Path, scaler: str, scenario: str) -> tuple[int, str]:
             "fsdp/2/fp32/adam/none/steps=2,recipe=clip-norm,magnitude=1073741824",
             "gradient / scale is wrong",
         ),
+        (
+            f"{FAULTY}:SavesATrackerForEachRank",
+            f"fsdp/4/fp32/sgd/none/{MOVED}",
+            "step 2: rank 3 raised IndexError: list index out of range",
+        ),
+        (
+            f"{FAULTY}:SharesItsScaleAmongRanks",
+            f"pp/2/fp32/sgd/none/{MOVED}",
+            "step 2: rank 1: starts with (scale, growth tracker) (512.0, 2), "
+            "(1024.0, 2) was left",
+        ),
+        (
+            f"{FAULTY}:ForgetsOnAnotherWorld",
+            f"single/1/fp32/adam/none/{MOVED}",
+            "step 2: rank 0: starts with (scale, growth tracker) (1024.0, 0)",
+        ),
+        (
+            f"{FAULTY}:SavesStaleTracker",
+            f"ddp/4/fp32/sgd/none/{MOVED}",
+            "step 3: rank 0: scale 1024.0, the rule says 2048.0",
+        ),
+        (
+            f"{FAULTY}:NeverAgrees",
+            f"fsdp/4/fp32/sgd/inf@r3s1:up.weight/{MOVED}",
+            "step 1: ranks disagree",
+        ),
+        (
+            TORCH,
+            f"fsdp+tp/4/fp32/sgd/inf@r3s2:up.weight/{MOVED}",
+            "step 2: ranks disagree",
+        ),
+        (
+            f"{FAULTY}:KeepsTheTrackerOnGrowth",
+            "single/1/fp32/sgd/none/steps=3",
+            "step 2: rank 0: tracker 3, the rule says 0",
+        ),
     ],
 )
 def test_a_failure_is_shown(
-    tmp_path: Path, scaler: str, scenario: str, words: str
+    scripts: Scripts, scaler: str, scenario: str, words: str
 ) -> None:
-    code, output = executed(tmp_path, scaler, scenario)
+    code, output = scripts(scaler, scenario)
     assert code == 1, output
     assert words in output
 
@@ -109,7 +192,6 @@ def test_a_failure_is_shown(
         f"fsdp+tp/4/fp32/sgd/{BAD}/steps=4",
         f"tp/2/fp32/adamw/{BAD}/steps=3",
         "pp/2/fp32/sgd/nan@r0s1:last/steps=3",
-        "tp+sp/2/fp32/sgd/none/data=text,steps=2",
         "hsdp/4/fp16-params/adamw-fused/none/steps=3,scale=67108864",
         "ddp/2/fp16-autocast/sgd/nan@r0s1:last/recipe=accumulate,steps=3",
         "pp+fsdp/4/fp32/sgd/none/steps=2,recipe=clip-value",
@@ -123,10 +205,17 @@ def test_a_failure_is_shown(
         "fsdp+plain/2/fp32/adamw-groups/nan@r0s1:last[last]/steps=3,recipe=frozen",
         "tp/2/fp32/adamw/none/data=text-tied,steps=3,recipe=two-losses",
         "single/1/fp32/adamw/nan@r0s*:first/steps=150",
+        f"fsdp1/4/fp32/adamw/inf@r3s2:last/{MOVED}",
+        f"fsdp/3/fp32/adagrad/none/data=digits-uneven,{MOVED}",
+        f"fsdp+tp/4/fp32/sgd-momentum/none/{MOVED}",
+        f"tp+sp/4/fp16-autocast/adam/nan@r*s0:middle/data=text,{MOVED}",
+        f"fsdp+ep/4/fp16-params/adamw/none/data=digits-experts,{MOVED}",
+        f"ep/2/fp32/adamw-groups/inf@r1s2:loss/data=digits-experts,{MOVED}",
+        f"pp+fsdp/4/fp32/adamw-fused/nan@r3s3:last/{MOVED}",
     ],
 )
-def test_a_right_scaler_passes(tmp_path: Path, scenario: str) -> None:
-    assert executed(tmp_path, OURS, scenario) == (0, "no violation\n")
+def test_a_right_scaler_passes(scripts: Scripts, scenario: str) -> None:
+    assert scripts(OURS, scenario) == (0, "no violation\n")
 
 
 @pytest.mark.parametrize("name", standalone_parts.OPTIMIZERS)
@@ -168,6 +257,53 @@ def _functions(text: str, name: str) -> dict[str, Any]:
     return space
 
 
+def test_what_is_saved_is_laid_out_anew_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = standalone_script(Scenario.parse(f"fsdp/4/fp32/adamw/none/{MOVED}"), OURS)
+    (tmp_path / "script.py").write_text(text)
+    with warnings.catch_warnings():
+        script = runpy.run_path(str(tmp_path / "script.py"))
+    whole = _trained(torch.arange(5.0))
+    for rank, places in enumerate(([4, 0, 2], [1, 2, 3])):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        where = {"w": torch.tensor(places)}
+        script["save"](tmp_path, Saves(rank), *_trained(where["w"].float()), where)
+    for places in ([0, 1, 2, 3, 4], [3], [1, 0]):
+        where = {"w": torch.tensor(places)}
+        part = _trained(torch.zeros(len(places)), steps=0)
+        assert script["load"](tmp_path, *part, where) == {"rank": 0}
+        mine, wanted = (_held(*trained) for trained in (part, whole))
+        assert mine.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(mine[key], value[places] if value.ndim else value), key
+
+
+Trained = tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]
+
+
+def _trained(values: torch.Tensor, steps: int = 2) -> Trained:
+    weight = torch.nn.Parameter(values.clone())
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    for _ in range(steps):
+        weight.grad = weight.detach() + 0.3
+        optimizer.step()
+    return {"w": weight}, optimizer
+
+
+def _held(
+    params: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    return {"": params["w"].detach(), **optimizer.state[params["w"]]}
+
+
+class Saves:
+    """A scaler that saves the rank it is on."""
+
+    def __init__(self, rank: int) -> None:
+        self.state_dict = lambda: {"rank": rank}
+
+
 def test_only_torch_is_imported() -> None:
     text = standalone_script(Scenario.parse(f"tp/2/fp32/sgd/{BAD}"), TORCH)
     names = {
@@ -185,21 +321,16 @@ def test_only_torch_is_imported() -> None:
 
 
 def test_what_no_script_is_made_for_is_named() -> None:
-    scenario = Scenario.parse("fsdp/2/fp32/sgd/none/recipe=resume-elsewhere")
-    words = "no standalone script for recipe 'resume-elsewhere'"
-    with pytest.raises(ValueError, match=words):
-        standalone_script(scenario, TORCH)
     own = "gradparity.tests.stacks:Right"
     scenario = Scenario.parse(f"dp2/2/fp32/own/none/data={own}")
     with pytest.raises(ValueError, match=f"no standalone script for data '{own}'"):
         standalone_script(scenario, TORCH)
 
 
-def test_every_scenario_on_one_world_has_a_script() -> None:
+def test_every_scenario_has_a_script() -> None:
     """``standalone_script`` compiles what it returns."""
     for scenario in select("default", Selection()):
-        if len(scenario.legs) == 1:
-            assert scenario.id in standalone_script(scenario, TORCH)
+        assert scenario.id in standalone_script(scenario, TORCH)
 
 
 def test_a_script_is_of_one_scaler(
