@@ -1,9 +1,10 @@
 """Standalone: a violation as a short script for a bug report, without a harness.
 
-The script needs torch and the judged scaler's package alone. It builds a model of the
-same kind with the same layout, precision, recipe and faults, and judges agreement,
-skips, the scale rule, the unscaled gradients and stray collectives by itself. Finer
-laws (parity against the reference) are beyond it: exit code 0 then says so.
+The script needs torch and the judged scaler's package alone, and the workload's module
+where that is the user's own. It builds a model of the same kind (or that model) with
+the same layout, precision, recipe and faults, and judges agreement, skips, the scale
+rule, the unscaled gradients and stray collectives by itself. Finer laws (parity against
+the reference) are beyond it: exit code 0 then says so.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from ..fixtures import LOSS, PLACES, Fault, parse_faults
+from ..fixtures import LOSS, PLACES, Fault, is_workload, parse_faults
 from .scenario import Scenario
+from .spec import NO_SCALER
 from .standalone_legs import chosen, lines
+from .standalone_own import own_values
 from .standalone_parts import (
     BATCHES,
     LAYERS,
@@ -32,6 +35,7 @@ from .standalone_parts import (
     passes,
     schedule,
 )
+from .workload import WRAPPERS
 
 __all__ = ["standalone_script", "write_standalone"]
 
@@ -47,35 +51,69 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         ValueError: if the scenario holds something that scripts are not made for; says
             which part.
     """
-    _refuse(scenario)
-    if not re.fullmatch(r"[\w.]+:[\w.]+", scaler_spec):
-        raise ValueError(f"no standalone script for scaler {scaler_spec!r}")
-    module, _, attribute = scaler_spec.partition(":")
-    root, dot, rest = attribute.partition(".")
-    recipe = scenario.parsed_recipe
-    legs = scenario.legs
-    package = module.partition(".")[0]
+    own = is_workload(scenario.data)
+    if not own:
+        _refuse(scenario)
+    named = [s for s in (scaler_spec, scenario.data) if is_workload(s)]
+    packages = dict.fromkeys(re.split("[.:]", name)[0] for name in named)
     text = _template().render(
-        scaler=scaler_spec,
+        **_scaler(scaler_spec),
+        **_settings(scenario),
+        **(own_values if own else _values)(scenario),
+        own=own,
+        enabled=scenario.parsed_recipe.enabled and scaler_spec != NO_SCALER,
+        needs=[package for package in packages if package != "torch"],
+    )
+    compile(text, "standalone", "exec")
+    return text
+
+
+def _scaler(spec: str) -> dict[str, object]:
+    """Where the scaler comes from; ``none`` is a class that the script has itself."""
+    if spec == NO_SCALER:
+        return {"scaler": "no scaler", "module": "", "root": "NoScaler", "rest": ""}
+    if not re.fullmatch(r"[\w.]+:[\w.]+", spec):
+        raise ValueError(f"no standalone script for scaler {spec!r}")
+    module, _, attribute = spec.partition(":")
+    root, dot, rest = attribute.partition(".")
+    return {"scaler": spec, "module": module, "root": root, "rest": dot + rest}
+
+
+def _settings(scenario: Scenario) -> dict[str, object]:
+    """Numbers, faults, mesh and recipe."""
+    recipe, legs = scenario.parsed_recipe, scenario.legs
+    return dict(
         id=scenario.id,
         place=", then ".join(f"{leg.topology}, {leg.world} ranks" for leg in legs),
         worlds=[leg.world for leg in legs],
         steps=scenario.steps,
         seed=scenario.seed,
-        needs="" if package == "torch" else f" and {package}",
-        imports=dict.fromkeys(line for leg in legs for line in imports(leg)),
-        module=module,
-        root=root,
-        rest=dot + rest,
         growth=scenario.growth_factor,
         backoff=scenario.backoff_factor,
         interval=scenario.growth_interval,
         init_scale=scenario.init_scale,
         magnitude=scenario.magnitude,
-        enabled=recipe.enabled,
         primed=recipe.primed,
         manual=recipe.new_scale,
         faults=[[_fault(f, leg) for f in parse_faults(leg.faults)] for leg in legs],
+        wrappers=WRAPPERS,
+        mesh_shape=chosen(scenario, lambda leg: tuple(_mesh(leg).values())),
+        mesh_axes=chosen(scenario, lambda leg: tuple(_mesh(leg))),
+        order=ORDERS[scenario.order],
+        two=recipe.optimizers == 2,
+        elsewhere=recipe.elsewhere,
+        resumes=recipe.resume and not recipe.elsewhere,
+        seam=scenario.seam,
+    )
+
+
+def _values(scenario: Scenario) -> dict[str, object]:
+    """What stands for the model, data, layout and optimizer of the fixtures."""
+    recipe, legs = scenario.parsed_recipe, scenario.legs
+    return dict(
+        model="standalone_model.py.j2",
+        trained="The model is of the same kind as the scenario's; the data are random.",
+        imports=dict.fromkeys(line for leg in legs for line in imports(leg)),
         layers=_layers(scenario.data),
         experts=scenario.data == "digits-experts",
         tied=scenario.data == "text-tied",
@@ -83,24 +121,16 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         compiled=recipe.compile,
         averages=any(leg.topology in ("fsdp+plain", "ep") for leg in legs),
         layout=lines(scenario, layout),
-        mesh_shape=chosen(scenario, lambda leg: tuple(_mesh(leg).values())),
-        mesh_axes=chosen(scenario, lambda leg: tuple(_mesh(leg))),
         optimizer=f"torch.optim.{OPTIMIZERS[scenario.optimizer]}",
         groups=scenario.optimizer == "adamw-groups",
-        order=ORDERS[scenario.order],
-        two=recipe.optimizers == 2,
-        elsewhere=recipe.elsewhere,
         numbered=recipe.elsewhere,
-        resumes=recipe.resume and not recipe.elsewhere,
-        seam=scenario.seam,
+        parity=False,
         schedule=lines(scenario, schedule),
         rows=chosen(scenario, _rows),
         batch=BATCHES[scenario.dataset],
         passes=lines(scenario, passes),
         calls=calls(scenario),
     )
-    compile(text, "standalone", "exec")
-    return text
 
 
 def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
@@ -146,7 +176,7 @@ def _refuse(scenario: Scenario) -> None:
 
 def _fault(fault: Fault, scenario: Scenario) -> tuple[object, ...]:
     name = fault.parameter
-    if name not in (*PLACES, LOSS):
+    if name not in (*PLACES, LOSS) and not is_workload(scenario.data):
         *_, layer, kind = ("", *name.split("."))
         layer = LIKENESS.get(layer, layer)
         if layer not in LAYERS[scenario.data] or kind not in ("weight", "bias"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..fixtures import is_workload
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Z_LOSS
 from .scenario import Scenario
 
@@ -19,9 +20,11 @@ __all__ = [
     "ORDERS",
     "PARTS",
     "calls",
+    "import_policy",
     "imports",
     "layout",
     "passes",
+    "policy",
     "schedule",
     "uses_sequence",
 ]
@@ -176,7 +179,8 @@ def _tp(scenario: Scenario) -> Sequence[str]:
     return (*plan, 'parallelize_module(model, mesh["tp"], plan)')
 
 
-def _policy(scenario: Scenario, kind: str = "MixedPrecisionPolicy") -> str:
+def policy(scenario: Scenario, kind: str = "MixedPrecisionPolicy") -> str:
+    """The line that makes the precision's policy."""
     precision = scenario.parsed_precision
     settings = ", ".join(
         f"{name}={value}"
@@ -194,7 +198,7 @@ def _fsdp(scenario: Scenario) -> list[str]:
     data = [a for a in axes if a in scenario.parsed_topology.data_axes]
     mesh = "mesh" if data == axes else f"mesh[{', '.join(map(repr, data))}]"
     return [
-        _policy(scenario),
+        policy(scenario),
         'for unit in (m for n, m in model.named_children() if n in ("up", "down")):',
         f"    fully_shard(unit, mesh={mesh}, mp_policy=policy)",
         f"fully_shard(model, mesh={mesh}, mp_policy=policy)",
@@ -203,7 +207,7 @@ def _fsdp(scenario: Scenario) -> list[str]:
 
 def _fsdp1(scenario: Scenario) -> list[str]:
     return [
-        _policy(scenario, "MixedPrecision"),
+        policy(scenario, "MixedPrecision"),
         "model = FullyShardedDataParallel(",
         '    model, device_id=torch.device("cpu"), mixed_precision=policy,',
         "    use_orig_params=True,",
@@ -219,12 +223,17 @@ _MAKERS: dict[str, Callable[[Scenario], Sequence[str]]] = {
     "fsdp1": _fsdp1,
     "own": lambda _: _OWN_EXPERTS,
     "plain": lambda _: _PLAIN,
-    "policy": lambda s: (_policy(s),),
+    "policy": lambda s: (policy(s),),
     "pp": lambda _: _CUT,
     "spread": lambda _: (_SPREAD,),
     "tp": _tp,
 }
 """Part of a layout -> its lines."""
+
+
+def import_policy() -> str:
+    """The line that imports what :func:`policy` makes."""
+    return f"from {_FSDP} import MixedPrecisionPolicy"
 
 
 def imports(scenario: Scenario) -> list[str]:
@@ -240,7 +249,7 @@ def imports(scenario: Scenario) -> list[str]:
     if "fsdp1" in parts:
         lines.append(f"from {_FSDP} import FullyShardedDataParallel, MixedPrecision")
     if {"fsdp", "policy"} & {*parts}:
-        lines.append(f"from {_FSDP} import MixedPrecisionPolicy, fully_shard")
+        lines.append(f"{import_policy()}, fully_shard")
     if "pp" in parts:
         lines.append(
             "from torch.distributed.pipelining import PipelineStage, ScheduleGPipe"
@@ -290,7 +299,7 @@ def passes(scenario: Scenario) -> list[str]:
     dtype = scenario.parsed_precision.autocast_dtype
     settings = f"{dtype or 'torch.float16'}, enabled={dtype is not None}"
     context = f'with torch.autocast("cpu", {settings}):'
-    if "pp" in PARTS[scenario.topology]:
+    if scenario.parsed_topology.pipelined:
         call = "schedule.step(*([x] if pp.get_local_rank() == 0 else []), target=y)"
         return ["losses.clear()", context, f"    {call}"]
     recipe = scenario.parsed_recipe
@@ -320,7 +329,10 @@ def passes(scenario: Scenario) -> list[str]:
         ]
     elif recipe.defer_sync:
         body = ["model.set_requires_gradient_sync(part == 1)", *body]
-    head = "for part, (x, y) in enumerate(zip(x.chunk(2), y.chunk(2))):"
+    halves = "zip(x.chunk(2), y.chunk(2))"
+    if is_workload(scenario.data):  # its batches are nests of tensors
+        halves = "[(rows(x, i, 2), rows(y, i, 2)) for i in (0, 1)]"
+    head = f"for part, (x, y) in enumerate({halves}):"
     return [head, *(f"    {line}" for line in body)]
 
 

@@ -24,6 +24,7 @@ from .scenario import Scenario
 from .trace import RankTrace
 
 __all__ = [
+    "WRAPPERS",
     "check_layout",
     "check_whole",
     "check_workload",
@@ -38,17 +39,18 @@ PARTS = 4
 """A batch is split in so many parts to see what rounding does to a correct run."""
 ROUNDING = 2.0**-30
 """What the order of a sum in fp64 may change, by far; what no mean shows is larger."""
-_WRAPPERS = (
+WRAPPERS = (
     "_fsdp_wrapped_module.",
     "_checkpoint_wrapped_module.",
     "_orig_mod.",
     "module.",
 )
+"""What wrappers put into the names of parameters."""
 
 
 def full_name(name: str) -> str:
     """The name in the full model of a parameter of a wrapped one."""
-    for wrapper in _WRAPPERS:
+    for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 

@@ -72,6 +72,16 @@ class Nested(Right):
         return torch.optim.AdamW([p for _, p in parameters], lr=1e-3)
 
 
+class ZeroBiases(Right):
+    """No fault: parts of a bias over ``tp`` are equal, and yet no replicas."""
+
+    def model(self) -> nn.Module:
+        found = super().model()
+        for name, parameter in found.named_parameters():
+            nn.init.zeros_(parameter) if name.endswith("bias") else None
+        return found
+
+
 class Embedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,7 @@
 """Standalone scripts run without us, and show what the catalogue shows."""
 
 import ast
-import os
 import runpy
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from gradparity.conformance.__main__ import main
 from gradparity.conformance.catalogue import Selection, select
 from gradparity.conformance.standalone import standalone_script
 from gradparity.fixtures import OPTIMIZERS
+from gradparity.tests.script_server import Scripts, alone, serving
 
 TORCH = "torch.amp:GradScaler"
 OURS = "gradparity.scaler:GradScaler"
@@ -33,35 +32,9 @@ EXPERTS_FIRST = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
 MOVED = "recipe=resume-elsewhere,interval=4,steps=4"
 
 
-class Scripts:
-    """Runs scripts one after the other, with torch imported once for all."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "script.py"
-        self.server = subprocess.Popen(
-            [sys.executable, "-m", "gradparity.tests.script_server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ALONE,
-        )
-
-    def __call__(self, scaler: str, scenario: str) -> tuple[int, str]:
-        self.path.write_text(standalone_script(Scenario.parse(scenario), scaler))
-        assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(f"{self.path}\n")
-        self.server.stdin.flush()
-        code = int(self.server.stdout.readline())
-        return code, Path(f"{self.path}.out").read_text()
-
-
-ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
-    made = Scripts(tmp_path_factory.mktemp("scripts"))
-    with made.server:
+    with serving(tmp_path_factory.mktemp("scripts")) as made:
         yield made
 
 
@@ -76,18 +49,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
 def test_a_script_needs_nothing_of_the_tests(
     tmp_path: Path, scaler: str, scenario: str, words: str
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(standalone_script(Scenario.parse(scenario), scaler))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=tmp_path,
-        env=ALONE,
-    )
-    assert (done.stderr, done.returncode) == ("", int(scaler == TORCH))
-    assert words in done.stdout
+    code, output = alone(tmp_path, scaler, scenario)
+    assert code == int(scaler == TORCH)
+    assert words in output
 
 
 @pytest.mark.parametrize(
@@ -321,10 +285,8 @@ def test_only_torch_is_imported() -> None:
 
 
 def test_what_no_script_is_made_for_is_named() -> None:
-    own = "gradparity.tests.stacks:Right"
-    scenario = Scenario.parse(f"dp2/2/fp32/own/none/data={own}")
-    with pytest.raises(ValueError, match=f"no standalone script for data '{own}'"):
-        standalone_script(scenario, TORCH)
+    with pytest.raises(ValueError, match="no standalone script for scaler 'a b:c'"):
+        standalone_script(Scenario.parse("single/1/fp32/sgd/none"), "a b:c")
 
 
 def test_every_scenario_has_a_script() -> None:
