@@ -29,7 +29,7 @@ and raises what `unscale_` would have raised. On an accelerator the host never w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +68,6 @@ class Agreement:
         """Forget the current iteration, after an error that ended it."""
         self._count = 0
 
-    def group(self, parameters: Callable[[], Iterable[Any]]) -> ProcessGroup | None:
-        """Return the group to agree over, None when this rank is on its own."""
-        return self.reach.group(parameters)
-
     def agree(
         self,
         group: ProcessGroup,
@@ -84,7 +80,7 @@ class Agreement:
         """Exchange one message for one optimizer step.
 
         Args:
-            group: what `group` returned.
+            group: what ``reach.group`` returned.
             holding: what this rank brings.
             call: name of the calling method, for messages.
             attached: any fixed shape, fp64: gathered from all ranks on the way.
@@ -123,7 +119,7 @@ class Agreement:
             RanksDisagreeError: the ranks had different numbers of agreements.
         """
         count, self._count = self._count, 0
-        if count != self._most and (group := self.group(tuple)) is not None:
+        if count != self._most and (group := self.reach.group(tuple)) is not None:
             self._exchange(group, holding(), CLOSING, call)
         self._most = max(self._most, count)
         self._iteration += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .clipping import GradientClipper
+from .eager import eager
 from .history import Counters, Overflow
 from .states import real_optimizer
 
@@ -17,6 +18,7 @@ __all__ = ["Answerer"]
 class Answerer(GradientClipper):
     """Answers questions about past steps; a base of ``GradScaler``."""
 
+    @eager
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the last `step` of this optimizer was skipped.
 
@@ -36,6 +38,7 @@ class Answerer(GradientClipper):
             )
         return bool(found.tolist())
 
+    @eager
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
         """Step a learning-rate scheduler, unless its optimizer's step was skipped.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.amp.grad_scaler import OptState
 
+from .eager import eager
 from .history import code_of, overflow_of
 from .holder import ScaleHolder, never_scaled
 from .message import Holding, Verdict
@@ -38,6 +39,7 @@ class GradientChecker(ScaleHolder):
     # A look that the other ranks have not answered yet.
     _unsettled: tuple[_Look, Verdict] | None = None
 
+    @eager
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, and agree on overflow.
 
@@ -286,12 +288,13 @@ class GradientChecker(ScaleHolder):
         self._states = states
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        states = self._per_optimizer_states
-        state = states.get(id(optimizer))
+        if self._unsettled is not None:
+            self._settle()
+        state = self._states.get(id(optimizer))
         if state is not None and state.get("optimizer") is optimizer:
             return state
         real = real_optimizer(optimizer)
-        state = states[id(real)]
+        state = self._states[id(real)]
         # Keeps it alive: the id of a dead optimizer may be given to a new one.
         state["optimizer"] = real
         return state

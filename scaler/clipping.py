@@ -16,6 +16,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from .checking import GradientChecker
+from .eager import eager
 from .settings import HIGHEST_SCALE
 from .totals import MESHES, Held, Shares, global_norm, held_by, shares_of
 from .unscale import local_of, refuse_fp16, widen
@@ -31,6 +32,7 @@ __all__ = ["GradientClipper"]
 class GradientClipper(GradientChecker):
     """Clips by the global norm; a base of ``GradScaler``."""
 
+    @eager
     def clip_grad_norm_(
         self,
         optimizer: Optimizer | None,

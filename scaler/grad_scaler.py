@@ -17,6 +17,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from .answers import Answerer
+from .eager import eager
 from .errors import TooManySkipsError
 from .fused import makes_momentum, step_with, wants_scaler
 from .policy import advance, set_scale
@@ -66,6 +67,7 @@ class GradScaler(Answerer):
 
     # - Steps
 
+    @eager
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer, unless a gradient on any rank is not finite.
 
@@ -102,7 +104,8 @@ class GradScaler(Answerer):
             return self._fused_step(optimizer, state, *args, **kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-            self._settle()
+            if self._unsettled is not None:
+                self._settle()
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         self._stamps.stepped(state)
@@ -110,6 +113,7 @@ class GradScaler(Answerer):
         state["stage"] = OptState.STEPPED
         return result
 
+    @eager
     def step_together(self, *optimizers: Optimizer) -> bool:
         """Step these optimizers, all of them or none.
 
@@ -153,6 +157,7 @@ class GradScaler(Answerer):
             self.step(optimizer)
         return not on_host(found)
 
+    @eager
     def step_without_optimizer(self) -> None:
         """Take part in the other ranks' next `step`, on a rank without parameters.
 
@@ -231,6 +236,7 @@ class GradScaler(Answerer):
 
     # - The policy
 
+    @eager
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale and end the iteration.
 
@@ -250,7 +256,9 @@ class GradScaler(Answerer):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        found = self._found_since_update()
+        if self._unsettled is not None:
+            self._settle()
+        found = _flags_of(self._states.values())
         if new_scale is None or found:
             self._agreement.close(lambda: self._holding(None), "update")
         self._stamps.close(self._states)
@@ -265,9 +273,6 @@ class GradScaler(Answerer):
         self._states = defaultdict(fresh_state)
         if new_scale is None and self._policy.max_consecutive_skips is not None:
             self._refuse_endless_skips()
-
-    def _found_since_update(self) -> list[torch.Tensor]:
-        return _flags_of(self._per_optimizer_states.values())
 
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
         assert self._scale is not None

@@ -187,7 +187,7 @@ class ScaleHolder(_TorchGradScaler):
         def parameters() -> Iterable[Any]:
             return chain.from_iterable(map(parameters_of, optimizers))
 
-        return self._agreement.group(parameters)
+        return self._agreement.reach.group(parameters)
 
     # - Settings
 

@@ -36,10 +36,10 @@ def real_optimizer(optimizer: Optimizer) -> Optimizer:
     """
     for name in _WRAPPED:
         inner = getattr(optimizer, name, None)
-        groups = getattr(inner, "param_groups", None)
-        if inner is None or groups is None or inner is optimizer:
+        if inner is None or inner is optimizer:
             continue
-        if groups is getattr(optimizer, "param_groups", None):
+        groups = getattr(inner, "param_groups", None)
+        if groups is not None and groups is getattr(optimizer, "param_groups", None):
             return real_optimizer(inner)
     return optimizer
 

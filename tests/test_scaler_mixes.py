@@ -214,25 +214,6 @@ def test_several_losses_in_a_nest(make: Any, fused: bool) -> None:
     assert p.tolist() == q.tolist() == [-1.0, -1.0]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@BOTH
-def test_compiled_scale_and_step(make: Any) -> None:
-    p = torch.zeros(2, requires_grad=True)
-    scaler = make(device="cpu", init_scale=4.0, growth_interval=1)
-    optimizer = torch.optim.SGD([p], lr=1.0)
-
-    def iteration() -> None:
-        optimizer.zero_grad()
-        scaler.scale(p.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    compiled: Any = torch.compile(iteration, backend="eager")
-    for i in range(1, 4):
-        compiled()
-        assert p.tolist() == [-float(i)] * 2 and scaler.get_scale() == 4.0 * 2**i
-
-
 @BOTH
 def test_a_copy_in_mid_training_goes_its_own_way(make: Any) -> None:
     p = torch.zeros(2, requires_grad=True)
