@@ -64,10 +64,6 @@ class Agreement:
         self._most = -1  # largest count of any iteration; -1: none is over yet
         self._unread: list[Verdict] = []
 
-    def reset(self) -> None:
-        """Forget the current iteration, after an error that ended it."""
-        self._count = 0
-
     def agree(
         self,
         group: ProcessGroup,

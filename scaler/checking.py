@@ -56,6 +56,8 @@ class GradientChecker(ScaleHolder):
             RuntimeError: called twice, or after `step`, in one iteration.
             AssertionError: the gradients cannot have been scaled yet.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
+            RanksDisagreeError: in that next call: the ranks hold different state.
+            PeerFailedError: in that next call: another rank raised.
         """
         if not self._enabled:
             return
