@@ -122,10 +122,6 @@ def nothing() -> None:
     pass
 
 
-def broadcasts() -> None:
-    dist.broadcast(torch.ones(2), src=0)
-
-
 MATRIX = {
     "raise": Fault(
         bad=raises,
