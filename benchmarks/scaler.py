@@ -7,9 +7,10 @@
 2. One process, plain tensors: a whole step.
 3. Collectives and host synchronisations, counted.
 
-Both sides of a ratio alternate within one run, so that noise meets them alike; each
-figure is the median. What is timed is what a training loop calls between backward and
-the optimizer's arithmetic; the optimizer itself is replaced by nothing.
+Both sides of a ratio alternate within one run, so that noise meets them alike. Ranks
+start each repeat together, and the slower one is what training waits for; each figure
+is the median over the repeats. What is timed is what a training loop calls between
+backward and the optimizer's arithmetic; the optimizer itself is replaced by nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
 
 Measured = dict[str, float]  # what was timed -> seconds
+Repeats = dict[str, list[float]]  # the same of each repeat
 
 SCALE = 1024.0
 SIZES = {
@@ -41,7 +43,7 @@ SIZES = {
     "2000 of 16": (2000, (16,)),
     "1000 of 256x256": (1000, (256, 256)),
 }
-REPEATS = {"500 of 64x64": 51, "2000 of 16": 31, "1000 of 256x256": 21}
+REPEATS = {"500 of 64x64": 201, "2000 of 16": 101, "1000 of 256x256": 61}
 
 
 def _optimizer(params: list[Any], fused: bool) -> Any:
@@ -56,14 +58,21 @@ def _scaler(make: Any) -> Any:
     return scaler
 
 
-def _alternate(work: dict[str, Callable[[], float]], repeats: int) -> Measured:
+def _alternate(work: dict[str, Callable[[], float]], repeats: int) -> Repeats:
     for run in work.values():  # once to warm up
         run()
     times: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
         for name, run in work.items():
             times[name].append(run())
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def _medians(ranks: Sequence[Repeats]) -> Measured:
+    return {
+        name: statistics.median(map(max, zip(*(r[name] for r in ranks), strict=True)))
+        for name in ranks[0]
+    }
 
 
 def _timed(act: Callable[[], Any], clean: Callable[[], Any]) -> Callable[[], float]:
@@ -79,7 +88,7 @@ def _timed(act: Callable[[], Any], clean: Callable[[], Any]) -> Callable[[], flo
     return run
 
 
-def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Measured:
+def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
     """Time one size; runs on every rank.
 
     Args:
@@ -183,7 +192,7 @@ def alone(count: int, shape: tuple[int, ...], fused: bool, repeats: int) -> Meas
     inner = max(1, 500 // count)
     makes = {"torch step": torch.amp.GradScaler, "our step": GradScaler}
     work = {name: step(_scaler(make)) for name, make in makes.items()}
-    return _alternate(work, repeats)
+    return _medians([_alternate(work, repeats)])
 
 
 def counts(fused: bool, clip: bool) -> tuple[int, int]:
@@ -221,8 +230,7 @@ def measure(quick: bool) -> dict[str, Any]:
         for name, (count, shape) in SIZES.items():
             repeats = 3 if quick else REPEATS[name]
             per_rank = cluster.run(sharded, count, shape, repeats, timeout_s=300)
-            # The slowest rank is what training waits for.
-            seconds[name] = {k: max(rank[k] for rank in per_rank) for k in per_rank[0]}
+            seconds[name] = _medians(per_rank)
         counted = {
             _name(fused, clip): cluster.run(counts, fused, clip)[0]
             for fused in (True, False)
