@@ -39,8 +39,8 @@ def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:
 
 PLANTS = {
     "agreement lost": plant(
-        "scaler/agreement.py",
-        "return self.reach.group(parameters)",
+        "scaler/groups.py",
+        "return _RULES[self.over](self, parameters)",
         "return None",
         "agreement.scale",
     ),
@@ -59,8 +59,8 @@ PLANTS = {
     ),
     "unscale off by 0.1 %": plant(
         "scaler/unscale.py",
-        "factor.to(device, non_blocking=True)",
-        "factor.to(device, non_blocking=True) * 1.001",
+        "_there(factor, device)",
+        "_there(factor, device) * 1.001",
         "parity.gradient",
     ),
     "growth tracker off by one": plant(
