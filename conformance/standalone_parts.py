@@ -274,7 +274,7 @@ def imports(scenario: Scenario) -> list[str]:
 
 def schedule(scenario: Scenario) -> list[str]:
     """Lines that make the schedule of a pipeline."""
-    if "pp" not in PARTS[scenario.topology]:
+    if not scenario.parsed_topology.pipelined:
         return []
     begins = scenario.seam if scenario.parsed_recipe.elsewhere else 0
     return [

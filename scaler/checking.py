@@ -290,8 +290,7 @@ class GradientChecker(ScaleHolder):
         self._states = states
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._unsettled is not None:
-            self._settle()
+        self._settle()
         state = self._states.get(id(optimizer))
         if state is not None and state.get("optimizer") is optimizer:
             return state

@@ -104,8 +104,7 @@ class GradScaler(Answerer):
             return self._fused_step(optimizer, state, *args, **kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-            if self._unsettled is not None:
-                self._settle()
+            self._settle()
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         self._stamps.stepped(state)
@@ -256,8 +255,7 @@ class GradScaler(Answerer):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        if self._unsettled is not None:
-            self._settle()
+        self._settle()
         found = _flags_of(self._states.values())
         if new_scale is None or found:
             self._agreement.close(lambda: self._holding(None), "update")

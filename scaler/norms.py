@@ -83,7 +83,7 @@ def _norms_of_one_size(
         return _norms_side_by_side(group, size, norm_type)
     dtype = None if group[0].dtype is torch.float64 else torch.float32
     each = torch._foreach_norm(group, norm_type, dtype)
-    # torch.stack of many scalars takes twice as long.
+    # torch.stack of many scalars takes longer.
     return torch.tensor(list(map(torch.Tensor.tolist, each)), dtype=torch.float64)
 
 

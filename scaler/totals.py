@@ -97,12 +97,9 @@ def held_by(
 
 
 def _quick_places(gradients: list[Any], alone: Place) -> list[Place] | None:
-    kinds = set(map(type, gradients))
-    if kinds == {torch.Tensor}:
+    if set(map(type, gradients)) == {torch.Tensor}:
         return [alone] * len(gradients)
     try:
-        if torch.Tensor not in kinds:
-            return [_known[id(g._spec)][1] for g in gradients]
         return [
             alone if type(g) is torch.Tensor else _known[id(g._spec)][1]
             for g in gradients

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _TorchReplicator
 
+from .verdicts import moved_to
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -214,13 +216,6 @@ def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return gradient._values()
 
 
-def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # `to` costs as much as the kernel on a small tensor, also where there is no way.
-    if tensor.device == device:
-        return tensor
-    return tensor.to(device, non_blocking=True)
-
-
 def check_and_unscale_(
     gradients: Gradients,
     inv_scale: torch.Tensor,
@@ -249,9 +244,9 @@ def check_and_unscale_(
         for factor in factors:
             for (device, _), tensors in gradients.items():
                 if device not in founds:
-                    founds[device] = _there(found_inf, device)
+                    founds[device] = moved_to(found_inf, device)
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    tensors, founds[device], _there(factor, device)
+                    tensors, founds[device], moved_to(factor, device)
                 )
     finally:
         torch._C._set_grad_enabled(grad_mode)

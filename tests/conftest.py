@@ -13,6 +13,7 @@ from filelock import FileLock
 from gradparity.conformance.report import Report, read_report
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.broker import visible_gpus
+from gradparity.tests.script_server import Scripts, serving
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
@@ -32,6 +33,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         wanted, there = marker.kwargs.get("count", 1), len(visible_gpus())
         if there < wanted:
             pytest.skip(f"needs {wanted} CUDA devices, {there} visible")
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    """A server of standalone scripts for the tests of one module."""
+    with serving(tmp_path_factory.mktemp("scripts")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

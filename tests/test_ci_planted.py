@@ -59,8 +59,8 @@ PLANTS = {
     ),
     "unscale off by 0.1 %": plant(
         "scaler/unscale.py",
-        "_there(factor, device)",
-        "_there(factor, device) * 1.001",
+        "moved_to(factor, device)",
+        "moved_to(factor, device) * 1.001",
         "parity.gradient",
     ),
     "growth tracker off by one": plant(

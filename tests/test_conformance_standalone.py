@@ -4,7 +4,6 @@ import ast
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from gradparity.conformance.__main__ import main
 from gradparity.conformance.catalogue import Selection, select
 from gradparity.conformance.standalone import standalone_script
 from gradparity.fixtures import OPTIMIZERS
-from gradparity.tests.script_server import Scripts, alone, serving
+from gradparity.tests.script_server import Scripts, alone
 
 TORCH = "torch.amp:GradScaler"
 OURS = "gradparity.scaler:GradScaler"
@@ -30,12 +29,6 @@ EXPERTS_FIRST = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
 
 
 MOVED = "recipe=resume-elsewhere,interval=4,steps=4"
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
-    with serving(tmp_path_factory.mktemp("scripts")) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

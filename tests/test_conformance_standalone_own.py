@@ -1,6 +1,5 @@
 """Standalone scripts on a workload of one's own: torch, the scaler and the workload."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,19 +7,13 @@ import pytest
 from gradparity.conformance import Scenario
 from gradparity.conformance.standalone import standalone_script
 from gradparity.tests import stacks
-from gradparity.tests.script_server import Scripts, alone, serving
+from gradparity.tests.script_server import Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
 OURS = "gradparity.scaler:GradScaler"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
 BAD = f"dp2-tp2/4/fp32/own/inf@r3s1:0.weight/data={MODULE}:Right,steps=3"
 EXAMPLE = "data=gradparity.examples.workload:Stack,steps=3"
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
-    with serving(tmp_path_factory.mktemp("scripts")) as made:
-        yield made
 
 
 @pytest.mark.parametrize(
