@@ -124,6 +124,7 @@ class ForkServer:
             os.setsid()  # a group of its own: it can be killed with its children
             linux.die_with_parent(server)
             linux.be_first_out_of_memory()
+            linux.wait_for_turn()
             self._selector.close()
             self._sock.close()
             _close([exit_w, self._wake_r, self._wake_w, *self._exit_fds.values()])

@@ -38,6 +38,20 @@ def be_first_out_of_memory() -> None:
         pass  # a wish, not a need
 
 
+def wait_for_turn() -> None:
+    """Have this process's threads, when they wake, not preempt one another.
+
+    gloo's event loop wakes as soon as a peer answers, often on the core of the thread
+    that is still sending with the connection locked. It then asks for the lock in a
+    loop until its time slice is over: 3 to 5 ms in nearly every second collective, on
+    machines with as many cores as ranks.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except (OSError, AttributeError):
+        pass  # a wish, not a need
+
+
 def children() -> list[int]:
     """Return the pids of this process's children."""
     try:

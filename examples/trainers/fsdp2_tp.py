@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from shared import Options, batch_of, parse, tell
+from shared import Options, batch_of, leave, parse, tell
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(__doc__ or "", argv)
     dist.init_process_group("gloo")
     train(options)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,14 @@ def tell(options: Options, step: int, loss: float, scale: float) -> None:
 
 
 def leave() -> None:
-    """End the process group: Python's end may meet gloo's threads and abort."""
-    if dist.is_initialized():
-        dist.destroy_process_group()  # https://github.com/pytorch/pytorch/issues/190489
+    """End a rank of torchrun at once, as what follows Python's end may abort.
+
+    DDP keeps gloo's threads beyond the process group, and one that still lets go of a
+    tensor then ends the process: https://github.com/pytorch/pytorch/issues/190489
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
