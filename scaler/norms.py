@@ -20,10 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["norms"]
+__all__ = ["Norms", "norms"]
+
+Norms = list[float] | torch.Tensor
+"""Numbers that the host knows, or (number of tensors,), fp64, on their device."""
+
+# What a tensor on the host holds, without `item`, which counts as a synchronisation.
+_listed: Any = torch.Tensor.tolist
 
 _SMALL = 4096  # elements; see [Note: Small tensors]
 _SIDE_BY_SIDE = 131072  # elements copied at a time; see [Note: Small tensors]
@@ -31,7 +38,7 @@ _PIECE = 65536  # elements; see [Note: Exact enough]
 _NARROW_PIECE = 4096  # the same for 16-bit elements, which torch adds up less well
 
 
-def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Norms:
     """Return the norm of each tensor.
 
     Args:
@@ -39,11 +46,10 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         norm_type: order of the norm; may be infinite.
 
     Returns:
-        (len(tensors),), fp64, on the device of the tensors; not finite only where a
-        tensor is not.
+        One per tensor, not finite only where the tensor is not.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
+        return []
     if tensors[0].device.type != "cpu":
         # fp64 sums cannot overflow, so no second look, which would synchronise.
         each = torch._foreach_norm(list(tensors), norm_type, torch.float64)
@@ -51,50 +57,51 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type not in (2.0, math.inf):
         tensors = [tensor.double() for tensor in tensors]
     found = _norms_cpu(tensors, norm_type)
-    if math.isfinite(found.sum().tolist()):  # type: ignore[arg-type]  # 0-d: a number
+    if math.isfinite(sum(found)):
         return found
-    for i in (~found.isfinite()).nonzero().flatten().tolist():
-        found[i] = _norm(tensors[i].double(), norm_type)
-    return found
+    return [
+        norm if math.isfinite(norm) else _listed(_norm(tensor.double(), norm_type))
+        for norm, tensor in zip(found, tensors, strict=True)
+    ]
 
 
-def _norms_cpu(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _norms_cpu(tensors: Sequence[torch.Tensor], norm_type: float) -> list[float]:
     sizes = list(map(torch.Tensor.numel, tensors))
     if len(set(sizes)) == 1:
         return _norms_of_one_size(list(tensors), sizes[0], norm_type)
     indices: dict[int, list[int]] = {}
     for i, size in enumerate(sizes):
         indices.setdefault(size, []).append(i)
-    found = torch.empty(len(tensors), dtype=torch.float64)
+    found = [0.0] * len(tensors)
     for size, places in indices.items():
         group = [tensors[i] for i in places]
-        found[places] = _norms_of_one_size(group, size, norm_type)
+        of_group = _norms_of_one_size(group, size, norm_type)
+        for i, norm in zip(places, of_group, strict=True):
+            found[i] = norm
     return found
 
 
 def _norms_of_one_size(
     group: list[torch.Tensor], size: int, norm_type: float
-) -> torch.Tensor:
+) -> list[float]:
     if size == 0:
-        return torch.zeros(len(group), dtype=torch.float64)
+        return [0.0] * len(group)
     if size > _piece_of(group[0]):
-        return torch.cat([_norm_in_pieces(t, norm_type) for t in group]).double()
+        return [_listed(_norm_in_pieces(tensor, norm_type)) for tensor in group]
     if size <= _SMALL and len(group) > 1:
         return _norms_side_by_side(group, size, norm_type)
     dtype = None if group[0].dtype is torch.float64 else torch.float32
-    each = torch._foreach_norm(group, norm_type, dtype)
-    # torch.stack of many scalars takes longer.
-    return torch.tensor(list(map(torch.Tensor.tolist, each)), dtype=torch.float64)
+    return list(map(_listed, torch._foreach_norm(group, norm_type, dtype)))
 
 
 def _norms_side_by_side(
     group: list[torch.Tensor], size: int, norm_type: float
-) -> torch.Tensor:
+) -> list[float]:
     # A few at a time: a large copy would be written to memory and read back, page
     # faults included, where this one stays in the cache.
     step = max(1, _SIDE_BY_SIDE // size)
     scratch = group[0].new_empty(min(step, len(group)), size)
-    found = torch.empty(len(group), dtype=torch.float64)
+    found: list[float] = []
     for start in range(0, len(group), step):
         some = group[start : start + step]
         rows = scratch[: len(some)]
@@ -102,7 +109,7 @@ def _norms_side_by_side(
             torch.cat(some, out=rows.view(-1, *some[0].shape[1:]))
         except RuntimeError:
             torch.cat([t.reshape(-1) for t in some], out=rows.view(-1))
-        found[start : start + step] = _norm(_wide(rows), norm_type, dim=1)
+        found += _listed(_norm(_wide(rows), norm_type, dim=1))
     return found
 
 
@@ -114,7 +121,7 @@ def _norm_in_pieces(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     pieces = tensor.reshape(-1).split(_piece_of(tensor))
     dtype = None if tensor.dtype is torch.float64 else torch.float32
     each = torch.stack(torch._foreach_norm(pieces, norm_type, dtype)).double()
-    return _norm(each, norm_type).reshape(1)
+    return _norm(each, norm_type)
 
 
 def _norm(

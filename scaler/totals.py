@@ -19,11 +19,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from .norms import norms
+from .norms import Norms, norms
 from .unscale import Gradients, by_device_and_dtype, parameters_of, quick_locals
 from .verdicts import Number, number_of
 
@@ -85,7 +87,7 @@ def held_by(
     parameters = list(parameters_of(optimizer))
     gradients = [g for p in parameters if (g := p.grad) is not None]
     locals_ = quick_locals((), gradients)
-    places = None if locals_ is None else _quick_places(gradients, alone)
+    places = None if locals_ is None else _places(optimizer, gradients, alone)
     if locals_ is None or places is None:
         places, locals_ = _one_by_one(parameters, local_of, alone)
     if places and places.count(places[0]) == len(places):  # by identity
@@ -96,16 +98,44 @@ def held_by(
     return {place: by_device_and_dtype(tensors) for place, tensors in held.items()}
 
 
-def _quick_places(gradients: list[Any], alone: Place) -> list[Place] | None:
+class _Seen(NamedTuple):
+    alone: Place
+    specs: list[Any]
+    places: list[Place]
+
+
+# What an optimizer had in its last step: fully_shard gives the same spec to a
+# parameter's gradient in every step.
+_seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+
+
+def _places(
+    optimizer: Optimizer, gradients: list[Any], alone: Place
+) -> list[Place] | None:
+    # None if there is a partial gradient, which must be summed up first.
     if set(map(type, gradients)) == {torch.Tensor}:
         return [alone] * len(gradients)
-    try:
-        return [
-            alone if type(g) is torch.Tensor else _known[id(g._spec)][1]
-            for g in gradients
-        ]
-    except KeyError:
+    specs = [getattr(gradient, "_spec", None) for gradient in gradients]
+    seen = _seen.get(optimizer)
+    if seen is not None and seen.alone is alone and _are_same(seen.specs, specs):
+        return seen.places
+    if any(_is_partial(spec) for spec in specs if spec is not None):
         return None
+    places = [_place_of(spec, alone) for spec in specs]
+    _seen[optimizer] = _Seen(alone, specs, places)
+    return places
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _is_partial(spec: Any) -> bool:
+    return any(placement.is_partial() for placement in spec.placements)
+
+
+def _place_of(spec: Any, alone: Place) -> Place:
+    return alone if spec is None else _where(spec.mesh, spec.placements)
 
 
 def _one_by_one(
@@ -119,29 +149,13 @@ def _one_by_one(
             gradient = parameter.grad
             if gradient is None:
                 continue
-            place = alone
-            if (spec := getattr(gradient, "_spec", None)) is not None:
-                if any(p.is_partial() for p in spec.placements):
-                    gradient = parameter.grad = _summed(gradient)
-                    spec = gradient._spec
-                else:
-                    _remember(spec)
-                place = _where(spec.mesh, spec.placements)
-            places.append(place)
+            spec = getattr(gradient, "_spec", None)
+            if spec is not None and _is_partial(spec):
+                gradient = parameter.grad = _summed(gradient)
+                spec = gradient._spec
+            places.append(_place_of(spec, alone))
             locals_.append(local_of(parameter, gradient))
     return places, locals_
-
-
-# Where a spec lies, by its id; the spec is kept, so that the id stays its own.
-# fully_shard gives the same spec to a parameter's gradient in every step.
-_known: dict[int, tuple[Any, Place]] = {}
-_MOST_KNOWN = 65536
-
-
-def _remember(spec: Any) -> None:
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[id(spec)] = spec, _where(spec.mesh, spec.placements)
 
 
 def _summed(gradient: Any) -> Any:
@@ -174,8 +188,8 @@ def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
     parts: dict[float, list[Number]] = {}
     kinds: dict[float, tuple[str, int, int]] = {}
     for place, groups in held.items():
-        part = number_of(_power_sum(groups, norm_type, device))
         copies = 1 if math.isinf(norm_type) else place.copies
+        part = _power_sum(groups, norm_type, device)
         parts.setdefault(place.number, []).append(part / copies)
         _, count, numel = kinds.get(place.number, ("", 0, 0))
         for tensors in groups.values():
@@ -187,30 +201,43 @@ def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
             f"The gradients lie on {len(parts)} meshes, clip_grad_norm_ knows at most "
             f"{MESHES}. Use several optimizers, or one mesh with more axes."
         )
-    shares = [_total(some, norm_type) for some in parts.values()]
+    shares = [_total(some, norm_type, device) for some in parts.values()]
     rows = [[mesh, _number(str(kind)), 0.0] for mesh, kind in kinds.items()]
     rows += [[0.0] * 3] * (MESHES - len(rows))
     return _with_shares(rows, shares, device)
 
 
-def _power_sum(
-    groups: Gradients, norm_type: float, device: torch.device
-) -> torch.Tensor:
+def _power_sum(groups: Gradients, norm_type: float, device: torch.device) -> Number:
     # Sum of p-th powers; for the infinite norm the maximum.
     found = [norms(tensors, norm_type) for tensors in groups.values()]
-    parts = [part.to(device, non_blocking=True) for part in found]
-    each = parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts = [_power_sum_of(each, norm_type) for each in found]
+    return _total(parts, norm_type, device)
+
+
+def _power_sum_of(each: Norms, norm_type: float) -> Number:
+    if isinstance(each, list):
+        if math.isinf(norm_type):
+            return _highest(each)
+        if norm_type == 2.0:
+            root = math.hypot(*each)
+            return root * root  # ** would raise where this is infinite
+        each = torch.tensor(each, dtype=torch.float64)
     if math.isinf(norm_type):
-        return each.amax()
-    return each.dot(each) if norm_type == 2.0 else each.pow(norm_type).sum()
+        return number_of(each.amax())
+    return number_of(each.dot(each) if norm_type == 2.0 else each.pow(norm_type).sum())
 
 
-def _total(parts: Any, norm_type: float) -> Number:
+def _total(parts: list[Number], norm_type: float, device: torch.device) -> Number:
     infinite = math.isinf(norm_type)
-    if isinstance(parts[0], torch.Tensor):
-        stacked = torch.stack(parts)
-        return stacked.amax() if infinite else stacked.sum()
-    return _highest(parts) if infinite else sum(parts)
+    if device.type == "cpu":
+        values = list(map(float, parts))
+        return _highest(values) if infinite else sum(values)
+    on_device = [
+        torch.as_tensor(part, dtype=torch.float64).to(device, non_blocking=True)
+        for part in parts
+    ]
+    stacked = torch.stack(on_device)
+    return stacked.amax() if infinite else stacked.sum()
 
 
 def _with_shares(
@@ -274,7 +301,7 @@ def _counted_on_host(rows: list[list[list[float]]], norm_type: float) -> float:
 
 def _highest(values: Sequence[float]) -> float:
     # As amax: nan is higher than any.
-    return max(values, key=lambda value: (math.isnan(value), value), default=0.0)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def _counted_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
