@@ -4,8 +4,9 @@
    tree for ours, ``MultiProcContinuousTest`` and ``MultiProcessTestCase``.
 2. Milliseconds of one warm call above the function's own work, by isolation.
 3. Seconds from each fault of the matrix to the error in the parent, world 4.
-4. Ten sessions at once on this machine.
-5. A large world: start, all_reduce, stop, memory.
+4. A collective after work, where a rank's threads preempt one another and where not.
+5. Ten sessions at once on this machine.
+6. A large world: start, all_reduce, stop, memory.
 
 ``gradparity bench harness`` writes ``results/harness.json`` and, from it, the tables of
 ``docs/harness.md``; ``--out FILE`` writes that file alone. The peers need the package
@@ -35,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from gradparity.benchmarks.harness_tables import write_tables
+from gradparity.benchmarks.together import start_together
 from gradparity.multiprocess import Cluster, WorldFailure
 from gradparity.multiprocess.spec import Isolation
 from gradparity.tests.fault_matrix import MATRIX, Fault, act
@@ -120,6 +122,8 @@ HARNESSES = {
     "MultiProcContinuousTest": CONTINUOUS,
     "MultiProcessTestCase": CASE,
 }
+SLOW_S = 1.5e-3
+"""No collective of two ranks on one machine needs so long."""
 RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 
@@ -215,6 +219,35 @@ def detection_s(cluster: Cluster, fault: Fault) -> float:
     return took_s - (fault.limit_s if fault.hangs else 0.0)
 
 
+def turns(repeats: int) -> dict[str, float]:
+    """Milliseconds of a collective after work, by what a woken thread may do."""
+    found: dict[str, float] = {"slow_above_ms": SLOW_S * 1e3}
+    policies = {"preempt": os.SCHED_OTHER, "wait": os.SCHED_BATCH}
+    with Cluster(2) as cluster:
+        for name, policy in policies.items():
+            ranks = cluster.run(after_work, policy, repeats, isolation="process")
+            # The rank that comes last does not wait for the other.
+            seconds = [min(both) for both in zip(*ranks, strict=True)]
+            found[f"{name}_ms"] = round(statistics.median(seconds) * 1e3, 2)
+            slow = sum(took_s > SLOW_S for took_s in seconds)
+            found[f"{name}_slow"] = round(slow / repeats, 2)
+    return found
+
+
+def after_work(policy: int, repeats: int) -> list[float]:
+    """Read 262 MB again and again; return the seconds of each collective after it."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(thread), policy, os.sched_param(0))
+    torch.set_num_threads(1)
+    gradients = [torch.ones(256, 256) for _ in range(1000)]
+    took = []
+    for _ in range(repeats):
+        start_together()
+        torch._foreach_norm(gradients)
+        took.append(timed_all_reduce())
+    return took
+
+
 def large(size: int) -> dict[str, float]:
     """Start, use and stop one large world."""
     began = time.perf_counter()
@@ -261,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "calls": {f"size_{n}": calls(n, options.repeats) for n in (2, 4)},
         "faults_size_4": faults(4, 5),
+        "turns": turns(200),
         "concurrent_runs": concurrent(10, 2, options.tests),
     }
     if options.large:

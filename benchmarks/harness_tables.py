@@ -24,6 +24,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
             ("sessions", _sessions),
             ("calls", _calls),
             ("faults", _faults),
+            ("turns", _turns),
             ("rest", _rest),
         )
     }
@@ -72,6 +73,19 @@ def _faults(record: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|"
     for name, found in record["faults_size_4"].items():
         yield row(name, f"{found['median_s']:.2f}", f"{found['promised_s']:g}")
+
+
+def _turns(record: dict[str, Any]) -> Iterator[str]:
+    found = record["turns"]
+    yield row(
+        "woken threads of a rank",
+        "median milliseconds",
+        f"collectives above {found['slow_above_ms']:g} ms",
+    )
+    yield "|---|---|---|"
+    for what, name in (("preempt", "preempt"), ("wait for their turn", "wait")):
+        share = f"{found[f'{name}_slow']:.0%}"
+        yield row(what, f"{found[f'{name}_ms']:.2f}", share)
 
 
 def _rest(record: dict[str, Any]) -> Iterator[str]:

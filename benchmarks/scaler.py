@@ -8,9 +8,10 @@
 3. Collectives and host synchronisations, counted.
 
 Both sides of a ratio alternate within one run, so that noise meets them alike. Ranks
-start each repeat together, and the slower one is what training waits for; each figure
-is the median over the repeats. What is timed is what a training loop calls between
-backward and the optimizer's arithmetic; the optimizer itself is replaced by nothing.
+start each repeat at one moment of the clock, and the slower one is what training waits
+for; each figure is the median over the repeats. What is timed is what a training loop
+calls between backward and the optimizer's arithmetic; the optimizer itself is replaced
+by nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from gradparity.benchmarks.situations import Idle
+from gradparity.benchmarks.together import start_together
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler
 
@@ -43,7 +45,6 @@ SIZES = {
     "2000 of 16": (2000, (16,)),
     "1000 of 256x256": (1000, (256, 256)),
 }
-_LEAD = 2e-3  # seconds from the last rank's word to the start
 REPEATS = {"500 of 64x64": 201, "2000 of 16": 101, "1000 of 256x256": 61}
 
 
@@ -76,19 +77,10 @@ def _medians(ranks: Sequence[Repeats]) -> Measured:
     }
 
 
-def _start_together() -> None:
-    # A barrier lets ranks go up to a millisecond apart, and a rank that went first
-    # would count that as the time of its next collective. The clock is the machine's.
-    moment = torch.tensor(time.perf_counter() + _LEAD, dtype=torch.float64)
-    dist.all_reduce(moment, dist.ReduceOp.MAX)
-    while time.perf_counter() < moment:
-        pass
-
-
 def _timed(act: Callable[[], Any], clean: Callable[[], Any]) -> Callable[[], float]:
     def run() -> float:
         if dist.is_initialized():
-            _start_together()
+            start_together()
         start = time.perf_counter()
         act()
         seconds = time.perf_counter() - start

@@ -127,6 +127,16 @@ def test_process_takes_fresh_ranks(cluster: Cluster) -> None:
     assert not set(pids) & set(cluster.pids)
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the kernel's, on Linux")
+def test_threads_of_a_rank_do_not_preempt_one_another(cluster: Cluster) -> None:
+    def policies() -> set[int]:
+        ranks_sum(0)
+        threads = map(int, os.listdir("/proc/self/task"))  # gloo's among them
+        return {os.sched_getscheduler(thread) for thread in threads}
+
+    assert cluster.run(policies) == [{os.SCHED_BATCH}] * 2
+
+
 def test_a_destroyed_group_is_made_anew(cluster: Cluster) -> None:
     cluster.run(dist.destroy_process_group)
     assert cluster.run(ranks_sum, 0) == [1.0, 1.0]
