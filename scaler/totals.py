@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -26,7 +26,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .norms import Norms, norms
-from .unscale import Gradients, by_device_and_dtype, parameters_of, quick_locals
+from .unscale import (
+    Gradients,
+    by_device_and_dtype,
+    gradients_of,
+    parameters_of,
+    quick_locals,
+)
 from .verdicts import Number, number_of
 
 if TYPE_CHECKING:
@@ -84,12 +90,11 @@ def held_by(
     Partial gradients are summed up first, a collective over their mesh.
     """
     alone = _place((rank,), "plain", 1)
-    parameters = list(parameters_of(optimizer))
-    gradients = [g for p in parameters if (g := p.grad) is not None]
-    locals_ = quick_locals((), gradients)
+    gradients = gradients_of(parameters_of(optimizer))
+    locals_ = quick_locals(gradients)
     places = None if locals_ is None else _places(optimizer, gradients, alone)
     if locals_ is None or places is None:
-        places, locals_ = _one_by_one(parameters, local_of, alone)
+        places, locals_ = _one_by_one(optimizer, local_of, alone)
     if places and places.count(places[0]) == len(places):  # by identity
         return {places[0]: by_device_and_dtype(locals_)}
     held: dict[Place, list[torch.Tensor]] = {}
@@ -139,13 +144,13 @@ def _place_of(spec: Any, alone: Place) -> Place:
 
 
 def _one_by_one(
-    parameters: Iterable[Any],
+    optimizer: Optimizer,
     local_of: Callable[[Any, Any], torch.Tensor],
     alone: Place,
 ) -> tuple[list[Place], list[torch.Tensor]]:
     places, locals_ = [], []
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             gradient = parameter.grad
             if gradient is None:
                 continue

@@ -5,7 +5,7 @@ Everything here looks at local tensors only and never communicates.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ __all__ = [
     "Gradients",
     "by_device_and_dtype",
     "check_and_unscale_",
+    "gradients_of",
     "local_gradients",
     "local_of",
     "parameters_of",
@@ -81,7 +82,7 @@ def widen(optimizer: Optimizer) -> None:
 
 
 def local_gradients(
-    optimizer: Optimizer | Iterable[Any],
+    optimizer: Optimizer | Sequence[Any],
     *,
     allow_fp16: bool,
     without: Container[int] = (),
@@ -103,13 +104,18 @@ def local_gradients(
         AssertionError: a parameter is not a tensor.
         ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
-    parameters = list(parameters_of(optimizer))
-    if without:
-        parameters = [p for p in parameters if id(p) not in without]
-    gradients = quick_locals(parameters)
-    if gradients is None:
-        gradients = _locals_one_by_one(parameters, allow_fp16)
-    grouped = by_device_and_dtype(gradients)
+
+    def parameters() -> Iterator[Any]:
+        every = parameters_of(optimizer)
+        return (p for p in every if id(p) not in without) if without else every
+
+    try:
+        locals_ = quick_locals(gradients_of(parameters()))
+    except AttributeError:  # a parameter is no tensor
+        locals_ = None
+    if locals_ is None:
+        locals_ = _locals_one_by_one(parameters(), allow_fp16)
+    grouped = by_device_and_dtype(locals_)
     if not allow_fp16:
         refuse_fp16(grouped)
     return grouped
@@ -126,28 +132,28 @@ def refuse_fp16(gradients: Gradients) -> None:
             raise ValueError(_FP16)
 
 
-def quick_locals(
-    parameters: Iterable[Any], gradients: list[Any] | None = None
-) -> list[torch.Tensor] | None:
-    """Return the local gradients where each is simply there, else None.
+def gradients_of(parameters: Iterable[Any]) -> list[Any]:
+    """Return the gradients of those parameters that have one.
 
-    Args:
-        parameters: those without a gradient are left out.
-        gradients: theirs, if the caller has them already.
+    Raises:
+        AttributeError: a parameter is not a tensor.
     """
     # The loops over parameters are what many small gradients cost: they stay in C, or
-    # are comprehensions. An attribute is a tenth of the price of `to_local`.
-    try:
-        if gradients is None:
-            gradients = [g for p in parameters if (g := p.grad) is not None]
-        kinds: set[Any] = set(map(type, gradients))
-        for kind in kinds - {torch.Tensor}:
-            if not hasattr(kind, "_local_tensor"):
-                return None
-            gradients = [g._local_tensor if type(g) is kind else g for g in gradients]
-            kinds = set(map(type, gradients))
-    except AttributeError:
-        return None
+    # are comprehensions. Torch functions off: asking DTensor for its own, which it has
+    # turned off anyway, takes as long as reading the attribute.
+    with torch._C.DisableTorchFunctionSubclass():
+        return [g for p in parameters if (g := p.grad) is not None]
+
+
+def quick_locals(gradients: list[Any]) -> list[torch.Tensor] | None:
+    """Return the local tensor of each gradient where it is simply there, else None."""
+    kinds: set[Any] = set(map(type, gradients))
+    for kind in kinds - {torch.Tensor}:
+        if not hasattr(kind, "_local_tensor"):
+            return None
+        # An attribute is a tenth of the price of `to_local`.
+        gradients = [g._local_tensor if type(g) is kind else g for g in gradients]
+        kinds = set(map(type, gradients))
     if kinds - {torch.Tensor} or any(map(_IS_SPARSE, gradients)):
         return None  # sparse, or still on its way
     return gradients

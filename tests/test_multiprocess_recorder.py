@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess import Cluster, WorldFailure, current_world, recorder
 from gradparity.multiprocess.desync import find_desync, find_missing
 from gradparity.multiprocess.trail import SLOTS, Collective, TrailWriter, create, read
 
@@ -68,6 +69,21 @@ def test_the_line_is_the_callers(cluster: Cluster) -> None:
     outcome = cluster.outcomes(act)[0]
     name = __file__.rpartition("/")[2]
     assert outcome.collectives[-1].where == f"{name}:{outcome.value}"
+
+
+def test_nothing_is_noted_once_it_is_off(cluster: Cluster) -> None:
+    def act() -> Any:
+        dist.all_reduce(torch.ones(1))
+        recorder.uninstall()
+        mesh = current_world().mesh((2,), ("data",))
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        value = functional.all_reduce(value, "sum", mesh)
+        return value.tolist()
+
+    for outcome in cluster.outcomes(act, isolation="process"):
+        assert outcome.value == [4.0]
+        assert [noted.number for noted in outcome.collectives] == [1]
 
 
 def test_functional_collectives_are_noted(cluster: Cluster) -> None:
