@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradparity.benchmarks.tables import row
+from gradparity.benchmarks.tables import row, write_between
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "harness.md"
 _SIZES = ("size_2", "size_4")
 _GOALS_MS = {"pool": "5, 10", "group": "80 at 4", "process": "250 at 4"}
 _GOALS = {"MultiProcContinuousTest": 4, "MultiProcessTestCase": 50}
-_BETWEEN = re.compile(r"(<!-- recorded: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
@@ -32,11 +30,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
 
 def write_tables(record: dict[str, Any], page: Path = PAGE) -> None:
     """Put the tables of a record in the place of those on the page."""
-    found = tables(record)
-    text = _BETWEEN.sub(lambda m: m[1] + found[m[2]] + m[3], page.read_text())
-    new = page.with_suffix(".new")
-    new.write_text(text)
-    new.replace(page)
+    write_between(page, tables(record))
 
 
 def _sessions(record: dict[str, Any]) -> Iterator[str]:

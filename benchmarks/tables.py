@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["row", "write_between"]
+
+_BETWEEN = re.compile(r"(<!-- recorded: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+
 
 def row(*cells: object) -> str:
     """One line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def write_between(page: Path, tables: Mapping[str, str]) -> None:
+    """Put tables, by name, in the place of those between the marks of a page."""
+    text = _BETWEEN.sub(lambda m: m[1] + tables[m[2]] + m[3], page.read_text())
+    new = page.with_suffix(".new")
+    new.write_text(text)
+    new.replace(page)

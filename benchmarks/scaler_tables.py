@@ -1,0 +1,149 @@
+"""What ``scaler.py`` measured, against its goals: for a terminal and docs/scaler.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradparity.benchmarks.tables import row, write_between
+
+__all__ = ["PAGE", "lines", "rows", "tables", "write_tables"]
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaler.md"
+
+SMALL, TINY, LARGE = "500 of 64x64", "2000 of 16", "1000 of 256x256"
+
+
+class Goal(NamedTuple):
+    """A ratio of two times, and what it should be.
+
+    Attributes:
+        work: what is done.
+        size: on what; a key of the record's ``seconds``.
+        over: name of the time above the line.
+        under: name of the time below it.
+        bound: at least this where torch's time is above, else at most.
+        limit: name of the time that no scaler can beat, in the place of ours.
+        unit: what the ratio is.
+    """
+
+    work: str
+    size: str
+    over: str
+    under: str
+    bound: float
+    limit: str
+    unit: str
+
+
+def _faster(work: str, size: str, bound: float) -> Goal:
+    # What any scaler must do: touch each gradient once, and agree.
+    bare = "bare read" if "fused" in work else "bare kernel"
+    limit = f"{bare}, then a collective"
+    unit = "times faster than torch"
+    return Goal(work, size, f"torch {work}", f"our {work}", bound, limit, unit)
+
+
+def _near(work: str, bare: str, bound: float) -> Goal:
+    limit = f"{bare}, then a collective"
+    return Goal(work, LARGE, f"our {work}", bare, bound, limit, f"times the {bare}")
+
+
+def _alone(size: str) -> Goal:
+    over, under = "our step", "torch step"
+    return Goal("step, update", size, over, under, 1.05, "bare step", "times torch")
+
+
+GOALS = (
+    _faster("clip, fused", SMALL, 4.0),
+    _faster("clip, fused", TINY, 6.0),
+    _faster("clip, fused", LARGE, 3.0),
+    _faster("clip", LARGE, 1.7),
+    _faster("unscale_", SMALL, 2.0),
+    # unscale_ does not wait for the other ranks, step does
+    _faster("unscale_ and step", SMALL, 1.0),
+    _faster("unscale_ and step", LARGE, 1.0),
+    _near("clip, fused", "bare read", 1.3),
+    _near("unscale_", "bare kernel", 1.1),
+)
+
+
+def rows(seconds: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Hold the times against the goals; one row each."""
+    alone = (_alone(size) for size in seconds if size.startswith("alone"))
+    return [_row(goal, seconds[goal.size]) for goal in (*GOALS, *alone)]
+
+
+def _row(goal: Goal, times: dict[str, float]) -> dict[str, Any]:
+    more = goal.over.startswith("torch")
+    ratio, bare = times[goal.over] / times[goal.under], times[goal.limit]
+    limit = times[goal.over] / bare if more else bare / times[goal.under]
+    return {
+        "work": f"{goal.work}, {goal.size}",
+        "ratio": round(ratio, 3),
+        "unit": goal.unit,
+        "goal": f"at {'least' if more else 'most'} {goal.bound:g}",
+        "met": ratio >= goal.bound if more else ratio <= goal.bound,
+        "limit": round(limit, 2),
+    }
+
+
+def lines(record: dict[str, Any]) -> Iterator[str]:
+    """The record for a terminal."""
+    for each in record["rows"]:
+        mark = "met" if each["met"] else "MISSED"
+        yield (
+            f"{each['work']:44} {each['ratio']:6.2f} {each['unit']:24} "
+            f"{each['goal']:14} {mark:7} (limit {each['limit']:g})"
+        )
+    for way, worlds, found in _counted(record):
+        yield (
+            f"{way:17} {found['collectives']} collective of {found['bytes']} bytes a "
+            f"rank, {found['host_syncs']} host synchronisations, on {worlds} ranks"
+        )
+
+
+def tables(record: dict[str, Any]) -> dict[str, str]:
+    """Markdown by name, from a record."""
+    made = (("speed", _speed), ("counts", _counts))
+    return {name: "\n".join(of(record)) for name, of in made}
+
+
+def write_tables(record: dict[str, Any], page: Path = PAGE) -> None:
+    """Put the tables of a record in the place of those on the page."""
+    write_between(page, tables(record))
+
+
+def _speed(record: dict[str, Any]) -> Iterator[str]:
+    yield row("work", "measured", "goal", "limit")
+    yield "|---|---|---|---|"
+    for each in record["rows"]:
+        missed = "" if each["met"] else " (missed)"
+        measured = f"{each['ratio']:.2f} {each['unit']}{missed}"
+        yield row(each["work"], measured, each["goal"], f"{each['limit']:.2f}")
+    made = record["provenance"]
+    yield ""
+    yield (
+        f"torch {made['torch']}, Python {made['python']}, {made['cores']} cores, load "
+        f"{made['load_average_at_start']:.1f} at the start, {made['date']}."
+    )
+
+
+def _counts(record: dict[str, Any]) -> Iterator[str]:
+    columns = "collectives", "bytes a rank", "host synchronisations"
+    yield row("optimizer", "ranks", *columns)
+    yield "|---|---|---|---|---|"
+    for way, worlds, found in _counted(record):
+        yield row(way, worlds, *found.values())
+
+
+def _counted(record: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    # One line for all worlds that are alike.
+    worlds = record["counts"]
+    for way in next(iter(worlds.values())):
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for ranks, ways in worlds.items():
+            alike.setdefault(tuple(ways[way].items()), []).append(ranks)
+        for found, ranks_of in alike.items():
+            yield way, ", ".join(ranks_of), dict(found)
