@@ -286,8 +286,10 @@ class GradScaler(Answerer):
             policy=self._policy,
             hysteresis_left=self._hysteresis_left,
         )
-        self._history.record(found_inf, before, scale)
-        self._stamps.moved(before, scale)
+        after: Any = scale.tolist() if scale.is_cpu else scale
+        self._history.record(found_inf, before, after)
+        if isinstance(before, torch.Tensor) or before != after:
+            self._stamps.moved(before, scale)
 
     def _refuse_endless_skips(self) -> None:
         most = self._policy.max_consecutive_skips

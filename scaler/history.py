@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -114,7 +114,7 @@ class History:
         self,
         found_inf: torch.Tensor,
         before: torch.Tensor | float,
-        after: torch.Tensor,
+        after: torch.Tensor | float,
     ) -> None:
         """Count one iteration.
 
@@ -122,22 +122,26 @@ class History:
             found_inf: (), fp32: any optimizer was skipped.
             before: the scale of the iteration; a number where the host knows it, else
                 (), fp32.
-            after: (), fp32: the next scale.
+            after: the next scale, likewise.
         """
         if isinstance(before, torch.Tensor):
+            assert isinstance(after, torch.Tensor)
             self._record_on_device(found_inf, before, after)
             return
-        values: Any = (found_inf.tolist(), after.tolist())
-        old, (found, new) = before, values
+        assert isinstance(after, float)
+        found = bool(found_inf.tolist())
+        self.scales.append(before)
         counts = self._counts
+        if not found and after == before:  # nearly always
+            counts[0] += 1
+            counts[2] = 0
+            return
         counts[0] += not found
-        counts[1] += bool(found)
+        counts[1] += found
         counts[2] = counts[2] + 1 if found else 0
-        counts[3] += new > old
-        counts[4] += new < old
-        self.scales.append(old)
-        if found or new != old:
-            self._tell(bool(found), old, new)
+        counts[3] += after > before
+        counts[4] += after < before
+        self._tell(found, before, after)
 
     def counters(self) -> Counters:
         """Return the counters; synchronises if they are on an accelerator."""

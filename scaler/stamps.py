@@ -186,9 +186,6 @@ class Stamps:
         if not self._handed_out:
             return  # nothing carries it, nor will
         if not isinstance(before, torch.Tensor):
-            now: Any = scale.tolist()  # in host memory: no synchronisation
-            if before == now:
-                return
             before = torch.full_like(scale, before)
         self.current.value = before
         self.current = Stamp()

@@ -90,7 +90,7 @@ def held_by(
     Partial gradients are summed up first, a collective over their mesh.
     """
     alone = _place((rank,), "plain", 1)
-    gradients = gradients_of(parameters_of(optimizer))
+    gradients = gradients_of(optimizer)
     locals_ = quick_locals(gradients)
     places = None if locals_ is None else _places(optimizer, gradients, alone)
     if locals_ is None or places is None:

@@ -5,7 +5,7 @@ Everything here looks at local tensors only and never communicates.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -104,17 +104,14 @@ def local_gradients(
         AssertionError: a parameter is not a tensor.
         ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
-
-    def parameters() -> Iterator[Any]:
-        every = parameters_of(optimizer)
-        return (p for p in every if id(p) not in without) if without else every
-
+    if without:
+        optimizer = [p for p in parameters_of(optimizer) if id(p) not in without]
     try:
-        locals_ = quick_locals(gradients_of(parameters()))
+        locals_ = quick_locals(gradients_of(optimizer))
     except AttributeError:  # a parameter is no tensor
         locals_ = None
     if locals_ is None:
-        locals_ = _locals_one_by_one(parameters(), allow_fp16)
+        locals_ = _locals_one_by_one(optimizer, allow_fp16)
     grouped = by_device_and_dtype(locals_)
     if not allow_fp16:
         refuse_fp16(grouped)
@@ -132,8 +129,8 @@ def refuse_fp16(gradients: Gradients) -> None:
             raise ValueError(_FP16)
 
 
-def gradients_of(parameters: Iterable[Any]) -> list[Any]:
-    """Return the gradients of those parameters that have one.
+def gradients_of(optimizer: Optimizer | Sequence[Any]) -> list[Any]:
+    """Return the gradients that an optimizer has, or some parameters have.
 
     Raises:
         AttributeError: a parameter is not a tensor.
@@ -142,7 +139,7 @@ def gradients_of(parameters: Iterable[Any]) -> list[Any]:
     # are comprehensions. Torch functions off: asking DTensor for its own, which it has
     # turned off anyway, takes as long as reading the attribute.
     with torch._C.DisableTorchFunctionSubclass():
-        return [g for p in parameters if (g := p.grad) is not None]
+        return [g for p in parameters_of(optimizer) if (g := p.grad) is not None]
 
 
 def quick_locals(gradients: list[Any]) -> list[torch.Tensor] | None:
@@ -160,11 +157,11 @@ def quick_locals(gradients: list[Any]) -> list[torch.Tensor] | None:
 
 
 def _locals_one_by_one(
-    parameters: Iterable[Any], allow_fp16: bool
+    optimizer: Optimizer | Sequence[Any], allow_fp16: bool
 ) -> list[torch.Tensor]:
     gradients: list[torch.Tensor] = []
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             if not isinstance(parameter, torch.Tensor):
                 raise AssertionError(
                     f"expected param to be torch.Tensor, got {type(parameter).__name__}"
