@@ -159,6 +159,7 @@ class GradientChecker(ScaleHolder):
         call: str,
         attached: torch.Tensor | None = None,
         *,
+        asked: tuple[float, ...] = (),
         later: bool = False,
     ) -> Verdict | None:
         # Replaces what this rank found by what any rank found.
@@ -173,7 +174,9 @@ class GradientChecker(ScaleHolder):
         if group is None:
             self._accept(look, None)
             return None
-        holding = self._holding(mine, culprit=culprit, optimizers=optimizers)
+        holding = self._holding(
+            mine, culprit=culprit, optimizers=optimizers, asked=asked
+        )
         verdict = self._agreement.agree(group, holding, call, attached, later=later)
         self._unsettled = look, verdict
         if not verdict.is_on_its_way:
@@ -249,6 +252,7 @@ class GradientChecker(ScaleHolder):
         failed: bool = False,
         culprit: float = 0.0,
         optimizers: Iterable[Optimizer] = (),
+        asked: tuple[float, ...] = (),
     ) -> Holding:
         scale, tracker = self._check_scale_growth_tracker("agree")
         return Holding(
@@ -258,7 +262,7 @@ class GradientChecker(ScaleHolder):
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
-            policy=self._fingerprint,
+            policy=self._policy.fingerprint(*asked) if asked else self._fingerprint,
             hysteresis_left=self._hysteresis_left,
             divisor=self._stamps.divisor(scale) if _any_gradient(optimizers) else None,
             has_gradients=found_inf is not None,

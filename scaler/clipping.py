@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 
 from .checking import GradientChecker
 from .eager import eager
-from .settings import HIGHEST_SCALE
+from .settings import HIGHEST_SCALE, check_max_norm, check_norm_type
 from .totals import MESHES, Held, Shares, global_norm, held_by, shares_of
 from .unscale import local_of, refuse_fp16, widen
 from .verdicts import Number, any_of, may_enlarge, number_of, on_host
@@ -52,8 +52,9 @@ class GradientClipper(GradientChecker):
         Args:
             optimizer: plain tensors and DTensors on up to four meshes. None on a rank
                 without parameters, which then calls `step_without_optimizer`.
-            max_norm: largest norm after the call.
-            norm_type: order of the norm, 2 or any other, also infinite.
+            max_norm: largest norm after the call, at least 0; the same on all ranks.
+            norm_type: order of the norm, 2 or any other above 0, also infinite; the
+                same on all ranks.
             error_if_nonfinite: raise if the norm is not finite; synchronises.
 
         Returns:
@@ -62,16 +63,17 @@ class GradientClipper(GradientChecker):
             gradients are then left as they are, and `step` will skip.
 
         Raises:
+            InvalidSettingError: ``max_norm`` or ``norm_type`` is no such number.
             RuntimeError: called after `step` or twice, or the norm is not finite and
                 ``error_if_nonfinite`` is set.
             AssertionError: the gradients cannot have been scaled yet.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``;
                 ``agree_over="local"`` with sharded gradients; or a parameter that
                 another optimizer has already unscaled.
-            RanksDisagreeError: the ranks hold different state.
+            RanksDisagreeError: the ranks hold different state, or clip differently.
             PeerFailedError: another rank raised.
         """
-        norm_type = float(norm_type)
+        max_norm, norm_type = float(max_norm), float(norm_type)
         if not self._enabled:
             return self._clip_unscaled(optimizer, max_norm, norm_type)
         scale = self._divisor("clip_grad_norm_")
@@ -92,7 +94,7 @@ class GradientClipper(GradientChecker):
             # What overflows while it is divided shows only afterwards.
             self.unscale_(optimizer)
             unscaled = True
-        held, norm = self._global_norm(optimizer, norm_type)
+        held, norm = self._global_norm(optimizer, max_norm, norm_type)
         if not unscaled:
             norm = norm / number_of(scale)
         state["clipped"] = True
@@ -109,12 +111,14 @@ class GradientClipper(GradientChecker):
         return self._per_optimizer_states[id(None)]
 
     def _global_norm(
-        self, optimizer: Optimizer | None, norm_type: float
+        self, optimizer: Optimizer | None, max_norm: float, norm_type: float
     ) -> tuple[Held, Number]:
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         optimizers = [] if optimizer is None else [optimizer]
         group = self._group(*optimizers)
         try:
+            check_max_norm(max_norm)
+            check_norm_type(norm_type)
             held, shares = self._shares(optimizer, group, norm_type, scale.device)
         except Exception:
             nothing = torch.zeros(MESHES, 3, dtype=torch.float64)
@@ -122,7 +126,12 @@ class GradientClipper(GradientChecker):
             raise
         found = {} if shares.found_inf is None else {scale.device: shares.found_inf}
         verdict = self._conclude(
-            optimizers, [found] * len(optimizers), group, "clip_grad_norm_", shares[0]
+            optimizers,
+            [found] * len(optimizers),
+            group,
+            "clip_grad_norm_",
+            shares.entries,
+            asked=(max_norm, norm_type),
         )
         entries = shares.entries[None]
         if verdict is not None and verdict.gathered is not None:
@@ -189,6 +198,8 @@ class GradientClipper(GradientChecker):
     ) -> torch.Tensor:
         # Disabled: the gradients are as they should be, there is nothing to agree on
         # but the norm, and a scaler that is off issues no agreement.
+        check_max_norm(max_norm)
+        check_norm_type(norm_type)
         parameters = [] if optimizer is None else optimizer.param_groups
         return torch.nn.utils.clip_grad_norm_(
             [p for group in parameters for p in group["params"]], max_norm, norm_type

@@ -78,7 +78,8 @@ class Holding(NamedTuple):
         growth_factor: as set on this rank.
         backoff_factor: as set on this rank.
         growth_interval: as set on this rank.
-        policy: a number that stands for the policy set on this rank.
+        policy: a number that stands for the policy set on this rank, and for what
+            clip_grad_norm_ was asked for.
         hysteresis_left: (), int32, any device, or None without hysteresis.
         divisor: (), fp32, any device: what this rank's gradients were scaled by, or
             None without gradients, which fits what the others hold.
@@ -211,6 +212,8 @@ class Verdict:
             for name in differ
         )
         way_out = _WAY_OUT_CALLS if "agreement" in differ else _WAY_OUT_STATE
+        if "policy" in differ:
+            way_out = _POLICY + way_out
         return RanksDisagreeError(
             f"{self._call} on rank {self._rank} of {self._size}: {found}. All ranks "
             f"must hold the same. {way_out}",
@@ -226,6 +229,10 @@ class Verdict:
 _WAY_OUT_CALLS = (
     "Call step() for the same number of optimizers on every rank before update(); a "
     "rank without parameters calls step_without_optimizer() instead."
+)
+_POLICY = (
+    "policy is a number: it stands for the scaler's policy and, when clipping, for "
+    "max_norm and norm_type. "
 )
 _WAY_OUT_STATE = (
     "Build the scaler with the same arguments on every rank and load the same "

@@ -65,9 +65,13 @@ class Policy:
                 f"{self.max_consecutive_skips}."
             )
 
-    def fingerprint(self) -> float:
-        """Return a number that equal policies share on all ranks."""
-        return float(zlib.crc32(repr(self).encode()))
+    def fingerprint(self, *asked: float) -> float:
+        """Return a number that equal policies share on all ranks.
+
+        Args:
+            *asked: what one call was asked for, which all ranks must share as well.
+        """
+        return float(zlib.crc32(repr((self, *asked)).encode()))
 
     def check_start(self, scale: float) -> None:
         """Refuse a first scale outside the limits.
