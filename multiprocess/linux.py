@@ -43,7 +43,7 @@ def wait_for_turn() -> None:
 
     gloo's event loop wakes as soon as a peer answers, often on the core of the thread
     that is still sending with the connection locked. It then asks for the lock in a
-    loop until its time slice is over: 3 to 5 ms in nearly every second collective, on
+    loop until its time slice is over: 3 to 5 ms, in up to every second collective on
     machines with as many cores as ranks.
     """
     try:

@@ -239,7 +239,7 @@ def _traceback(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except Exception:
+    except Exception:  # its own text raises: the frames are what there is to tell
         return "".join(traceback.format_tb(frames))
 
 

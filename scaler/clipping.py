@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 
 from .checking import GradientChecker
 from .eager import eager
-from .settings import HIGHEST_SCALE, check_max_norm, check_norm_type
+from .settings import HIGHEST_SCALE, check_clip
 from .totals import MESHES, Held, Shares, global_norm, held_by, shares_of
 from .unscale import local_of, refuse_fp16, widen
 from .verdicts import Number, any_of, may_enlarge, number_of, on_host
@@ -117,8 +117,7 @@ class GradientClipper(GradientChecker):
         optimizers = [] if optimizer is None else [optimizer]
         group = self._group(*optimizers)
         try:
-            check_max_norm(max_norm)
-            check_norm_type(norm_type)
+            check_clip(max_norm, norm_type)
             held, shares = self._shares(optimizer, group, norm_type, scale.device)
         except Exception:
             nothing = torch.zeros(MESHES, 3, dtype=torch.float64)
@@ -198,8 +197,7 @@ class GradientClipper(GradientChecker):
     ) -> torch.Tensor:
         # Disabled: the gradients are as they should be, there is nothing to agree on
         # but the norm, and a scaler that is off issues no agreement.
-        check_max_norm(max_norm)
-        check_norm_type(norm_type)
+        check_clip(max_norm, norm_type)
         parameters = [] if optimizer is None else optimizer.param_groups
         return torch.nn.utils.clip_grad_norm_(
             [p for group in parameters for p in group["params"]], max_norm, norm_type

@@ -14,11 +14,10 @@ __all__ = [
     "HIGHEST_SCALE",
     "LOWEST_SCALE",
     "check_backoff_factor",
+    "check_clip",
     "check_growth_factor",
     "check_growth_interval",
     "check_growth_tracker",
-    "check_max_norm",
-    "check_norm_type",
     "check_scale",
 ]
 
@@ -99,29 +98,18 @@ def check_growth_tracker(value: SupportsIndex) -> int:
     return _count("The growth tracker", value, at_least=0)
 
 
-def check_max_norm(value: SupportsFloat) -> float:
-    """Return the largest norm as a float; it must not be negative, and may be infinite.
+def check_clip(max_norm: float, norm_type: float) -> None:
+    """Refuse what is no bound, or no norm; either may be infinite.
 
     Raises:
-        InvalidSettingError: it is negative or nan, which would turn gradients round or
-            make them nan after they were found finite.
+        InvalidSettingError: ``max_norm`` is negative or nan, which would turn gradients
+            round or make them nan after they were found finite; or ``norm_type`` is not
+            positive: what torch computes for it is no norm.
     """
-    max_norm = _number("max_norm", value)
     if not max_norm >= 0.0:
-        raise InvalidSettingError(f"max_norm must be at least 0, got {value!r}.")
-    return max_norm
-
-
-def check_norm_type(value: SupportsFloat) -> float:
-    """Return the order of a norm as a float; it must be positive, and may be infinite.
-
-    Raises:
-        InvalidSettingError: it is not: what torch computes for it is no norm.
-    """
-    norm_type = _number("norm_type", value)
+        raise InvalidSettingError(f"max_norm must be at least 0, got {max_norm!r}.")
     if not norm_type > 0.0:
-        raise InvalidSettingError(f"norm_type must be above 0, got {value!r}.")
-    return norm_type
+        raise InvalidSettingError(f"norm_type must be above 0, got {norm_type!r}.")
 
 
 def _count(name: str, value: SupportsIndex, *, at_least: int) -> int:

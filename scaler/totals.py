@@ -194,10 +194,10 @@ def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
     kinds: dict[float, tuple[str, int, int]] = {}
     for place, groups in held.items():
         copies = 1 if math.isinf(norm_type) else place.copies
-        part = _power_sum(groups, norm_type, device)
-        parts.setdefault(place.number, []).append(part / copies)
         _, count, numel = kinds.get(place.number, ("", 0, 0))
         for tensors in groups.values():
+            part = _power_sum(norms(tensors, norm_type), norm_type) / copies
+            parts.setdefault(place.number, []).append(part)
             count += len(tensors)
             numel += sum(map(torch.Tensor.numel, tensors))
         kinds[place.number] = place.kind, count, numel
@@ -212,14 +212,8 @@ def shares_of(held: Held, norm_type: float, device: torch.device) -> Shares:
     return _with_shares(rows, shares, device)
 
 
-def _power_sum(groups: Gradients, norm_type: float, device: torch.device) -> Number:
+def _power_sum(each: Norms, norm_type: float) -> Number:
     # Sum of p-th powers; for the infinite norm the maximum.
-    found = [norms(tensors, norm_type) for tensors in groups.values()]
-    parts = [_power_sum_of(each, norm_type) for each in found]
-    return _total(parts, norm_type, device)
-
-
-def _power_sum_of(each: Norms, norm_type: float) -> Number:
     if isinstance(each, list):
         if math.isinf(norm_type):
             return _highest(each)
