@@ -1,5 +1,8 @@
 """A gradient scaler that cannot let ranks disagree."""
 
+from typing import TYPE_CHECKING, Any
+
+from .config import Policy
 from .errors import (
     InvalidSettingError,
     PeerFailedError,
@@ -9,8 +12,9 @@ from .errors import (
 )
 from .grad_scaler import GradScaler
 from .history import Counters, Overflow
-from .policy import Policy
-from .sharded import ShardedGradScaler
+
+if TYPE_CHECKING:
+    from .sharded import ShardedGradScaler
 
 __all__ = [
     "Counters",
@@ -24,3 +28,12 @@ __all__ = [
     "ShardedGradScaler",
     "TooManySkipsError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Its base class imports torch.distributed.fsdp, which takes as long as torch itself.
+    if name == "ShardedGradScaler":
+        from .sharded import ShardedGradScaler
+
+        return ShardedGradScaler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,14 +7,15 @@
     │   └── InvalidSettingError         a setting no run can work with
     └── RuntimeError
         └── ScalerError                 something went wrong while training
-            ├── RanksDisagreeError      ranks of one agreement hold different state
-            ├── PeerFailedError         another rank raised in the same agreement
+            ├── RanksDisagreeError      the ranks that sync hold different state
+            ├── PeerFailedError         another rank raised in the same sync
             └── TooManySkipsError       the policy's limit of skips in a row is reached
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "InvalidSettingError",
@@ -34,16 +35,29 @@ class InvalidSettingError(ValueError, AssertionError):
 
 
 class ScalerError(RuntimeError):
-    """Root of everything that goes wrong while training."""
+    """Root of everything that goes wrong while training; can be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle as a call with their positional arguments: keyword-only
+        # attributes would be lost on the way to a parent process.
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(
+    kind: type[ScalerError], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> ScalerError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class RanksDisagreeError(ScalerError):
-    """The ranks of one agreement hold different state; raised on every rank alike.
+    """The ranks of one sync hold different state; raised on every rank alike.
 
     Attributes:
-        rank: this rank, in the group that agrees.
+        rank: this rank, in the group that syncs.
         world_size: number of ranks in that group.
-        call: the method that ran the agreement on this rank.
+        call: the method that this rank had called.
         here: what this rank holds, by field.
         lowest: the smallest value over all ranks, by field that differs.
         highest: the largest value over all ranks, by field that differs.
@@ -70,11 +84,11 @@ class RanksDisagreeError(ScalerError):
 
 
 class PeerFailedError(ScalerError):
-    """Another rank raised while its gradients were read; nobody steps.
+    """Another rank raised while it read its gradients; no rank steps.
 
     Attributes:
-        rank: this rank, in the group that agrees.
-        call: the method that ran the agreement on this rank.
+        rank: this rank, in the group that syncs.
+        call: the method that this rank had called.
     """
 
     def __init__(self, message: str, *, rank: int, call: str) -> None:

@@ -1,46 +1,94 @@
-"""GradScaler: scale, unscale_, step, update, as in torch, with ranks that agree.
+"""GradScaler: scale, unscale_, clip_grad_norm_, step, update, as in torch, on N ranks.
 
-1. ``scale(loss)`` multiplies the loss, backward makes scaled gradients.
-2. ``unscale_`` or ``step`` looks at this rank's gradients (``unscale.py``) and agrees
-   with the other ranks (``agreement.py``); they are divided, here or in the optimizer.
+1. ``scale(loss)`` multiplies the loss; backward makes scaled gradients.
+2. ``unscale_``, ``clip_grad_norm_`` or ``step`` checks this rank's gradients
+   (``grads.py``) and syncs found_inf with the other ranks (``sync.py``); the gradients
+   are divided, here or in a fused optimizer.
 3. ``step`` calls the optimizer, on all ranks or on none.
-4. ``update`` moves the scale (``policy.py``).
+4. ``update`` moves the scale (``scale_update.py``) and ends the iteration.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
+from torch.amp.grad_scaler import OptState as OptState
 
-from .answers import Answerer
-from .eager import eager
-from .errors import TooManySkipsError
-from .fused import makes_momentum, step_with, wants_scaler
-from .policy import advance, set_scale
-from .states import fresh_state, refuse_closure
-from .unscale import _MultiDeviceReplicator as _MultiDeviceReplicator
-from .verdicts import any_of, is_found, may_enlarge, on_host, reciprocal, spread
+from .clip import clip_factor, fused_divisor, multiply_, norm_tensor, number_of
+from .config import (
+    FP16Gradients,
+    Policy,
+    SavedState,
+    check_backoff_factor,
+    check_clip,
+    check_growth_factor,
+    check_growth_interval,
+    check_scale,
+    check_state,
+)
+from .errors import InvalidSettingError, TooManySkipsError
+from .global_norm import (
+    MESHES,
+    GradsByMesh,
+    LocalNorms,
+    Number,
+    global_norm,
+    grads_by_mesh,
+    local_norms,
+)
+from .grads import (
+    FoundInf,
+    any_of,
+    check_and_unscale_,
+    divided_gradients,
+    host_value,
+    is_true_on_host,
+    local_gradients,
+    parameters_of,
+    reciprocal,
+    refuse_fp16,
+    unchanged,
+)
+from .history import Counters, History, Overflow, first_nonfinite, overflow_of
+from .optimizer_state import (
+    OptimizerRecords,
+    OptimizerState,
+    inner_optimizer,
+    makes_momentum,
+    refuse_closure,
+    takes_scaler,
+)
+from .scale_update import advance, set_scale
+from .sync import OverflowSync
+from .sync_group import AgreeOver, SyncGroup
+from .sync_message import LocalState, SyncResult
+from .torch_internals import MultiDeviceReplicator, no_compile
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 __all__ = ["GradScaler"]
 
-# where torch has it, for those who import it from there
-_refresh_per_optimizer_state = fresh_state
+# Where torch has them, for callers that import them from there.
+_MultiDeviceReplicator = MultiDeviceReplicator
+_refresh_per_optimizer_state = OptimizerState
 
 
-class GradScaler(Answerer):
+class GradScaler(_TorchGradScaler):
     """Gradient scaler for one process or many; a drop-in for ``torch.amp.GradScaler``.
 
-    All ranks skip a step or none does, and the scale is the same on every rank. Unless
-    told otherwise all ranks of the default process group agree, whatever parameters
-    they hold; without a process group there is no collective. See [Note: Who agrees]
-    in ``groups.py``.
+    All ranks skip a step or none does, and the scale is the same on every rank. By
+    default all ranks of the default process group sync, whatever parameters they hold;
+    without a process group there is no collective. See [Note: Which ranks sync] in
+    ``sync_group.py``.
 
     Args:
         device: device type of the losses, as in torch.
@@ -48,26 +96,356 @@ class GradScaler(Answerer):
         growth_factor: factor of the scale after ``growth_interval`` good steps.
         backoff_factor: factor of the scale after an overflow.
         growth_interval: number of good steps in a row before the scale grows.
-        enabled: if false, every method does nothing but call the optimizer.
+        enabled: if false, `step` calls the optimizer, `clip_grad_norm_` clips, and the
+            other methods do nothing.
         agree_over: ``"world"`` (all ranks), ``"mesh"`` (the root mesh of the DTensor
             parameters: independent models in one world) or ``"local"`` (no collective:
             gradients are already equal on all ranks that matter).
-        process_group: the ranks that agree; wins over ``agree_over``.
+        process_group: the ranks that sync, instead of ``agree_over``.
         mesh: the same as a mesh of any number of axes.
-        fp16_gradients: ``"refuse"`` them as torch does, divide them ``"in place"``,
-            which flushes small values to zero, or ``"widen"`` them to fp32.
+        fp16_gradients: ``"refuse"`` them as torch does, or divide them ``"in_place"``,
+            which flushes small values to zero.
         policy: limits, hysteresis and the like; the default is torch's rule.
-        recheck: `step` looks again at gradients that were unscaled before, because
-            they are changed in between. Costs one more read and collective.
 
     Raises:
-        InvalidSettingError: a setting that no run can work with.
-        ValueError: ``agree_over`` is unknown, or a group and a mesh were both given.
+        InvalidSettingError: a setting that no run can work with, or several of
+            ``agree_over``, ``process_group`` and ``mesh``.
     """
 
-    # - Steps
+    _keeps_loss_dtype = False
+    _steps_without_gradients = False
 
-    @eager
+    # Made by scale(), or by the first sync on ranks that never scale.
+    _scale: torch.Tensor | None
+    _growth_tracker: torch.Tensor | None
+    _hysteresis_left: torch.Tensor | None
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        agree_over: AgreeOver = "world",
+        process_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        fp16_gradients: FP16Gradients = "refuse",
+        policy: Policy | None = None,
+    ) -> None:
+        self._device = device
+        self._enabled = enabled and _is_usable(device)
+        self._policy = policy or Policy()
+        if self._enabled:
+            growth_factor = check_growth_factor(growth_factor)
+            backoff_factor = check_backoff_factor(backoff_factor)
+            growth_interval = check_growth_interval(growth_interval)
+            init_scale = check_scale(init_scale, "init_scale")
+            self._policy.check_start(init_scale)
+        if fp16_gradients not in get_args(FP16Gradients):
+            raise InvalidSettingError(
+                f"fp16_gradients must be one of {get_args(FP16Gradients)}, "
+                f"got {fp16_gradients!r}."
+            )
+        # A disabled scaler has them too, so that its getters work.
+        self._init_scale = init_scale
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._init_growth_tracker = 0
+        self._init_hysteresis_left = self._policy.hysteresis
+        self._scale = self._growth_tracker = self._hysteresis_left = None
+        self._fp16_gradients: FP16Gradients = fp16_gradients
+        self._fingerprint = self._policy.fingerprint()
+        # True once the scale came from scale() or a checkpoint, not from a default.
+        self._was_scaled = False
+        self._history = History()
+        self._records = OptimizerRecords()
+        self._states: dict[int, OptimizerState] = defaultdict(OptimizerState)
+        # What unscale_ has sent and nobody has waited for. See [Note: Waiting later].
+        self._pending: tuple[OptimizerState, ProcessGroup, LocalState] | None = None
+        self._sync = OverflowSync(SyncGroup(agree_over, process_group, mesh), device)
+
+    # - The scale
+
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
+
+    def scale(
+        self, outputs: torch.Tensor | Iterable[torch.Tensor]
+    ) -> torch.Tensor | Iterable[torch.Tensor]:
+        """Multiply a loss, or any nest of losses, by the scale.
+
+        Args:
+            outputs: tensors of any shape, dtype and device.
+
+        Returns:
+            The products in the same nest; the outputs themselves if disabled.
+
+        Raises:
+            ValueError: something that is neither a tensor nor iterable.
+        """
+        if not self._enabled:
+            return outputs
+        self._was_scaled = True
+        if not isinstance(outputs, torch.Tensor):
+            return super().scale(outputs)
+        # As torch has it, but torch.compile does not trace into torch's.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        assert self._scale is not None
+        product = outputs * self._scale.to(device=outputs.device, non_blocking=True)
+        return product.type(outputs.dtype) if self._keeps_loss_dtype else product
+
+    def _check_scale_growth_tracker(
+        self, funcname: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Ranks of a pipeline that never see a loss get their scale here; so does a run
+        # that resumes. Alone and without either, the gradients cannot have been scaled.
+        if self._scale is None and self._growth_tracker is None:
+            if self._was_scaled or self._sync.group.is_distributed:
+                self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full(
+            (), self._init_growth_tracker, dtype=torch.int32, device=dev
+        )
+        if self._policy.hysteresis > 1:
+            self._hysteresis_left = torch.full(
+                (), self._init_hysteresis_left, dtype=torch.int32, device=dev
+            )
+
+    # - Unscale and clip
+
+    @no_compile
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide this optimizer's gradients by the scale, and sync found_inf.
+
+        Optional: only to look at gradients, or to change them, before `step`. Call it
+        once per optimizer and iteration, after all gradients are accumulated. One
+        collective when several ranks sync, which the next call that needs its result
+        waits for: what the ranks disagree on is raised there. A gradient that another
+        optimizer of this iteration has divided is not divided again (see [Note: A
+        gradient divided twice] in ``grads.py``).
+
+        Args:
+            optimizer: its gradients are changed in place.
+
+        Raises:
+            RuntimeError: called twice, or after `step`, in one iteration.
+            AssertionError: the gradients cannot have been scaled yet.
+            ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
+            RanksDisagreeError: in that next call: the ranks hold different state.
+            PeerFailedError: in that next call: another rank raised.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last "
+                "update()."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._check_and_sync(optimizer, state, "unscale_", async_op=True)
+
+    @no_compile
+    def clip_grad_norm_(
+        self,
+        optimizer: Optimizer | None,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Unscale this optimizer's gradients and clip them by their global norm.
+
+        Takes the place of `unscale_` and ``torch.nn.utils.clip_grad_norm_``, and reads
+        the gradients once. The norm is that of all gradients on all ranks that sync,
+        each shard added and each replica counted once (see [Note: Each replica once] in
+        ``global_norm.py``). With a fused optimizer the gradients themselves stay as
+        they are: `step` divides and clips them. Call it once per optimizer and
+        iteration; one collective when several ranks sync. A disabled scaler clips in
+        the same way.
+
+        Args:
+            optimizer: plain tensors and DTensors on up to four meshes. None on a rank
+                without parameters, once for each optimizer of the other ranks; it then
+                calls `step_without_optimizer` as often.
+            max_norm: largest norm after the call, at least 0; the same on all ranks.
+            norm_type: order of the norm, 2 or any other above 0, also infinite; the
+                same on all ranks.
+            error_if_nonfinite: raise if the norm is not finite; synchronises.
+
+        Returns:
+            (), fp32, on the device of the scale: the norm of the unscaled gradients
+            before clipping, the same on every rank; fp64 where fp32 cannot hold it. Not
+            finite after an overflow; the gradients are then left as they are, and
+            `step` will skip.
+
+        Raises:
+            InvalidSettingError: ``max_norm`` or ``norm_type`` is no such number.
+            RuntimeError: called after `step` or twice, complex gradients, or the norm
+                is not finite and ``error_if_nonfinite`` is set.
+            AssertionError: the gradients cannot have been scaled yet.
+            ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``; or
+                ``agree_over="local"`` with sharded gradients.
+            RanksDisagreeError: the ranks hold different state, or clip differently.
+            PeerFailedError: another rank raised.
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not self._enabled:
+            return self._clip_disabled(
+                optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        state = OptimizerState() if optimizer is None else self._state_of(optimizer)
+        self._wait_pending()
+        if state["stage"] is OptState.STEPPED or state.clips:
+            raise RuntimeError(
+                "clip_grad_norm_() was called after step(), or twice since update()."
+            )
+        group = self._find_group(optimizer)
+        found: FoundInf = {}
+        try:
+            check_clip(max_norm, norm_type)
+            if optimizer is not None and state["stage"] is OptState.READY:
+                # What overflows while it is divided shows only afterwards, and a part
+                # of the gradients may have been divided for another optimizer.
+                if _may_enlarge(scale) or self._divided_by_others(state):
+                    found = self._unscale_here(optimizer, state)
+            carried = scale
+            if state["stage"] is OptState.UNSCALED:
+                carried = torch.ones_like(scale)
+            grads, norms = self._local_norms(optimizer, group, norm_type, carried)
+        except Exception:
+            self._report_failure(group, "clip_grad_norm_", rows=True)
+            raise
+        flags = [*found.values()]
+        if norms.found_inf is not None:
+            flags.append(norms.found_inf)
+        found_inf = any_of(flags, scale.device) if flags else None
+        entries = norms.entries[None]
+        if group is None:
+            state["found_inf_per_device"] = {scale.device: found_inf} if flags else {}
+            self._remember_overflow(optimizer, found_inf, None)
+        else:
+            local = self._local_state(
+                optimizer, found_inf, group, asked=(max_norm, norm_type)
+            )
+            result, entries = self._sync.found_inf_and_rows(
+                group, local, "clip_grad_norm_", norms.entries
+            )
+            state["found_inf_per_device"] = {}
+            state.result = result
+            self._record_result(state, group, local)
+        norm = global_norm(entries, norm_type)
+        if isinstance(norm, torch.Tensor):
+            norm = norm.to(scale.device)
+        is_unscaled = state["stage"] is OptState.UNSCALED
+        state.clips, state["stage"] = 1, OptState.UNSCALED
+        if optimizer is None:
+            self._add_to_none(state, clips=1)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(_NOT_FINITE.format(norm_type, float(norm)))
+        if optimizer is not None and not is_true_on_host(_any_flag(state, scale)):
+            self._apply_clip(
+                optimizer,
+                state,
+                grads,
+                clip_factor(norm, max_norm),
+                1.0 if is_unscaled else number_of(scale),
+            )
+        return norm_tensor(norm, scale.device)
+
+    def _apply_clip(
+        self,
+        optimizer: Optimizer,
+        state: OptimizerState,
+        grads: GradsByMesh,
+        factor: Number,
+        scale: Number,
+    ) -> None:
+        divisor = None
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            divisor = fused_divisor(factor, scale)
+        if divisor is not None:
+            assert self._scale is not None
+            state.fused_grad_scale = norm_tensor(divisor, self._scale.device)
+            return
+        multiply_(grads, factor, scale)
+        state.divided = divided_gradients(optimizer)
+
+    def _clip_disabled(
+        self,
+        optimizer: Optimizer | None,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+    ) -> torch.Tensor:
+        # The gradients carry no scale and no step is skipped, but the norm is global.
+        group = self._find_group(optimizer)
+        has_device = self._device != "cuda" or torch.cuda.is_available()
+        one = torch.ones((), device=self._device if has_device else "cpu")
+        try:
+            check_clip(max_norm, norm_type)
+            grads, norms = self._local_norms(optimizer, group, norm_type, one)
+        except Exception:
+            self._report_failure(group, "clip_grad_norm_", rows=True)
+            raise
+        entries = norms.entries[None]
+        if group is not None:
+            local = self._local_state(
+                optimizer, norms.found_inf, group, asked=(max_norm, norm_type)
+            )
+            _, entries = self._sync.found_inf_and_rows(
+                group, local, "clip_grad_norm_", norms.entries
+            )
+        norm = global_norm(entries, norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(_NOT_FINITE.format(norm_type, float(norm)))
+        multiply_(grads, clip_factor(norm, max_norm), 1.0)
+        return norm_tensor(norm, one.device)
+
+    def _local_norms(
+        self,
+        optimizer: Optimizer | None,
+        group: ProcessGroup | None,
+        norm_type: float,
+        scale: torch.Tensor,
+    ) -> tuple[GradsByMesh, LocalNorms]:
+        if optimizer is None:
+            return {}, local_norms({}, norm_type, scale)
+        rank = 0 if group is None else group.rank()
+        record = self._records.of(inner_optimizer(optimizer))
+        grads = grads_by_mesh(optimizer, record, rank)
+        if self._enabled and self._fp16_gradients == "refuse":
+            for some in grads.values():
+                for tensors in some.gradients.values():
+                    refuse_fp16(tensors)
+        if group is None and any(len(layout.ranks) > 1 for layout in grads):
+            raise ValueError(
+                "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
+                "scaler syncs with no other rank. Do not pass agree_over='local'."
+            )
+        return grads, local_norms(grads, norm_type, scale)
+
+    # - Step
+
+    @no_compile
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer, unless a gradient on any rank is not finite.
 
@@ -96,86 +474,23 @@ class GradScaler(Answerer):
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(_STEPPED)
-        self._stamps.check(state["optimizer"], state, "step")
-        if self._recheck and state["stage"] is OptState.UNSCALED:
-            self._look_again(optimizer, state)
+            raise RuntimeError(
+                "step() has already been called since the last update()."
+            )
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._fused_step(optimizer, state, *args, **kwargs)
-        if state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-            self._settle()
-        if not state["found_inf_per_device"]:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
-        self._stamps.stepped(state)
-        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+            result = self._step_fused(optimizer, state, *args, **kwargs)
+        else:
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+                self._wait_pending()
+            if not state["found_inf_per_device"]:
+                raise AssertionError("No inf checks were recorded for this optimizer.")
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return result
-
-    @eager
-    def step_together(self, *optimizers: Optimizer) -> bool:
-        """Step these optimizers, all of them or none.
-
-        They are unscaled unless they were, and checked together, with one collective,
-        before any of them steps.
-
-        Args:
-            *optimizers: fused or not.
-
-        Returns:
-            Whether they stepped; True where only the device knows, on an accelerator.
-
-        Raises:
-            RuntimeError: one of them has already stepped.
-            AssertionError: the gradients cannot have been scaled, or there are none.
-        """
-        if not self._enabled:
-            for optimizer in optimizers:
-                optimizer.step()
-            return True
-        scale, _ = self._check_scale_growth_tracker("step_together")
-        states = [self._state_of(optimizer) for optimizer in optimizers]
-        if any(state["stage"] is OptState.STEPPED for state in states):
-            raise RuntimeError(_STEPPED)
-        fresh = [
-            optimizer
-            for optimizer, state in zip(optimizers, states, strict=True)
-            if state["stage"] is OptState.READY
-        ]
-        allow_fp16 = self._fp16_gradients != "refuse"
-        for optimizer, state in zip(optimizers, states, strict=True):
-            self._stamps.check(optimizer, state, "step_together")
-        divisor = self._divisor("step_together")
-        if fresh:  # what was unscaled before was agreed on then
-            self._look(fresh, reciprocal(divisor), allow_fp16, "step_together")
-        found = any_of(_flags_of(states), scale.device)
-        for state in states:
-            spread(found, state["found_inf_per_device"])
-            state["verdict"], state["stage"] = None, OptState.UNSCALED
-        for optimizer in optimizers:
-            self.step(optimizer)
-        return not on_host(found)
-
-    @eager
-    def step_without_optimizer(self) -> None:
-        """Take part in the other ranks' next `step`, on a rank without parameters.
-
-        After ``clip_grad_norm_(None, ...)`` there is nothing left to take part in.
-
-        Raises:
-            RanksDisagreeError: the ranks hold different state.
-            PeerFailedError: another rank raised.
-        """
-        if not self._enabled:
-            return
-        scale, _ = self._check_scale_growth_tracker("step_without_optimizer")
-        state = self._per_optimizer_states[id(None)]
-        if state.pop("clipped", False):
-            return
-        verdict = self._conclude([], [], self._group(), "step_without_optimizer")
         found = state["found_inf_per_device"]
-        agreed = torch.zeros_like(scale) if verdict is None else verdict.found_inf
-        found[len(found)] = agreed.to(scale.device)
+        # All devices hold the same once the ranks have synced.
+        self._records.of(state.optimizer).found_inf = next(iter(found.values()), None)
+        return result
 
     def _maybe_opt_step(
         self,
@@ -184,58 +499,297 @@ class GradScaler(Answerer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if is_found(optimizer_state):
-            return None
-        return optimizer.step(*args, **kwargs)
+        result: SyncResult | None = getattr(optimizer_state, "result", None)
+        if result is not None and not result.is_on_host:
+            # The message has been on its way to the host since the sync.
+            skips = result.summary.found_inf
+        else:
+            found = optimizer_state["found_inf_per_device"].values()
+            skips = any(f.tolist() if f.is_cpu else f.item() for f in found)
+        return None if skips else optimizer.step(*args, **kwargs)
 
-    def _fused_step(
+    def _step_fused(
         self,
-        optimizer: Optimizer,
-        state: dict[str, Any],
+        optimizer: Any,
+        state: OptimizerState,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if wants_scaler(optimizer):
-            kwargs["grad_scaler"] = self
-            result = optimizer.step(*args, **kwargs)
-        elif self._prepare_fused(optimizer, state):
-            result = step_with(optimizer, state, *args, **kwargs)
-        else:
-            result = None
-        state["stage"] = OptState.STEPPED
-        self._stamps.stepped(state)
-        return result
-
-    def _prepare_fused(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
-        # Sets what the kernel divides by; False if the step is known to be skipped.
-        scale = self._divisor("step")
-        ready = state["stage"] is OptState.READY
-        if ready and (may_enlarge(scale) or self._divided_before(optimizer)):
-            # The kernel would not notice what overflows while it divides.
-            # Nor can it divide one gradient and not another.
-            self._look([optimizer], reciprocal(scale), True, "step")
-            state["stage"] = OptState.UNSCALED
-        of_user = getattr(optimizer, "grad_scale", None)
+        if takes_scaler(optimizer):
+            return optimizer.step(*args, grad_scaler=self, **kwargs)
+        scale, _ = self._check_scale_growth_tracker("step")
         if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-            state["grad_scale"] = scale if of_user is None else scale * of_user
-            state["by_kernel"] = self._found_of(state)
+            if _may_enlarge(scale) or self._divided_by_others(state):
+                # The kernel would not notice what overflows while it divides, and
+                # cannot divide one gradient and not another.
+                self._check_and_sync(optimizer, state, "step", allow_fp16=True)
+            else:
+                self._check_inf_per_device(optimizer)
+        grad_scale = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
+        if state["stage"] is OptState.READY:
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        elif (clipped := state.fused_grad_scale) is not None:
+            grad_scale = clipped if grad_scale is None else clipped * grad_scale
+        found_inf = _any_flag(state, scale)
+        optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+        try:
+            # bool synchronises, until an SGD with momentum has taken its first step.
+            if is_true_on_host(found_inf) or (
+                makes_momentum(state.optimizer) and bool(found_inf)
+            ):
+                return None
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    @no_compile
+    def step_without_optimizer(self) -> None:
+        """Take part in the other ranks' next `step`, on a rank without parameters.
+
+        Where ``clip_grad_norm_(None, ...)`` has taken part in the other ranks' clip,
+        there is nothing left to take part in.
+
+        Raises:
+            RanksDisagreeError: the ranks hold different state.
+            PeerFailedError: another rank raised.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("step_without_optimizer")
+        none = self._state_of(None)
+        if none.clips:
+            none.clips -= 1
+            return
+        state = OptimizerState()
+        if (group := self._find_group(None)) is not None:
+            local = self._local_state(None, None, group)
+            state.result = self._sync.found_inf(group, local, "step_without_optimizer")
+            self._record_result(state, group, local)
+        self._add_to_none(state)
+
+    def _add_to_none(self, state: OptimizerState, clips: int = 0) -> None:
+        # Keeps what the other ranks found until update, on a rank without parameters.
+        scale, _ = self._check_scale_growth_tracker("step_without_optimizer")
+        none = self._state_of(None)
+        none.clips += clips
+        found = none["found_inf_per_device"]
+        found[len(found)] = _any_flag(state, scale)
+
+    # - Check and sync
+
+    def _check_and_sync(
+        self,
+        optimizer: Optimizer,
+        state: OptimizerState,
+        call: str,
+        *,
+        allow_fp16: bool | None = None,
+        only_check: bool = False,
+        async_op: bool = False,
+    ) -> None:
+        # Checks this rank's gradients, divides them unless told not to, and replaces
+        # what this rank found by what any rank found.
+        scale, _ = self._check_scale_growth_tracker(call)
+        group = self._find_group(optimizer)
+        try:
+            if only_check:
+                one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+                found = self._unscale_grads_(optimizer, one, zero, True)
+            else:
+                found = self._unscale_here(optimizer, state, allow_fp16)
+        except Exception:
+            self._report_failure(group, call)
+            raise
+        state["found_inf_per_device"] = found
+        found_inf = any_of(found.values(), scale.device) if found else None
+        if group is None:
+            if found_inf is not None and len(found) > 1:
+                _spread(found_inf, found)
+            self._remember_overflow(optimizer, found_inf, None)
+            return
+        local = self._local_state(optimizer, found_inf, group)
+        state.result = self._sync.found_inf(group, local, call, async_op=async_op)
+        self._pending = state, group, local
+        if not state.result.is_pending:
+            self._wait_pending()
+
+    def _unscale_here(
+        self,
+        optimizer: Optimizer,
+        state: OptimizerState,
+        allow_fp16: bool | None = None,
+    ) -> FoundInf:
+        # Divides this rank's gradients; tells what this rank found.
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        if allow_fp16 is None:
+            allow_fp16 = self._fp16_gradients == "in_place"
+        found = self._unscale_grads_(
+            optimizer, reciprocal(scale), torch.zeros_like(scale), allow_fp16
+        )
+        state.divided = divided_gradients(optimizer)
+        state["stage"] = OptState.UNSCALED
+        return found
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> FoundInf:
+        gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
+        divided: set[int] = set()
+        if len(self._states) > 1:
+            inner = inner_optimizer(optimizer)
+            for state in self._states.values():
+                if state.divided and state.optimizer is not inner:
+                    divided |= unchanged(state.divided)
+        found = check_and_unscale_(gradients, inv_scale, found_inf, divided)
+        if not found and self._steps_without_gradients:
+            found[found_inf.device] = found_inf.clone()
+        return found
+
+    def _divided_by_others(self, state: OptimizerState) -> bool:
+        # Whether another optimizer of this iteration has divided some of its gradients.
+        others = [s for s in self._states.values() if s.divided and s is not state]
+        if not others:
+            return False
+        mine = {id(g) for ref, _ in divided_gradients(state.optimizer) if (g := ref())}
+        return any(mine & unchanged(other.divided) for other in others)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        # For optimizers that unscale by themselves: check only, change nothing.
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._state_of(optimizer)
+        self._check_and_sync(optimizer, state, "step", only_check=True)
+        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        return self._state_of(optimizer)["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    def _find_group(self, optimizer: Any) -> ProcessGroup | None:
+        parameters = () if optimizer is None else parameters_of(optimizer)
+        return self._sync.group.find(parameters)
+
+    def _report_failure(
+        self, group: ProcessGroup | None, call: str, *, rows: bool = False
+    ) -> None:
+        # See [Note: An error on one rank] in sync.py.
+        if group is None:
+            return
+        local = self._local_state(None, None, group)._replace(failed=True)
+        if rows:
+            row = torch.zeros(MESHES, 3, dtype=torch.float64, device="cpu")
+            self._sync.found_inf_and_rows(group, local, call, row)
         else:
-            # What clip_grad_norm_ left to the kernel.
-            state["grad_scale"] = state.pop("folded", of_user)
-        found = state["found_inf"] = self._found_of(state)
-        # bool synchronises, until an SGD with momentum has taken its first step
-        return not (
-            on_host(found) or (makes_momentum(state["optimizer"]) and bool(found))
+            self._sync.found_inf(group, local, call)
+
+    def _local_state(
+        self,
+        optimizer: Any,
+        found_inf: torch.Tensor | None,
+        group: ProcessGroup | None,
+        *,
+        asked: tuple[float, float] | tuple[None, None] = (None, None),
+    ) -> LocalState:
+        if self._enabled:
+            scale, tracker = self._check_scale_growth_tracker("sync")
+        else:
+            scale, tracker = torch.ones((), device="cpu"), torch.zeros((), device="cpu")
+        ordinal, bad = None, 0
+        if optimizer is not None:
+            ordinal = self._records.ordinal_of(inner_optimizer(optimizer))
+            if found_inf is not None and is_true_on_host(found_inf):
+                bad = first_nonfinite(optimizer, 0 if group is None else group.rank())
+        return LocalState(
+            found_inf=found_inf,
+            scale=scale,
+            growth_tracker=tracker,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            policy=self._fingerprint,
+            hysteresis_left=self._hysteresis_left,
+            optimizer=ordinal,
+            max_norm=asked[0],
+            norm_type=asked[1],
+            was_scaled=self._was_scaled,
+            first_nonfinite=bad,
         )
 
-    def _found_of(self, state: dict[str, Any]) -> torch.Tensor:
-        scale, _ = self._check_scale_growth_tracker("step")
-        return any_of(state["found_inf_per_device"].values(), scale.device)
+    def _wait_pending(self) -> None:
+        # Waits for what unscale_ has sent. See [Note: Waiting later] in sync.py.
+        if self._pending is not None:
+            (state, group, local), self._pending = self._pending, None
+            self._record_result(state, group, local)
 
-    # - The policy
+    def _record_result(
+        self, state: OptimizerState, group: ProcessGroup, local: LocalState
+    ) -> None:
+        result = state.result
+        assert result is not None
+        if result.is_on_host:
+            result = state.result = self._sync.check(group, result, local)
+        found = state["found_inf_per_device"]
+        if not found:
+            found[local.scale.device] = torch.zeros_like(local.scale)
+        _spread(result.found_inf, found)
+        self._remember_overflow(state.optimizer, local.found_inf, result, group.rank())
+        if not result.is_on_host:
+            return
+        # What torch refuses on one rank is refused here when it holds for all of them.
+        if not result.summary.was_scaled:
+            raise AssertionError(
+                f"Attempted {result.call} but _scale is None.  This may indicate your "
+                "script did not use scaler.scale(loss or outputs) earlier in the "
+                "iteration."
+            )
+        self._was_scaled = True
+        if not (result.summary.has_gradients or self._steps_without_gradients):
+            raise AssertionError("No inf checks were recorded for this optimizer.")
 
-    @eager
+    def _remember_overflow(
+        self,
+        optimizer: Any,
+        found_inf: torch.Tensor | None,
+        result: SyncResult | None,
+        rank: int = 0,
+    ) -> None:
+        if optimizer is None:
+            return
+        if result is not None and result.is_on_host:
+            bad = result.summary.first_nonfinite
+        elif found_inf is not None and is_true_on_host(found_inf):
+            bad = first_nonfinite(optimizer, rank)
+        else:
+            return
+        if bad:
+            self._history.last_overflow = overflow_of(bad, rank, optimizer)
+
+    @property
+    def _per_optimizer_states(self) -> dict[int, OptimizerState]:
+        # As torch calls it. Nobody sees what this rank alone has found.
+        self._wait_pending()
+        return self._states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: dict[int, OptimizerState]) -> None:
+        self._wait_pending()
+        self._states = states
+
+    def _state_of(self, optimizer: Any) -> OptimizerState:
+        self._wait_pending()
+        state = self._states.get(id(optimizer))
+        if state is not None and state.optimizer is optimizer:
+            return state
+        inner = inner_optimizer(optimizer)
+        state = self._states[id(inner)]
+        state.optimizer = inner
+        return state
+
+    # - Update
+
+    @no_compile
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale and end the iteration.
 
@@ -251,31 +805,32 @@ class GradScaler(Answerer):
             AssertionError: no step since the last `update`, or an unfit tensor.
             InvalidSettingError: ``new_scale`` is not finite or not positive.
             RanksDisagreeError: the ranks stepped different numbers of optimizers.
+            TooManySkipsError: the policy's limit is reached.
         """
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        self._settle()
-        found = _flags_of(self._states.values())
-        if new_scale is None or found:
-            self._agreement.close(lambda: self._holding(None), "update")
-        self._stamps.close(self._states)
+        self._wait_pending()
+        states = self._states.values()
+        found = [f for state in states for f in state["found_inf_per_device"].values()]
+        if found or new_scale is not None:
+            self._sync.end_iteration(
+                lambda: self._local_state(None, None, None), "update"
+            )
         if new_scale is not None:
-            before = scale.clone()
             set_scale(scale, new_scale, self._device)
-            self._stamps.moved(before, scale)
         elif not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
             self._move_scale(any_of(found, scale.device), tracker)
-        self._states = defaultdict(fresh_state)
+        self._states = defaultdict(OptimizerState)
         if new_scale is None and self._policy.max_consecutive_skips is not None:
-            self._refuse_endless_skips()
+            self._refuse_endless_skips(self._policy.max_consecutive_skips)
 
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
         assert self._scale is not None
         scale = self._scale
-        before: Any = scale.tolist() if scale.is_cpu else scale.clone()
+        before: Any = host_value(scale) if scale.is_cpu else scale.clone()
         advance(
             scale,
             tracker,
@@ -286,14 +841,15 @@ class GradScaler(Answerer):
             policy=self._policy,
             hysteresis_left=self._hysteresis_left,
         )
-        after: Any = scale.tolist() if scale.is_cpu else scale
+        after: Any = host_value(scale) if scale.is_cpu else scale
         self._history.record(found_inf, before, after)
-        if isinstance(before, torch.Tensor) or before != after:
-            self._stamps.moved(before, scale)
 
-    def _refuse_endless_skips(self) -> None:
-        most = self._policy.max_consecutive_skips
-        if most is None or (skips := self.counters.consecutive_skips) < most:
+    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+        _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
+        self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
+
+    def _refuse_endless_skips(self, most: int) -> None:
+        if (skips := self.counters.consecutive_skips) < most:
             return
         scales = self._history.scales
         raise TooManySkipsError(
@@ -305,13 +861,218 @@ class GradScaler(Answerer):
             scales=scales,
         )
 
-    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
-        _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
-        self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
+    # - What happened
+
+    @no_compile
+    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+        """Return whether the last `step` of this optimizer was skipped.
+
+        Right for fused optimizers too; also after `update`. Synchronises if found_inf
+        is on an accelerator.
+
+        Raises:
+            ValueError: this scaler has not stepped this optimizer yet.
+        """
+        if not self._enabled:
+            return False
+        record = self._records.find(inner_optimizer(optimizer))
+        if record is None or record.found_inf is None:
+            raise ValueError(
+                "step_was_skipped() was asked about an optimizer that this scaler has "
+                f"not stepped yet: {type(optimizer).__name__}."
+            )
+        return bool(record.found_inf.tolist())
+
+    @no_compile
+    def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+        """Step a learning-rate scheduler, unless its optimizer's step was skipped.
+
+        Args:
+            scheduler: anything with ``step``; its ``optimizer`` decides.
+            *args: handed to ``scheduler.step``.
+            **kwargs: handed to ``scheduler.step``.
+
+        Returns:
+            Whether the scheduler stepped.
+
+        Raises:
+            ValueError: this scaler has not stepped the scheduler's optimizer yet.
+        """
+        if self.step_was_skipped(scheduler.optimizer):
+            return False
+        scheduler.step(*args, **kwargs)
+        return True
+
+    @property
+    def counters(self) -> Counters:
+        """Steps, skips, growths and backoffs since the scaler was made.
+
+        Counted by `update`. Synchronises if the scale is on an accelerator.
+        """
+        return self._history.counters()
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """The parameter and rank of the last overflow, None before the first.
+
+        Known on every rank alike where the scale is on a CPU; on an accelerator each
+        rank knows its own overflows, after a step that was not fused.
+        """
+        self._wait_pending()
+        return self._history.last_overflow
+
+    # - Settings
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows.
+
+        Raises:
+            InvalidSettingError: not finite, or not above 1.
+        """
+        self._growth_factor = check_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale backs off.
+
+        Raises:
+            InvalidSettingError: not strictly between 0 and 1.
+        """
+        self._backoff_factor = check_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of good steps before the scale grows.
+
+        Raises:
+            InvalidSettingError: not an integer of at least 1.
+        """
+        self._growth_interval = check_growth_interval(new_interval)
+        self._limit_tracker()
+
+    def _limit_tracker(self) -> None:
+        # torch's kernel asks for equality: a tracker beyond a lowered interval would
+        # never grow the scale again.
+        most = self._growth_interval - 1
+        self._init_growth_tracker = min(self._init_growth_tracker, most)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=most)
+
+    # - Saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in the keys of torch; empty if disabled.
+
+        A policy with hysteresis adds the key ``"_hysteresis_left"``. Synchronises with
+        the device. Call it after `update`.
+        """
+        state = super().state_dict()
+        if self._enabled and self._policy.hysteresis > 1:
+            state["_hysteresis_left"] = self._get_hysteresis_left()
+        return state
+
+    def _get_hysteresis_left(self) -> int:
+        if self._hysteresis_left is None:
+            return self._init_hysteresis_left
+        return int(self._hysteresis_left.item())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that this class or torch's saved; nothing if disabled.
+
+        All ranks must call it, with the same state: one collective compares them before
+        anything is changed (with ``agree_over="mesh"`` and no step so far, the next
+        sync does).
+
+        Raises:
+            RuntimeError: the state is empty, as a disabled scaler saves it.
+            InvalidSettingError: a value that no run can work with; nothing is changed.
+            RanksDisagreeError: the ranks load different states; nothing is changed.
+            PeerFailedError: another rank raised; nothing is changed.
+        """
+        if not self._enabled:
+            return
+        is_known = self._sync.group.is_known
+        group = self._find_group(None) if is_known else None
+        try:
+            saved = check_state(state_dict, self._policy)
+        except Exception:
+            if group is not None:
+                failed = self._loading(SavedState(1.0, 2.0, 0.5, 1, 0, 0), failed=True)
+                self._sync.assert_same_state(group, failed, "load_state_dict")
+            raise
+        if group is not None:
+            self._sync.assert_same_state(group, self._loading(saved), "load_state_dict")
+        # Ranks that lived differently long until now count alike from here on.
+        self._sync.restart()
+        self._records.forget_order()
+        self._init_scale, self._init_growth_tracker = saved.scale, saved.growth_tracker
+        self._init_hysteresis_left = saved.hysteresis_left
+        self._growth_factor = saved.growth_factor
+        self._backoff_factor = saved.backoff_factor
+        self._growth_interval = saved.growth_interval
+        self._was_scaled = True
+        if self._scale is not None:
+            self._scale.fill_(saved.scale)
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(saved.growth_tracker)
+        if self._hysteresis_left is not None:
+            self._hysteresis_left.fill_(saved.hysteresis_left)
+        self._limit_tracker()
+
+    def _loading(self, saved: SavedState, *, failed: bool = False) -> LocalState:
+        return LocalState(
+            found_inf=None,
+            scale=torch.tensor(saved.scale, device="cpu"),
+            growth_tracker=torch.tensor(saved.growth_tracker, device="cpu"),
+            growth_factor=saved.growth_factor,
+            backoff_factor=saved.backoff_factor,
+            growth_interval=saved.growth_interval,
+            policy=self._fingerprint,
+            hysteresis_left=torch.tensor(saved.hysteresis_left, device="cpu"),
+            failed=failed,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if self._enabled:
+            if self._states:
+                raise AssertionError(
+                    "A GradScaler instance may only be pickled at the beginning of an "
+                    "iteration, or at the end after scaler.update()."
+                )
+            state["_init_scale"] = self.get_scale()
+            state["_init_growth_tracker"] = self._get_growth_tracker()
+            state["_init_hysteresis_left"] = self._get_hysteresis_left()
+            state["_scale"] = state["_growth_tracker"] = None
+            state["_hysteresis_left"] = None
+        return state
 
 
-_STEPPED = "step() has already been called since the last update()."
+_NOT_FINITE = (
+    "The total norm of order {} of the gradients is {}, so they cannot be clipped. Pass "
+    "error_if_nonfinite=False to let step() skip instead."
+)
 
 
-def _flags_of(states: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    return [f for state in states for f in state["found_inf_per_device"].values()]
+def _is_usable(device: str) -> bool:
+    if device != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available():
+        return True
+    warnings.warn(
+        "GradScaler is enabled for device 'cuda', but CUDA is not available. "
+        "Disabling.",
+        stacklevel=3,
+    )
+    return False
+
+
+def _may_enlarge(scale: torch.Tensor) -> bool:
+    # Whether dividing by this scale makes values larger, if known here.
+    return scale.is_cpu and host_value(scale) < 1.0
+
+
+def _any_flag(state: OptimizerState, scale: torch.Tensor) -> torch.Tensor:
+    return any_of(state["found_inf_per_device"].values(), scale.device)
+
+
+def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:
+    # Write it into every tensor of ``found``.
+    for flag in found.values():
+        flag.copy_(found_inf, non_blocking=True)

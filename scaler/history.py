@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+from .grads import local_tensor, parameters_of
+from .local_norms import norms
 
-__all__ = ["Counters", "History", "Overflow", "code_of", "overflow_of"]
+__all__ = ["Counters", "History", "Overflow", "first_nonfinite", "overflow_of"]
 
 _log = logging.getLogger("gradparity.scaler")
 _KINDS = ("inf", "nan")
-_MOST = 2**31  # parameters that a code can tell apart
+_RANKS, _POSITIONS = 2**14, 2**16  # that a sync can tell apart
 
 
 class Counters(NamedTuple):
@@ -38,11 +39,12 @@ class Counters(NamedTuple):
 
 
 class Overflow(NamedTuple):
-    """The first bad gradient of the highest rank that had one.
+    """The first bad gradient of the highest rank that had one, up to rank 16383.
 
     Attributes:
         rank: in the group that agrees; 0 when this process is on its own.
-        parameter: position in the optimizer on that rank, over all its groups.
+        parameter: position in the optimizer on that rank, over all its groups; 65535
+            stands for all positions from there on.
         name: name of the parameter, if the optimizer was given names and the rank is
             this one.
         kind: ``"inf"`` or ``"nan"``.
@@ -58,43 +60,52 @@ class Overflow(NamedTuple):
         return f"{self.kind} in {where} on rank {self.rank}"
 
 
-def code_of(optimizer: Optimizer | None, rank: int) -> float:
+def first_nonfinite(optimizer: Any, rank: int) -> int:
     """Return the first bad gradient of this rank as a number; 0 if there is none.
 
-    Larger for higher ranks, and exact in fp64, so that it fits an agreement. Reads the
-    gradients again: call it after an overflow only.
+    31 bits, larger for higher ranks, so that it fits a sync: 14 bits of the rank, 16 of
+    the parameter's position (higher ones become the highest) and one of the kind. Reads
+    the gradients again: call it after an overflow only.
     """
-    groups = [] if optimizer is None else optimizer.param_groups
-    parameters = (p for group in groups for p in group["params"])
-    for index, parameter in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        values = local._values() if local.is_sparse else local
-        if not bool(values.isfinite().all()):
-            kind = int(bool(values.isnan().any()))
-            return float(((rank + 1) * _MOST + index) * 2 + kind)
-    return 0.0
+    groups: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+    with torch.no_grad():
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            if parameter.grad is not None:
+                local = local_tensor(parameter, parameter.grad, coalesce=False)
+                key = local.device, local.dtype
+                groups.setdefault(key, []).append((index, local))
+    bad: list[tuple[int, torch.Tensor]] = []
+    for members in groups.values():
+        largest = norms([local for _, local in members], math.inf)
+        largest = largest if isinstance(largest, list) else largest.tolist()
+        pairs = zip(members, largest, strict=True)
+        bad += [member for member, norm in pairs if not math.isfinite(norm)][:1]
+    if not bad:
+        return 0
+    index, local = min(bad, key=lambda member: member[0])
+    kind = int(bool(local.isnan().any()))
+    return (
+        1 + (min(rank, _RANKS - 1) * _POSITIONS + min(index, _POSITIONS - 1)) * 2 + kind
+    )
 
 
-def overflow_of(code: float, rank: int, optimizer: Optimizer) -> Overflow | None:
-    """Return what `code_of` wrote, None for 0.
+def overflow_of(code: int, rank: int, optimizer: Any) -> Overflow | None:
+    """Return what `first_nonfinite` wrote, None for 0.
 
     Args:
-        code: a number from `code_of` on any rank.
+        code: a number from `first_nonfinite` on any rank.
         rank: this rank: only here the names are known.
-        optimizer: the optimizer that was looked at.
+        optimizer: the optimizer that was checked.
     """
     if not code:
         return None
-    place, kind = divmod(int(code), 2)
-    there, index = divmod(place, _MOST)
-    name = _name_of(optimizer, index) if there - 1 == rank else None
-    return Overflow(there - 1, index, name, _KINDS[kind])
+    place, kind = divmod(code - 1, 2)
+    there, index = divmod(place, _POSITIONS)
+    name = _name_of(optimizer, index) if there == rank else None
+    return Overflow(there, index, name, _KINDS[kind])
 
 
-def _name_of(optimizer: Optimizer, index: int) -> str | None:
+def _name_of(optimizer: Any, index: int) -> str | None:
     names: Iterable[str] = (
         name for g in optimizer.param_groups for name in g.get("param_names", ())
     )

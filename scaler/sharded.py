@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp.sharded_grad_scaler import (
-    ShardedGradScaler as _TorchShardedGradScaler,
-)
+from torch.distributed.fsdp import sharded_grad_scaler as _torch
 
-from .grad_scaler import GradScaler
-from .grad_scaler import _refresh_per_optimizer_state as _refresh_per_optimizer_state
-from .unscale import _GeneralMultiDeviceReplicator as _GeneralMultiDeviceReplicator
-from .verdicts import Found
+from .grad_scaler import GradScaler, _refresh_per_optimizer_state
+from .grads import FoundInf
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,19 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedGradScaler"]
 
+# Where torch has them, for callers that import them from there.
+_refresh_per_optimizer_state = _refresh_per_optimizer_state
+_is_supported_device = _torch._is_supported_device
+_GeneralMultiDeviceReplicator = _torch._GeneralMultiDeviceReplicator
 
-def _is_supported_device(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has values to scale: every device but ``meta``."""
-    return tensor.device.type != "meta"
 
-
-class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
+class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
     """A drop-in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
     It differs from :class:`GradScaler` in four habits that callers of torch's class may
     rely on: the order of the positional arguments, fp16 gradients are accepted, scaled
-    losses keep their dtype (fp16 ones become fp32), and a step in which no rank has a
-    gradient is no error. It also works in a single process, without a process group.
+    losses keep their dtype, and a step in which no rank has a gradient is no error. It
+    also works in a single process, without a process group.
 
     Args:
         device: device type of the losses.
@@ -40,8 +36,9 @@ class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
         backoff_factor: factor of the scale after an overflow.
         growth_factor: factor of the scale after ``growth_interval`` good steps.
         growth_interval: number of good steps in a row before the scale grows.
-        enabled: if false, every method does nothing but call the optimizer.
-        process_group: the ranks that agree; None is the default process group.
+        enabled: if false, `step` calls the optimizer, `clip_grad_norm_` clips, and the
+            other methods do nothing.
+        process_group: the ranks that sync; None is the default process group.
 
     Raises:
         InvalidSettingError: a setting that no run can work with.
@@ -68,7 +65,7 @@ class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
             process_group=process_group,
-            fp16_gradients="in place",
+            fp16_gradients="in_place",
         )
 
     def _unscale_grads_(
@@ -77,14 +74,14 @@ class ShardedGradScaler(GradScaler, _TorchShardedGradScaler):
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
-    ) -> Found:
+    ) -> FoundInf:
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     @property
     def process_group(self) -> ProcessGroup | None:
         """The process group as given; None is the default one."""
-        return self._agreement.reach.process_group
+        return self._sync.group.process_group
 
     @process_group.setter
     def process_group(self, group: ProcessGroup | None) -> None:
-        self._agreement.reach.process_group = group
+        self._sync.group.process_group = group

@@ -2,88 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from .errors import InvalidSettingError
-from .settings import HIGHEST_SCALE, LOWEST_SCALE, check_scale
+from .config import HIGHEST_SCALE, LOWEST_SCALE, Policy, check_scale
+from .torch_internals import amp_update_scale_
 
-__all__ = ["Policy", "advance", "set_scale"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What the scale may do beyond torch's rule; the defaults are torch's rule.
-
-    Raises:
-        InvalidSettingError: limits that no scale fits, or a count below its minimum.
-    """
-
-    min_scale: float = LOWEST_SCALE
-    """The scale never backs off below it. 1 is a good choice for fp16: a smaller scale
-    protects nothing."""
-
-    max_scale: float = HIGHEST_SCALE
-    """The scale never grows beyond it."""
-
-    hysteresis: int = 1
-    """Back off at this overflow only; earlier ones skip the step and keep the scale."""
-
-    refill: Literal["growth", "good step"] = "growth"
-    """What makes the hysteresis count anew: the scale grew (Megatron, DeepSpeed), or
-    one good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
-
-    max_consecutive_skips: int | None = None
-    """`update` raises after so many skipped iterations in a row. Costs one host
-    synchronisation per iteration on an accelerator."""
-
-    constant: bool = False
-    """Keep the scale; overflows still skip the step."""
-
-    def __post_init__(self) -> None:
-        check_scale(self.min_scale, "min_scale")
-        check_scale(self.max_scale, "max_scale")
-        if self.min_scale > self.max_scale:
-            raise InvalidSettingError(
-                f"min_scale ({self.min_scale}) is larger than max_scale "
-                f"({self.max_scale})."
-            )
-        if self.hysteresis < 1:
-            raise InvalidSettingError(
-                f"hysteresis must be at least 1, got {self.hysteresis}."
-            )
-        if self.refill not in ("growth", "good step"):
-            raise InvalidSettingError(
-                f'refill must be "growth" or "good step", got {self.refill!r}.'
-            )
-        if self.max_consecutive_skips is not None and self.max_consecutive_skips < 1:
-            raise InvalidSettingError(
-                "max_consecutive_skips must be at least 1 or None, got "
-                f"{self.max_consecutive_skips}."
-            )
-
-    def fingerprint(self, *asked: float) -> float:
-        """Return a number that equal policies share on all ranks.
-
-        Args:
-            *asked: what one call was asked for, which all ranks must share as well.
-        """
-        return float(zlib.crc32(repr((self, *asked)).encode()))
-
-    def check_start(self, scale: float) -> None:
-        """Refuse a first scale outside the limits.
-
-        Raises:
-            InvalidSettingError: it is outside.
-        """
-        if not self.min_scale <= scale <= self.max_scale:
-            raise InvalidSettingError(
-                f"The scale ({scale}) is outside the policy's limits "
-                f"[{self.min_scale}, {self.max_scale}]."
-            )
+__all__ = ["advance", "set_scale"]
 
 
 def advance(
@@ -116,7 +42,7 @@ def advance(
     before = None if hysteresis_left is None else scale.clone()
     if hysteresis_left is not None:
         found_inf = _tolerate(growth_tracker, found_inf, hysteresis_left)
-    torch._amp_update_scale_(
+    amp_update_scale_(
         scale,
         growth_tracker,
         found_inf,
@@ -128,7 +54,7 @@ def advance(
     if not _is_within(scale, policy):
         scale.clamp_(policy.min_scale, policy.max_scale)
     if hysteresis_left is not None and before is not None:
-        good = growth_tracker > 0 if policy.refill == "good step" else scale > before
+        good = growth_tracker > 0 if policy.refill == "good_step" else scale > before
         hysteresis_left.masked_fill_(good | (scale > before), policy.hysteresis)
 
 

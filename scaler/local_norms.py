@@ -10,10 +10,10 @@ accelerator batches by itself.
 fp32 accumulation loses digits with the number of elements (0.5 % at 65 million on a
 CPU). So large tensors are reduced in pieces, and pieces are added in fp64: 1e-7 for
 gradients as they are, up to 6e-5 where all elements of a piece are equal and rounding
-goes one way. fp64 throughout would cost three times the read. Orders other
-than 2 and infinity lose more, and are rare: they are read in fp64 throughout. A finite
-gradient may have a norm beyond fp32: what is not finite is read again in fp64, and only
-what is still not finite has overflowed.
+goes one way. fp64 throughout would cost three times the read. Orders other than 2 and
+infinity lose more, and are rare: they are read in fp64 throughout, after a division by
+the largest element, since a high power leaves the range of fp64 as well. So is what is
+not finite at the first read: only what is still not finite has overflowed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from .torch_internals import foreach_norm
 
 __all__ = ["Norms", "norms"]
 
@@ -46,23 +48,50 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Norms:
         norm_type: order of the norm; may be infinite.
 
     Returns:
-        One per tensor, not finite only where the tensor is not.
+        One per tensor, not finite only where the tensor is not (or where the norm of
+        fp64 elements leaves the range of fp64).
+
+    Raises:
+        RuntimeError: complex gradients, as torch's ``unscale_`` raises for them.
+        NotImplementedError: neither on CPU nor on CUDA.
     """
     if not tensors:
         return []
-    if tensors[0].device.type != "cpu":
-        # fp64 sums cannot overflow, so no second look, which would synchronise.
-        each = torch._foreach_norm(list(tensors), norm_type, torch.float64)
-        return torch.stack(each)
+    kind, dtype = tensors[0].device.type, tensors[0].dtype
+    if dtype.is_complex:
+        raise RuntimeError("Complex gradients cannot be scaled, and have no norm here.")
+    is_wide = dtype is torch.float64
+    if kind == "cuda":
+        if is_wide or norm_type not in (2.0, math.inf):
+            return torch.stack([_scaled_norm(tensor, norm_type) for tensor in tensors])
+        # fp64 sums of fp32 squares cannot overflow: no second read.
+        return torch.stack(foreach_norm(list(tensors), norm_type, torch.float64))
+    if kind != "cpu":
+        raise NotImplementedError(
+            f"clip_grad_norm_ reads gradients on CPU and CUDA, got {kind}. Use "
+            "unscale_() and torch.nn.utils.clip_grad_norm_() instead."
+        )
     if norm_type not in (2.0, math.inf):
-        tensors = [tensor.double() for tensor in tensors]
+        return [_listed(_scaled_norm(tensor, norm_type)) for tensor in tensors]
     found = _norms_cpu(tensors, norm_type)
     if math.isfinite(sum(found)):
         return found
     return [
-        norm if math.isfinite(norm) else _listed(_norm(tensor.double(), norm_type))
+        norm if math.isfinite(norm) else _listed(_scaled_norm(tensor, norm_type))
         for norm, tensor in zip(found, tensors, strict=True)
     ]
+
+
+def _scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    # (), fp64. nan and inf stay what they are: the largest element is one of them.
+    if not tensor.numel():
+        return tensor.new_zeros((), dtype=torch.float64)
+    wide = tensor.double()
+    largest = wide.abs().amax()
+    is_usable = largest.isfinite() & (largest > 0.0)
+    divisor = torch.where(is_usable, largest, 1.0)
+    norm = _norm(wide / divisor, norm_type) * divisor
+    return torch.where(is_usable, norm, largest)
 
 
 def _norms_cpu(tensors: Sequence[torch.Tensor], norm_type: float) -> list[float]:
@@ -91,7 +120,7 @@ def _norms_of_one_size(
     if size <= _SMALL and len(group) > 1:
         return _norms_side_by_side(group, size, norm_type)
     dtype = None if group[0].dtype is torch.float64 else torch.float32
-    return list(map(_listed, torch._foreach_norm(group, norm_type, dtype)))
+    return list(map(_listed, foreach_norm(group, norm_type, dtype)))
 
 
 def _norms_side_by_side(
@@ -120,7 +149,7 @@ def _piece_of(tensor: torch.Tensor) -> int:
 def _norm_in_pieces(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     pieces = tensor.reshape(-1).split(_piece_of(tensor))
     dtype = None if tensor.dtype is torch.float64 else torch.float32
-    each = torch.stack(torch._foreach_norm(pieces, norm_type, dtype)).double()
+    each = torch.stack(foreach_norm(list(pieces), norm_type, dtype)).double()
     return _norm(each, norm_type)
 
 

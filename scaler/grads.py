@@ -1,0 +1,303 @@
+"""This rank's gradients: local tensors, by device and dtype, checked and unscaled.
+
+Nothing here communicates, except `local_tensor` of a gradient still on its way.
+
+[Note: A gradient divided twice]
+torch unscales a parameter of two optimizers twice. Whether a gradient was divided is a
+property of that gradient, not of an optimizer: after a division the tensor itself (by
+weak reference) and its version are written down, and another optimizer of the same
+iteration checks such a gradient without dividing it again. A new gradient is another
+tensor, or has another version after a backward added to it or ``zero_grad`` cleared it,
+and is divided like any other. A gradient that was changed in place after it was
+divided (clipped by hand) has another version, too: it is divided again, as by torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from .torch_internals import (
+    MultiDeviceReplicator,
+    disable_torch_functions,
+    dtensor_type,
+    local_tensors,
+    non_finite_check_and_unscale_,
+    set_grad_enabled,
+    sparse_values,
+    versions,
+)
+
+__all__ = [
+    "FoundInf",
+    "Gradients",
+    "any_of",
+    "by_device_and_dtype",
+    "check_and_unscale_",
+    "divided_gradients",
+    "gradients_of",
+    "host_value",
+    "is_true_on_host",
+    "local_gradients",
+    "local_tensor",
+    "moved_to",
+    "parameters_of",
+    "plain_locals",
+    "reciprocal",
+    "refuse_fp16",
+    "unchanged",
+]
+
+Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+"""Local gradient tensors, grouped as the foreach kernels want them."""
+
+FoundInf = dict[Any, torch.Tensor]
+"""By device: (), fp32, 1 if a gradient there is not finite, else 0."""
+
+Divided = list[tuple["weakref.ref[torch.Tensor]", int]]
+"""Local gradients and their versions. See [Note: A gradient divided twice]."""
+
+
+# - Parameters and gradients of an optimizer
+
+
+def parameters_of(optimizer: Any) -> Iterator[Any]:
+    """Return the parameters of an optimizer, group by group."""
+    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
+
+
+def gradients_of(optimizer: Any) -> list[Any]:
+    """Return the gradients that an optimizer has.
+
+    Raises:
+        AttributeError: a parameter is not a tensor.
+    """
+    # The loops over parameters are what many small gradients cost: they stay in C, or
+    # are comprehensions.
+    with disable_torch_functions():
+        return [g for p in parameters_of(optimizer) if (g := p.grad) is not None]
+
+
+def local_gradients(optimizer: Any, *, allow_fp16: bool) -> list[torch.Tensor]:
+    """Collect what this rank holds of an optimizer's gradients.
+
+    Args:
+        optimizer: its parameters may be plain tensors, DTensors of any placement and
+            mesh, or both; gradients may be dense or sparse.
+        allow_fp16: accept fp16 gradients, which lose small values when unscaled in
+            place.
+
+    Returns:
+        The local dense tensors; of sparse gradients their values.
+
+    Raises:
+        AssertionError: a parameter is not a tensor.
+        ValueError: an fp16 gradient, and ``allow_fp16`` is false.
+    """
+    try:
+        locals_ = plain_locals(gradients_of(optimizer))
+    except AttributeError:  # a parameter is no tensor
+        locals_ = None
+    if locals_ is None:
+        locals_ = _locals_one_by_one(optimizer, allow_fp16)
+    if not allow_fp16:
+        refuse_fp16(locals_)
+    return locals_
+
+
+def plain_locals(gradients: list[Any]) -> list[torch.Tensor] | None:
+    """Return the local tensor of each gradient where all are dense, else None."""
+    kinds: set[Any] = set(map(type, gradients))
+    dtensor = dtensor_type()
+    if dtensor is not None and dtensor in kinds:
+        gradients = local_tensors(gradients, dtensor)
+        kinds = set(map(type, gradients))
+    if kinds - {torch.Tensor} or any(map(_IS_SPARSE, gradients)):
+        return None  # sparse, of another class, or still on its way
+    return gradients
+
+
+def _locals_one_by_one(optimizer: Any, allow_fp16: bool) -> list[torch.Tensor]:
+    gradients: list[torch.Tensor] = []
+    with torch.no_grad():
+        for parameter in parameters_of(optimizer):
+            if not isinstance(parameter, torch.Tensor):
+                raise AssertionError(
+                    f"expected param to be torch.Tensor, got {type(parameter).__name__}"
+                )
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            is_fp16 = gradient.dtype is torch.float16
+            if is_fp16 and not allow_fp16:  # before it is coalesced
+                raise ValueError(_FP16)
+            gradients.append(local_tensor(parameter, gradient, coalesce=is_fp16))
+    return gradients
+
+
+def local_tensor(
+    parameter: torch.Tensor, gradient: Any, *, coalesce: bool
+) -> torch.Tensor:
+    """Return the local dense tensor behind a gradient, of a sparse one its values.
+
+    Args:
+        parameter: gets the coalesced gradient.
+        gradient: of this parameter; waits for it if it is still on its way.
+        coalesce: add up the values of one index first. The optimizer will do so, and
+            two finite fp16 values may overflow then; a norm is not that of the parts.
+    """
+    if to_local := getattr(gradient, "to_local", None):
+        gradient = to_local()
+    if hasattr(gradient, "wait"):
+        gradient = gradient.wait()  # an AsyncCollectiveTensor
+    if not gradient.is_sparse:
+        return gradient  # type: ignore[no-any-return]
+    if coalesce and not gradient.is_coalesced():
+        dtype = gradient.dtype  # adding in fp32 works on every device
+        wide = gradient.float() if dtype is torch.float16 else gradient
+        gradient = parameter.grad = wide.coalesce().to(dtype)
+    return sparse_values(gradient)
+
+
+def refuse_fp16(gradients: Iterable[torch.Tensor]) -> None:
+    """Refuse gradients that lose small values when they are divided in place.
+
+    Raises:
+        ValueError: there is one of fp16.
+    """
+    if torch.float16 in set(map(_DTYPE, gradients)):
+        raise ValueError(_FP16)
+
+
+def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
+    """Group tensors as the foreach kernels want them, keeping their order."""
+    if not tensors:
+        return {}
+    if all(map(_IS_CPU, tensors)) and len(set(map(_DTYPE, tensors))) == 1:
+        return {(tensors[0].device, tensors[0].dtype): tensors}  # making devices costs
+    groups: Gradients = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+_IS_SPARSE, _IS_CPU = attrgetter("is_sparse"), attrgetter("is_cpu")
+_DTYPE = attrgetter("dtype")
+
+_FP16 = (
+    "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
+    "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
+    "MixedPrecisionPolicy(param_dtype=torch.float16)), or build the scaler with "
+    'fp16_gradients="in_place" if you accept the loss.'
+)
+
+
+# - Check and unscale
+
+
+def check_and_unscale_(
+    gradients: list[torch.Tensor],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    without: Collection[int] = (),
+) -> FoundInf:
+    """Multiply gradients by ``inv_scale`` and look for inf and nan beforehand.
+
+    A factor above 1, if the host knows it, may make a finite gradient overflow: then
+    the product is checked, too.
+
+    Args:
+        gradients: local dense tensors, changed in place.
+        inv_scale: one element, fp32, any device.
+        found_inf: one element, fp32, any device: the starting value, usually 0.
+        without: ids of tensors that are checked but not multiplied.
+
+    Returns:
+        For each device with gradients, shaped as ``found_inf``: 1 if any of them is
+        not finite.
+    """
+    found = MultiDeviceReplicator(found_inf)
+    one = torch.ones_like(inv_scale)
+    rounds = [(inv_scale, gradients)]
+    if without:
+        rounds = [
+            (inv_scale, [g for g in gradients if id(g) not in without]),
+            (one, [g for g in gradients if id(g) in without]),
+        ]
+    if inv_scale.is_cpu and host_value(inv_scale) > 1.0:
+        rounds.append((one, gradients))
+    grad_mode = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        for factor, tensors in rounds:
+            for (device, _), group in by_device_and_dtype(tensors).items():
+                non_finite_check_and_unscale_(
+                    group, found.get(device), moved_to(factor, device)
+                )
+    finally:
+        set_grad_enabled(grad_mode)
+    return found._per_device_tensors
+
+
+def divided_gradients(optimizer: Any) -> Divided:
+    """Write down the gradients of an optimizer that has just divided them.
+
+    See [Note: A gradient divided twice]. Only dense gradients: the values of a sparse
+    one are a new tensor each time.
+    """
+    locals_ = plain_locals(gradients_of(optimizer)) or []
+    return list(zip(map(weakref.ref, locals_), versions(locals_), strict=True))
+
+
+def unchanged(divided: Divided) -> set[int]:
+    """Return the ids of the gradients that are as they were written down."""
+    alive = [(g, version) for ref, version in divided if (g := ref()) is not None]
+    now = versions([gradient for gradient, _ in alive])
+    return {id(g) for (g, then), v in zip(alive, now, strict=True) if v == then}
+
+
+# - Readings of found_inf and of the scale
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """Return (), fp32: one over the scale."""
+    if scale.is_cpu:  # Python divides in fp64
+        return torch.full((), 1.0 / host_value(scale), device="cpu")
+    # An fp32 division may be compiled to an approximation; through fp64 it is exact.
+    if scale.device.type == "mps":  # has no fp64
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def host_value(tensor: torch.Tensor) -> float:
+    """Return what a CPU tensor with one element holds."""
+    # Unlike item, tolist is not counted as a synchronisation, which it is not here.
+    value: Any = tensor.tolist()
+    return float(value[0] if isinstance(value, list) else value)
+
+
+def is_true_on_host(found_inf: torch.Tensor) -> bool:
+    """Return whether the host can see an overflow, without a synchronisation."""
+    return found_inf.is_cpu and host_value(found_inf) > 0.0
+
+
+def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on ``device``, without waiting for it to arrive."""
+    if tensor.device == device:  # `to` takes three times as long to find out
+        return tensor
+    return tensor.to(device, non_blocking=True)
+
+
+def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return (), fp32 on ``device``: 1 if any of them is 1."""
+    tensors = [moved_to(flag, device) for flag in flags]
+    if len(tensors) == 1:
+        return tensors[0]
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack([tensor.reshape(()) for tensor in tensors]).amax()

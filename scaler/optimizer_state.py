@@ -1,0 +1,197 @@
+"""What is remembered of an optimizer, and what optimizers may look like.
+
+`OptimizerState` lasts until `update`, `OptimizerRecord` as long as the optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.amp.grad_scaler import OptState
+
+from .grads import Divided
+
+if TYPE_CHECKING:
+    import torch
+
+    from .sync_message import SyncResult
+
+__all__ = [
+    "OptimizerRecord",
+    "OptimizerRecords",
+    "OptimizerState",
+    "inner_optimizer",
+    "makes_momentum",
+    "refuse_closure",
+    "takes_scaler",
+]
+
+
+class OptimizerState(dict[str, Any]):
+    """State of one optimizer in this iteration.
+
+    It is the dict that torch's protocol has in ``_per_optimizer_states``, with torch's
+    two keys: ``"stage"`` and ``"found_inf_per_device"``. What this scaler adds is typed.
+
+    Attributes:
+        optimizer: kept alive, or the id of a dead one may be given to a new one.
+        divided: gradients that this optimizer's unscaling has divided.
+        clips: calls of clip_grad_norm_; their sync stands for that of `step`.
+        fused_grad_scale: (), fp32: what a fused kernel divides by after a clip.
+        result: of the last sync; None without one.
+    """
+
+    __slots__ = ("clips", "divided", "fused_grad_scale", "optimizer", "result")
+
+    def __init__(self) -> None:
+        super().__init__(stage=OptState.READY, found_inf_per_device={})
+        self.optimizer: Any = None
+        self.divided: Divided = []
+        self.clips = 0
+        self.fused_grad_scale: torch.Tensor | None = None
+        self.result: SyncResult | None = None
+
+
+class OptimizerRecord:
+    """What outlasts an iteration.
+
+    Attributes:
+        ordinal: how many optimizers had synced before this one did for the first time;
+            None as long as it has not. Equal on all ranks, or they step in different
+            orders.
+        found_inf: (), fp32: 1 if its last step was skipped; None before the first.
+        layout: where its gradients lay in the last clip (``global_norm.py``).
+    """
+
+    __slots__ = ("found_inf", "layout", "optimizer", "ordinal")
+
+    def __init__(self, optimizer: Callable[[], Any]) -> None:
+        self.optimizer = optimizer
+        self.ordinal: int | None = None
+        self.found_inf: torch.Tensor | None = None
+        self.layout: Any = None
+
+
+class OptimizerRecords:
+    """The records of one scaler, by optimizer.
+
+    Optimizers are told apart by identity: one may be unhashable, or compare equal to
+    another. One that takes no weak reference is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, OptimizerRecord] = {}
+        self._synced = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy of the scaler meets its optimizers anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def find(self, optimizer: Any) -> OptimizerRecord | None:
+        """Return the record of an optimizer, None if it was never seen."""
+        record = self._records.get(id(optimizer))
+        if record is None or record.optimizer() is not optimizer:
+            return None
+        return record
+
+    def of(self, optimizer: Any) -> OptimizerRecord:
+        """Return the record of an optimizer, a new one if it was never seen."""
+        record = self.find(optimizer)
+        if record is None:
+            key = id(optimizer)
+            try:
+                ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
+            except TypeError:
+                record = OptimizerRecord(lambda: optimizer)
+            else:
+                record = OptimizerRecord(ref)
+            self._records[key] = record
+        return record
+
+    def ordinal_of(self, optimizer: Any) -> int:
+        """Return the place of an optimizer in the order of first syncs."""
+        record = self.of(optimizer)
+        if record.ordinal is None:
+            record.ordinal, self._synced = self._synced, self._synced + 1
+        return record.ordinal
+
+    def forget_order(self) -> None:
+        """Start to count anew, at a point where all ranks do."""
+        self._synced = 0
+        for record in self._records.values():
+            record.ordinal = None
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside wrappers that share its parameter groups.
+
+    ``unscale_(inner)`` and ``step(wrapper)`` then mean the same gradients, which are
+    unscaled once.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    for value in getattr(optimizer, "__dict__", {}).values():
+        if value is optimizer or groups is None or isinstance(value, dict):
+            continue
+        if getattr(value, "param_groups", None) is groups:
+            return inner_optimizer(value)
+    return optimizer
+
+
+def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a closure however it is handed over.
+
+    It would compute new, scaled gradients after the check, inside the optimizer.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    if "closure" in kwargs or any(map(callable, args[:1])):
+        raise RuntimeError(
+            "Closure use is not currently supported if GradScaler is enabled."
+        )
+
+
+def takes_scaler(optimizer: Any) -> bool:
+    """Return whether ``step`` asks for the scaler itself, the old contract."""
+    step: Any = optimizer.step
+    step = getattr(step, "__func__", step)
+    # Reading a signature takes longer than a small step.
+    try:
+        known = _TAKES_SCALER.get(step)
+        if known is None:
+            known = _TAKES_SCALER[step] = _has_scaler_keyword(step)
+    except TypeError:  # a callable that cannot be a key
+        known = _has_scaler_keyword(step)
+    if known:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the "
+            "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return known
+
+
+def _has_scaler_keyword(step: Any) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def makes_momentum(optimizer: Any) -> bool:
+    """Return whether the next step makes the momentum of an SGD, and must be taken.
+
+    torch's fused SGD makes it of uninitialised memory for the kernel to fill. A kernel
+    that is told to skip does not, and the next step takes what lay there (B21).
+    """
+    if not any(group.get("momentum") for group in optimizer.param_groups):
+        return False
+    states = getattr(optimizer, "state", {}).values()
+    return not any(state.get("momentum_buffer") is not None for state in states)

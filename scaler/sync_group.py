@@ -1,0 +1,214 @@
+"""Which ranks sync: from what the caller said to one process group.
+
+[Note: Which ranks sync]
+The group of a sync must never follow from what one rank happens to hold: a rank with
+plain tensors only, or without gradients, would pick another group than its peers and
+both would wait for ever. Nor can it be read off the parameters: stages of one pipeline
+on separate meshes look exactly like independent models on separate meshes, and the
+plain parameters of a pipeline stage look exactly like those of a replica. The two
+mistakes do not weigh the same: syncing with too few ranks trains on silently with
+different scales, syncing with too many is loud or harmless. So all ranks of the default
+process group sync by default, whatever they hold; independent models in one world are
+declared in the constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from .errors import InvalidSettingError
+from .torch_internals import device_types, root_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AgreeOver", "SyncGroup", "message_device"]
+
+AgreeOver = Literal["world", "mesh", "local"]
+"""``world``: the default process group; ``mesh``: the root mesh of the DTensor
+parameters; ``local``: nobody, no collective at all."""
+
+
+class SyncGroup:
+    """The ranks that sync, as one process group (or None: this rank alone).
+
+    Args:
+        over: the rule to apply when neither ``process_group`` nor ``mesh`` is given.
+        process_group: the group itself.
+        mesh: a mesh of any number of axes; all its ranks sync.
+
+    Raises:
+        InvalidSettingError: ``over`` is unknown, or more than one source was given.
+    """
+
+    def __init__(
+        self,
+        over: AgreeOver = "world",
+        process_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        if over not in get_args(AgreeOver):
+            raise InvalidSettingError(
+                f"agree_over must be one of {get_args(AgreeOver)}, got {over!r}."
+            )
+        given = {
+            "process_group": process_group is not None,
+            "mesh": mesh is not None,
+            f"agree_over={over!r}": over != "world",
+        }
+        if sum(given.values()) > 1:
+            names = " and ".join(name for name, is_given in given.items() if is_given)
+            raise InvalidSettingError(
+                f"Got {names}: each says which ranks sync. Pass only one of them."
+            )
+        self.over: AgreeOver = over
+        self.process_group = process_group
+        self._ranks: tuple[int, ...] | None = None
+        if mesh is not None:
+            self._ranks = _ranks_of(mesh)
+        # Root meshes seen so far, by the "mesh" rule only: they add up.
+        self._seen: set[tuple[int, ...]] = set()
+
+    def find(self, parameters: Iterable[Any]) -> ProcessGroup | None:
+        """Return the group to sync over, None when this rank is on its own.
+
+        Args:
+            parameters: that the call is about; read only by the ``mesh`` rule.
+
+        Raises:
+            ValueError: the ``mesh`` rule finds no mesh, or several.
+        """
+        if self.process_group is not None:
+            return _if_shared(self.process_group)
+        if not self.is_distributed:
+            return None
+        if self._ranks is not None:
+            return _group_of(self._ranks)
+        if self.over == "mesh":
+            return self._root_mesh(parameters)
+        return _if_shared(dist.group.WORLD)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there may be other ranks to sync with."""
+        if self.process_group is not None:
+            return True
+        return self.over != "local" and dist.is_available() and dist.is_initialized()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `find` can answer without any parameters."""
+        return self.over != "mesh" or bool(self._seen)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot leave its process: its ranks can.
+        state = self.__dict__.copy()
+        if self.process_group is not None:
+            state["process_group"] = None
+            state["_ranks"] = _ranks_of_group(self.process_group)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
+        # Inside one process the copy shares the group instead of losing it.
+        twin = SyncGroup(self.over, self.process_group)
+        twin._ranks, twin._seen = self._ranks, set(self._seen)
+        return twin
+
+    def _root_mesh(self, parameters: Iterable[Any]) -> ProcessGroup | None:
+        meshes = {
+            id(mesh): mesh
+            for parameter in parameters
+            if (mesh := getattr(parameter, "device_mesh", None)) is not None
+        }
+        self._seen.update(_ranks_of(root_mesh(mesh)) for mesh in meshes.values())
+        if not self._seen:
+            raise ValueError(
+                'agree_over="mesh" needs DTensor parameters and found none on rank '
+                f"{dist.get_rank()}. Pass mesh= or process_group= to the scaler."
+            )
+        widest = max(self._seen, key=len)
+        if any(not set(ranks) <= set(widest) for ranks in self._seen):
+            raise ValueError(
+                f"No mesh of the parameters covers the others: {sorted(self._seen)}. "
+                "Pass mesh= or process_group= to the scaler."
+            )
+        return _group_of(widest)
+
+
+def message_device(
+    group: ProcessGroup, preferred: str, scale: torch.Tensor
+) -> torch.device:
+    """Return the device on which ``group`` exchanges a message.
+
+    Its type must be the same on every rank (a group may have one backend per device
+    type), so it follows from the scaler's ``device`` argument and the group alone,
+    never from where this rank's gradients are.
+
+    Args:
+        group: that syncs.
+        preferred: device type, the scaler's ``device`` argument.
+        scale: decides which of several CUDA devices.
+
+    Raises:
+        NotImplementedError: the group serves neither CPU nor CUDA.
+    """
+    served = device_types(group)
+    kinds = [kind for kind in (preferred, *served, "cpu") if kind in ("cpu", "cuda")]
+    kind = next((kind for kind in kinds if kind in served or not served), None)
+    if kind is None:
+        raise NotImplementedError(
+            f"Ranks sync over CPU or CUDA; this process group serves {served}. "
+            'Pass process_group= with a gloo group, or agree_over="local".'
+        )
+    if kind == "cuda":
+        return scale.device if scale.is_cuda else torch.device("cuda")
+    return torch.device(kind)
+
+
+def _if_shared(group: Any) -> ProcessGroup | None:
+    # GroupMember.NON_GROUP_MEMBER is what new_group gives to outsiders.
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or group.size() < 2:
+        return None
+    return group  # type: ignore[no-any-return]
+
+
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _ranks_of_group(group: ProcessGroup) -> tuple[int, ...] | None:
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):  # not one that torch registered
+        return None
+    # The whole world stays "the whole world", also in a world of another size.
+    return None if len(ranks) == dist.get_world_size() else ranks
+
+
+# Groups made here, by their ranks.
+_made: dict[tuple[int, ...], Any] = {}
+
+
+def _group_of(ranks: Sequence[int]) -> ProcessGroup | None:
+    ranks = tuple(ranks)
+    if len(ranks) == dist.get_world_size():
+        return _if_shared(dist.group.WORLD)
+    if dist.get_rank() not in ranks or len(ranks) < 2:
+        return None
+    if not _is_alive(_made.get(ranks)):
+        # Only the members take part: the other ranks may be busy with another model.
+        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _if_shared(_made[ranks])
+
+
+def _is_alive(group: Any) -> bool:
+    # False for a group of a world that was torn down meanwhile.
+    try:
+        return group is not None and bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
