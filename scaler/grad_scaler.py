@@ -654,7 +654,11 @@ class GradScaler(_TorchGradScaler):
         others = [s for s in self._states.values() if s.divided and s is not state]
         if not others:
             return False
-        mine = {id(g) for ref, _ in divided_gradients(state.optimizer) if (g := ref())}
+        mine = {
+            id(g)
+            for ref, _ in divided_gradients(state.optimizer)
+            if (g := ref()) is not None
+        }
         return any(mine & unchanged(other.divided) for other in others)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
@@ -813,7 +817,7 @@ class GradScaler(_TorchGradScaler):
         self._wait_pending()
         states = self._states.values()
         found = [f for state in states for f in state["found_inf_per_device"].values()]
-        if found or new_scale is not None:
+        if found or new_scale is None:
             self._sync.end_iteration(
                 lambda: self._local_state(None, None, None), "update"
             )

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, clipping, totals
-from gradparity.scaler.norms import norms
+from gradparity.scaler import GradScaler, global_norm, grad_scaler
+from gradparity.scaler.local_norms import norms
 from gradparity.tests.stepping import BOTH, FUSED
 
 SCALE = 1024.0
@@ -42,17 +42,15 @@ def exact(
 
 
 def norm_on_device(entries: Tensor, order: float) -> Tensor:
-    total = totals._counted_on_device(entries.reshape(-1, 3), order)
-    return total if math.isinf(order) else total.pow(1.0 / order)
+    return global_norm._norm_on_device(entries.reshape(-1, 3), order)
 
 
 @pytest.fixture(params=["host", "device"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On a device no number is known to the host: arithmetic is with tensors."""
     if request.param == "device":
-        monkeypatch.setattr(clipping, "number_of", Tensor.double)
-        monkeypatch.setattr(totals, "number_of", Tensor.double)
-        monkeypatch.setattr(clipping, "global_norm", norm_on_device)
+        monkeypatch.setattr(grad_scaler, "number_of", Tensor.double)
+        monkeypatch.setattr(grad_scaler, "global_norm", norm_on_device)
     return str(request.param)
 
 
@@ -161,10 +159,6 @@ def test_errors() -> None:
     half = parameters_with([torch.ones(2).half()])
     with pytest.raises(ValueError, match="FP16"):
         scaler.clip_grad_norm_(torch.optim.SGD(half), 1.0)
-    first, second = torch.optim.SGD(params), torch.optim.SGD(params)
-    scaler.clip_grad_norm_(first, 1.0)
-    with pytest.raises(ValueError, match="shares"):
-        scaler.clip_grad_norm_(second, 1.0)
 
 
 def test_disabled_clips_as_torch_does() -> None:
@@ -173,9 +167,9 @@ def test_disabled_clips_as_torch_does() -> None:
     scaler = GradScaler(device="cpu", enabled=False)
     got = scaler.clip_grad_norm_(torch.optim.SGD(ours), 0.1)
     expected = torch.nn.utils.clip_grad_norm_(theirs, 0.1)
-    assert torch.equal(got, expected)
+    torch.testing.assert_close(got, expected)
     assert ours[0].grad is not None and theirs[0].grad is not None
-    assert torch.equal(ours[0].grad, theirs[0].grad)
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -325,7 +319,7 @@ def test_rank_without_parameters_and_overflow(two: Cluster) -> None:
     assert two.run(step, True) == [(math.inf, 2.0)] * 2
 
 
-def test_culprit_is_known_on_every_rank(four: Cluster) -> None:
+def test_first_nonfinite_is_known_on_every_rank(four: Cluster) -> None:
     def step() -> Any:
         params = parameters_with([torch.ones(2), torch.ones(2)])
         if dist.get_rank() in (0, 2):
@@ -347,7 +341,7 @@ def test_local_agreement_cannot_clip_shards(two: Cluster) -> None:
         mesh = init_device_mesh("cpu", (2,))
         p = nn.Parameter(placed(torch.ones(2), mesh, [Shard(0)]))
         p.grad = placed(torch.ones(2), mesh, [Shard(0)])
-        with pytest.raises(ValueError, match="agrees with nobody"):
+        with pytest.raises(ValueError, match="syncs with no other rank"):
             scaled(agree_over="local").clip_grad_norm_(torch.optim.SGD([p]), 1.0)
 
     two.run(step)

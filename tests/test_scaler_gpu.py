@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gradparity.scaler import GradScaler
-from gradparity.scaler.stamps import Stamps
 from gradparity.tests.stepping import INF
 
 
@@ -107,23 +106,3 @@ def test_b05c_min_scale_keeps_kernels_from_overflowing() -> None:
     assert bool(p.isfinite().all())
     with pytest.raises(InvalidSettingError):
         GradScaler("cpu", init_scale=0.5, policy=policy)
-
-
-def test_stamps_where_the_host_cannot_see_the_scale() -> None:
-    # There, update() freezes every stamp, because it cannot know whether the scale
-    # moved: equal values must then change nothing, and moved ones must be followed.
-    stamps, scale = Stamps(), torch.tensor(4.0)
-    p = torch.zeros(2, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    stamps.stepped({"optimizer": optimizer, "found_inf_per_device": {}})
-    for new in (4.0, 8.0, 2.0):
-        stamp, before = stamps.current, scale.clone()
-        stamps._handed_out = True
-        stamps.begin(stamp, scale, {})
-        p.grad = scale.repeat(2) if p.grad is None else p.grad + scale
-        scale.fill_(new)
-        stamps.moved(before, scale)  # a tensor, as on an accelerator
-        stamps.close({})
-        assert stamps.divisor(scale).item() == before.item()
-    assert p.grad is not None
-    assert (p.grad / stamps.divisor(scale)).tolist() == [3.0, 3.0]

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import (
@@ -99,7 +98,7 @@ def test_b14b_rank_dependent_number_of_steps(two: Cluster, make: Make) -> None:
     for counts in ([2, 1], [1, 2], [0, 1], [3, 1]):
         first, second = two.run(step, counts)
         assert first == second
-        assert first[0] == "raised" and "agreement" in first[1]
+        assert first[0] == "raised" and "position" in first[1]
     assert two.run(step, [2, 2]) == [("went on", "")] * 2
 
 
@@ -228,28 +227,3 @@ def test_error_on_one_rank_reaches_all(two: Cluster) -> None:
         return type(caught.value).__name__
 
     assert two.run(step) == ["ValueError", "PeerFailedError"]
-
-
-def test_b10f_recheck_is_agreed_on(two: Cluster) -> None:
-    def step(bad_rank: int) -> tuple[Seen, int]:
-        scaler, p = scaled(GradScaler, recheck=True), parameter(torch.ones(2))
-        give_gradient(p, 4.0)
-        optimizer = sgd([p])
-        with CommDebugMode() as mode:
-            scaler.unscale_(optimizer)
-            if dist.get_rank() == bad_rank:
-                give_gradient(p, INF)
-            scaler.step(optimizer)
-        scaler.update()
-        return Seen(
-            bool((p == 1).all()),
-            scaler.get_scale(),
-            scaler._get_growth_tracker(),
-            bool(p.isfinite().all()),
-            1.0,
-        ), mode.get_total_counts()
-
-    for bad_rank in (0, 1, -1):
-        results = two.run(step, bad_rank)
-        assert agreed([seen for seen, _ in results], skipped=bad_rank >= 0)
-        assert [count for _, count in results] == [2, 2]

@@ -23,7 +23,6 @@ def _found(scaler: Any, optimizer: Any) -> Any:
 
 ASKS: dict[str, Ask] = {
     "step": lambda scaler, optimizer: scaler.step(optimizer),
-    "step_together": lambda scaler, optimizer: scaler.step_together(optimizer),
     "clip_grad_norm_": lambda s, optimizer: s.clip_grad_norm_(optimizer, 1.0),
     "another unscale_": lambda s, _: s.unscale_(sgd([with_gradient(1.0)])),
     "update": lambda scaler, _: scaler.update(),
@@ -156,4 +155,4 @@ def test_what_is_lost_on_the_way_says_in_which_call(two: Cluster) -> None:
             scaler.step(optimizer)
         return "".join(caught.value.__notes__)
 
-    assert "in the agreement of unscale_ on rank 0 of 2" in two.run(step)[0]
+    assert "in the sync of unscale_ on rank 0 of 2" in two.run(step)[0]

@@ -61,18 +61,15 @@ def test_b03b_parameters_on_submeshes(
     assert agreed(four.run(step), skipped=True)
 
 
-def experts(make: Make, bad_rank: int, together: bool) -> list[bool]:
+def experts(make: Make, bad_rank: int) -> list[bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
     dense = parameter(torch.ones(2), mesh, [Shard(0), Replicate()])
     expert = parameter(torch.ones(2), mesh["dp"], [Shard(0)])
     give_gradient(dense, 4.0)
     give_gradient(expert, INF if dist.get_rank() == bad_rank else 4.0)
     scaler, optimizers = scaled(make), [sgd([dense]), sgd([expert])]
-    if together:
-        scaler.step_together(*optimizers)
-    else:
-        for optimizer in optimizers:
-            scaler.step(optimizer)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
     scaler.update()
     stepped = [bool((local(p) != 1).all()) for p in (dense, expert)]
     return [*stepped, scaler.get_scale() == 2.0, scaler._get_growth_tracker() == 0]
@@ -83,18 +80,8 @@ def experts(make: Make, bad_rank: int, together: bool) -> list[bool]:
 def test_b03c_experts_in_their_own_optimizer(
     four: Cluster, make: Make, bad_rank: int
 ) -> None:
-    results = four.run(experts, make, bad_rank, False)
+    results = four.run(experts, make, bad_rank)
     assert results == [[True, False, True, True]] * 4
-
-
-@BOTH
-@pytest.mark.parametrize("bad_rank", [0, 3])
-def test_b03d_optimizers_step_all_or_none(
-    four: Cluster, make: Make, bad_rank: int
-) -> None:
-    results = four.run(experts, make, bad_rank, True)
-    assert results == [[False, False, True, True]] * 4
-    assert four.run(experts, make, -1, True) == [[True, True, False, False]] * 4
 
 
 @BOTH

@@ -48,15 +48,15 @@ def test_constant_scale_still_skips() -> None:
 @pytest.mark.parametrize(
     ("refill", "steps", "expected"),
     [
-        # growth at the fourth step refills, a good step alone does not
+        # growth at the fourth step refills, a good_step alone does not
         (
             "growth",
             [BAD, BAD, GOOD, GOOD, BAD, BAD, GOOD, GOOD, BAD],
             [8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 16.0, 32.0, 32.0],
         ),
-        # the good step in between makes it count anew
+        # the good_step in between makes it count anew
         (
-            "good step",
+            "good_step",
             [BAD, BAD, GOOD, BAD, BAD, BAD, GOOD, GOOD, BAD],
             [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 8.0, 8.0],
         ),
