@@ -1,0 +1,348 @@
+"""Faults with optimizers that share parameters, are fused, wrapped or unusual."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradparity.scaler import GradScaler
+from gradparity.tests.beside_torch import (
+    CLASSES,
+    PAIRS,
+    Pair,
+    bits,
+    ours_plain,
+    ours_sharded,
+    scaled_once,
+    torch_sharded,
+)
+
+INF = float("inf")
+FUSED = pytest.mark.parametrize("fused", [False, True])
+OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
+
+
+def parameter(value: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value]))
+
+
+def sgd(*params: Any, **settings: Any) -> Any:
+    return torch.optim.SGD(list(params), lr=1.0, **settings)
+
+
+def value(p: Any) -> float:
+    return float(p.detach())
+
+
+@CLASSES
+def test_f01_inv_scale_of_one_element_on_the_cpu(make: Any) -> None:
+    p = parameter()
+    p.grad = torch.tensor([8.0])
+    inv_scale, found_inf = torch.full((1,), 0.25), torch.zeros(1)
+    scaler = scaled_once(make())
+    found = scaler._unscale_grads_(sgd(p), inv_scale, found_inf, True)
+    assert p.grad.tolist() == [2.0]
+    assert bits(found) == {"cpu": bits(torch.zeros(1))}
+
+
+# - Shared parameters
+
+
+@CLASSES
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("fused", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_f50_a_shared_parameter_with_a_fresh_gradient(
+    make: Any, explicit: bool, fused: tuple[int, int], set_to_none: bool
+) -> None:
+    if make is torch_sharded and any(fused):
+        pytest.skip("torch's sharded class: findings of two shapes, which raise (B09)")
+    e, a, b = parameter(), parameter(), parameter()
+    first, second = sgd(e, a, fused=bool(fused[0])), sgd(e, b, fused=bool(fused[1]))
+    scaler = make(init_scale=1024.0)
+    scaler.scale((e * a / 8).sum()).backward()
+    scaler.step(first)
+    second.zero_grad(set_to_none=set_to_none)
+    scaler.scale(((e + b) / 8).sum()).backward()
+    if explicit:
+        scaler.unscale_(second)
+    scaler.step(second)
+    scaler.update()
+    assert [value(p) for p in (e, a, b)] == [0.75, 0.875, 0.875]
+
+
+@OURS
+def test_f51_clipping_after_an_overflow_divides_nothing(make: Any) -> None:
+    e, a, b = parameter(), parameter(), parameter()
+    first, second = sgd(e, a), sgd(e, b)
+    scaler = make(init_scale=1024.0)
+    scaler.scale(((e + a + b) / 8).sum()).backward()
+    assert a.grad is not None
+    a.grad.fill_(INF)
+    scaler.clip_grad_norm_(first, 1e9)
+    scaler.step(first)
+    assert [value(p) for p in (e, a)] == [1.0, 1.0]
+    scaler.step(second)
+    assert [value(p) for p in (e, a, b)] == [0.875, 1.0, 0.875]
+
+
+@OURS
+def test_f51_clipping_for_a_fused_kernel_divides_nothing(make: Any) -> None:
+    e, a, b = parameter(), parameter(), parameter()
+    first, second = sgd(e, a, fused=True), sgd(e, b)
+    scaler = make(init_scale=1024.0)
+    scaler.scale(((e + a + b) / 8).sum()).backward()
+    scaler.clip_grad_norm_(first, 1e9)
+    try:
+        scaler.step(second)
+    except (RuntimeError, ValueError):  # refused: nothing may have moved
+        assert [value(p) for p in (e, a, b)] == [1.0, 1.0, 1.0]
+    else:
+        assert [value(p) for p in (e, a, b)] == [0.875, 1.0, 0.875]
+
+
+# - A fused optimizer's grad_scale
+
+
+@PAIRS
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("gradient", [1.0, INF])
+def test_f58_grad_scale_of_the_user_means_what_it_means_in_torch(
+    pair: Pair, explicit: bool, gradient: float
+) -> None:
+    if explicit and pair.theirs is torch_sharded:
+        pytest.skip("torch's sharded class: unscale_, then a fused step, raises (B09)")
+
+    def run(make: Any) -> list[Any]:
+        p = parameter()
+        optimizer, scaler = sgd(p, fused=True), make(init_scale=4.0)
+        seen = []
+        for own in (4.0, None, 2.0):
+            optimizer.zero_grad()
+            scaler.scale(p.sum()).backward()
+            assert p.grad is not None
+            if own == 4.0:
+                p.grad.mul_(gradient)
+            if own is not None:
+                optimizer.grad_scale = torch.tensor(own)
+            if explicit:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert not hasattr(optimizer, "grad_scale")
+            seen.append((value(p), scaler.get_scale()))
+        return seen
+
+    theirs = run(pair.theirs)
+    assert theirs[0] == ((0.75, 4.0) if gradient == 1.0 else (1.0, 2.0))
+    assert run(pair.ours) == theirs
+
+
+@OURS
+def test_f58_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
+    p = parameter()
+    optimizer, scaler = sgd(p, fused=True), make(init_scale=4.0)
+    scaler.scale(p.sum()).backward()
+    optimizer.grad_scale = torch.tensor(4.0)
+    scaler.clip_grad_norm_(optimizer, 1e9)
+    scaler.step(optimizer)
+    assert value(p) == 0.75
+    assert not hasattr(optimizer, "grad_scale")
+
+
+# - Nothing is shared between scalers
+
+
+def test_f63_a_subclass_that_changes_inv_scale_changes_its_own() -> None:
+    class Harsher(GradScaler):
+        def _unscale_grads_(
+            self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any
+        ) -> Any:
+            inv_scale.mul_(0.125)
+            found_inf.fill_(0.0)
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, *args)
+
+    results = []
+    for kind in (Harsher, GradScaler, GradScaler):
+        p = parameter()
+        scaler = kind("cpu", init_scale=4.0)
+        scaler.scale((p / 2).sum()).backward()
+        scaler.step(sgd(p))
+        results.append(value(p))
+    assert results == [0.9375, 0.5, 0.5]
+
+
+@CLASSES
+@FUSED
+def test_f63_a_first_step_under_another_default_device(make: Any, fused: bool) -> None:
+    for scale in (2.0**9, 2.0**21):  # scales that no other test has
+        p = parameter()
+        optimizer, scaler = sgd(p, fused=fused), make(init_scale=scale)
+        scaler.scale((p / 2).sum()).backward()
+        with torch.device("meta"):
+            scaler.step(optimizer)
+            scaler.update()
+        assert value(p) == 0.5
+        assert scaler.get_scale() == scale
+
+
+# - Optimizers that are none of torch's
+
+
+class OptimWrapper:
+    """Shares the groups of the optimizer in ``optim``, as torch's PostLocalSGD does."""
+
+    def __init__(self, inner: Any) -> None:
+        self.optim = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.optim.step(closure)
+
+
+class BaseWrapper:
+    """Shares the groups of the optimizer that it keeps as ``_base_optimizer``."""
+
+    def __init__(self, inner: Any) -> None:
+        self._base_optimizer = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self._base_optimizer.step(closure)
+
+
+@OURS
+@pytest.mark.parametrize("wrap", [OptimWrapper, BaseWrapper])
+def test_f72_a_wrapper_and_the_optimizer_inside_are_one(make: Any, wrap: Any) -> None:
+    p = parameter()
+    inner, scaler = sgd(p), make(init_scale=4.0)
+    wrapper = wrap(inner)
+    for gradient, skipped in ((2.0, False), (INF, True)):
+        p.grad = torch.tensor([gradient])
+        scaled_once(scaler)
+        scaler.unscale_(inner)
+        scaler.step(wrapper)
+        assert scaler.step_was_skipped(inner) is skipped
+        assert scaler.step_was_skipped(wrapper) is skipped
+        scaler.update()
+    assert value(p) == 0.5
+
+
+class Duck:
+    """No optimizer of torch's, with the little that torch's scaler asks for."""
+
+    def __init__(self, *params: Any) -> None:
+        group: dict[str, Any] = {"params": list(params), "momentum": 0.5}
+        self.param_groups = [group]
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad / self.divisor())
+
+    def divisor(self) -> Any:
+        return 1.0
+
+
+class Unhashable(Duck):
+    """Equal to others by what it holds."""
+
+    __hash__: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
+
+
+class Slotted:
+    """Has no room for a weak reference."""
+
+    __slots__ = ("param_groups",)
+    param_groups: list[dict[str, Any]]
+
+    def __init__(self, *params: Any) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self) -> None:
+        Duck(*self.param_groups[0]["params"]).step()
+
+
+class Stateless(Duck):
+    """Divides by itself, and keeps no state."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Any = 1
+    found_inf: Any
+
+    def step(self) -> None:
+        if not self.found_inf:
+            super().step()
+
+    def divisor(self) -> Any:
+        return 1.0 if self.grad_scale is None else self.grad_scale
+
+
+@CLASSES
+@pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_f73_duck_typed_optimizers(make: Any, kind: Any, explicit: bool) -> None:
+    p = parameter()
+    optimizer, scaler = kind(p), make(init_scale=4.0)
+    expected = 1.0
+    for factor in (0.25, INF, 0.25):
+        p.grad = None
+        scaler.scale((p * 0.25).sum()).backward()
+        assert p.grad is not None
+        p.grad.mul_(1.0 if factor == 0.25 else factor)
+        if explicit:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        expected -= factor if factor == 0.25 else 0.0
+        assert value(p) == expected
+
+
+@OURS
+@pytest.mark.parametrize("kind", [Unhashable, Slotted, Stateless])
+def test_f73_duck_typed_optimizers_are_clipped(make: Any, kind: Any) -> None:
+    p = parameter()
+    optimizer, scaler = kind(p), make(init_scale=4.0)
+    scaler.scale((p * 0.25).sum()).backward()
+    assert float(scaler.clip_grad_norm_(optimizer, 1e9)) == 0.25
+    scaler.step(optimizer)
+    scaler.update()
+    assert value(p) == 0.75
+
+
+class Counting(TorchDispatchMode):
+    """Counts the kernels that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@CLASSES
+def test_f74_a_skipped_step_calls_no_kernel_for_each_parameter(make: Any) -> None:
+    def kernels(count: int) -> int:
+        params = [parameter() for _ in range(count)]
+        for p in params:
+            p.grad = torch.ones(1)
+        assert params[-1].grad is not None
+        params[-1].grad.fill_(INF)
+        scaler, optimizer = scaled_once(make()), sgd(*params)
+        counting = Counting()
+        with counting:
+            scaler.step(optimizer)
+        assert value(params[0]) == 1.0
+        return counting.calls
+
+    few, many = kernels(16), kernels(256)
+    assert many - few <= 16
