@@ -128,14 +128,6 @@ def clipped(rank: Rank, scaler: Any) -> None:
         scaler.update()
 
 
-def stepping_together(rank: Rank, scaler: Any) -> None:
-    """Two optimizers that step both or not at all."""
-    dense, experts = optimizer(rank.parameter()), optimizer(rank.plain())
-    for _ in range(2):
-        scaler.step_together(dense, experts)
-        scaler.update()
-
-
 def without_optimizer(rank: Rank, scaler: Any) -> None:
     """One rank of five has no parameters at all."""
     held = optimizer(rank.parameter())
@@ -155,4 +147,4 @@ COMMON: tuple[Situation, ...] = (
     overflow,
     several_optimizers,
 )
-OURS: tuple[Situation, ...] = (clipped, stepping_together, without_optimizer)
+OURS: tuple[Situation, ...] = (clipped, without_optimizer)

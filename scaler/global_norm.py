@@ -34,7 +34,7 @@ from .grads import (
     parameters_of,
     plain_locals,
 )
-from .local_norms import Norms, norms
+from .local_norms import Norms, norms, scaled_norm
 from .optimizer_state import OptimizerRecord
 from .torch_internals import specs
 
@@ -251,7 +251,8 @@ def local_norms(
         kind = kinds.setdefault(layout.number, [layout.kind, 0])
         kind[1] += elements
         for tensors in groups.values():
-            part = _joined(norms(tensors, norm_type), norm_type) / copies
+            with torch.no_grad():  # after a backward that made a graph
+                part = _joined(norms(tensors, norm_type), norm_type) / copies
             parts.setdefault(layout.number, []).append(part)
     if len(parts) > MESHES:
         raise ValueError(
@@ -304,15 +305,7 @@ def _are_finite(grads: GradsByMesh) -> bool:
 def _joined(each: Norms, norm_type: float) -> Number:
     # The norm of what these are the norms of, without leaving the range of fp64.
     if isinstance(each, torch.Tensor):
-        norm = torch.linalg.vector_norm
-        if math.isinf(norm_type):
-            return norm(each, norm_type)
-        largest = each.amax()
-        is_usable = largest.isfinite() & (largest > 0.0)
-        divisor = torch.where(is_usable, largest, 1.0)
-        return torch.where(
-            is_usable, norm(each / divisor, norm_type) * divisor, largest
-        )
+        return scaled_norm(each, norm_type)
     largest = _highest(each)
     if math.isinf(norm_type) or not math.isfinite(largest) or len(each) < 2:
         return largest

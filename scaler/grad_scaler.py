@@ -112,7 +112,6 @@ class GradScaler(_TorchGradScaler):
             ``agree_over``, ``process_group`` and ``mesh``.
     """
 
-    _keeps_loss_dtype = False
     _steps_without_gradients = False
 
     # Made by scale(), or by the first sync on ranks that never scale.
@@ -198,12 +197,14 @@ class GradScaler(_TorchGradScaler):
         self._was_scaled = True
         if not isinstance(outputs, torch.Tensor):
             return super().scale(outputs)
+        return self._scaled(outputs)
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
         # As torch has it, but torch.compile does not trace into torch's.
         if self._scale is None:
-            self._lazy_init_scale_growth_tracker(outputs.device)
+            self._lazy_init_scale_growth_tracker(output.device)
         assert self._scale is not None
-        product = outputs * self._scale.to(device=outputs.device, non_blocking=True)
-        return product.type(outputs.dtype) if self._keeps_loss_dtype else product
+        return output * self._scale.to(device=output.device, non_blocking=True)
 
     def _check_scale_growth_tracker(
         self, funcname: str
@@ -298,8 +299,9 @@ class GradScaler(_TorchGradScaler):
 
         Raises:
             InvalidSettingError: ``max_norm`` or ``norm_type`` is no such number.
-            RuntimeError: called after `step` or twice, complex gradients, or the norm
-                is not finite and ``error_if_nonfinite`` is set.
+            RuntimeError: called after `step` or twice, or the norm is not finite and
+                ``error_if_nonfinite`` is set.
+            NotImplementedError: complex gradients.
             AssertionError: the gradients cannot have been scaled yet.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``; or
                 ``agree_over="local"`` with sharded gradients.
@@ -505,7 +507,7 @@ class GradScaler(_TorchGradScaler):
             skips = result.summary.found_inf
         else:
             found = optimizer_state["found_inf_per_device"].values()
-            skips = any(f.tolist() if f.is_cpu else f.item() for f in found)
+            skips = any(host_value(f) if f.is_cpu else f.item() for f in found)
         return None if skips else optimizer.step(*args, **kwargs)
 
     def _step_fused(

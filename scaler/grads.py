@@ -278,7 +278,7 @@ def host_value(tensor: torch.Tensor) -> float:
     """Return what a CPU tensor with one element holds."""
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()
-    return float(value[0] if isinstance(value, list) else value)
+    return float(tensor.item() if isinstance(value, list) else value)
 
 
 def is_true_on_host(found_inf: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ import torch
 
 from .torch_internals import foreach_norm
 
-__all__ = ["Norms", "norms"]
+__all__ = ["Norms", "norms", "scaled_norm"]
 
 Norms = list[float] | torch.Tensor
 """Numbers that the host knows, or (number of tensors,), fp64, on their device."""
@@ -52,18 +52,20 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Norms:
         fp64 elements leaves the range of fp64).
 
     Raises:
-        RuntimeError: complex gradients, as torch's ``unscale_`` raises for them.
-        NotImplementedError: neither on CPU nor on CUDA.
+        NotImplementedError: neither on CPU nor on CUDA; or complex gradients, for
+            which torch's ``unscale_`` raises it, too.
     """
     if not tensors:
         return []
     kind, dtype = tensors[0].device.type, tensors[0].dtype
     if dtype.is_complex:
-        raise RuntimeError("Complex gradients cannot be scaled, and have no norm here.")
+        raise NotImplementedError(
+            f"Complex gradients ({dtype}) cannot be scaled, and have no norm here."
+        )
     is_wide = dtype is torch.float64
     if kind == "cuda":
         if is_wide or norm_type not in (2.0, math.inf):
-            return torch.stack([_scaled_norm(tensor, norm_type) for tensor in tensors])
+            return torch.stack([scaled_norm(tensor, norm_type) for tensor in tensors])
         # fp64 sums of fp32 squares cannot overflow: no second read.
         return torch.stack(foreach_norm(list(tensors), norm_type, torch.float64))
     if kind != "cpu":
@@ -72,17 +74,17 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Norms:
             "unscale_() and torch.nn.utils.clip_grad_norm_() instead."
         )
     if norm_type not in (2.0, math.inf):
-        return [_listed(_scaled_norm(tensor, norm_type)) for tensor in tensors]
+        return [_listed(scaled_norm(tensor, norm_type)) for tensor in tensors]
     found = _norms_cpu(tensors, norm_type)
     if math.isfinite(sum(found)):
         return found
     return [
-        norm if math.isfinite(norm) else _listed(_scaled_norm(tensor, norm_type))
+        norm if math.isfinite(norm) else _listed(scaled_norm(tensor, norm_type))
         for norm, tensor in zip(found, tensors, strict=True)
     ]
 
 
-def _scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     # (), fp64. nan and inf stay what they are: the largest element is one of them.
     if not tensor.numel():
         return tensor.new_zeros((), dtype=torch.float64)

@@ -44,7 +44,6 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
         InvalidSettingError: a setting that no run can work with.
     """
 
-    _keeps_loss_dtype = True
     _steps_without_gradients = True
 
     def __init__(
@@ -67,6 +66,11 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
             process_group=process_group,
             fp16_gradients="in_place",
         )
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
+        if not _is_supported_device(output):
+            raise AssertionError(f"Expected supported device, got {output.device}")
+        return super()._scaled(output).type(output.dtype)
 
     def _unscale_grads_(
         self,

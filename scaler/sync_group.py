@@ -97,8 +97,9 @@ class SyncGroup:
     def is_distributed(self) -> bool:
         """Whether there may be other ranks to sync with."""
         if self.process_group is not None:
-            return True
-        return self.over != "local" and dist.is_available() and dist.is_initialized()
+            return _if_shared(self.process_group) is not None
+        is_initialized = dist.is_available() and dist.is_initialized()
+        return self.over != "local" and is_initialized and dist.get_world_size() > 1
 
     @property
     def is_known(self) -> bool:

@@ -115,7 +115,8 @@ def test_b21_fused_momentum_waits_for_a_good_step(
     monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     if not sees:  # as on an accelerator, whose memory the host does not read
-        monkeypatch.setattr("gradparity.scaler.grad_scaler.on_host", lambda _: False)
+        name = "gradparity.scaler.grad_scaler.is_true_on_host"
+        monkeypatch.setattr(name, lambda _: False)
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
     scaler = scaled(scale=4.0)

@@ -38,7 +38,7 @@ OURS_MADE = partial(GradScaler, "cpu", init_scale=1024.0)
 TORCHS = partial(torch.amp.GradScaler, "cpu", init_scale=1024.0)
 ALL = COMMON + OURS
 SOME = (without_gradients, several_optimizers, clipped)
-MESSAGE = "allreduce over world of [25] float64"
+MESSAGE = "allreduce over world of [2] int64"
 
 
 @pytest.mark.parametrize(
