@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Its base class imports torch.distributed.fsdp, which takes as long as torch itself.
+    # Its base class imports torch.distributed.fsdp, as slow as torch itself.
     if name == "ShardedGradScaler":
         from .sharded import ShardedGradScaler
 

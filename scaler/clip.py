@@ -13,8 +13,6 @@ from .global_norm import GradsByMesh, Number
 from .grads import host_value
 from .torch_internals import foreach_mul_
 
-__all__ = ["clip_factor", "fused_divisor", "multiply_", "norm_tensor", "number_of"]
-
 
 def number_of(tensor: torch.Tensor) -> Number:
     """Return what a tensor holds, (), without a synchronisation.

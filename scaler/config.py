@@ -13,20 +13,6 @@ import torch
 
 from .errors import InvalidSettingError
 
-__all__ = [
-    "HIGHEST_SCALE",
-    "LOWEST_SCALE",
-    "FP16Gradients",
-    "Policy",
-    "SavedState",
-    "check_backoff_factor",
-    "check_clip",
-    "check_growth_factor",
-    "check_growth_interval",
-    "check_scale",
-    "check_state",
-]
-
 FP16Gradients = Literal["refuse", "in_place"]
 """``refuse``: unscale_ raises, as torch.amp does. ``in_place``: divide them where they
 are, which flushes small values to zero, as torch's ShardedGradScaler does."""

@@ -17,14 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "InvalidSettingError",
-    "PeerFailedError",
-    "RanksDisagreeError",
-    "ScalerError",
-    "TooManySkipsError",
-]
-
 
 class InvalidSettingError(ValueError, AssertionError):
     """A setting that no run can work with.

@@ -38,16 +38,6 @@ from .local_norms import Norms, norms, scaled_norm
 from .optimizer_state import OptimizerRecord
 from .torch_internals import specs
 
-__all__ = [
-    "MESHES",
-    "GradsByMesh",
-    "LocalNorms",
-    "Number",
-    "global_norm",
-    "grads_by_mesh",
-    "local_norms",
-]
-
 MESHES = 4
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
 
@@ -360,7 +350,7 @@ def _norm_on_host(rows: list[list[list[float]]], norm_type: float) -> float:
     # fsum rounds once, whatever the order.
     once = {(kinds[mesh], math.fsum(some)) for mesh, some in powers.items()}
     total = math.fsum(power for _, power in once)
-    return largest * total ** (1.0 / norm_type)
+    return float(largest * total ** (1.0 / norm_type))
 
 
 def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:

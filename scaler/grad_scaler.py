@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args, overload
 import torch
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState as OptState
+from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
 
 from .clip import clip_factor, fused_divisor, multiply_, norm_tensor, number_of
 from .config import (
@@ -68,17 +69,15 @@ from .scale_update import advance, set_scale
 from .sync import OverflowSync
 from .sync_group import AgreeOver, SyncGroup
 from .sync_message import LocalState, SyncResult
-from .torch_internals import MultiDeviceReplicator, no_compile
+from .torch_internals import no_compile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-__all__ = ["GradScaler"]
 
-# Where torch has them, for callers that import them from there.
-_MultiDeviceReplicator = MultiDeviceReplicator
+# Where torch has it, for callers that import it from there.
 _refresh_per_optimizer_state = OptimizerState
 
 
@@ -309,69 +308,71 @@ class GradScaler(_TorchGradScaler):
             PeerFailedError: another rank raised.
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
-        if not self._enabled:
-            return self._clip_disabled(
-                optimizer, max_norm, norm_type, error_if_nonfinite
-            )
-        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        # A disabled scaler clips by the same norm; its gradients carry no scale.
+        scale = self._scale_or_one("clip_grad_norm_")
         state = OptimizerState() if optimizer is None else self._state_of(optimizer)
         self._wait_pending()
-        if state["stage"] is OptState.STEPPED or state.clips:
+        if self._enabled and (state["stage"] is OptState.STEPPED or state.clips):
             raise RuntimeError(
                 "clip_grad_norm_() was called after step(), or twice since update()."
             )
         group = self._find_group(optimizer)
-        found: FoundInf = {}
+        found: list[torch.Tensor] = []
         try:
             check_clip(max_norm, norm_type)
-            if optimizer is not None and state["stage"] is OptState.READY:
-                # What overflows while it is divided shows only afterwards, and a part
-                # of the gradients may have been divided for another optimizer.
-                if _may_enlarge(scale) or self._divided_by_others(state):
-                    found = self._unscale_here(optimizer, state)
-            carried = scale
-            if state["stage"] is OptState.UNSCALED:
-                carried = torch.ones_like(scale)
+            if optimizer is not None and self._must_unscale_first(state, scale):
+                found = [*self._unscale_here(optimizer, state).values()]
+            is_unscaled = state["stage"] is OptState.UNSCALED
+            carried = torch.ones_like(scale) if is_unscaled else scale
             grads, norms = self._local_norms(optimizer, group, norm_type, carried)
         except Exception:
             self._report_failure(group, "clip_grad_norm_", rows=True)
             raise
-        flags = [*found.values()]
         if norms.found_inf is not None:
-            flags.append(norms.found_inf)
-        found_inf = any_of(flags, scale.device) if flags else None
+            found.append(norms.found_inf)
+        found_inf = any_of(found, scale.device) if found else None
         entries = norms.entries[None]
         if group is None:
-            state["found_inf_per_device"] = {scale.device: found_inf} if flags else {}
+            state["found_inf_per_device"] = {scale.device: found_inf} if found else {}
             self._remember_overflow(optimizer, found_inf, None)
         else:
             local = self._local_state(
                 optimizer, found_inf, group, asked=(max_norm, norm_type)
             )
-            result, entries = self._sync.found_inf_and_rows(
+            state.result, entries = self._sync.found_inf_and_rows(
                 group, local, "clip_grad_norm_", norms.entries
             )
             state["found_inf_per_device"] = {}
-            state.result = result
-            self._record_result(state, group, local)
+            if self._enabled:
+                self._record_result(state, group, local)
         norm = global_norm(entries, norm_type)
         if isinstance(norm, torch.Tensor):
             norm = norm.to(scale.device)
-        is_unscaled = state["stage"] is OptState.UNSCALED
         state.clips, state["stage"] = 1, OptState.UNSCALED
-        if optimizer is None:
+        if optimizer is None and self._enabled:
             self._add_to_none(state, clips=1)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(_NOT_FINITE.format(norm_type, float(norm)))
-        if optimizer is not None and not is_true_on_host(_any_flag(state, scale)):
-            self._apply_clip(
-                optimizer,
-                state,
-                grads,
-                clip_factor(norm, max_norm),
-                1.0 if is_unscaled else number_of(scale),
-            )
+        skips = self._enabled and is_true_on_host(_any_flag(state, scale))
+        if optimizer is not None and not skips:
+            factor = clip_factor(norm, max_norm)
+            self._apply_clip(optimizer, state, grads, factor, number_of(carried))
+        if not self._enabled:
+            self._states.clear()  # nothing lasts until an update
         return norm_tensor(norm, scale.device)
+
+    def _scale_or_one(self, call: str) -> torch.Tensor:
+        if self._enabled:
+            return self._check_scale_growth_tracker(call)[0]
+        has_device = self._device != "cuda" or torch.cuda.is_available()
+        return torch.ones((), device=self._device if has_device else "cpu")
+
+    def _must_unscale_first(self, state: OptimizerState, scale: torch.Tensor) -> bool:
+        # What overflows while it is divided shows only afterwards, and a kernel cannot
+        # divide one gradient and not another that was divided for another optimizer.
+        if not self._enabled or state["stage"] is not OptState.READY:
+            return False
+        return _may_enlarge(scale) or self._divided_by_others(state)
 
     def _apply_clip(
         self,
@@ -381,46 +382,14 @@ class GradScaler(_TorchGradScaler):
         factor: Number,
         scale: Number,
     ) -> None:
-        divisor = None
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False):
             divisor = fused_divisor(factor, scale)
-        if divisor is not None:
-            assert self._scale is not None
-            state.fused_grad_scale = norm_tensor(divisor, self._scale.device)
-            return
+            if divisor is not None:
+                assert self._scale is not None
+                state.fused_grad_scale = norm_tensor(divisor, self._scale.device)
+                return
         multiply_(grads, factor, scale)
         state.divided = divided_gradients(optimizer)
-
-    def _clip_disabled(
-        self,
-        optimizer: Optimizer | None,
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool,
-    ) -> torch.Tensor:
-        # The gradients carry no scale and no step is skipped, but the norm is global.
-        group = self._find_group(optimizer)
-        has_device = self._device != "cuda" or torch.cuda.is_available()
-        one = torch.ones((), device=self._device if has_device else "cpu")
-        try:
-            check_clip(max_norm, norm_type)
-            grads, norms = self._local_norms(optimizer, group, norm_type, one)
-        except Exception:
-            self._report_failure(group, "clip_grad_norm_", rows=True)
-            raise
-        entries = norms.entries[None]
-        if group is not None:
-            local = self._local_state(
-                optimizer, norms.found_inf, group, asked=(max_norm, norm_type)
-            )
-            _, entries = self._sync.found_inf_and_rows(
-                group, local, "clip_grad_norm_", norms.entries
-            )
-        norm = global_norm(entries, norm_type)
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(_NOT_FINITE.format(norm_type, float(norm)))
-        multiply_(grads, clip_factor(norm, max_norm), 1.0)
-        return norm_tensor(norm, one.device)
 
     def _local_norms(
         self,
@@ -520,13 +489,10 @@ class GradScaler(_TorchGradScaler):
         if takes_scaler(optimizer):
             return optimizer.step(*args, grad_scaler=self, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
-        if state["stage"] is OptState.READY:
-            if _may_enlarge(scale) or self._divided_by_others(state):
-                # The kernel would not notice what overflows while it divides, and
-                # cannot divide one gradient and not another.
-                self._check_and_sync(optimizer, state, "step", allow_fp16=True)
-            else:
-                self._check_inf_per_device(optimizer)
+        if self._must_unscale_first(state, scale):
+            self._check_and_sync(optimizer, state, "step", allow_fp16=True)
+        elif state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
         grad_scale = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
         if state["stage"] is OptState.READY:
             grad_scale = scale if grad_scale is None else scale * grad_scale
@@ -698,10 +664,8 @@ class GradScaler(_TorchGradScaler):
         *,
         asked: tuple[float, float] | tuple[None, None] = (None, None),
     ) -> LocalState:
-        if self._enabled:
-            scale, tracker = self._check_scale_growth_tracker("sync")
-        else:
-            scale, tracker = torch.ones((), device="cpu"), torch.zeros((), device="cpu")
+        scale = self._scale_or_one("sync")
+        tracker = self._growth_tracker
         ordinal, bad = None, 0
         if optimizer is not None:
             ordinal = self._records.ordinal_of(inner_optimizer(optimizer))
@@ -710,7 +674,7 @@ class GradScaler(_TorchGradScaler):
         return LocalState(
             found_inf=found_inf,
             scale=scale,
-            growth_tracker=tracker,
+            growth_tracker=torch.zeros_like(scale) if tracker is None else tracker,
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
@@ -773,13 +737,13 @@ class GradScaler(_TorchGradScaler):
             self._history.last_overflow = overflow_of(bad, rank, optimizer)
 
     @property
-    def _per_optimizer_states(self) -> dict[int, OptimizerState]:
+    def _per_optimizer_states(self) -> dict[int, Any]:
         # As torch calls it. Nobody sees what this rank alone has found.
         self._wait_pending()
         return self._states
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, states: dict[int, OptimizerState]) -> None:
+    def _per_optimizer_states(self, states: dict[int, Any]) -> None:
         self._wait_pending()
         self._states = states
 
@@ -1053,8 +1017,8 @@ class GradScaler(_TorchGradScaler):
 
 
 _NOT_FINITE = (
-    "The total norm of order {} of the gradients is {}, so they cannot be clipped. Pass "
-    "error_if_nonfinite=False to let step() skip instead."
+    "The total norm of order {} of the gradients is {}, so they cannot be clipped. "
+    "Pass error_if_nonfinite=False to let step() skip instead."
 )
 
 

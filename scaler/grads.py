@@ -33,26 +33,6 @@ from .torch_internals import (
     versions,
 )
 
-__all__ = [
-    "FoundInf",
-    "Gradients",
-    "any_of",
-    "by_device_and_dtype",
-    "check_and_unscale_",
-    "divided_gradients",
-    "gradients_of",
-    "host_value",
-    "is_true_on_host",
-    "local_gradients",
-    "local_tensor",
-    "moved_to",
-    "parameters_of",
-    "plain_locals",
-    "reciprocal",
-    "refuse_fp16",
-    "unchanged",
-]
-
 Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 """Local gradient tensors, grouped as the foreach kernels want them."""
 
@@ -241,7 +221,8 @@ def check_and_unscale_(
                 )
     finally:
         set_grad_enabled(grad_mode)
-    return found._per_device_tensors
+    made: FoundInf = found._per_device_tensors
+    return made
 
 
 def divided_gradients(optimizer: Any) -> Divided:

@@ -13,8 +13,6 @@ import torch
 from .grads import local_tensor, parameters_of
 from .local_norms import norms
 
-__all__ = ["Counters", "History", "Overflow", "first_nonfinite", "overflow_of"]
-
 _log = logging.getLogger("gradparity.scaler")
 _KINDS = ("inf", "nan")
 _RANKS, _POSITIONS = 2**14, 2**16  # that a sync can tell apart

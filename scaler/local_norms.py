@@ -26,8 +26,6 @@ import torch
 
 from .torch_internals import foreach_norm
 
-__all__ = ["Norms", "norms", "scaled_norm"]
-
 Norms = list[float] | torch.Tensor
 """Numbers that the host knows, or (number of tensors,), fp64, on their device."""
 
@@ -85,7 +83,8 @@ def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Norms:
 
 
 def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    # (), fp64. nan and inf stay what they are: the largest element is one of them.
+    """Return the norm, (), fp64, without leaving the range of fp64 on the way."""
+    # nan and inf stay what they are: the largest element is one of them.
     if not tensor.numel():
         return tensor.new_zeros((), dtype=torch.float64)
     wide = tensor.double()

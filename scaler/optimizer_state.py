@@ -20,22 +20,12 @@ if TYPE_CHECKING:
 
     from .sync_message import SyncResult
 
-__all__ = [
-    "OptimizerRecord",
-    "OptimizerRecords",
-    "OptimizerState",
-    "inner_optimizer",
-    "makes_momentum",
-    "refuse_closure",
-    "takes_scaler",
-]
-
 
 class OptimizerState(dict[str, Any]):
     """State of one optimizer in this iteration.
 
-    It is the dict that torch's protocol has in ``_per_optimizer_states``, with torch's
-    two keys: ``"stage"`` and ``"found_inf_per_device"``. What this scaler adds is typed.
+    It is the dict that torch's protocol has in ``_per_optimizer_states``, with its keys
+    ``"stage"`` and ``"found_inf_per_device"``. What this scaler adds is typed.
 
     Attributes:
         optimizer: kept alive, or the id of a dead one may be given to a new one.

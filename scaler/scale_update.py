@@ -9,8 +9,6 @@ import torch
 from .config import HIGHEST_SCALE, LOWEST_SCALE, Policy, check_scale
 from .torch_internals import amp_update_scale_
 
-__all__ = ["advance", "set_scale"]
-
 
 def advance(
     scale: torch.Tensor,

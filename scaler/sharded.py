@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-__all__ = ["ShardedGradScaler"]
 
 # Where torch has them, for callers that import them from there.
 _refresh_per_optimizer_state = _refresh_per_optimizer_state

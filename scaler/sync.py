@@ -56,7 +56,6 @@ from .sync_message import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["OverflowSync"]
 
 # Its name before torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AgreeOver", "SyncGroup", "message_device"]
 
 AgreeOver = Literal["world", "mesh", "local"]
 """``world``: the default process group; ``mesh``: the root mesh of the DTensor

@@ -39,19 +39,6 @@ import torch
 
 from .grads import host_value
 
-__all__ = [
-    "CLOSING",
-    "LOADING",
-    "PLACES",
-    "SHARED",
-    "LocalState",
-    "Summary",
-    "SyncResult",
-    "full_message",
-    "full_numbers",
-    "packed_message",
-]
-
 FLAGS = ("found_inf", "failed", "has_gradients", "was_scaled", "first_nonfinite")
 """Fields of which the result is the largest of any rank, in message order."""
 

@@ -12,31 +12,18 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch.amp.grad_scaler import _MultiDeviceReplicator as MultiDeviceReplicator
+from torch.amp.grad_scaler import _MultiDeviceReplicator
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "MultiDeviceReplicator",
-    "amp_update_scale_",
-    "device_types",
-    "disable_torch_functions",
-    "dtensor_type",
-    "foreach_mul_",
-    "foreach_norm",
-    "local_tensors",
-    "no_compile",
-    "non_finite_check_and_unscale_",
-    "root_mesh",
-    "set_grad_enabled",
-    "sparse_values",
-    "specs",
-    "versions",
-]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+MultiDeviceReplicator = _MultiDeviceReplicator
+"""Serves copies of a tensor with one element by device, each made once."""
 
 
 def no_compile(method: Callable[P, T]) -> Callable[P, T]:
@@ -48,7 +35,7 @@ def no_compile(method: Callable[P, T]) -> Callable[P, T]:
     ``torch.compiler.disable`` would import ``torch._dynamo`` with the scaler; this one
     imports it at the first call, as every optimizer of torch does.
     """
-    return cast("Callable[P, T]", torch._disable_dynamo(method))
+    return cast("Callable[P, T]", torch._compile._disable_dynamo(method))
 
 
 def non_finite_check_and_unscale_(
