@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -27,12 +27,11 @@ import torch
 
 from .grads import (
     Gradients,
+    Number,
     by_device_and_dtype,
-    gradients_of,
-    host_value,
+    dense_gradients,
     local_tensor,
     parameters_of,
-    plain_locals,
 )
 from .local_norms import Norms, norms, scaled_norm
 from .optimizer_state import OptimizerRecord
@@ -40,9 +39,6 @@ from .torch_internals import specs
 
 MESHES = 4
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
-
-Number = float | torch.Tensor
-"""A number that the host knows, or (), fp64, on the device that knows it."""
 
 
 class Layout:
@@ -88,7 +84,13 @@ class GradsOfMesh(NamedTuple):
     elements: int
 
 
-GradsByMesh = dict[Layout, GradsOfMesh]
+class GradsByMesh(dict[Layout, GradsOfMesh]):
+    """Local gradients by where they lie."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all of them."""
+        for some in self.values():
+            yield from chain.from_iterable(some.gradients.values())
 
 
 class LocalNorms(NamedTuple):
@@ -117,25 +119,26 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         rank: of this process, in the group that syncs.
     """
     alone = _layout((rank,), "plain", 1)
-    gradients = gradients_of(optimizer)
-    locals_ = plain_locals(gradients)
+    gradients, locals_ = dense_gradients(optimizer)
     found = None if locals_ is None else _layouts(record, gradients, locals_, alone)
     if locals_ is None or found is None:
         found, locals_ = _one_by_one(optimizer, alone)
     layouts, elements = found
     if layouts and layouts.count(layouts[0]) == len(layouts):  # by identity
         grouped = by_device_and_dtype(locals_)
-        return {layouts[0]: GradsOfMesh(grouped, sum(elements))}
+        return GradsByMesh({layouts[0]: GradsOfMesh(grouped, sum(elements))})
     members: dict[Layout, list[int]] = {}
     for index, layout in enumerate(layouts):
         members.setdefault(layout, []).append(index)
-    return {
-        layout: GradsOfMesh(
-            by_device_and_dtype([locals_[i] for i in some]),
-            sum(elements[i] for i in some),
-        )
-        for layout, some in members.items()
-    }
+    return GradsByMesh(
+        {
+            layout: GradsOfMesh(
+                by_device_and_dtype([locals_[i] for i in some]),
+                sum(elements[i] for i in some),
+            )
+            for layout, some in members.items()
+        }
+    )
 
 
 class _Layouts(NamedTuple):
@@ -220,16 +223,14 @@ def _summed(gradient: Any) -> Any:
 # - This rank's part of the norm
 
 
-def local_norms(
-    grads: GradsByMesh, norm_type: float, scale: torch.Tensor
-) -> LocalNorms:
+def local_norms(grads: GradsByMesh, norm_type: float, scale: Number) -> LocalNorms:
     """Read the gradients; return the norms of this rank's part, unscaled.
 
     Args:
         grads: what `grads_by_mesh` collected.
         norm_type: order of the norm; may be infinite.
-        scale: (), fp32: what the gradients are still multiplied by; the result is
-            wanted on its device.
+        scale: what the gradients are still multiplied by; a tensor decides on which
+            device the result is wanted.
 
     Raises:
         ValueError: the gradients lie on more than MESHES meshes.
@@ -251,11 +252,10 @@ def local_norms(
         )
     rows = [[mesh, _hashed(str(kinds[mesh])), 0.0] for mesh in parts]
     rows += [[0.0] * 3] * (MESHES - len(rows))
-    if scale.is_cpu:
-        divisor = host_value(scale)
+    if not isinstance(scale, torch.Tensor):
         values = [_joined(list(map(float, some)), norm_type) for some in parts.values()]
         for row, value in zip(rows, values, strict=False):
-            row[2] = float(value) / divisor
+            row[2] = float(value) / scale
         entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
         bad = not all(math.isfinite(value) for value in values)
         bad = bad and not _are_finite(grads)  # a norm may leave the range of fp64
@@ -284,12 +284,7 @@ def _stacked(values: Sequence[Number], device: torch.device) -> torch.Tensor:
 
 
 def _are_finite(grads: GradsByMesh) -> bool:
-    return all(
-        bool(tensor.isfinite().all())
-        for some in grads.values()
-        for tensors in some.gradients.values()
-        for tensor in tensors
-    )
+    return all(bool(tensor.isfinite().all()) for tensor in grads.tensors())
 
 
 def _joined(each: Norms, norm_type: float) -> Number:

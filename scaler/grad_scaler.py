@@ -21,8 +21,9 @@ from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
 
-from .clip import clip_factor, fused_divisor, multiply_, norm_tensor, number_of
+from .clip import clip_
 from .config import (
+    HIGHEST_SCALE,
     FP16Gradients,
     Policy,
     SavedState,
@@ -38,23 +39,21 @@ from .global_norm import (
     MESHES,
     GradsByMesh,
     LocalNorms,
-    Number,
     global_norm,
     grads_by_mesh,
     local_norms,
 )
 from .grads import (
     FoundInf,
+    Number,
     any_of,
-    check_and_unscale_,
+    divide_,
     divided_gradients,
     host_value,
-    is_true_on_host,
-    local_gradients,
-    parameters_of,
-    reciprocal,
+    local_ids,
     refuse_fp16,
     unchanged,
+    unscale_gradients_,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
 from .optimizer_state import (
@@ -66,9 +65,9 @@ from .optimizer_state import (
     takes_scaler,
 )
 from .scale_update import advance, set_scale
-from .sync import OverflowSync
+from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
-from .sync_message import LocalState, SyncResult
+from .sync_message import LocalState
 from .torch_internals import no_compile
 
 if TYPE_CHECKING:
@@ -163,7 +162,8 @@ class GradScaler(_TorchGradScaler):
         self._records = OptimizerRecords()
         self._states: dict[int, OptimizerState] = defaultdict(OptimizerState)
         # What unscale_ has sent and nobody has waited for. See [Note: Waiting later].
-        self._pending: tuple[OptimizerState, ProcessGroup, LocalState] | None = None
+        self._pending: OptimizerState | None = None
+        self._dividing: OptimizerState | None = None  # by unscale_, at this moment
         self._sync = OverflowSync(SyncGroup(agree_over, process_group, mesh), device)
 
     # - The scale
@@ -316,35 +316,31 @@ class GradScaler(_TorchGradScaler):
             raise RuntimeError(
                 "clip_grad_norm_() was called after step(), or twice since update()."
             )
-        group = self._find_group(optimizer)
-        found: list[torch.Tensor] = []
+        group = self._find_group(state)
+        found: FoundInf = {}
         try:
             check_clip(max_norm, norm_type)
             if optimizer is not None and self._must_unscale_first(state, scale):
-                found = [*self._unscale_here(optimizer, state).values()]
-            is_unscaled = state["stage"] is OptState.UNSCALED
-            carried = torch.ones_like(scale) if is_unscaled else scale
-            grads, norms = self._local_norms(optimizer, group, norm_type, carried)
+                found = self._unscale_here(optimizer, state)
+            is_unscaled = not self._enabled or state["stage"] is OptState.UNSCALED
+            carried = 1.0 if is_unscaled else _number(scale)
+            grads, norms = self._local_norms(state, group, norm_type, scale, carried)
         except Exception:
             self._report_failure(group, "clip_grad_norm_", rows=True)
             raise
-        if norms.found_inf is not None:
-            found.append(norms.found_inf)
-        found_inf = any_of(found, scale.device) if found else None
+        if (flag := norms.found_inf) is not None:
+            found = {scale.device: any_of([flag, *found.values()], scale.device)}
+        state["found_inf_per_device"] = found
         entries = norms.entries[None]
         if group is None:
-            state["found_inf_per_device"] = {scale.device: found_inf} if found else {}
-            self._remember_overflow(optimizer, found_inf, None)
+            self._remember_overflow(state, _flag_of(found, scale.device), 0)
         else:
-            local = self._local_state(
-                optimizer, found_inf, group, asked=(max_norm, norm_type)
-            )
+            local = self._local_state(state, found, group, max_norm, norm_type)
             state.result, entries = self._sync.found_inf_and_rows(
                 group, local, "clip_grad_norm_", norms.entries
             )
-            state["found_inf_per_device"] = {}
             if self._enabled:
-                self._record_result(state, group, local)
+                self._record_result(state)
         norm = global_norm(entries, norm_type)
         if isinstance(norm, torch.Tensor):
             norm = norm.to(scale.device)
@@ -353,13 +349,20 @@ class GradScaler(_TorchGradScaler):
             self._add_to_none(state, clips=1)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(_NOT_FINITE.format(norm_type, float(norm)))
-        skips = self._enabled and is_true_on_host(_any_flag(state, scale))
+        skips = self._enabled and _is_true(_any_flag(state, scale))
         if optimizer is not None and not skips:
-            factor = clip_factor(norm, max_norm)
-            self._apply_clip(optimizer, state, grads, factor, number_of(carried))
+            fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+            fused = fused and self._enabled
+            divisor = clip_(grads, norm, max_norm, carried, fused=fused)
+            written = divided_gradients(grads.tensors())
+            if divisor is None:
+                state.divided = written
+            else:
+                state.folded = written
+                state.fused_grad_scale = _norm_tensor(divisor, scale.device)
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
-        return norm_tensor(norm, scale.device)
+        return _norm_tensor(norm, scale.device)
 
     def _scale_or_one(self, call: str) -> torch.Tensor:
         if self._enabled:
@@ -372,47 +375,33 @@ class GradScaler(_TorchGradScaler):
         # divide one gradient and not another that was divided for another optimizer.
         if not self._enabled or state["stage"] is not OptState.READY:
             return False
-        return _may_enlarge(scale) or self._divided_by_others(state)
-
-    def _apply_clip(
-        self,
-        optimizer: Optimizer,
-        state: OptimizerState,
-        grads: GradsByMesh,
-        factor: Number,
-        scale: Number,
-    ) -> None:
-        if self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False):
-            divisor = fused_divisor(factor, scale)
-            if divisor is not None:
-                assert self._scale is not None
-                state.fused_grad_scale = norm_tensor(divisor, self._scale.device)
-                return
-        multiply_(grads, factor, scale)
-        state.divided = divided_gradients(optimizer)
+        if scale.is_cpu and host_value(scale) < 1.0:
+            return True
+        return len(self._states) > 1 and bool(self._divided_by_others(state))
 
     def _local_norms(
         self,
-        optimizer: Optimizer | None,
+        state: OptimizerState,
         group: ProcessGroup | None,
         norm_type: float,
         scale: torch.Tensor,
+        carried: Number,
     ) -> tuple[GradsByMesh, LocalNorms]:
-        if optimizer is None:
-            return {}, local_norms({}, norm_type, scale)
+        if not (scale.is_cpu or isinstance(carried, torch.Tensor)):
+            carried = torch.full_like(scale, carried)
+        if state.record is None:
+            nothing = GradsByMesh()
+            return nothing, local_norms(nothing, norm_type, carried)
         rank = 0 if group is None else group.rank()
-        record = self._records.of(inner_optimizer(optimizer))
-        grads = grads_by_mesh(optimizer, record, rank)
+        grads = grads_by_mesh(state.optimizer, state.record, rank)
         if self._enabled and self._fp16_gradients == "refuse":
-            for some in grads.values():
-                for tensors in some.gradients.values():
-                    refuse_fp16(tensors)
+            refuse_fp16(grads.tensors())
         if group is None and any(len(layout.ranks) > 1 for layout in grads):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
                 "scaler syncs with no other rank. Do not pass agree_over='local'."
             )
-        return grads, local_norms(grads, norm_type, scale)
+        return grads, local_norms(grads, norm_type, carried)
 
     # - Step
 
@@ -458,9 +447,10 @@ class GradScaler(_TorchGradScaler):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        found = state["found_inf_per_device"]
-        # All devices hold the same once the ranks have synced.
-        self._records.of(state.optimizer).found_inf = next(iter(found.values()), None)
+        if state.record is not None:
+            # All devices hold the same once the ranks have synced.
+            found = state["found_inf_per_device"].values()
+            state.record.found_inf = next(iter(found), None)
         return result
 
     def _maybe_opt_step(
@@ -471,9 +461,9 @@ class GradScaler(_TorchGradScaler):
         **kwargs: Any,
     ) -> Any:
         result: SyncResult | None = getattr(optimizer_state, "result", None)
-        if result is not None and not result.is_on_host:
+        if result is not None and not result.message.is_cpu:
             # The message has been on its way to the host since the sync.
-            skips = result.summary.found_inf
+            skips = result.read().found_inf
         else:
             found = optimizer_state["found_inf_per_device"].values()
             skips = any(host_value(f) if f.is_cpu else f.item() for f in found)
@@ -502,7 +492,7 @@ class GradScaler(_TorchGradScaler):
         optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
         try:
             # bool synchronises, until an SGD with momentum has taken its first step.
-            if is_true_on_host(found_inf) or (
+            if _is_true(found_inf) or (
                 makes_momentum(state.optimizer) and bool(found_inf)
             ):
                 return None
@@ -524,21 +514,22 @@ class GradScaler(_TorchGradScaler):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("step_without_optimizer")
-        none = self._state_of(None)
+        self._wait_pending()
+        none = self._states[id(None)]
         if none.clips:
             none.clips -= 1
             return
         state = OptimizerState()
-        if (group := self._find_group(None)) is not None:
-            local = self._local_state(None, None, group)
+        if (group := self._find_group(state)) is not None:
+            local = self._local_state(state, {}, group)
             state.result = self._sync.found_inf(group, local, "step_without_optimizer")
-            self._record_result(state, group, local)
+            self._record_result(state)
         self._add_to_none(state)
 
     def _add_to_none(self, state: OptimizerState, clips: int = 0) -> None:
         # Keeps what the other ranks found until update, on a rank without parameters.
         scale, _ = self._check_scale_growth_tracker("step_without_optimizer")
-        none = self._state_of(None)
+        none = self._states[id(None)]
         none.clips += clips
         found = none["found_inf_per_device"]
         found[len(found)] = _any_flag(state, scale)
@@ -558,7 +549,7 @@ class GradScaler(_TorchGradScaler):
         # Checks this rank's gradients, divides them unless told not to, and replaces
         # what this rank found by what any rank found.
         scale, _ = self._check_scale_growth_tracker(call)
-        group = self._find_group(optimizer)
+        group = self._find_group(state)
         try:
             if only_check:
                 one, zero = torch.ones_like(scale), torch.zeros_like(scale)
@@ -569,16 +560,15 @@ class GradScaler(_TorchGradScaler):
             self._report_failure(group, call)
             raise
         state["found_inf_per_device"] = found
-        found_inf = any_of(found.values(), scale.device) if found else None
         if group is None:
-            if found_inf is not None and len(found) > 1:
-                _spread(found_inf, found)
-            self._remember_overflow(optimizer, found_inf, None)
+            if len(found) > 1:
+                _spread(any_of(found.values(), scale.device), found)
+            self._remember_overflow(state, _flag_of(found, scale.device), 0)
             return
-        local = self._local_state(optimizer, found_inf, group)
+        local = self._local_state(state, found, group)
         state.result = self._sync.found_inf(group, local, call, async_op=async_op)
-        self._pending = state, group, local
-        if not state.result.is_pending:
+        self._pending = state
+        if state.result.work is None:
             self._wait_pending()
 
     def _unscale_here(
@@ -591,10 +581,13 @@ class GradScaler(_TorchGradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         if allow_fp16 is None:
             allow_fp16 = self._fp16_gradients == "in_place"
-        found = self._unscale_grads_(
-            optimizer, reciprocal(scale), torch.zeros_like(scale), allow_fp16
-        )
-        state.divided = divided_gradients(optimizer)
+        self._dividing = state
+        try:
+            found = self._unscale_grads_(
+                optimizer, _reciprocal(scale), torch.zeros_like(scale), allow_fp16
+            )
+        finally:
+            self._dividing = None
         state["stage"] = OptState.UNSCALED
         return found
 
@@ -605,29 +598,37 @@ class GradScaler(_TorchGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> FoundInf:
-        gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
+        state = self._dividing
         divided: set[int] = set()
-        if len(self._states) > 1:
-            inner = inner_optimizer(optimizer)
-            for state in self._states.values():
-                if state.divided and state.optimizer is not inner:
-                    divided |= unchanged(state.divided)
-        found = check_and_unscale_(gradients, inv_scale, found_inf, divided)
+        if state is not None and len(self._states) > 1:
+            divided = self._divided_by_others(state)
+        found, written = unscale_gradients_(
+            optimizer,
+            inv_scale,
+            found_inf,
+            allow_fp16=allow_fp16,
+            without=divided,
+            write_down=state is not None,
+        )
+        if state is not None:
+            state.divided = written
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf.clone()
         return found
 
-    def _divided_by_others(self, state: OptimizerState) -> bool:
-        # Whether another optimizer of this iteration has divided some of its gradients.
-        others = [s for s in self._states.values() if s.divided and s is not state]
-        if not others:
-            return False
-        mine = {
-            id(g)
-            for ref, _ in divided_gradients(state.optimizer)
-            if (g := ref()) is not None
-        }
-        return any(mine & unchanged(other.divided) for other in others)
+    def _divided_by_others(self, state: OptimizerState) -> set[int]:
+        # Ids of its gradients that another optimizer of this iteration has divided, or
+        # has left to its kernel, which then must not do so any more.
+        mine = local_ids(state.optimizer)
+        divided: set[int] = set()
+        for other in self._states.values():
+            if other is state or other.record is None:
+                continue
+            if other.fused_grad_scale is not None and mine & unchanged(other.folded):
+                other.divided = divide_(other.folded, other.fused_grad_scale)
+                other.folded, other.fused_grad_scale = [], None
+            divided |= mine & unchanged(other.divided)
+        return divided
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         # For optimizers that unscale by themselves: check only, change nothing.
@@ -639,9 +640,10 @@ class GradScaler(_TorchGradScaler):
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         return self._state_of(optimizer)["found_inf_per_device"]  # type: ignore[no-any-return]
 
-    def _find_group(self, optimizer: Any) -> ProcessGroup | None:
-        parameters = () if optimizer is None else parameters_of(optimizer)
-        return self._sync.group.find(parameters)
+    def _find_group(self, state: OptimizerState) -> ProcessGroup | None:
+        if state.result is not None:
+            return state.result.group
+        return self._sync.group.find(state.optimizer)
 
     def _report_failure(
         self, group: ProcessGroup | None, call: str, *, rows: bool = False
@@ -649,7 +651,7 @@ class GradScaler(_TorchGradScaler):
         # See [Note: An error on one rank] in sync.py.
         if group is None:
             return
-        local = self._local_state(None, None, group)._replace(failed=True)
+        local = self._local_state(OptimizerState(), {}, group)._replace(failed=True)
         if rows:
             row = torch.zeros(MESHES, 3, dtype=torch.float64, device="cpu")
             self._sync.found_inf_and_rows(group, local, call, row)
@@ -658,31 +660,34 @@ class GradScaler(_TorchGradScaler):
 
     def _local_state(
         self,
-        optimizer: Any,
-        found_inf: torch.Tensor | None,
+        state: OptimizerState,
+        found: FoundInf,
         group: ProcessGroup | None,
-        *,
-        asked: tuple[float, float] | tuple[None, None] = (None, None),
+        max_norm: float | None = None,
+        norm_type: float | None = None,
     ) -> LocalState:
         scale = self._scale_or_one("sync")
-        tracker = self._growth_tracker
+        found_inf = _flag_of(found, scale.device)
         ordinal, bad = None, 0
-        if optimizer is not None:
-            ordinal = self._records.ordinal_of(inner_optimizer(optimizer))
-            if found_inf is not None and is_true_on_host(found_inf):
-                bad = first_nonfinite(optimizer, 0 if group is None else group.rank())
+        if (record := state.record) is not None:
+            if record.ordinal is None and group is not None:
+                self._records.number(record)
+            ordinal = record.ordinal
+            if found_inf is not None and _is_true(found_inf):
+                bad = first_nonfinite(state.optimizer, group.rank() if group else 0)
+        tracker, left = self._growth_tracker, self._hysteresis_left
         return LocalState(
-            found_inf=found_inf,
-            scale=scale,
-            growth_tracker=torch.zeros_like(scale) if tracker is None else tracker,
+            found_inf=None if found_inf is None else _number(found_inf),
+            scale=_number(scale),
+            growth_tracker=0.0 if tracker is None else _number(tracker),
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
             policy=self._fingerprint,
-            hysteresis_left=self._hysteresis_left,
+            hysteresis_left=0.0 if left is None else _number(left),
             optimizer=ordinal,
-            max_norm=asked[0],
-            norm_type=asked[1],
+            max_norm=max_norm,
+            norm_type=norm_type,
             was_scaled=self._was_scaled,
             first_nonfinite=bad,
         )
@@ -690,51 +695,47 @@ class GradScaler(_TorchGradScaler):
     def _wait_pending(self) -> None:
         # Waits for what unscale_ has sent. See [Note: Waiting later] in sync.py.
         if self._pending is not None:
-            (state, group, local), self._pending = self._pending, None
-            self._record_result(state, group, local)
+            state, self._pending = self._pending, None
+            self._record_result(state)
 
-    def _record_result(
-        self, state: OptimizerState, group: ProcessGroup, local: LocalState
-    ) -> None:
-        result = state.result
-        assert result is not None
-        if result.is_on_host:
-            result = state.result = self._sync.check(group, result, local)
-        found = state["found_inf_per_device"]
+    def _record_result(self, state: OptimizerState) -> None:
+        # Replaces what this rank found by what any rank found.
+        result, found = state.result, state["found_inf_per_device"]
+        assert result is not None and self._scale is not None
         if not found:
-            found[local.scale.device] = torch.zeros_like(local.scale)
-        _spread(result.found_inf, found)
-        self._remember_overflow(state.optimizer, local.found_inf, result, group.rank())
-        if not result.is_on_host:
+            found[self._scale.device] = torch.zeros_like(self._scale)
+        rank = result.group.rank()
+        if not result.message.is_cpu:
+            _spread(result.found_inf, found)
+            self._remember_overflow(state, _flag_of(found, self._scale.device), rank)
             return
+        summary = result.read()
+        if summary.found_inf:
+            _spread(torch.ones_like(self._scale), found)
+            if state.record is not None and summary.first_nonfinite:
+                self._history.last_overflow = overflow_of(
+                    summary.first_nonfinite, rank, state.optimizer
+                )
         # What torch refuses on one rank is refused here when it holds for all of them.
-        if not result.summary.was_scaled:
+        if not summary.was_scaled:
             raise AssertionError(
                 f"Attempted {result.call} but _scale is None.  This may indicate your "
                 "script did not use scaler.scale(loss or outputs) earlier in the "
                 "iteration."
             )
         self._was_scaled = True
-        if not (result.summary.has_gradients or self._steps_without_gradients):
+        if not (summary.has_gradients or self._steps_without_gradients):
             raise AssertionError("No inf checks were recorded for this optimizer.")
 
     def _remember_overflow(
-        self,
-        optimizer: Any,
-        found_inf: torch.Tensor | None,
-        result: SyncResult | None,
-        rank: int = 0,
+        self, state: OptimizerState, found_inf: torch.Tensor | None, rank: int
     ) -> None:
-        if optimizer is None:
+        # What this rank alone found.
+        if state.record is None or found_inf is None or not _is_true(found_inf):
             return
-        if result is not None and result.is_on_host:
-            bad = result.summary.first_nonfinite
-        elif found_inf is not None and is_true_on_host(found_inf):
-            bad = first_nonfinite(optimizer, rank)
-        else:
-            return
-        if bad:
-            self._history.last_overflow = overflow_of(bad, rank, optimizer)
+        code = first_nonfinite(state.optimizer, rank)
+        if code:
+            self._history.last_overflow = overflow_of(code, rank, state.optimizer)
 
     @property
     def _per_optimizer_states(self) -> dict[int, Any]:
@@ -752,10 +753,7 @@ class GradScaler(_TorchGradScaler):
         state = self._states.get(id(optimizer))
         if state is not None and state.optimizer is optimizer:
             return state
-        inner = inner_optimizer(optimizer)
-        state = self._states[id(inner)]
-        state.optimizer = inner
-        return state
+        return self._records.start(optimizer, self._states)
 
     # - Update
 
@@ -785,14 +783,15 @@ class GradScaler(_TorchGradScaler):
         found = [f for state in states for f in state["found_inf_per_device"].values()]
         if found or new_scale is None:
             self._sync.end_iteration(
-                lambda: self._local_state(None, None, None), "update"
+                lambda: self._local_state(OptimizerState(), {}, None), "update"
             )
         if new_scale is not None:
             set_scale(scale, new_scale, self._device)
         elif not found:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            self._move_scale(any_of(found, scale.device), tracker)
+            found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
+            self._move_scale(found_inf.to(scale.device), tracker)
         self._states = defaultdict(OptimizerState)
         if new_scale is None and self._policy.max_consecutive_skips is not None:
             self._refuse_endless_skips(self._policy.max_consecutive_skips)
@@ -800,7 +799,7 @@ class GradScaler(_TorchGradScaler):
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
         assert self._scale is not None
         scale = self._scale
-        before: Any = host_value(scale) if scale.is_cpu else scale.clone()
+        before: Any = scale.tolist() if scale.is_cpu else scale.clone()
         advance(
             scale,
             tracker,
@@ -811,7 +810,7 @@ class GradScaler(_TorchGradScaler):
             policy=self._policy,
             hysteresis_left=self._hysteresis_left,
         )
-        after: Any = host_value(scale) if scale.is_cpu else scale
+        after: Any = scale.tolist() if scale.is_cpu else scale
         self._history.record(found_inf, before, after)
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
@@ -960,7 +959,7 @@ class GradScaler(_TorchGradScaler):
         if not self._enabled:
             return
         is_known = self._sync.group.is_known
-        group = self._find_group(None) if is_known else None
+        group = self._sync.group.find(None) if is_known else None
         try:
             saved = check_state(state_dict, self._policy)
         except Exception:
@@ -990,13 +989,13 @@ class GradScaler(_TorchGradScaler):
     def _loading(self, saved: SavedState, *, failed: bool = False) -> LocalState:
         return LocalState(
             found_inf=None,
-            scale=torch.tensor(saved.scale, device="cpu"),
-            growth_tracker=torch.tensor(saved.growth_tracker, device="cpu"),
+            scale=saved.scale,
+            growth_tracker=saved.growth_tracker,
             growth_factor=saved.growth_factor,
             backoff_factor=saved.backoff_factor,
             growth_interval=saved.growth_interval,
             policy=self._fingerprint,
-            hysteresis_left=torch.tensor(saved.hysteresis_left, device="cpu"),
+            hysteresis_left=saved.hysteresis_left,
             failed=failed,
         )
 
@@ -1033,16 +1032,52 @@ def _is_usable(device: str) -> bool:
     return False
 
 
-def _may_enlarge(scale: torch.Tensor) -> bool:
-    # Whether dividing by this scale makes values larger, if known here.
-    return scale.is_cpu and host_value(scale) < 1.0
+# The following are read several times in a step: small, and beside it.
+
+
+def _number(tensor: torch.Tensor) -> Number:
+    # Unlike item, tolist is not counted as a synchronisation, which it is not here.
+    value: Any = tensor.tolist() if tensor.is_cpu else tensor
+    return value  # type: ignore[no-any-return]  # (): never a list
+
+
+def _is_true(found_inf: torch.Tensor) -> bool:
+    # Whether the host can see an overflow, without a synchronisation.
+    return found_inf.is_cpu and bool(found_inf.tolist())
+
+
+def _flag_of(found: FoundInf, device: torch.device) -> torch.Tensor | None:
+    # (), fp32, on ``device``: 1 if any of them is 1; None without any.
+    if len(found) == 1:
+        (flag,) = found.values()
+        if flag.device == device:
+            return flag
+    return any_of(found.values(), device) if found else None
 
 
 def _any_flag(state: OptimizerState, scale: torch.Tensor) -> torch.Tensor:
-    return any_of(state["found_inf_per_device"].values(), scale.device)
+    flag = _flag_of(state["found_inf_per_device"], scale.device)
+    return torch.zeros_like(scale) if flag is None else flag
 
 
 def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:
-    # Write it into every tensor of ``found``.
     for flag in found.values():
         flag.copy_(found_inf, non_blocking=True)
+
+
+def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    # (), fp32: one over the scale.
+    if scale.is_cpu:  # Python divides in fp64
+        value: Any = scale.tolist()
+        return torch.full((), 1.0 / value, dtype=torch.float32, device="cpu")
+    # An fp32 division may be compiled to an approximation; through fp64 it is exact.
+    if scale.device.type == "mps":  # has no fp64
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def _norm_tensor(norm: Number, device: torch.device) -> torch.Tensor:
+    # (), fp32; fp64 where the host sees that fp32 cannot hold it.
+    is_large = isinstance(norm, float) and HIGHEST_SCALE < norm < math.inf
+    dtype = torch.float64 if is_large else torch.float32
+    return torch.as_tensor(norm, dtype=dtype, device=device)

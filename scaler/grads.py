@@ -23,14 +23,13 @@ from typing import Any
 import torch
 
 from .torch_internals import (
+    DisableTorchFunctions,
     MultiDeviceReplicator,
-    disable_torch_functions,
-    dtensor_type,
     local_tensors,
     non_finite_check_and_unscale_,
     set_grad_enabled,
     sparse_values,
-    versions,
+    version_of,
 )
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
@@ -38,6 +37,10 @@ Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 FoundInf = dict[Any, torch.Tensor]
 """By device: (), fp32, 1 if a gradient there is not finite, else 0."""
+
+Number = float | torch.Tensor
+"""A number that the host knows, or a tensor, (), on the device that knows it.
+Arithmetic with Python's numbers costs a tenth of that with such tensors."""
 
 Divided = list[tuple["weakref.ref[torch.Tensor]", int]]
 """Local gradients and their versions. See [Note: A gradient divided twice]."""
@@ -51,36 +54,44 @@ def parameters_of(optimizer: Any) -> Iterator[Any]:
     return chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
-def gradients_of(optimizer: Any) -> list[Any]:
-    """Return the gradients that an optimizer has.
+def dense_gradients(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
+    """Return an optimizer's gradients, and the local tensor of each if all are dense.
 
     Raises:
         AttributeError: a parameter is not a tensor.
     """
     # The loops over parameters are what many small gradients cost: they stay in C, or
     # are comprehensions.
-    with disable_torch_functions():
-        return [g for p in parameters_of(optimizer) if (g := p.grad) is not None]
+    groups = optimizer.param_groups
+    with DisableTorchFunctions():
+        gradients = [
+            g for group in groups for p in group["params"] if (g := p.grad) is not None
+        ]
+    locals_ = gradients
+    kinds: set[Any] = set(map(type, gradients))
+    if kinds - {torch.Tensor}:
+        locals_ = local_tensors(gradients)
+        kinds = set(map(type, locals_))
+    if kinds - {torch.Tensor} or any(map(_IS_SPARSE, locals_)):
+        return gradients, None  # sparse, of another class, or still on its way
+    return gradients, locals_
 
 
 def local_gradients(optimizer: Any, *, allow_fp16: bool) -> list[torch.Tensor]:
-    """Collect what this rank holds of an optimizer's gradients.
+    """Return the local dense tensors of an optimizer's gradients.
 
     Args:
         optimizer: its parameters may be plain tensors, DTensors of any placement and
-            mesh, or both; gradients may be dense or sparse.
+            mesh, or both; of sparse gradients the values are taken.
         allow_fp16: accept fp16 gradients, which lose small values when unscaled in
             place.
-
-    Returns:
-        The local dense tensors; of sparse gradients their values.
 
     Raises:
         AssertionError: a parameter is not a tensor.
         ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
     try:
-        locals_ = plain_locals(gradients_of(optimizer))
+        _, locals_ = dense_gradients(optimizer)
     except AttributeError:  # a parameter is no tensor
         locals_ = None
     if locals_ is None:
@@ -88,18 +99,6 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> list[torch.Tensor]:
     if not allow_fp16:
         refuse_fp16(locals_)
     return locals_
-
-
-def plain_locals(gradients: list[Any]) -> list[torch.Tensor] | None:
-    """Return the local tensor of each gradient where all are dense, else None."""
-    kinds: set[Any] = set(map(type, gradients))
-    dtensor = dtensor_type()
-    if dtensor is not None and dtensor in kinds:
-        gradients = local_tensors(gradients, dtensor)
-        kinds = set(map(type, gradients))
-    if kinds - {torch.Tensor} or any(map(_IS_SPARSE, gradients)):
-        return None  # sparse, of another class, or still on its way
-    return gradients
 
 
 def _locals_one_by_one(optimizer: Any, allow_fp16: bool) -> list[torch.Tensor]:
@@ -202,15 +201,15 @@ def check_and_unscale_(
         not finite.
     """
     found = MultiDeviceReplicator(found_inf)
-    one = torch.ones_like(inv_scale)
     rounds = [(inv_scale, gradients)]
     if without:
+        one = torch.ones_like(inv_scale)
         rounds = [
             (inv_scale, [g for g in gradients if id(g) not in without]),
             (one, [g for g in gradients if id(g) in without]),
         ]
     if inv_scale.is_cpu and host_value(inv_scale) > 1.0:
-        rounds.append((one, gradients))
+        rounds.append((torch.ones_like(inv_scale), gradients))
     grad_mode = torch.is_grad_enabled()
     set_grad_enabled(False)
     try:
@@ -225,34 +224,55 @@ def check_and_unscale_(
     return made
 
 
-def divided_gradients(optimizer: Any) -> Divided:
-    """Write down the gradients of an optimizer that has just divided them.
+def unscale_gradients_(
+    optimizer: Any,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    allow_fp16: bool,
+    without: Collection[int] = (),
+    write_down: bool = False,
+) -> tuple[FoundInf, Divided]:
+    """Check and unscale the gradients of an optimizer, as `check_and_unscale_` does.
 
-    See [Note: A gradient divided twice]. Only dense gradients: the values of a sparse
-    one are a new tensor each time.
+    Returns:
+        Also, if asked to ``write_down``, which gradients were divided.
     """
-    locals_ = plain_locals(gradients_of(optimizer)) or []
-    return list(zip(map(weakref.ref, locals_), versions(locals_), strict=True))
+    gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
+    found = check_and_unscale_(gradients, inv_scale, found_inf, without)
+    return found, divided_gradients(gradients) if write_down else []
+
+
+def divided_gradients(gradients: Iterable[torch.Tensor]) -> Divided:
+    """Write down local gradients that have just been divided.
+
+    See [Note: A gradient divided twice]. The values of a sparse gradient are a new
+    tensor each time, and are forgotten at once.
+    """
+    return [(weakref.ref(gradient), version_of(gradient)) for gradient in gradients]
+
+
+def local_ids(optimizer: Any) -> set[int]:
+    """Return the ids of an optimizer's local gradients, as far as they are dense."""
+    return set(map(id, dense_gradients(optimizer)[1] or ()))
+
+
+def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
+    """Divide gradients that were left to a kernel, and write them down anew."""
+    alive = [gradient for ref, _ in gradients if (gradient := ref()) is not None]
+    with torch.no_grad():
+        for gradient in alive:
+            gradient.div_(moved_to(divisor, gradient.device))
+    return divided_gradients(alive)
 
 
 def unchanged(divided: Divided) -> set[int]:
     """Return the ids of the gradients that are as they were written down."""
     alive = [(g, version) for ref, version in divided if (g := ref()) is not None]
-    now = versions([gradient for gradient, _ in alive])
-    return {id(g) for (g, then), v in zip(alive, now, strict=True) if v == then}
+    return {id(g) for g, version in alive if version_of(g) == version}
 
 
-# - Readings of found_inf and of the scale
-
-
-def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """Return (), fp32: one over the scale."""
-    if scale.is_cpu:  # Python divides in fp64
-        return torch.full((), 1.0 / host_value(scale), device="cpu")
-    # An fp32 division may be compiled to an approximation; through fp64 it is exact.
-    if scale.device.type == "mps":  # has no fp64
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
+# - Readings of found_inf
 
 
 def host_value(tensor: torch.Tensor) -> float:
@@ -260,11 +280,6 @@ def host_value(tensor: torch.Tensor) -> float:
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()
     return float(tensor.item() if isinstance(value, list) else value)
-
-
-def is_true_on_host(found_inf: torch.Tensor) -> bool:
-    """Return whether the host can see an overflow, without a synchronisation."""
-    return found_inf.is_cpu and host_value(found_inf) > 0.0
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

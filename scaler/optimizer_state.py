@@ -18,7 +18,7 @@ from .grads import Divided
 if TYPE_CHECKING:
     import torch
 
-    from .sync_message import SyncResult
+    from .sync import SyncResult
 
 
 class OptimizerState(dict[str, Any]):
@@ -29,18 +29,30 @@ class OptimizerState(dict[str, Any]):
 
     Attributes:
         optimizer: kept alive, or the id of a dead one may be given to a new one.
+        record: what outlasts the iteration; None on a rank without the optimizer.
         divided: gradients that this optimizer's unscaling has divided.
+        folded: gradients that its kernel will divide by ``fused_grad_scale``.
         clips: calls of clip_grad_norm_; their sync stands for that of `step`.
         fused_grad_scale: (), fp32: what a fused kernel divides by after a clip.
         result: of the last sync; None without one.
     """
 
-    __slots__ = ("clips", "divided", "fused_grad_scale", "optimizer", "result")
+    __slots__ = (
+        "clips",
+        "divided",
+        "folded",
+        "fused_grad_scale",
+        "optimizer",
+        "record",
+        "result",
+    )
 
     def __init__(self) -> None:
         super().__init__(stage=OptState.READY, found_inf_per_device={})
         self.optimizer: Any = None
+        self.record: OptimizerRecord | None = None
         self.divided: Divided = []
+        self.folded: Divided = []
         self.clips = 0
         self.fused_grad_scale: torch.Tensor | None = None
         self.result: SyncResult | None = None
@@ -90,26 +102,31 @@ class OptimizerRecords:
             return None
         return record
 
-    def of(self, optimizer: Any) -> OptimizerRecord:
-        """Return the record of an optimizer, a new one if it was never seen."""
-        record = self.find(optimizer)
-        if record is None:
-            key = id(optimizer)
-            try:
-                ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
-            except TypeError:
-                record = OptimizerRecord(lambda: optimizer)
-            else:
-                record = OptimizerRecord(ref)
-            self._records[key] = record
+    def start(
+        self, optimizer: Any, states: dict[int, OptimizerState]
+    ) -> OptimizerState:
+        """Return the state of an optimizer in this iteration, a new one if need be."""
+        inner = inner_optimizer(optimizer)
+        state = states[id(inner)]
+        if state.record is None:
+            state.optimizer = inner
+            state.record = self.find(inner) or self._add(inner)
+        return state
+
+    def _add(self, optimizer: Any) -> OptimizerRecord:
+        key = id(optimizer)
+        try:
+            ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
+        except TypeError:
+            record = OptimizerRecord(lambda: optimizer)
+        else:
+            record = OptimizerRecord(ref)
+        self._records[key] = record
         return record
 
-    def ordinal_of(self, optimizer: Any) -> int:
-        """Return the place of an optimizer in the order of first syncs."""
-        record = self.of(optimizer)
-        if record.ordinal is None:
-            record.ordinal, self._synced = self._synced, self._synced + 1
-        return record.ordinal
+    def number(self, record: OptimizerRecord) -> None:
+        """Give an optimizer its place in the order of first syncs."""
+        record.ordinal, self._synced = self._synced, self._synced + 1
 
     def forget_order(self) -> None:
         """Start to count anew, at a point where all ranks do."""

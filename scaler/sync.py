@@ -44,21 +44,142 @@ from .sync_group import SyncGroup, message_device
 from .sync_message import (
     CLOSING,
     LOADING,
-    PLACES,
     SHARED,
     LocalState,
-    SyncResult,
+    Summary,
+    decode_full,
+    decode_packed,
+    differences,
     full_message,
-    full_numbers,
     packed_message,
+    shared_values,
 )
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
 # Its name before torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class SyncResult:
+    """The reduced message of one sync; the same on every rank.
+
+    Args:
+        message: int64 if packed, else fp64; reduced once ``work`` is done.
+        group: over which it was reduced.
+        local: what this rank brought.
+        sent: iteration and position in the message.
+        call: name of the calling method, for messages.
+        work: what is still on its way; None if nothing is.
+    """
+
+    def __init__(
+        self,
+        message: torch.Tensor,
+        group: ProcessGroup,
+        local: LocalState,
+        sent: tuple[int, int],
+        call: str,
+        work: Any = None,
+    ) -> None:
+        self.message, self.work = message, work
+        self.group, self.local, self.sent, self.call = group, local, sent, call
+        self.summary: Summary | None = None
+        self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        """(), fp32, exactly 0 or 1, on an accelerator that alone knows it."""
+        return self.message[0].float()
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether reading waits for nothing but its own copy."""
+        return self._copy is not None or self.summary is not None
+
+    def start_reading(self) -> None:
+        """Begin to copy the message to the host without waiting for it."""
+        if self.message.is_cuda and not torch.cuda.is_current_stream_capturing():
+            host = torch.empty_like(self.message, device="cpu", pin_memory=True)
+            host.copy_(self.message, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._copy = (host, event)
+
+    def read(self) -> Summary:
+        """Return the result on the host; waits for it, and synchronises once at most.
+
+        Raises:
+            PeerFailedError: another rank raised while it read its gradients.
+            RanksDisagreeError: a field of ``SHARED`` differs between ranks.
+        """
+        if self.summary is not None:
+            return self.summary
+        if self.work is not None:
+            with _explained(self.group, self.call):
+                self.work.wait()
+            self.work = None
+        message = self.message
+        if self._copy is not None:
+            message, event = self._copy
+            event.synchronize()
+        numbers = message.tolist()
+        if message.dtype is torch.int64:
+            summary = decode_packed(numbers)
+        else:
+            summary = decode_full(numbers)
+        if summary.failed:
+            raise self._peer_failed()
+        if message.dtype is torch.int64 and (summary.differ or not summary.was_scaled):
+            # Something differs, but not what; or only a rank without an optimizer may
+            # have scaled. Every rank sees the same, so all of them come here.
+            numbers = self._full_numbers()
+            summary = decode_full(numbers)
+        if summary.differ:
+            raise self._disagreement(numbers)
+        self.summary = summary
+        return summary
+
+    def _full_numbers(self) -> list[float]:
+        message = full_message(self.local, *self.sent, torch.device("cpu"))
+        with _explained(self.group, self.call):
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+        numbers: list[float] = message.tolist()
+        return numbers
+
+    def _peer_failed(self) -> PeerFailedError:
+        rank = self.group.rank()
+        return PeerFailedError(
+            f"{self.call} on rank {rank} of {self.group.size()}: another rank raised "
+            "while it read its gradients, so no rank steps. The cause is in that "
+            "rank's traceback.",
+            rank=rank,
+            call=self.call,
+        )
+
+    def _disagreement(self, numbers: list[float]) -> RanksDisagreeError:
+        rank, size = self.group.rank(), self.group.size()
+        differ = differences(numbers)
+        here = shared_values(self.local, *self.sent)
+        shown = "; ".join(
+            f"{name} differs"
+            if name == "policy"
+            else f"{name} is {_shown(name, here.get(name))} here, and over all ranks "
+            f"between {_shown(name, lowest)} and {_shown(name, highest)}"
+            for name, (lowest, highest) in differ.items()
+        )
+        way_out = next(text for names, text in _WAYS_OUT if names & differ.keys())
+        return RanksDisagreeError(
+            f"{self.call} on rank {rank} of {size}: {shown}. All ranks must hold the "
+            f"same. {way_out}",
+            rank=rank,
+            world_size=size,
+            call=self.call,
+            here=here,
+            lowest={name: lowest for name, (lowest, _) in differ.items()},
+            highest={name: highest for name, (_, highest) in differ.items()},
+        )
 
 
 class OverflowSync:
@@ -72,7 +193,8 @@ class OverflowSync:
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
         self._device_type = device_type
-        self._unread: list[tuple[ProcessGroup, SyncResult, LocalState]] = []
+        self._last: SyncResult | None = None  # of this iteration
+        self._unread: list[SyncResult] = []
         self.restart()
 
     def restart(self) -> None:
@@ -95,11 +217,10 @@ class OverflowSync:
             group: what ``group.find`` returned.
             local: what this rank brings.
             call: name of the calling method, for messages.
-            async_op: do not wait for it, and leave the check to the caller, if it is
-                on its way. See [Note: Waiting later].
+            async_op: do not wait for it. See [Note: Waiting later].
 
         Returns:
-            The result; checked, if it is there and that costs no synchronisation.
+            The result; read, unless it is on its way or on an accelerator.
 
         Raises:
             PeerFailedError: another rank raised.
@@ -123,17 +244,18 @@ class OverflowSync:
             The result, and (number of ranks, ...): the rows.
         """
         self._count += 1
-        self._check_unread()
-        device = message_device(group, self._device_type, local.scale)
-        sent = full_numbers(local, self._iteration, self._count, device)
-        message = full_message(sent, local, device)
+        self._read_unread()
+        device = self._device(group, local)
+        sent = self._iteration, self._count
+        message = full_message(local, *sent, device)
         whole = torch.cat([message, row.to(device, non_blocking=True).flatten()])
         rows = whole.new_empty(group.size(), len(whole))
         with _explained(group, call):
             _all_gather(rows.flatten(), whole, group=group)
         # The maximum is taken here: one collective still.
-        result = SyncResult(rows[:, : len(message)].amax(0), sent, call)
-        self._check_or_defer(group, local, result)
+        reduced = rows[:, : len(message)].amax(0)
+        result = SyncResult(reduced, group, local, sent, call)
+        self._read_or_defer(result)
         return result, rows[:, len(message) :].reshape(-1, *row.shape)
 
     def assert_same_state(
@@ -149,7 +271,7 @@ class OverflowSync:
         self.restart()
         result = self._exchange(group, local, LOADING, call)
         if not local.failed:
-            self.check(group, result, local)
+            result.read()
 
     def end_iteration(self, local: Callable[[], LocalState], call: str) -> None:
         """End the iteration. See [Note: Closing an iteration].
@@ -162,54 +284,21 @@ class OverflowSync:
             RanksDisagreeError: the ranks had different numbers of syncs.
         """
         count, self._count = self._count, 0
-        group = self.group.find(()) if self.group.is_known else None
+        last, self._last = self._last, None
+        if last is not None:
+            group: ProcessGroup | None = last.group
+        else:
+            group = self.group.find(None) if self.group.is_known else None
         if group is None:
             return
         if count != self._most:
             self._exchange(group, local(), CLOSING, call)
+            self._last = None
         self._most = max(self._most, count)
         self._iteration += 1
 
-    def check(
-        self, group: ProcessGroup, result: SyncResult, local: LocalState
-    ) -> SyncResult:
-        """Raise if a rank failed or the ranks disagree.
-
-        Args:
-            group: over which ``result`` was exchanged.
-            result: synchronises to read it.
-            local: what this rank brought.
-
-        Returns:
-            The result. Where a packed one says that no rank with an optimizer has
-            scaled, it is that of a full message, since another rank may have.
-
-        Raises:
-            PeerFailedError: another rank raised while it read its gradients.
-            RanksDisagreeError: a field of ``SHARED`` differs between ranks.
-        """
-        rank, size, call = group.rank(), group.size(), result.call
-        if result.summary.failed:
-            raise PeerFailedError(
-                f"{call} on rank {rank} of {size}: another rank raised while it read "
-                "its gradients, so no rank steps. The cause is in that rank's "
-                "traceback.",
-                rank=rank,
-                call=call,
-            )
-        summary = result.summary
-        if result.is_packed and (summary.differ or not summary.was_scaled):
-            # Every rank sees the same, so all of them come here.
-            message = full_message(result.sent, local, torch.device("cpu"))
-            with _explained(group, call):
-                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-            result = SyncResult(message, result.sent, call)
-        if result.summary.differ:
-            raise _disagreement(result, rank, size)
-        return result
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unread": []}
+        return {**self.__dict__, "_last": None, "_unread": []}
 
     def _exchange(
         self,
@@ -219,48 +308,48 @@ class OverflowSync:
         call: str,
         async_op: bool = False,
     ) -> SyncResult:
-        self._check_unread()
-        device = message_device(group, self._device_type, local.scale)
-        sent = full_numbers(local, self._iteration, position, device)
-        if device.type != "cpu":
-            message = full_message(sent, local, device)
+        self._read_unread()
+        device = self._device(group, local)
+        sent = self._iteration, position
+        on_host = device.type == "cpu"
+        if on_host:
+            message = packed_message(local, *sent)
         else:
-            message = packed_message(local, sent)
-        async_op = async_op and device.type == "cpu"
+            message = full_message(local, *sent, device)
         with _explained(group, call):
             work = dist.all_reduce(
-                message, op=dist.ReduceOp.MAX, group=group, async_op=async_op
+                message,
+                op=dist.ReduceOp.MAX,
+                group=group,
+                async_op=async_op and on_host,
             )
-        if async_op:
-            return SyncResult(message, sent, call, _waiting(work, group, call))
-        result = SyncResult(message, sent, call)
-        return self._check_or_defer(group, local, result)
-
-    def _check_or_defer(
-        self, group: ProcessGroup, local: LocalState, result: SyncResult
-    ) -> SyncResult:
-        if local.failed:
-            return result
-        if result.is_on_host:
-            return self.check(group, result, local)
-        # Reading now would synchronise; every rank reads at its next sync.
-        result.start_reading()
-        self._unread.append((group, result, local))
+        result = SyncResult(message, group, local, sent, call, work)
+        self._last = result
+        if work is None:
+            self._read_or_defer(result)
         return result
 
-    def _check_unread(self) -> None:
+    def _device(self, group: ProcessGroup, local: LocalState) -> torch.device:
+        if self._last is not None and self._last.group is group:
+            return self._last.message.device
+        return message_device(group, self._device_type, local.scale)
+
+    def _read_or_defer(self, result: SyncResult) -> None:
+        self._last = result
+        if result.local.failed:
+            return
+        if result.message.is_cpu:
+            result.read()
+            return
+        # Reading now would synchronise; every rank reads at its next sync.
+        result.start_reading()
+        self._unread.append(result)
+
+    def _read_unread(self) -> None:
         unread, self._unread = self._unread, []
-        for group, result, local in unread:
+        for result in unread:
             if result.is_readable:  # not while a CUDA graph is captured
-                self.check(group, result, local)
-
-
-def _waiting(work: Any, group: ProcessGroup, call: str) -> Callable[[], None]:
-    def wait() -> None:
-        with _explained(group, call):
-            work.wait()
-
-    return wait
+                result.read()
 
 
 @contextmanager
@@ -275,28 +364,6 @@ def _explained(group: ProcessGroup, call: str) -> Iterator[None]:
             'agree_over="mesh".'
         )
         raise
-
-
-def _disagreement(result: SyncResult, rank: int, size: int) -> RanksDisagreeError:
-    differ = result.differences()
-    shown = "; ".join(
-        f"{name} differs"
-        if name == "policy"
-        else f"{name} is {_shown(name, here)} here, and over all ranks between "
-        f"{_shown(name, lowest)} and {_shown(name, highest)}"
-        for name, (here, lowest, highest) in differ.items()
-    )
-    way_out = next(text for names, text in _WAYS_OUT if names & differ.keys())
-    return RanksDisagreeError(
-        f"{result.call} on rank {rank} of {size}: {shown}. All ranks must hold the "
-        f"same. {way_out}",
-        rank=rank,
-        world_size=size,
-        call=result.call,
-        here={name: result.sent[PLACES[name]] for name in SHARED},
-        lowest={name: lowest for name, (_, lowest, _) in differ.items()},
-        highest={name: highest for name, (_, _, highest) in differ.items()},
-    )
 
 
 _WAYS_OUT = (
@@ -323,7 +390,9 @@ _WAYS_OUT = (
 )
 
 
-def _shown(name: str, value: float) -> str:
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "not compared"
     if name == "position":
         other = {CLOSING: "update()", LOADING: "load_state_dict()"}
         return other.get(int(value), f"step {value:g} of the iteration")

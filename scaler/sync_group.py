@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import InvalidSettingError
+from .grads import Number, parameters_of
 from .torch_internals import device_types, root_mesh
 
 if TYPE_CHECKING:
@@ -73,11 +74,11 @@ class SyncGroup:
         # Root meshes seen so far, by the "mesh" rule only: they add up.
         self._seen: set[tuple[int, ...]] = set()
 
-    def find(self, parameters: Iterable[Any]) -> ProcessGroup | None:
+    def find(self, optimizer: Any) -> ProcessGroup | None:
         """Return the group to sync over, None when this rank is on its own.
 
         Args:
-            parameters: that the call is about; read only by the ``mesh`` rule.
+            optimizer: that the call is about, or None; read only by the ``mesh`` rule.
 
         Raises:
             ValueError: the ``mesh`` rule finds no mesh, or several.
@@ -89,7 +90,9 @@ class SyncGroup:
         if self._ranks is not None:
             return _group_of(self._ranks)
         if self.over == "mesh":
-            return self._root_mesh(parameters)
+            return self._root_mesh(
+                () if optimizer is None else parameters_of(optimizer)
+            )
         return _if_shared(dist.group.WORLD)
 
     @property
@@ -140,9 +143,7 @@ class SyncGroup:
         return _group_of(widest)
 
 
-def message_device(
-    group: ProcessGroup, preferred: str, scale: torch.Tensor
-) -> torch.device:
+def message_device(group: ProcessGroup, preferred: str, scale: Number) -> torch.device:
     """Return the device on which ``group`` exchanges a message.
 
     Its type must be the same on every rank (a group may have one backend per device
@@ -166,7 +167,9 @@ def message_device(
             'Pass process_group= with a gloo group, or agree_over="local".'
         )
     if kind == "cuda":
-        return scale.device if scale.is_cuda else torch.device("cuda")
+        if isinstance(scale, torch.Tensor) and scale.is_cuda:
+            return scale.device
+        return torch.device("cuda")
     return torch.device(kind)
 
 

@@ -32,12 +32,11 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .grads import host_value
+from .grads import Number
 
 FLAGS = ("found_inf", "failed", "has_gradients", "was_scaled", "first_nonfinite")
 """Fields of which the result is the largest of any rank, in message order."""
@@ -58,13 +57,6 @@ SHARED = (
 )
 """Fields that all ranks must share, in message order, each as ``x`` and ``-x``."""
 
-PLACES = {name: place for place, name in enumerate(FLAGS)}
-PLACES |= {name: len(FLAGS) + 2 * place for place, name in enumerate(SHARED)}
-"""Where a field begins in the full message."""
-
-_TENSORS = ("found_inf", "scale", "growth_tracker", "hysteresis_left")
-"""Fields that may be on an accelerator, where the host does not know them."""
-
 CLOSING = 0
 """``position`` of a closing message; the syncs of an iteration count from 1."""
 
@@ -78,17 +70,17 @@ _ALL_ONES = 2**63 - 1
 
 
 class LocalState(NamedTuple):
-    """What one rank brings to a sync.
+    """What one rank brings to a sync. A `Number` is a float where the host knows it.
 
     Attributes:
-        found_inf: (), fp32, of this rank; any device, or None without gradients.
-        scale: (), fp32, any device.
-        growth_tracker: (), int32, any device.
+        found_inf: 1 if a gradient of this rank is not finite; None without gradients.
+        scale: of this rank.
+        growth_tracker: of this rank.
         growth_factor: as set on this rank.
         backoff_factor: as set on this rank.
         growth_interval: as set on this rank.
         policy: a number that stands for the policy set on this rank.
-        hysteresis_left: (), int32, any device, or None without hysteresis.
+        hysteresis_left: 0 without hysteresis.
         optimizer: its place in the order of first use, None without an optimizer.
         max_norm: that this rank clips to, None if it does not clip.
         norm_type: likewise.
@@ -97,20 +89,37 @@ class LocalState(NamedTuple):
         first_nonfinite: 31 bits that stand for the first bad gradient; 0 for none.
     """
 
-    found_inf: torch.Tensor | None
-    scale: torch.Tensor
-    growth_tracker: torch.Tensor
+    found_inf: Number | None
+    scale: Number
+    growth_tracker: Number
     growth_factor: float
     backoff_factor: float
     growth_interval: int
     policy: int
-    hysteresis_left: torch.Tensor | None = None
+    hysteresis_left: Number = 0.0
     optimizer: int | None = None
     max_norm: float | None = None
     norm_type: float | None = None
     was_scaled: bool = True
     failed: bool = False
     first_nonfinite: int = 0
+
+
+def _state(local: LocalState) -> tuple[Number, ...]:
+    # In the order of SHARED, as far as "hysteresis_left".
+    return local[1:8]
+
+
+def _asked(local: LocalState) -> tuple[float | None, ...]:
+    # The last of SHARED, from "optimizer" on.
+    return local[8:11]
+
+
+def shared_values(local: LocalState, iteration: int, position: int) -> dict[str, float]:
+    """Return what a rank brings of ``SHARED``, without what it does not compare."""
+    values = (*_state(local), iteration, position, *_asked(local))
+    pairs = zip(SHARED, values, strict=True)
+    return {name: float(value) for name, value in pairs if value is not None}
 
 
 class Summary(NamedTuple):
@@ -124,176 +133,44 @@ class Summary(NamedTuple):
     first_nonfinite: int
 
 
-class SyncResult:
-    """The reduced message of one sync; the same on every rank.
-
-    Args:
-        message: reduced, or it will be once ``wait`` has returned; int64 if packed.
-        sent: the numbers of this rank's full message.
-        call: name of the calling method, for messages.
-        wait: waits for a message that is still on its way.
-    """
-
-    def __init__(
-        self,
-        message: torch.Tensor,
-        sent: list[float],
-        call: str,
-        wait: Callable[[], None] | None = None,
-    ) -> None:
-        self._message, self._wait = message, wait
-        self.sent, self.call = sent, call
-        self._summary: Summary | None = None
-        self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether reading waits for the other ranks."""
-        return self._wait is not None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether it says that something differs, but not what."""
-        return self._message.dtype is torch.int64
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether reading costs no synchronisation with an accelerator."""
-        return self._message.is_cpu
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether reading waits for nothing but its own copy."""
-        return self._copy is not None or self._summary is not None
-
-    @property
-    def message(self) -> torch.Tensor:
-        """The reduced numbers, on their device; waits for them if need be."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-        return self._message
-
-    @property
-    def found_inf(self) -> torch.Tensor:
-        """(), fp32, exactly 0 or 1, on the device of the message."""
-        if not self.is_on_host:
-            return self.message[PLACES["found_inf"]].float()
-        return torch.full((), float(self.summary.found_inf), device="cpu")
-
-    @property
-    def summary(self) -> Summary:
-        """The result on the host; synchronises at most once."""
-        if self._summary is None:
-            numbers = self.numbers()
-            decode = _decode_packed if self.is_packed else _decode_full
-            self._summary = decode(numbers)
-        return self._summary
-
-    def numbers(self) -> list[Any]:
-        """Return the message on the host."""
-        message = self.message
-        if self._copy is not None:
-            message, event = self._copy
-            event.synchronize()
-        return list(message.tolist())
-
-    def start_reading(self) -> None:
-        """Begin to copy the message to the host without waiting for it."""
-        if self.message.is_cuda and not torch.cuda.is_current_stream_capturing():
-            host = torch.empty_like(self.message, device="cpu", pin_memory=True)
-            host.copy_(self.message, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._copy = (host, event)
-
-    def differences(self) -> dict[str, tuple[float, float, float]]:
-        """Return this rank's number, the lowest and the highest of what differs.
-
-        Of a full message only.
-        """
-        numbers = self.numbers()
-        found = {}
-        for name in SHARED:
-            place = PLACES[name]
-            highest, minus_lowest = numbers[place : place + 2]
-            if _differ(highest, minus_lowest):
-                found[name] = self.sent[place], -minus_lowest, highest
-        return found
+# - The full message
 
 
-def _differ(highest: float, minus_lowest: float) -> bool:
-    # Minus infinity is what ranks write that compare nothing; all of them did here.
-    return highest != -minus_lowest and highest != -math.inf
-
-
-def full_numbers(
+def full_message(
     local: LocalState, iteration: int, position: int, device: torch.device
-) -> list[float]:
-    """Return the full message in numbers; what is on an accelerator stays nan.
+) -> torch.Tensor:
+    """Return the full message, fp64, on ``device``, without a synchronisation.
 
     Args:
         local: what this rank brings.
         iteration: number of this iteration of the scaler.
         position: which sync of the iteration it is, from 1, CLOSING or LOADING.
-        device: where it is exchanged. On a CPU all of it must be known: then what is on
-            an accelerator is read, which synchronises.
-    """
-
-    def number(tensor: torch.Tensor | None) -> float:
-        if tensor is None:
-            return 0.0
-        if tensor.is_cpu:
-            return host_value(tensor)
-        return math.nan if device.type != "cpu" else float(tensor.item())
-
-    numbers = [
-        # A rank that raises skips for all of them, also where no host reads the rest.
-        1.0 if local.failed else number(local.found_inf),
-        float(local.failed),
-        float(local.found_inf is not None),
-        float(local.was_scaled),
-        float(local.first_nonfinite),
-    ]
-    for value in (
-        number(local.scale),
-        number(local.growth_tracker),
-        local.growth_factor,
-        local.backoff_factor,
-        float(local.growth_interval),
-        float(local.policy),
-        number(local.hysteresis_left),
-        float(iteration),
-        float(position),
-    ):
-        numbers += [value, -value]
-    for given in (local.optimizer, local.max_norm, local.norm_type):
-        numbers += [-math.inf] * 2 if given is None else [float(given), -float(given)]
-    return numbers
-
-
-def full_message(
-    numbers: list[float], local: LocalState, device: torch.device
-) -> torch.Tensor:
-    """Return the full message, fp64, on ``device``, without a synchronisation.
-
-    Args:
-        numbers: what `full_numbers` returned for ``local``.
-        local: fills in what is on an accelerator.
         device: where it is exchanged.
     """
-    message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    # A rank that raises skips for all of them, also where no host reads the rest.
+    found_inf = 1.0 if local.failed else local.found_inf
+    numbers: list[Number] = [
+        0.0 if found_inf is None else found_inf,
+        local.failed,
+        local.found_inf is not None,
+        local.was_scaled,
+        local.first_nonfinite,
+    ]
+    for value in (*_state(local), iteration, position):
+        numbers += [value, -value]
+    for given in _asked(local):
+        numbers += [-math.inf] * 2 if given is None else [given, -given]
+    on_host = [math.nan if isinstance(x, torch.Tensor) else x for x in numbers]
+    message = torch.tensor(on_host, dtype=torch.float64, device="cpu")
     message = message.to(device, non_blocking=True)
-    for name in _TENSORS:
-        if math.isnan(numbers[place := PLACES[name]]):
-            tensor = getattr(local, name)
-            message[place].copy_(tensor, non_blocking=True)
-            if name in SHARED:
-                message[place + 1].copy_(-tensor, non_blocking=True)
+    for place, value in enumerate(numbers):
+        if isinstance(value, torch.Tensor):
+            message[place].copy_(value, non_blocking=True)
     return message
 
 
-def _decode_full(numbers: list[float]) -> Summary:
+def decode_full(numbers: list[float]) -> Summary:
+    """Return what a reduced full message says."""
     found_inf, failed, has_gradients, was_scaled, first_nonfinite = numbers[:5]
     pairs = numbers[len(FLAGS) :]
     return Summary(
@@ -306,35 +183,53 @@ def _decode_full(numbers: list[float]) -> Summary:
     )
 
 
-def packed_message(local: LocalState, numbers: list[float]) -> torch.Tensor:
+def differences(numbers: list[float]) -> dict[str, tuple[float, float]]:
+    """Return the lowest and the highest of what differs in a reduced full message."""
+    pairs = numbers[len(FLAGS) :]
+    return {
+        name: (-minus_lowest, highest)
+        for name, highest, minus_lowest in zip(
+            SHARED, pairs[0::2], pairs[1::2], strict=True
+        )
+        if _differ(highest, minus_lowest)
+    }
+
+
+def _differ(highest: float, minus_lowest: float) -> bool:
+    # Minus infinity is what ranks write that compare nothing; all of them did here.
+    return highest != -minus_lowest and highest != -math.inf
+
+
+# - The packed message
+
+
+def packed_message(local: LocalState, iteration: int, position: int) -> torch.Tensor:
     """Return the packed message: (2,), int64, on the CPU. See [Note: Two formats].
 
     Args:
-        local: what this rank brings.
-        numbers: what `full_numbers` returned for it, without nan.
+        local: what this rank brings. What is on an accelerator is read, which
+            synchronises.
+        iteration: number of this iteration of the scaler.
+        position: which sync of the iteration it is, from 1, CLOSING or LOADING.
     """
     if local.failed:
         return torch.tensor([_ALL_ONES, _ALL_ONES], device="cpu")
-    digest = zlib.crc32(struct.pack(_FORMAT, *numbers[_HASHED]))
+    shared = map(float, _state(local))
+    digest = zlib.crc32(struct.pack("<9d", *shared, iteration, position))
     hashed = digest >> (32 - _HASH_BITS)
-    ordinal = minus_ordinal = 0
+    ordinal = minus_ordinal = finding = 0
     if local.optimizer is not None:
         ordinal = 1 + local.optimizer % (_ORDINALS - 1)
         minus_ordinal = _ORDINALS - ordinal
-    finding = int(local.found_inf is not None)
-    if numbers[0]:
-        finding = 2 + local.first_nonfinite
+    if local.found_inf is not None:
+        finding = 2 + local.first_nonfinite if float(local.found_inf) else 1
     first = hashed << _HASH_SHIFT | ordinal << _FINDING_BITS | finding
     second = (_HASHES - 1 - hashed) << _HASH_SHIFT | minus_ordinal << _FINDING_BITS
     return torch.tensor([first, second | local.was_scaled], device="cpu")
 
 
-# Of each pair one; optimizer and norms are not in it.
-_HASHED = slice(len(FLAGS), PLACES["optimizer"], 2)
-_FORMAT = f"<{SHARED.index('optimizer')}d"
-
-
-def _decode_packed(numbers: list[int]) -> Summary:
+def decode_packed(numbers: list[int]) -> Summary:
+    """Return what a reduced packed message says."""
     first, second = numbers
     ordinal = first >> _FINDING_BITS & _ORDINALS - 1
     minus_ordinal = second >> _FINDING_BITS & _ORDINALS - 1

@@ -7,7 +7,7 @@ signature that is used here, so that a new torch fails there and not in a norm.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -38,67 +38,35 @@ def no_compile(method: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", torch._compile._disable_dynamo(method))
 
 
-def non_finite_check_and_unscale_(
-    tensors: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
-    """Multiply tensors of one device and dtype in place; set found_inf to 1 if needed.
+# Kernels and attributes are bound here as they are: a step calls them often, and a
+# function around each would cost more than a small kernel.
 
-    Args:
-        tensors: dense, any shapes.
-        found_inf: one element, fp32, on their device.
-        inv_scale: one element, fp32, on their device.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
+non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+"""(tensors, found_inf, inv_scale): multiply tensors of one device and dtype in place;
+set found_inf to 1 if one of them was not finite."""
 
+amp_update_scale_ = torch._amp_update_scale_
+"""(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval):
+move the scale in place by torch's rule."""
 
-def amp_update_scale_(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """Move the scale in place by torch's rule: (), fp32; (), int32; (), fp32."""
-    torch._amp_update_scale_(
-        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-    )
+foreach_norm = torch._foreach_norm
+"""(tensors, norm_type, dtype): the norm of each tensor, (), accumulated in dtype."""
 
+foreach_mul_ = torch._foreach_mul_
+"""(tensors, factor): multiply tensors in place by a factor, (), on their device."""
 
-def foreach_norm(
-    tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
-    """Return the norm of each tensor, (), accumulated in ``dtype``."""
-    return list(torch._foreach_norm(tensors, norm_type, dtype))
+set_grad_enabled = torch._C._set_grad_enabled
+"""(mode): set the grad mode; ``no_grad()`` takes longer than a small kernel."""
 
+DisableTorchFunctions = torch._C.DisableTorchFunctionSubclass
+"""(): a context in which subclasses are read as plain objects. Asking DTensor for its
+torch function, which DTensor has turned off, takes as long as reading the attribute."""
 
-def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place by a factor, (), on their device."""
-    torch._foreach_mul_(tensors, factor)
+sparse_values = torch.Tensor._values
+"""(tensor): the values of a sparse tensor, coalesced or not, without a copy."""
 
-
-def set_grad_enabled(mode: bool) -> None:
-    """Set the grad mode; ``no_grad()`` takes longer than a small kernel."""
-    torch._C._set_grad_enabled(mode)
-
-
-def disable_torch_functions() -> Any:
-    """Return a context in which subclasses are read as plain objects.
-
-    Asking DTensor for its torch function, which DTensor has turned off anyway, takes as
-    long as reading the attribute.
-    """
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was written in place, as autograd counts it."""
-    return list(map(_VERSION, tensors))
-
-
-def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse tensor, coalesced or not, without a copy."""
-    return tensor._values()
+version_of = attrgetter("_version")
+"""(tensor): how often it was written in place, as autograd counts it."""
 
 
 def dtensor_type() -> type[Any] | None:
@@ -107,11 +75,14 @@ def dtensor_type() -> type[Any] | None:
     return None if module is None else cast("type[Any]", module.DTensor)
 
 
-def local_tensors(gradients: list[Any], kind: type[Any]) -> list[torch.Tensor]:
+def local_tensors(gradients: list[Any]) -> list[torch.Tensor]:
     """Return the local tensor of each DTensor; others as they are.
 
     The attribute is a tenth of the price of ``to_local``.
     """
+    kind = dtensor_type()
+    if kind is None:
+        return gradients
     return [g._local_tensor if type(g) is kind else g for g in gradients]
 
 
