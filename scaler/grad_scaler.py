@@ -461,7 +461,7 @@ class GradScaler(_TorchGradScaler):
         **kwargs: Any,
     ) -> Any:
         result: SyncResult | None = getattr(optimizer_state, "result", None)
-        if result is not None and not result.message.is_cpu:
+        if result is not None and result.is_deferred:
             # The message has been on its way to the host since the sync.
             skips = result.read().found_inf
         else:
@@ -705,7 +705,7 @@ class GradScaler(_TorchGradScaler):
         if not found:
             found[self._scale.device] = torch.zeros_like(self._scale)
         rank = result.group.rank()
-        if not result.message.is_cpu:
+        if result.is_deferred:
             _spread(result.found_inf, found)
             self._remember_overflow(state, _flag_of(found, self._scale.device), rank)
             return

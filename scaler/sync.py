@@ -72,6 +72,7 @@ class SyncResult:
         sent: iteration and position in the message.
         call: name of the calling method, for messages.
         work: what is still on its way; None if nothing is.
+        is_deferred: reading it would synchronise with an accelerator.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class SyncResult:
         sent: tuple[int, int],
         call: str,
         work: Any = None,
+        *,
+        is_deferred: bool = False,
     ) -> None:
-        self.message, self.work = message, work
+        self.message, self.work, self.is_deferred = message, work, is_deferred
         self.group, self.local, self.sent, self.call = group, local, sent, call
         self.summary: Summary | None = None
         self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -96,7 +99,7 @@ class SyncResult:
     @property
     def is_readable(self) -> bool:
         """Whether reading waits for nothing but its own copy."""
-        return self._copy is not None or self.summary is not None
+        return self.message.is_cpu or self._copy is not None
 
     def start_reading(self) -> None:
         """Begin to copy the message to the host without waiting for it."""
@@ -254,7 +257,8 @@ class OverflowSync:
             _all_gather(rows.flatten(), whole, group=group)
         # The maximum is taken here: one collective still.
         reduced = rows[:, : len(message)].amax(0)
-        result = SyncResult(reduced, group, local, sent, call)
+        is_deferred = self._is_deferred(device)
+        result = SyncResult(reduced, group, local, sent, call, is_deferred=is_deferred)
         self._read_or_defer(result)
         return result, rows[:, len(message) :].reshape(-1, *row.shape)
 
@@ -311,23 +315,29 @@ class OverflowSync:
         self._read_unread()
         device = self._device(group, local)
         sent = self._iteration, position
-        on_host = device.type == "cpu"
-        if on_host:
-            message = packed_message(local, *sent)
-        else:
+        is_deferred = self._is_deferred(device)
+        if is_deferred:
             message = full_message(local, *sent, device)
+        else:
+            message = packed_message(local, *sent)
         with _explained(group, call):
             work = dist.all_reduce(
                 message,
                 op=dist.ReduceOp.MAX,
                 group=group,
-                async_op=async_op and on_host,
+                async_op=async_op and not is_deferred,
             )
-        result = SyncResult(message, group, local, sent, call, work)
+        result = SyncResult(
+            message, group, local, sent, call, work, is_deferred=is_deferred
+        )
         self._last = result
         if work is None:
             self._read_or_defer(result)
         return result
+
+    @staticmethod
+    def _is_deferred(device: torch.device) -> bool:
+        return device.type != "cpu"
 
     def _device(self, group: ProcessGroup, local: LocalState) -> torch.device:
         if self._last is not None and self._last.group is group:
@@ -338,7 +348,7 @@ class OverflowSync:
         self._last = result
         if result.local.failed:
             return
-        if result.message.is_cpu:
+        if not result.is_deferred:
             result.read()
             return
         # Reading now would synchronise; every rank reads at its next sync.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp.sharded_grad_scaler
 from torch import Tensor
 
 from gradparity.scaler import GradScaler, ShardedGradScaler
@@ -66,6 +67,18 @@ def test_b05d_lowered_interval_still_grows(make: Any) -> None:
 
 
 # - B08: fp16
+
+
+def test_b08b_in_place_flushes_as_torch_does() -> None:
+    torch_sharded = torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler
+    p = parameter(0.0, torch.float16)
+    for make in (torch_sharded, ShardedGradScaler):
+        p.grad = torch.full_like(p, 1e-8 * 2**16)
+        found = scaled(make)._unscale_grads_(
+            sgd(p), torch.tensor(2.0**-16), torch.zeros(()), True
+        )
+        assert p.grad.tolist() == [0.0, 0.0]
+        assert [flag.item() for flag in found.values()] == [0.0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # All that were found in torch 2.13; those without a letter have one case.
 DEFECTS = (
     "B01a B01b B01c B01d B02 B03a B03b B03c B03d B04a B04b B05a B05b B05c B05d B06a "
-    "B06b B07 B08a B08b B08c B08d B09 B10a B10b B10c B10d B10e B10f B10g B11a B11b "
+    "B06b B07 B08b B08c B08d B09 B10a B10b B10c B10d B10e B10f B10g B11a B11b "
     "B11c B11d B11e B13 B14a B14b B14c B15a B15b B16a B16b B16c B17 B20 B21"
 ).split()
 

@@ -77,7 +77,7 @@ def experts(make: Make, bad_rank: int) -> list[bool]:
 
 @BOTH
 @pytest.mark.parametrize("bad_rank", [0, 3])
-def test_b03c_experts_in_their_own_optimizer(
+def test_b03c_b03d_experts_in_their_own_optimizer(
     four: Cluster, make: Make, bad_rank: int
 ) -> None:
     results = four.run(experts, make, bad_rank)

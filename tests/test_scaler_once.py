@@ -100,3 +100,64 @@ def test_b10g_skip_is_visible_and_runs_no_hook(make: Any, fused: bool) -> None:
         assert scaler.step_was_skipped(optimizer) is skipped
     assert len(calls) == 2
     assert scaler.counters == (2, 1, 0, 0, 1)
+
+
+# - Where torch's behaviour is kept: what cannot be made exact is not tracked
+
+
+def beside_torch(program: Any, **settings: Any) -> tuple[Any, Any]:
+    """What a program of one process comes to, with torch's class and with ours."""
+    return program(scaled(torch.amp.GradScaler)), program(scaled(**settings))
+
+
+@FUSED
+@pytest.mark.parametrize("how", ["step", "unscale_"])
+def test_b10e_accumulation_across_an_update(fused: bool, how: str) -> None:
+    def program(scaler: Any) -> list[float]:
+        p = parameter(0.0)
+        optimizer = sgd(p, fused=fused)
+        scaler.scale(p.sum()).backward()
+        scaler.update(16.0)
+        scaler.scale(p.sum()).backward()
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        return list(p.tolist())
+
+    theirs, ours = beside_torch(program)
+    assert ours == theirs
+
+
+@FUSED
+def test_b10e_backward_after_unscale(fused: bool) -> None:
+    def program(scaler: Any) -> list[float]:
+        p = parameter(0.0)
+        optimizer = sgd(p, fused=fused)
+        for _ in range(2):
+            scaler.scale(p.sum()).backward()
+            if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        return list(p.tolist())
+
+    theirs, ours = beside_torch(program)
+    assert ours == theirs == [-5.0, -5.0]
+
+
+@FUSED
+@pytest.mark.parametrize(("made", "to"), [(4.0, INF), (INF, 1.0)])
+def test_b10f_gradients_changed_after_unscale(
+    fused: bool, made: float, to: float
+) -> None:
+    def program(scaler: Any) -> tuple[list[float], float]:
+        p = parameter(0.0)
+        optimizer = sgd(p, fused=fused)
+        p.grad = torch.full_like(p, made)
+        scaler.unscale_(optimizer)
+        p.grad.fill_(to)
+        scaler.step(optimizer)
+        scaler.update()
+        return p.tolist(), scaler.get_scale()
+
+    theirs, ours = beside_torch(program)
+    assert ours == theirs
