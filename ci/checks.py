@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..conformance.compare import SEQUENCES, Rows, difference
-from ..conformance.law import is_worse
 from ..conformance.report import CaseRecord, Header, Number, Report, VerdictRecord
+from ..conformance.status import is_worse
 from .baseline import Baseline, BaselineCase, Provenance, compared
 from .expectations import Judgement
 from .ratios import Spread, limit, worst

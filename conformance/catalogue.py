@@ -32,6 +32,7 @@ from .covering import cover, subsets
 from .recipes import BARE_RECIPES, RECIPES
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
+from .status import UsageError
 
 __all__ = [
     "PRESETS",
@@ -313,11 +314,11 @@ def select(preset: str, selection: Selection) -> list[Scenario]:
     """The scenarios of a preset that the selection keeps.
 
     Raises:
-        ValueError: for unknown names, a world size that no chosen topology can take,
+        UsageError: for unknown names, a world size that no chosen topology can take,
             or a selection that leaves nothing.
     """
     check_names("preset", [preset], PRESETS)
     found = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
     if not found:
-        raise ValueError(f"the selection leaves no scenario of preset {preset!r}")
+        raise UsageError(f"the selection leaves no scenario of preset {preset!r}")
     return list(dict.fromkeys(found))

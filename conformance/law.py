@@ -6,67 +6,25 @@ so it can be tested on made-up traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from .parity import Parity
 from .scenario import Scenario
+from .status import Status, rank_list, worst_of
 from .trace import Decision, RankTrace, StepTrace
 
 __all__ = [
     "LAWS",
-    "RANKING",
     "Evidence",
     "Finding",
     "Law",
     "Status",
     "Verdict",
-    "case_status",
-    "is_worse",
     "judge",
     "law",
     "rank_list",
-    "worst_of",
 ]
-
-
-class Status(StrEnum):
-    """What can be said of one law in one run."""
-
-    PASS = "pass"
-    """It was checked and holds."""
-    FAIL = "fail"
-    """It was checked and is broken; the finding says where."""
-    INCONCLUSIVE = "inconclusive"
-    """Nothing could be compared; never a pass."""
-    ERROR = "error"
-    """The harness broke; nothing is said about the scaler."""
-    SKIPPED = "skipped"
-    """The law does not apply here; the message says why."""
-
-
-RANKING = ("pass", "skipped", "inconclusive", "fail", "error")
-"""From best to worst. Skipped is worse than pass: what is not checked can be broken."""
-assert set(RANKING) == set(Status)
-
-
-def worst_of(statuses: Iterable[str]) -> str:
-    """The worst of ``statuses``; ``skipped`` only where there is nothing else."""
-    found = set(statuses) - {Status.SKIPPED}
-    # looked up and not ranked: a report may hold a word that is no status
-    return next((s for s in reversed(RANKING) if s in found), Status.SKIPPED.value)
-
-
-def case_status(verdicts: Iterable[str]) -> str:
-    """The status of a case with these verdicts; skipped laws alone prove nothing."""
-    worst = worst_of(verdicts)
-    return Status.INCONCLUSIVE.value if worst == Status.SKIPPED else worst
-
-
-def is_worse(now: str, before: str) -> bool:
-    """Whether ``now`` promises less than ``before`` did."""
-    return RANKING.index(now) > RANKING.index(before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +150,6 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
     if evidence.scaler or law.of_stack:
         return law.judge(evidence)
     return skipped("a law of scalers, and this run has none")
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:

@@ -41,9 +41,10 @@ from .oracle import (
     history_text,
 )
 from .spec import NO_SCALER, load_scaler
+from .status import UsageError
 from .terminal import plain
 
-__all__ = ["MachineSettings", "drive", "histories", "machine"]
+__all__ = ["Departure", "MachineSettings", "drive", "histories", "machine"]
 
 GRADIENT, RATE, START = 0.5, 0.25, 1.0
 SCALES = (-10, 0, 6, 126)
@@ -268,11 +269,11 @@ class MachineSettings:
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
-            raise ValueError(f"the budget must be positive, got {self.budget_s}")
+            raise UsageError(f"the budget must be positive, got {self.budget_s}")
         if self.scaler == NO_SCALER:
-            raise ValueError("call histories are those of a scaler: name one")
+            raise UsageError("call histories are those of a scaler: name one")
         if self.world < 1:
-            raise ValueError(f"a world has at least 1 rank, got {self.world}")
+            raise UsageError(f"a world has at least 1 rank, got {self.world}")
 
 
 @dataclass(kw_only=True)
@@ -304,6 +305,14 @@ def histories(world: int) -> st.SearchStrategy[History]:
     return st.lists(call, min_size=1, max_size=MOST_CALLS).map(tuple)
 
 
+class Departure(Exception):
+    """What a search raises before hypothesis where it has found what it looks for.
+
+    A type of its own: an ``AssertionError`` may be a fault of the judge, which ends
+    the search as such.
+    """
+
+
 def machine(settings_: MachineSettings, console: Console) -> int:
     """Search until the budget is spent or a departure is shrunk.
 
@@ -320,7 +329,7 @@ def machine(settings_: MachineSettings, console: Console) -> int:
             try:
                 while time.monotonic() < end:
                     search()  # one round; hypothesis itself knows no budget
-            except AssertionError:
+            except Departure:
                 pass  # the departure is in ``found``, shrunk
     return _tell(settings_, found, console)
 
@@ -350,7 +359,8 @@ def _search(
             known[history] = "" if right else found.departure
         if known[history]:  # the shortest is looked at last, and is known by then
             found.history, found.departure = history, known[history]
-        assert not known[history]
+        if known[history]:
+            raise Departure
 
     return search
 

@@ -23,6 +23,7 @@ from .matrix import Matrix, Row, as_text, write_matrix
 from .record import make_header
 from .runner import Case, Runner
 from .scenario import Scenario
+from .status import UsageError
 from .terminal import plain
 
 __all__ = ["MODULE", "MutantSettings", "mutants"]
@@ -57,12 +58,12 @@ class MutantSettings:
         known = {s.__name__ for s in [*FAULTY, *RIGHT]}
         for name in self.scalers:
             if name not in known:
-                raise ValueError(
+                raise UsageError(
                     f"unknown scaler {name!r}: expected a class of {MODULE}, such as "
                     f"{', '.join(sorted(known)[:3])}"
                 )
         if self.seeds < 0 or self.share < 1:
-            raise ValueError(
+            raise UsageError(
                 f"seeds must be at least 0 and share at least 1, got {self.seeds} and "
                 f"{self.share}"
             )
@@ -116,7 +117,7 @@ def mutants(settings: MutantSettings, console: Console) -> int:
         the harness broke.
 
     Raises:
-        ValueError: for unknown presets, before anything is started.
+        UsageError: for unknown presets, before anything is started.
     """
     for preset in settings.presets:
         select(preset, settings.selection)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from .status import UsageError
+
 __all__ = ["KINDS", "OPTIMIZERS", "Call", "Oracle", "history_text", "parse_history"]
 
 OPTIMIZERS = 2
@@ -59,7 +61,7 @@ def parse_history(text: str, world: int) -> tuple[Call, ...]:
     """Read what `history_text` wrote.
 
     Raises:
-        ValueError: if ``text`` has another form; says what was got and expected.
+        UsageError: if ``text`` has another form; says what was got and expected.
     """
     return tuple(_parse(part, world) for part in text.split(","))
 
@@ -67,13 +69,13 @@ def parse_history(text: str, world: int) -> tuple[Call, ...]:
 def _parse(text: str, world: int) -> Call:
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in KINDS:
-        raise ValueError(
+        raise UsageError(
             f"unknown call {text!r}: expected KIND:OPTIMIZER@RANK with KIND one of "
             f"{', '.join(KINDS)}, for example inf:0@1"
         )
     call = Call(match["kind"], int(match["which"] or 0), int(match["rank"] or 0))
     if call.rank >= world or (call.kind != "set" and not 0 <= call.which < OPTIMIZERS):
-        raise ValueError(
+        raise UsageError(
             f"call {text!r} names optimizer {call.which} and rank {call.rank}: there "
             f"are {OPTIMIZERS} optimizers and {world} ranks"
         )

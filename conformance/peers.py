@@ -135,7 +135,7 @@ def _fallen(smoke: Report) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for case in smoke.cases:
         if case.status != "pass":
-            told = case.failures[0].message if case.failures else case.problem
+            told = case.failures[0].message if case.failures else case.status
             reasons.setdefault(case.scaler, f"{case.scenario}: {told}")
     return reasons
 

@@ -17,15 +17,26 @@ import torch
 
 from .. import __version__
 from ..fixtures import DATASETS, is_workload, kit_of
+from . import laws as laws  # enters them into LAWS
 from .devices import Devices
-from .law import Evidence, Verdict
+from .law import LAWS, Evidence, Verdict
 from .observe import digest
 from .place import Place
-from .report import SCHEMA_VERSION, CaseRecord, Curves, Header, Number, VerdictRecord
+from .report import (
+    SCHEMA_VERSION,
+    CaseRecord,
+    Curves,
+    Header,
+    LawText,
+    Number,
+    VerdictRecord,
+)
 from .runner import Case
+from .standalone import standalone_script
+from .status import UsageError
 from .trace import StepTrace
 
-__all__ = ["case_record", "command_line", "make_header", "replay_command"]
+__all__ = ["Recorder", "case_record", "command_line", "make_header", "replay_command"]
 
 _RELEVANT = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -81,6 +92,9 @@ def make_header(
         environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
         launcher=msgspec.structs.replace(place.launcher(), restarts=restarts),
         gpus=tuple(place.gpu_names()),
+        laws={
+            law.id: LawText(text=law.text, reason=law.reason) for law in LAWS.values()
+        },
     )
 
 
@@ -116,6 +130,32 @@ def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -
     )
     options = ["--scaler", scaler, *(devices.options if devices else ())]
     return f"{program} replay {shlex.join([scenario, *options])}"
+
+
+class Recorder:
+    """Makes the records of one report.
+
+    The first case in which a scaler breaks a law bears a script that shows it, so that
+    whoever renders the report need not make one: that takes the code that judges, and
+    may import what a scenario names.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self.devices = devices
+        self._shown: set[tuple[str, str]] = set()
+
+    def record(self, case: Case) -> CaseRecord:
+        """What the report keeps of ``case``."""
+        record = case_record(case, self.devices)
+        broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
+        if broken <= self._shown:
+            return record
+        try:
+            script = standalone_script(case.scenario, case.scaler)
+        except UsageError:  # scripts are not made for all that a scenario can hold
+            return record
+        self._shown |= broken
+        return msgspec.structs.replace(record, script=script)
 
 
 def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:

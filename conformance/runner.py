@@ -21,12 +21,13 @@ from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
 from .devices import Devices
 from .handover import gathered
-from .law import LAWS, Evidence, Finding, Status, Verdict, case_status, judge
+from .law import LAWS, Evidence, Finding, Status, Verdict, judge
 from .parity import Parity, measure_parity
 from .place import Place, Pool
 from .rank import JudgedError, observe_rank
 from .scenario import Scenario
 from .spec import NO_SCALER
+from .status import case_status
 from .trace import Problem, RankTrace, Saved
 from .workload import check_whole
 
@@ -50,11 +51,13 @@ class Case:
     """None where the harness broke."""
     seconds: float
     problem: str = ""
-    """Why the harness broke, naming the rank; else empty."""
+    """Why the harness broke, naming the rank; else empty. No law is judged then."""
 
     @property
     def status(self) -> Status:
         """The worst verdict; skipped laws do not count, and alone prove nothing."""
+        if self.problem:
+            return Status.ERROR
         return Status(case_status(v.status for v in self.verdicts))
 
 
@@ -98,6 +101,7 @@ class Runner:
         """
         start = time.monotonic()
         problem, evidence = "", None
+        verdicts: list[Verdict] = []
         ranks = max(leg.world for leg in scenario.legs)
         not_runnable = self.place.not_runnable(ranks)
         if not_runnable:
@@ -110,14 +114,11 @@ class Runner:
             verdicts = judge(evidence)
         except WorkloadError as error:  # its layout, seen from all ranks together
             problem = str(error)
-            verdicts = _no_verdicts(problem)
         except WorldFailure as failure:
             problem = _root_cause(failure)
-            verdicts = _no_verdicts(problem)
         except Exception as error:  # the judge's own fault: told, and the run goes on
             _LOGGER.exception("the judge broke in %s", scenario.id)
             problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
-            verdicts = _no_verdicts(problem)
         return Case(
             scaler=spec,
             scenario=scenario,
@@ -199,22 +200,18 @@ def _without_scaler(scenario: Scenario) -> Scenario:
 
 def _unjudged(stack: Case) -> Case | None:
     """The case of any scaler on a stack that is wrong by itself, or None."""
-    wrong = [v for v in stack.verdicts if v.status in (Status.FAIL, Status.ERROR)]
-    if not wrong:
+    wrong = [v for v in stack.verdicts if v.status is Status.FAIL]
+    if not wrong and not stack.problem:
         return None
     why = stack.problem or f"{wrong[0].law}: {wrong[0].finding.message}"
     text = (
         f"the stack is wrong without any scaler (--scaler {NO_SCALER}, "
         f"{stack.scenario.id}): {why}"
     )
-    broke = stack.status is Status.ERROR
-    status = Status.ERROR if broke else Status.INCONCLUSIVE
-    return replace(
-        stack,
-        verdicts=tuple(_no_verdicts(text, status)),
-        evidence=None,
-        problem=text if broke else "",
-    )
+    if stack.problem:
+        return replace(stack, problem=text)
+    undecided = _every_law(Status.INCONCLUSIVE, text)
+    return replace(stack, verdicts=undecided, evidence=None)
 
 
 @contextmanager
@@ -282,12 +279,12 @@ def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
     return Case(
         scaler=spec,
         scenario=scenario,
-        verdicts=tuple(_no_verdicts(reason, Status.SKIPPED)),
+        verdicts=_every_law(Status.SKIPPED, reason),
         evidence=None,
         seconds=0.0,
     )
 
 
-def _no_verdicts(problem: str, status: Status = Status.ERROR) -> list[Verdict]:
-    finding = Finding(status=status, message=problem)
-    return [Verdict(law=each, finding=finding) for each in LAWS]
+def _every_law(status: Status, message: str) -> tuple[Verdict, ...]:
+    finding = Finding(status=status, message=message)
+    return tuple(Verdict(law=each, finding=finding) for each in LAWS)

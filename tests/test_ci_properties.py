@@ -11,8 +11,8 @@ from gradparity.ci.baseline import make_baseline
 from gradparity.ci.decision import Decision, Terms, decide
 from gradparity.ci.ratios import LUCK
 from gradparity.ci.reasons import Outcome
-from gradparity.conformance.law import RANKING
 from gradparity.conformance.report import CaseRecord, Report
+from gradparity.conformance.status import RANKING
 from gradparity.tests.test_ci_samples import (
     LAWS,
     report_of,

@@ -30,7 +30,7 @@ def test_a_link_that_is_cut_ends_the_run_and_is_named(
     on_two_hosts: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
-    program = [*RUN, "--scenario", SCENARIO, "--json", str(tmp_path / "r.jsonl")]
+    program = [*RUN, "--scenario", SCENARIO, "--report", str(tmp_path / "r.jsonl")]
     process = subprocess.Popen(
         [*on_two_hosts, "veth", str(tmp_path), *program],
         cwd=tmp_path,

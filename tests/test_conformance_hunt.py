@@ -13,6 +13,7 @@ from gradparity.conformance.catalogue import Selection
 from gradparity.conformance.hunt import HuntSettings, hunt, scenarios
 from gradparity.conformance.machine import MachineSettings, machine
 from gradparity.conformance.oracle import parse_history
+from gradparity.conformance.runner import Runner
 
 MODULE = "gradparity.fixtures.faulty"
 
@@ -75,6 +76,17 @@ def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
     assert all(int(line.split()[0]) > 0 for line in output.splitlines())
     assert "scenarios tried" in output
     assert "histories tried" in output
+
+
+def test_a_fault_of_the_judge_ends_a_hunt_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("a fault of ours")
+
+    monkeypatch.setattr(Runner, "run", broken)
+    with pytest.raises(AssertionError, match="a fault of ours"):
+        hunted("PlainScaler", 5, tmp_path)
 
 
 def test_a_budget_must_be_positive() -> None:
