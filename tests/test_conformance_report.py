@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -16,6 +17,13 @@ from gradparity.conformance.devices import Devices
 from gradparity.conformance.law import LAWS, Finding, Verdict
 from gradparity.conformance.page import render_page
 from gradparity.conformance.place import Pool
+from gradparity.conformance.plots import (
+    CHARACTER,
+    LEFT,
+    Series,
+    line_chart,
+    scale_chart,
+)
 from gradparity.conformance.record import Recorder, make_header
 from gradparity.conformance.report import (
     HARNESS,
@@ -241,6 +249,26 @@ def test_hostile_text_is_escaped_in_the_page() -> None:
     assert "&lt;script&gt;" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-1.153e-09, 2.5), (1e-300, 1.0), (-123456.7, 1e22), (0.1234, 3)]
+)
+def test_labels_of_a_plot_find_room_left_of_it(low: float, high: float) -> None:
+    line = Series(label="a", values=[low, high], style="s0")
+    drawn = line_chart("title", [line])
+    labels = re.findall(r'text-anchor="end">([^<]*)<', drawn)[:2]
+    assert [float(x) for x in labels] == pytest.approx([low, high], rel=0.06)
+    assert max(map(len, labels)) * CHARACTER <= LEFT - 6
+
+
+def test_a_run_without_a_scaler_has_no_plot_of_its_scale() -> None:
+    made = with_scale([[1.0, 1.0]] * 2)
+    assert made.curves is not None
+    assert scale_chart(made, made.curves) == ""
+    other = with_scale([[1.0, 2.0]] * 2)
+    assert other.curves is not None
+    assert "log2 of the scale" in scale_chart(other, other.curves)
 
 
 def test_the_page_of_an_incomplete_report_says_so() -> None:
