@@ -27,7 +27,7 @@ from .report import CaseRecord, ReportWriter, read_report
 from .run import RunSettings
 from .runner import Runner
 from .scenario import Scenario
-from .spec import NO_SCALER, load_scaler
+from .spec import NO_SCALER, load_scaler, refuse_unfit
 from .terminal import facts
 
 __all__ = ["Suite"]
@@ -63,6 +63,11 @@ class Suite:
         for spec in self.scalers:
             load_scaler(spec, os.getcwd())
         self.writes = not hasattr(config, "workerinput")
+        if self.writes:  # once, and not by every worker of xdist again
+            with self._place() as place:
+                for spec in self.scalers:
+                    device = self.settings.devices.device
+                    refuse_unfit(place.ranks(1), spec, os.getcwd(), device)
         self.told: list[str] = []
         self._runner: Runner | None = None
         self._writer: ReportWriter | None = None

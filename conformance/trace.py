@@ -67,8 +67,9 @@ class StepTrace:
     """Mean loss over this rank's rows; None where the rank does not compute one."""
     scale_before: float = 1.0
     scale_after: float = 1.0
-    growth_before: int = 0
-    growth_after: int = 0
+    growth_before: int | None = 0
+    """The growth tracker; None where the scaler's state_dict does not tell it."""
+    growth_after: int | None = 0
     decisions: list[Decision] = field(default_factory=list)
     """One an optimizer."""
     faults: list[str] = field(default_factory=list)

@@ -15,9 +15,9 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, rank_li
 def completes(evidence: Evidence) -> Finding:
     """No rank may have stopped early."""
     problems = [(t.problem, t.rank) for t in evidence.ranks if t.problem is not None]
+    done = sum(t.completed for t in evidence.ranks)
     if not problems:
-        done = sum(t.completed for t in evidence.ranks)
-        return count_or_inconclusive(done, "rank-steps completed")
+        return count_or_inconclusive(done, "rank-steps completed", evidence.unseen)
     first = min((p for p, _ in problems), key=lambda p: p.step)
     ranks = [
         rank for p, rank in problems if (p.step, p.call) == (first.step, first.call)
@@ -28,4 +28,5 @@ def completes(evidence: Evidence) -> Finding:
         message=f"{when}: {first.call} raised on {rank_list(ranks)}: {first.error}",
         step=max(first.step, 0),
         ranks=tuple(ranks),
+        compared=done,
     )

@@ -40,7 +40,7 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
             )
 
 
-def _differs(rank: int, step: int, name: str, what: str) -> Finding:
+def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Finding:
     return Finding(
         status=Status.FAIL,
         message=f"step {step}: {what} on rank {rank} is not bitwise what the run "
@@ -48,6 +48,7 @@ def _differs(rank: int, step: int, name: str, what: str) -> Finding:
         step=step,
         ranks=(rank,),
         parameter=name,
+        compared=compared,
     )
 
 
@@ -73,7 +74,8 @@ def gradient(evidence: Evidence) -> Finding:
             compared += 1
             got = s.gradients.get(name)
             if got is None:
-                return _differs(rank, s.step, name, f"the missing gradient of {name}")
+                text = f"the missing gradient of {name}"
+                return _differs(rank, s.step, name, text, compared)
             normal = (np.abs(values) >= SUBNORMAL) | (np.abs(got) >= SUBNORMAL)
             wrong = np.flatnonzero(normal & (got != values))
             if len(wrong):
@@ -81,8 +83,11 @@ def gradient(evidence: Evidence) -> Finding:
                     f"the gradient of {name} ({got[wrong[0]]:g} for "
                     f"{values[wrong[0]]:g}, {len(wrong)} of {len(values)} elements)"
                 )
-                return _differs(rank, s.step, name, text)
-    return count_or_inconclusive(compared, "gradients bitwise equal to the bare run")
+                return _differs(rank, s.step, name, text, compared)
+    due = sum(len(s.gradients) for t in evidence.bare or () for s in t.steps)
+    return count_or_inconclusive(
+        compared, "gradients bitwise equal to the bare run", max(due - compared, 0)
+    )
 
 
 @law(
@@ -102,5 +107,8 @@ def bitwise(evidence: Evidence) -> Finding:
         for name, digest in s.digests.items():
             compared += name in bare.digests
             if name in bare.digests and digest != bare.digests[name]:
-                return _differs(rank, s.step, name, name)
-    return count_or_inconclusive(compared, "tensors bitwise equal to the bare run")
+                return _differs(rank, s.step, name, name, compared)
+    due = sum(len(s.digests) for t in evidence.bare or () for s in t.steps)
+    return count_or_inconclusive(
+        compared, "tensors bitwise equal to the bare run", max(due - compared, 0)
+    )
