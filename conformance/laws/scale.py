@@ -5,8 +5,8 @@ the scale by the backoff factor and resets the tracker; a good step counts, and 
 the count reaches the interval the scale is multiplied by the growth factor, unless the
 product is not finite, and the count starts again. ``update(new_scale)`` sets the scale
 and leaves the count. A scale that would fall below the smallest normal number may stop
-anywhere above 0: the rule would make it 0, from which nothing recovers (B05b). A tracker that
-``state_dict`` does not tell is counted from the scales.
+anywhere above 0: the rule would make it 0, from which nothing recovers (B05b).
+A tracker that ``state_dict`` does not tell is counted from the scales.
 """
 
 from __future__ import annotations
