@@ -94,6 +94,10 @@ class Evidence:
     """One trace a rank; shorter than the scenario where the run stopped early."""
     bare: tuple[RankTrace, ...] | None = None
     """The same scenario trained without a scaler, where a law asks for it."""
+    bare_differs: str = ""
+    """Where the run without a scaler differs from itself, made again; else empty."""
+    first_try: str = ""
+    """What ran out of time at a first try, where this is the second; else empty."""
     parity: Parity | None = None
     """None where the run stopped early."""
     scaler: bool = True
@@ -234,6 +238,14 @@ def skipped(message: str) -> Finding:
 def inconclusive(message: str) -> Finding:
     """Nothing was compared, with the reason."""
     return Finding(status=Status.INCONCLUSIVE, message=message)
+
+
+def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
+    """Add to what a law of time finds that this is the second try."""
+    if not evidence.first_try:
+        return finding
+    text = f"tried again alone: a first try ran out of time, {evidence.first_try}"
+    return replace(finding, message=f"{finding.message} ({text})")
 
 
 def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:

@@ -28,6 +28,8 @@ class Problem:
     """The call, for example ``step``."""
     error: str
     """Type and message of the exception."""
+    late: bool = False
+    """Whether it is no exception, but a call that did not return in time."""
 
 
 @dataclass(frozen=True, kw_only=True)

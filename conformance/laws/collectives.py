@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    law,
+    say_tried_again,
+)
 
 
 @law(
@@ -43,6 +50,10 @@ def _text(collectives: list[str]) -> str:
 )
 def no_crosstalk(evidence: Evidence) -> Finding:
     """Look at the checked all-reduce that follows every step."""
+    return say_tried_again(_no_crosstalk(evidence), evidence)
+
+
+def _no_crosstalk(evidence: Evidence) -> Finding:
     compared, missed = 0, evidence.unseen
     for step, seen in evidence.steps():
         for s, trace in zip(seen, evidence.ranks, strict=True):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law, rank_list
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    law,
+    rank_list,
+    say_tried_again,
+)
 
 
 @law(
@@ -14,6 +22,10 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, rank_li
 )
 def completes(evidence: Evidence) -> Finding:
     """No rank may have stopped early."""
+    return say_tried_again(_completes(evidence), evidence)
+
+
+def _completes(evidence: Evidence) -> Finding:
     problems = [(t.problem, t.rank) for t in evidence.ranks if t.problem is not None]
     done = sum(t.completed for t in evidence.ranks)
     if not problems:

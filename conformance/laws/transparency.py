@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
-from ..trace import StepTrace
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    inconclusive,
+    law,
+    skipped,
+)
+from ..trace import RankTrace, StepTrace
 
 
 def _not_applicable(evidence: Evidence) -> str:
@@ -40,6 +48,43 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
             )
 
 
+def control_differs(
+    once: Sequence[Sequence[RankTrace]], again: Sequence[Sequence[RankTrace]]
+) -> str:
+    """Where a run without a scaler, made twice, differs from itself; else empty.
+
+    Args:
+        once: one trace a rank, for each world that the run was on.
+        again: the same of the second run.
+    """
+    for leg, other in zip(once, again, strict=True):
+        for trace, twin in zip(leg, other, strict=True):
+            for s, t in zip(trace.steps, twin.steps, strict=True):
+                where = f"on rank {trace.rank} at step {s.step}"
+                for name, values in s.gradients.items():
+                    if not np.array_equal(
+                        values, t.gradients.get(name), equal_nan=True
+                    ):
+                        return f"the gradient of {name} {where}"
+                for name, digest in s.digests.items():
+                    if digest != t.digests.get(name):
+                        return f"{name} {where}"
+    return ""
+
+
+def _undecided(evidence: Evidence) -> Finding | None:
+    """What both laws say where they cannot be held against the scaler."""
+    reason = _not_applicable(evidence)
+    if reason:
+        return skipped(reason)
+    if evidence.bare_differs:
+        return inconclusive(
+            "the run without a scaler, made twice, differs from itself in "
+            f"{evidence.bare_differs}: nothing bitwise can be held against a scaler"
+        )
+    return None
+
+
 def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Finding:
     return Finding(
         status=Status.FAIL,
@@ -65,9 +110,9 @@ SUBNORMAL = 2.0**-100
 )
 def gradient(evidence: Evidence) -> Finding:
     """Compare the gradients at the optimizer with those of the bare run."""
-    reason = _not_applicable(evidence)
-    if reason:
-        return skipped(reason)
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
     compared = 0
     for rank, s, bare in _pairs(evidence):
         for name, values in bare.gradients.items():
@@ -99,9 +144,9 @@ def gradient(evidence: Evidence) -> Finding:
 )
 def bitwise(evidence: Evidence) -> Finding:
     """Compare digests of all parameters after every step with the bare run."""
-    reason = _not_applicable(evidence)
-    if reason:
-        return skipped(reason)
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
     compared = 0
     for rank, s, bare in _pairs(evidence):
         for name, digest in s.digests.items():
