@@ -79,6 +79,9 @@ class Finding:
     ranks: tuple[int, ...] = ()
     parameter: str | None = None
     numbers: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is, in words that
+    are equal in all runs with that cause."""
     compared: int = 0
     """Comparisons that it rests on."""
     not_compared: int = 0

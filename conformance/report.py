@@ -110,6 +110,8 @@ class VerdictRecord(_Part, frozen=True, kw_only=True):
     ranks: tuple[Count, ...] = ()
     parameter: str | None = None
     numbers: dict[str, Number] = {}
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is."""
     compared: Count = 0
     """Comparisons that it rests on."""
     not_compared: Count = 0

@@ -40,5 +40,6 @@ def _completes(evidence: Evidence) -> Finding:
         message=f"{when}: {first.call} raised on {rank_list(ranks)}: {first.error}",
         step=max(first.step, 0),
         ranks=tuple(ranks),
+        cause=f"{first.call} raised {first.error.partition(':')[0]}",
         compared=done,
     )
