@@ -374,7 +374,8 @@ def untold(of: Evidence) -> Evidence:
 def test_a_scaler_may_keep_its_growth_tracker_to_itself(bad: bool) -> None:
     of = untold(evidence(bad=bad))
     assert finding(of, "agreement.growth").status is Status.SKIPPED
-    assert "no _growth_tracker" in finding(of, "agreement.growth").message
+    told = finding(of, "agreement.growth").message
+    assert told == "no two ranks have a growth tracker"
     for law in ("scale.rule", "scale.continuity", "agreement.scale"):
         assert finding(of, law).status is Status.PASS, law
 
@@ -383,7 +384,16 @@ def test_a_tracker_on_one_rank_alone_agrees_with_nothing() -> None:
     of = evidence()
     for seen in of.ranks[0].steps:
         seen.growth_before = seen.growth_after = None
-    assert finding(of, "agreement.growth").status is Status.INCONCLUSIVE
+    assert finding(of, "agreement.growth").status is Status.SKIPPED
+
+
+def test_where_one_rank_alone_trains_there_is_no_decision_to_disagree_on() -> None:
+    of = evidence()
+    for seen in of.ranks[1].steps:
+        seen.decisions[0].parameters_changed = None
+    found = finding(of, "agreement.skip")
+    assert found.status is Status.SKIPPED
+    assert found.message == "no two ranks have a decision"
 
 
 @pytest.mark.parametrize(

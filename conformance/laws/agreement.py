@@ -55,6 +55,8 @@ def _first_split(
         if len(groups) > 1:
             found = _split(step, what, groups, bad_gradient(evidence, seen))
             return replace(found, compared=compared, not_compared=alone)
+    if alone and not compared:
+        return skipped(f"no two ranks have a {what}")
     return count_or_inconclusive(
         compared, f"rank-steps compared by their {what}", alone + evidence.unseen
     )
@@ -99,9 +101,6 @@ def scale(evidence: Evidence) -> Finding:
 )
 def growth(evidence: Evidence) -> Finding:
     """Compare the growth tracker of the state dict, which need not tell it."""
-    trackers = [s.growth_after for _, seen in evidence.steps() for s in seen]
-    if trackers and all(tracker is None for tracker in trackers):
-        return skipped("state_dict has no _growth_tracker")
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 
