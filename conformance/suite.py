@@ -63,16 +63,13 @@ class Suite:
         for spec in self.scalers:
             load_scaler(spec, os.getcwd())
         self.writes = not hasattr(config, "workerinput")
-        if self.writes:  # once, and not by every worker of xdist again
-            with self._place() as place:
-                for spec in self.scalers:
-                    device = self.settings.devices.device
-                    refuse_unfit(place.ranks(1), spec, os.getcwd(), device)
         self.told: list[str] = []
         self._runner: Runner | None = None
         self._writer: ReportWriter | None = None
         self._seen: set[tuple[str, str]] = set()
         self._start = time.monotonic()
+        if self.writes:  # once, and not by every worker of xdist again
+            self._refuse_unfit()
 
     def headline(self) -> str:
         """One line for the head of the session."""
@@ -96,9 +93,7 @@ class Suite:
 
     def judge(self, spec: str, scenario: Scenario) -> CaseRecord:
         """Judge one case on the clusters that all items share."""
-        if self._runner is None:
-            self._runner = Runner(folder=os.getcwd(), place=self._place())
-        return case_record(self._runner.run(spec, scenario), self.settings.devices)
+        return case_record(self._warm().run(spec, scenario), self.settings.devices)
 
     def plan(self, ids: Sequence[str]) -> None:
         """Begin the report, once it is known which items were chosen."""
@@ -147,6 +142,21 @@ class Suite:
         """End all ranks."""
         if self._runner is not None:
             self._runner.__exit__(None, None, None)
+
+    def _refuse_unfit(self) -> None:
+        """Refuse scalers that cannot be judged, on a rank that is used afterwards."""
+        device = self.settings.devices.device
+        try:
+            for spec in self.scalers:
+                refuse_unfit(self._warm().place.ranks(1), spec, os.getcwd(), device)
+        except ValueError:
+            self.close()
+            raise
+
+    def _warm(self) -> Runner:
+        if self._runner is None:
+            self._runner = Runner(folder=os.getcwd(), place=self._place())
+        return self._runner
 
     def _place(self) -> Pool:
         return Pool(self.settings.devices, self.settings.timeout_s)
