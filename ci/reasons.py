@@ -11,8 +11,8 @@ from ..conformance.report import CaseRecord
 from ..conformance.terminal import plain
 
 __all__ = [
-    "CHAPTERS",
     "KINDS",
+    "PRECEDENCE",
     "Cause",
     "Outcome",
     "Reason",
@@ -89,15 +89,26 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return plain(f"{self.kind}: {self.text}")
 
 
-CHAPTERS = (
-    "liveness",
-    "collectives",
-    "agreement",
-    "skip",
-    "scale",
-    "transparency",
-    "parity",
-    "misuse",
+PRECEDENCE = (
+    "liveness.completes",
+    "collectives.same-sequence",
+    "collectives.no-crosstalk",
+    "agreement.scale",
+    "agreement.growth",
+    "agreement.skip",
+    "agreement.replicas",
+    "skip.nobody-steps",
+    "skip.everybody-steps",
+    "skip.frozen",
+    "scale.rule",
+    "scale.positive",
+    "scale.continuity",
+    "transparency.gradient",
+    "transparency.bitwise",
+    "parity.gradient",
+    "parity.update",
+    "parity.loss",
+    "misuse.refused",
 )
 """Of two laws that break at one step, the one that stands first here is the cause:
 ranks that disagree take other steps, and other steps make other weights."""
@@ -150,8 +161,8 @@ def causes_of(reasons: Sequence[Reason]) -> tuple[Cause, ...]:
 
 def _precedence(reason: Reason) -> tuple[object, ...]:
     """Sorts the reasons of one case: what comes first is the cause of the others."""
-    chapter = reason.law.partition(".")[0]
-    place = CHAPTERS.index(chapter) if chapter in CHAPTERS else len(CHAPTERS)
+    known = reason.law in PRECEDENCE
+    place = PRECEDENCE.index(reason.law) if known else len(PRECEDENCE)
     step = float("inf") if reason.step is None else reason.step
     return list(KINDS).index(reason.kind), step, place, reason.law, reason.line
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gradparity.ci.baseline import make_baseline, write_baseline
 from gradparity.ci.gate import main
-from gradparity.ci.reasons import CHAPTERS
+from gradparity.ci.reasons import PRECEDENCE, Reason, causes_of
 from gradparity.conformance import LAWS as ALL_LAWS
 from gradparity.conformance.report import CaseRecord, Report
 from gradparity.tests.test_ci_samples import (
@@ -327,8 +327,32 @@ def test_lost_scenarios_are_one_line(
     assert line.startswith("vanished (2 cases): scenario tp/2/bf16/sgd/none")
 
 
-def test_every_chapter_of_laws_has_its_place_among_the_causes() -> None:
-    assert set(CHAPTERS) == {law.chapter for law in ALL_LAWS.values()}
+def test_every_law_has_its_place_among_the_causes() -> None:
+    assert sorted(PRECEDENCE) == sorted(ALL_LAWS)
+
+
+@pytest.mark.parametrize(
+    ("cause", "others"),
+    [
+        ("agreement.scale", ["agreement.growth", "agreement.skip", "scale.rule"]),
+        ("skip.nobody-steps", ["skip.frozen", "parity.update"]),
+        ("transparency.gradient", ["transparency.bitwise", "parity.gradient"]),
+    ],
+)
+def test_of_laws_that_break_at_one_step_the_cause_is_told(
+    cause: str, others: list[str]
+) -> None:
+    reasons = [
+        Reason(kind="worse", text=law, scaler="m:S", scenario="a/b", law=law, step=1)
+        for law in [*others, cause]
+    ]
+    (found,) = causes_of(reasons)
+    assert (found.reason.law, found.consequences) == (cause, len(others))
+    earlier = Reason(
+        kind="worse", text="e", scaler="m:S", scenario="a/b", law="parity.loss", step=0
+    )
+    (found,) = causes_of([*reasons, earlier])
+    assert found.reason is earlier
 
 
 def test_notes_are_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
