@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # Two a core of a small machine: tests wait for half of their time.
 WORKERS ?= 4
 
-.PHONY: parity test lint gate planted bench report docs who-passes relock clean setup mutants
+.PHONY: parity test lint gate baseline planted bench report docs who-passes relock clean setup mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -31,6 +31,13 @@ gate: setup  ## what this repository asks of itself: fp32 on digits, the same on
 	$(BIN)/gradparity run --preset parity --data digits --precision fp32 --out $(REPORT)/gate --quiet; \
 	  test $$? -le 1
 	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
+
+baseline: setup  ## record the gate's baseline anew: two runs, the second for the noise
+	for run in baseline baseline-again; do \
+	  $(BIN)/gradparity run --preset parity --data digits --precision fp32 --out $(REPORT)/$$run --quiet || exit 1; \
+	done
+	$(BIN)/gradparity gate $(REPORT)/baseline/report.jsonl --baseline $(BASELINE) --update-baseline --yes \
+	  --repeat $(REPORT)/baseline-again/report.jsonl
 
 planted: setup  ## the gate on five copies of this tree with a regression each
 	PLANTED=1 $(BIN)/pytest -q -rP tests/test_ci_planted.py

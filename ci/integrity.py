@@ -84,6 +84,12 @@ def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
             yield f"{law} passes, but {words}"
 
 
+def _passes_rest_on_something(case: CaseRecord) -> Iterator[str]:
+    for verdict in case.verdicts:
+        if verdict.status == "pass" and not verdict.compared:
+            yield f"{verdict.law} passes and compared nothing"
+
+
 def _parity_is_borne_out(case: CaseRecord) -> Iterator[str]:
     """A ratio above 1 is a violation of some law of parity."""
     statuses = {v.status for v in case.verdicts if v.law.startswith("parity.")}
@@ -131,5 +137,6 @@ _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _a_row_a_rank,
     _ratios_are_numbers,
     _passes_are_borne_out,
+    _passes_rest_on_something,
     _parity_is_borne_out,
 )

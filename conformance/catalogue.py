@@ -189,8 +189,12 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("target", "kind"): _both_or_none,
     ("ranks", "kind"): _both_or_none,
     ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
-    # a stage need not hold the parameter
-    ("topology", "target"): lambda t, x: x != "split" or not t.startswith("pp"),
+    # a stage, or a rank's part of a flat parameter, need not hold it
+    ("topology", "target"): lambda t, x: (
+        x != "split" or not t.startswith(("pp", "fsdp1"))
+    ),
+    # one rank need not hold anything of the half that trains
+    ("recipe", "ranks"): lambda r, x: r != "frozen" or x in (NOTHING, "*"),
     # half precision loses tiny gradients, and plain SGD takes steps of their size
     ("magnitude", "precision"): lambda m, p: m == "usual" or p == "fp32",
     ("optimizer", "magnitude"): lambda o, m: m == "usual" or o in ADAPTIVE,

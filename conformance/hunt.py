@@ -35,6 +35,7 @@ from .recipes import RECIPES
 from .record import replay_command
 from .runner import Case, Runner
 from .scenario import Scenario
+from .spec import refuse_unfit
 from .standalone import write_standalone
 from .status import UsageError
 from .terminal import plain
@@ -147,6 +148,7 @@ def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
     """Search until the budget is spent or a violation is shrunk."""
     found = Found()
     with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:
+        refuse_unfit(runner.place.ranks(1), settings_.scaler, settings_.folder)
         end = time.monotonic() + settings_.budget_s
         search = _search(settings_, runner, found)
         try:

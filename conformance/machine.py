@@ -40,7 +40,7 @@ from .oracle import (
     Oracle,
     history_text,
 )
-from .spec import NO_SCALER, load_scaler
+from .spec import NO_SCALER, growth_tracker, load_scaler, refuse_unfit
 from .status import UsageError
 from .terminal import plain
 
@@ -134,9 +134,9 @@ class _Side:
 
     def _state_departs(self) -> str:
         scale = float(self.scaler.get_scale())
-        tracker = int(self.scaler.state_dict()["_growth_tracker"])
+        tracker = growth_tracker(self.scaler.state_dict())
         got, want = (scale, tracker), (self.oracle.scale, self.oracle.tracker)
-        if got == want:
+        if got == want or (tracker is None and scale == self.oracle.scale):
             return ""
         return (
             f"scale {got[0]:g}, growth tracker {got[1]}; the rule says {want[0]:g}, "
@@ -321,6 +321,7 @@ def machine(settings_: MachineSettings, console: Console) -> int:
     """
     found = Found()
     with Cluster(settings_.world, timeout_s=settings_.timeout_s) as cluster:
+        refuse_unfit(cluster, settings_.scaler, settings_.folder)
         if settings_.history:
             _try(settings_, cluster, settings_.history, found)
         else:

@@ -155,6 +155,7 @@ def _run(
         scenarios=scenarios,
         out=folder,
         timeout_s=TIMEOUT_S,
+        refuse_unfit=False,  # the smoke level says of each why it cannot be judged
         arguments=["who-passes", "--preset", preset],
     )
     run(settings, console)

@@ -36,7 +36,7 @@ from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
 from .probe import probe
 from .recipes import MANUAL_STEP
 from .scenario import Scenario
-from .spec import load_scaler
+from .spec import growth_tracker, load_scaler
 from .trace import Decision, Floats, Misuse, Problem, RankTrace, Saved, StepTrace
 from .workload import same_everywhere
 
@@ -200,14 +200,14 @@ class _Judged:
             scaled: list[Tensor] = self.scaler.scale(losses)
         return scaled
 
-    def state(self) -> tuple[float, int]:
+    def state(self) -> tuple[float, int | None]:
         """(scale, growth tracker) as the public protocol tells them."""
         if self.scaler is None:
             return 1.0, 0
         with self.watch("get_scale"):
             scale = float(self.scaler.get_scale())
         with self.watch("state_dict"):
-            return scale, int(self.scaler.state_dict().get("_growth_tracker", 0))
+            return scale, growth_tracker(self.scaler.state_dict())
 
     def step(self) -> None:
         optimizers = self.engine.optimizers

@@ -187,6 +187,9 @@ def _verdict(verdict: Verdict) -> VerdictRecord:
         ranks=finding.ranks,
         parameter=finding.parameter,
         numbers={k: _number(v) for k, v in finding.numbers.items()},
+        cause=finding.cause,
+        compared=finding.compared,
+        not_compared=finding.not_compared,
     )
 
 

@@ -126,6 +126,12 @@ class VerdictRecord(_Part, frozen=True, kw_only=True):
     ranks: tuple[Count, ...] = ()
     parameter: str | None = None
     numbers: dict[str, Number] = {}
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is."""
+    compared: Count = 0
+    """Comparisons that it rests on."""
+    not_compared: Count = 0
+    """Comparisons that were due and could not be made."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):
@@ -137,8 +143,9 @@ class Curves(_Part, frozen=True, kw_only=True):
     """Loss of the fp64 reference."""
     scale: list[list[Number]]
     """Per rank: the scale after each step."""
-    growth: list[list[int]]
-    """Per rank: the growth tracker after each step."""
+    growth: list[list[int | None]]
+    """Per rank: the growth tracker after each step; null where the scaler keeps it to
+    itself."""
     stepped: list[list[bool | None]]
     """Per rank: whether the local parameters changed."""
     bad: list[list[str]]

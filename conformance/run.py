@@ -23,7 +23,7 @@ from .report import CaseRecord, ReportWriter, read_report
 from .resume import Earlier, earlier_attempt
 from .runner import Runner
 from .scenario import Scenario
-from .spec import NO_SCALER, load_scaler, refuse_mixed
+from .spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
 from .spmd import REPORT_NOTE
 from .status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
 from .terminal import plain, print_report, progress
@@ -54,6 +54,8 @@ class RunSettings:
     """Limit of one scenario."""
     devices: Devices = field(default_factory=Devices)
     """What the ranks compute on."""
+    refuse_unfit: bool = True
+    """Whether a scaler that cannot be judged stops the run before its first case."""
     quiet: bool = False
     arguments: Sequence[str] = ()
     """The command line, for the header."""
@@ -114,6 +116,8 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
     path = settings.path
     with place_of(settings.devices, settings.timeout_s, station) as place:
         place.check([leg.world for scenario in scenarios for leg in scenario.legs])
+        for spec in scalers if settings.refuse_unfit else ():
+            refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
         if station is not None:
             station.note(REPORT_NOTE, str(path.absolute()))
         earlier = earlier_attempt(

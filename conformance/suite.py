@@ -27,7 +27,7 @@ from .report import CaseRecord, ReportWriter, read_report
 from .run import RunSettings
 from .runner import Runner
 from .scenario import Scenario
-from .spec import NO_SCALER, load_scaler
+from .spec import NO_SCALER, load_scaler, refuse_unfit
 from .status import UsageError
 from .terminal import facts
 
@@ -70,6 +70,8 @@ class Suite:
         self._recorder = Recorder(self.settings.devices)
         self._seen: set[tuple[str, str]] = set()
         self._start = time.monotonic()
+        if self.writes:  # once, and not by every worker of xdist again
+            self._refuse_unfit()
 
     def headline(self) -> str:
         """One line for the head of the session."""
@@ -93,9 +95,7 @@ class Suite:
 
     def judge(self, spec: str, scenario: Scenario) -> CaseRecord:
         """Judge one case on the clusters that all items share."""
-        if self._runner is None:
-            self._runner = Runner(folder=os.getcwd(), place=self._place())
-        return self._recorder.record(self._runner.run(spec, scenario))
+        return self._recorder.record(self._warm().run(spec, scenario))
 
     def plan(self, ids: Sequence[str]) -> None:
         """Begin the report, once it is known which items were chosen."""
@@ -147,6 +147,21 @@ class Suite:
         """End all ranks."""
         if self._runner is not None:
             self._runner.__exit__(None, None, None)
+
+    def _refuse_unfit(self) -> None:
+        """Refuse scalers that cannot be judged, on a rank that is used afterwards."""
+        device = self.settings.devices.device
+        try:
+            for spec in self.scalers:
+                refuse_unfit(self._warm().place.ranks(1), spec, os.getcwd(), device)
+        except UsageError:
+            self.close()
+            raise
+
+    def _warm(self) -> Runner:
+        if self._runner is None:
+            self._runner = Runner(folder=os.getcwd(), place=self._place())
+        return self._runner
 
     def _place(self) -> Pool:
         return Pool(self.settings.devices, self.settings.timeout_s)

@@ -28,6 +28,8 @@ class Problem:
     """The call, for example ``step``."""
     error: str
     """Type and message of the exception."""
+    late: bool = False
+    """Whether it is no exception, but a call that did not return in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,9 @@ class StepTrace:
     """Mean loss over this rank's rows; None where the rank does not compute one."""
     scale_before: float = 1.0
     scale_after: float = 1.0
-    growth_before: int = 0
-    growth_after: int = 0
+    growth_before: int | None = 0
+    """The growth tracker; None where the scaler's state_dict does not tell it."""
+    growth_after: int | None = 0
     decisions: list[Decision] = field(default_factory=list)
     """One an optimizer."""
     faults: list[str] = field(default_factory=list)

@@ -31,13 +31,27 @@ SCALER = "mine.amp:Scaler"
 
 
 def verdict(
-    law: str, status: str = "pass", message: str | None = None
+    law: str,
+    status: str = "pass",
+    message: str | None = None,
+    *,
+    compared: int | None = None,
+    not_compared: int = 0,
 ) -> VerdictRecord:
+    """By default a pass rests on 6 comparisons, and nothing else on any."""
+    if compared is None:
+        compared = 6 if status == "pass" else 0
     if message is None:
         message = (
             MESSAGES.get(law, "no gradient was bad") if status == "pass" else "why"
         )
-    return VerdictRecord(law=law, status=status, message=message)
+    return VerdictRecord(
+        law=law,
+        status=status,
+        message=message,
+        compared=compared,
+        not_compared=not_compared,
+    )
 
 
 def curves() -> Curves:

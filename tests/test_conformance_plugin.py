@@ -63,6 +63,8 @@ def test_a_session_that_asks_for_nothing_pays_nothing(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--gradparity-scaler", "nosuch:Thing"], "cannot import"),
+        (["--gradparity-scaler", "os:getcwd"], "cannot be judged"),
+        (["--gradparity-scaler", "decimal:Decimal"], "cannot be judged"),
         (["--gradparity-scaler", PLAIN, "--gradparity-topology=ring"], "unknown"),
         (["--gradparity-topology", "fsdp"], "needs --gradparity-scaler"),
     ],

@@ -98,6 +98,16 @@ def test_a_wrong_stack_is_caught_and_no_scaler_accused(
     assert "the stack is wrong without any scaler" in judged.verdicts[0].finding.message
 
 
+def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -> None:
+    found = case(runner, stacks.Nondeterministic, OURS)
+    told = {v.law: v.finding for v in found.verdicts}
+    assert failed(found) == set() and found.status == "inconclusive"
+    for law in ("transparency.gradient", "transparency.bitwise"):
+        assert told[law].status == "inconclusive"
+        assert "made twice, differs from itself in the gradient" in told[law].message
+    assert told["parity.gradient"].status == "pass"
+
+
 @pytest.mark.parametrize(
     ("stack", "words"),
     [

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    law,
+    say_tried_again,
+)
 
 
 @law(
@@ -26,8 +33,9 @@ def same_sequence(evidence: Evidence) -> Finding:
                     f"{_text(first)}",
                     step=step,
                     ranks=(trace.rank,),
+                    compared=compared,
                 )
-    return count_or_inconclusive(compared, "sequences compared")
+    return count_or_inconclusive(compared, "sequences compared", evidence.unseen)
 
 
 def _text(collectives: list[str]) -> str:
@@ -42,10 +50,15 @@ def _text(collectives: list[str]) -> str:
 )
 def no_crosstalk(evidence: Evidence) -> Finding:
     """Look at the checked all-reduce that follows every step."""
-    compared = 0
+    return say_tried_again(_no_crosstalk(evidence), evidence)
+
+
+def _no_crosstalk(evidence: Evidence) -> Finding:
+    compared, missed = 0, evidence.unseen
     for step, seen in evidence.steps():
         for s, trace in zip(seen, evidence.ranks, strict=True):
             if s.checked_sum is None:
+                missed += 1
                 continue
             got, want = s.checked_sum
             compared += 1
@@ -57,5 +70,6 @@ def no_crosstalk(evidence: Evidence) -> Finding:
                     step=step,
                     ranks=(trace.rank,),
                     numbers={"got": got, "expected": want},
+                    compared=compared,
                 )
-    return count_or_inconclusive(compared, "checked collectives")
+    return count_or_inconclusive(compared, "checked collectives", missed)
