@@ -72,6 +72,13 @@ class Nested(Right):
         return torch.optim.AdamW([p for _, p in parameters], lr=1e-3)
 
 
+class ExpertsSeeTheSameRows(Right):
+    """Declares that an axis that usually splits the data does not."""
+
+    meshes = ({"dp": 2, "ep": 2},)
+    model_axes = ("ep",)
+
+
 class ZeroBiases(Right):
     """No fault: parts of a bias over ``tp`` are equal, and yet no replicas."""
 
@@ -104,6 +111,27 @@ class ForgetsAllReduce(Right):
 
     def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         pass
+
+
+class NeverAverages(ForgetsAllReduce):
+    """As above, under other names of the axis that splits the data."""
+
+    meshes: object = (
+        {"dp": 2},
+        {"data": 2},
+        {"dp_replicate": 2},
+        {"dp_shard": 2, "tp": 1},
+    )
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return model
+
+
+class NeverAveragesOverRows(NeverAverages):
+    """As above, under a name of its own."""
+
+    meshes = ({"rows": 2},)
+    data_axes = ("rows",)
 
 
 class ForgetsOneBias(Right):
@@ -239,6 +267,30 @@ class PipelineAxis(Right):
     """Asks for a pipeline, which the protocol has not."""
 
     meshes = ({"pp": 2},)
+
+
+class UnknownAxis(Right):
+    """Nobody knows whether ranks along this axis see the same rows."""
+
+    meshes = ({"dp": 2, "colour": 2},)
+
+
+class DeclaresNoMesh(Right):
+    """Declares an axis that its meshes have not."""
+
+    data_axes = ("rows",)
+
+
+class DeclaresText(Right):
+    """Declares letters for names."""
+
+    data_axes = "dp"
+
+
+class DeclaresBoth(Right):
+    """Declares that ranks along an axis see the same rows and see others."""
+
+    data_axes = model_axes = ("dp",)
 
 
 class RandomModel(Right):
