@@ -84,8 +84,11 @@ class StepTrace:
     nan where it did not come back in time."""
     gradients: dict[str, Floats] = field(default_factory=dict)
     """Unscaled local gradients as the optimizer saw them, flattened."""
-    partial: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parameter name -> mesh axes over which its gradient is still to be summed."""
+    places: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Parameter name -> place of each element of its gradient in the flat full tensor;
+    those of the parameter (``RankTrace.index``), unless it is laid out otherwise."""
+    partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter name -> ranks over which its gradient is still to be summed, if any."""
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
 
@@ -146,6 +149,10 @@ class RankTrace:
     def completed(self) -> int:
         """Number of steps that were observed to their end."""
         return sum(step.complete for step in self.steps)
+
+    def places(self, step: StepTrace, name: str) -> NDArray[np.int64]:
+        """Place of each local element of a gradient in the flat full tensor."""
+        return step.places.get(name, self.index[name])
 
     def came_to(self, step: int) -> bool:
         """Whether ``step`` is the last one and was observed to its end."""
