@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.distributed import DistributedConfig
 
 CONFIG = Qwen3Config(
@@ -46,14 +46,14 @@ class Stack:
         logits = output.logits.flatten(0, 1)
         return nn.functional.cross_entropy(logits, targets.flatten())
 
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def parallelize(self, model: Qwen3ForCausalLM, mesh: DeviceMesh) -> nn.Module:
         # transformers shards what it loads: hand the weights over as a checkpoint
         with tempfile.TemporaryDirectory() as folder:
             shared = [folder]
             if dist.get_rank() == 0:
                 model.save_pretrained(folder)
             dist.broadcast_object_list(shared)  # the folder of rank 0
-            sharded: nn.Module = AutoModelForCausalLM.from_pretrained(
+            sharded: nn.Module = Qwen3ForCausalLM.from_pretrained(
                 shared[0],
                 dtype=torch.float32,
                 attn_implementation="eager",
