@@ -229,7 +229,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
     if is_workload(scenario.data):
         check_layout(kit, module, values)
-    parameters = {full_name(n): p for n, p in module.named_parameters()}
+    parameters = {full_name(n, values): p for n, p in module.named_parameters()}
     index = {n: _read_element_numbers(p) for n, p in parameters.items()}
     for name, parameter in parameters.items():
         write_values(parameter, values[name], index[name])

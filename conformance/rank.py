@@ -181,10 +181,10 @@ class _Judged:
 
     def _load_scaler(self, state: bytes) -> None:
         if self.scaler is not None:
+            with self.watch("torch.load of its state_dict"):
+                loaded = torch.load(io.BytesIO(state), weights_only=True)
             with self.watch("load_state_dict"):
-                self.scaler.load_state_dict(
-                    torch.load(io.BytesIO(state), weights_only=True)
-                )
+                self.scaler.load_state_dict(loaded)
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
