@@ -1,15 +1,17 @@
-"""Observers that run on a rank: digests, collectives, host synchronisations."""
+"""Observers that run on a rank: digests, layouts of gradients, collectives."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..fixtures import local
+from .trace import Collective
 
 __all__ = [
     "CallLog",
@@ -147,7 +150,7 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
 
 
 class CallLog(TorchDispatchMode):
-    """Notes collectives and host synchronisations issued while it is active.
+    """Notes the collectives issued while it is active.
 
     A dispatch mode sees what the calls really do, below any Python wrapper that a
     scaler may use, and needs no patch of ``torch.distributed``.
@@ -155,8 +158,7 @@ class CallLog(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.collectives: list[str] = []
-        self.host_syncs = 0
+        self.collectives: list[Collective] = []
 
     def __torch_dispatch__(
         self,
@@ -171,21 +173,37 @@ class CallLog(TorchDispatchMode):
                 NotImplemented  # let DTensor unpack itself: its inner calls come here
             )
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._log_collective(str(func), args)
-        elif func is torch.ops.aten._local_scalar_dense.default:
-            self.host_syncs += 1
+            self._log_collective(func, args)
         return func(*args, **(kwargs or {}))
 
-    def _log_collective(self, name: str, args: tuple[Any, ...]) -> None:
-        short = name.split(".")[1].rstrip("_") if name.count(".") else name
-        if short not in ("wait_tensor", "barrier"):
-            self.collectives.append(f"{short}{_shape(args)}")
+    def _log_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        for declared, value in zip(func._schema.arguments, args, strict=False):
+            if declared.name in ("process_group", "group_name"):  # waiting has none
+                call = func.overloadpacket.__name__.rstrip("_")
+                sent = "" if "barrier" in call else _shape(args)
+                self.collectives.append(Collective(f"{call}{sent}", _ranks(value)))
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    """Ranks of a group: its name and its object may differ from rank to rank."""
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    elif not isinstance(group, dist.ProcessGroup):  # functional collectives know names
+        group = _resolve_process_group(group)
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _shape(args: tuple[Any, ...]) -> str:
-    flat = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
     return ",".join(
         f"[{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}]"
-        for t in flat
-        if isinstance(t, Tensor)
+        for t in _tensors(args[:1])
     )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """A gather has a list of outputs for each input."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for branch in tree:
+            yield from _tensors(branch)

@@ -282,7 +282,6 @@ def _observe_step(
     log = CallLog()
     with _gradients_at_optimizers(engine, seen), log:
         judged.step()
-    seen.host_syncs = log.host_syncs
     with log:
         judged.update(seen.step)
     seen.collectives = log.collectives

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Decision", "Misuse", "Problem", "RankTrace", "Saved", "StepTrace"]
+__all__ = [
+    "Collective",
+    "Decision",
+    "Misuse",
+    "Problem",
+    "RankTrace",
+    "Saved",
+    "StepTrace",
+]
 
 Floats = NDArray[np.float32]
 
@@ -40,6 +48,19 @@ class Misuse:
     """Type of the exception that refused it; empty where it was accepted."""
     changed: tuple[str, ...]
     """What the call changed; a refused call may change nothing."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank issued."""
+
+    call: str
+    """The call and what it sends, for example ``allreduce[6:float64]``."""
+    ranks: tuple[int, ...]
+    """The ranks of its process group, which are the same on all of them."""
+
+    def __str__(self) -> str:
+        return f"{self.call} over ranks {', '.join(map(str, self.ranks))}"
 
 
 @dataclass(kw_only=True)
@@ -75,10 +96,8 @@ class StepTrace:
     """Injected faults that struck, as text."""
     digests: dict[str, str] = field(default_factory=dict)
     """Parameter name -> digest of its local elements after the step."""
-    collectives: list[str] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     """Collectives issued inside the scaler's calls, in order."""
-    host_syncs: int = 0
-    """Reads of a device scalar by the host inside ``step`` and ``unscale_``."""
     checked_sum: tuple[float, float] | None = None
     """Result and expectation of the checked all-reduce after the step; the result is
     nan where it did not come back in time."""
