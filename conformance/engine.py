@@ -224,11 +224,12 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     if is_workload(scenario.data):
         same_everywhere(kit, "model", dict(model.named_parameters()))
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    tied = _tied(model)
     _fill_with_element_numbers(model)
     policy = scenario.parsed_precision.policy()
     module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
     if is_workload(scenario.data):
-        check_layout(kit, module, values)
+        check_layout(kit, module, values, tied)
     parameters = {full_name(n, values): p for n, p in module.named_parameters()}
     index = {n: _read_element_numbers(p) for n, p in parameters.items()}
     for name, parameter in parameters.items():
@@ -248,6 +249,13 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     if scenario.parsed_topology.pipelined:
         engine.schedule = _pipeline(engine)
     return engine
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Second names of parameters -> their first ones."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[p] for name, p in names if name != first[p]}
 
 
 def _make_optimizers(

@@ -100,9 +100,15 @@ def same_everywhere(kit: Kit, call: str, made: Mapping[str, Tensor]) -> None:
 
 
 def check_layout(
-    kit: Kit, module: object, whole: Mapping[str, nn.Parameter | Tensor]
+    kit: Kit, module: object, whole: Mapping[str, Tensor], tied: Mapping[str, str]
 ) -> None:
     """Look at what ``parallelize`` returned; parameters hold their element numbers.
+
+    Args:
+        kit: the workload.
+        module: what its ``parallelize`` returned.
+        whole: the model's parameters by name.
+        tied: a second name of one of them -> the name in ``whole``.
 
     Raises:
         WorkloadError: where it is no module, or not one of the model's parameters.
@@ -112,6 +118,13 @@ def check_layout(
         raise kit.refuse("parallelize", text)
     held = {full_name(n, whole): p for n, p in module.named_parameters()}
     unknown = [n for n in held if n not in whole]
+    if unknown and full_name(unknown[0], tied) in tied:
+        name = full_name(unknown[0], tied)
+        raise kit.refuse(
+            "parallelize",
+            f"{name} is tied to {tied[name]} in model() and a parameter of its own "
+            "after parallelize: tie it again",
+        )
     if unknown:
         raise kit.refuse(
             "parallelize",

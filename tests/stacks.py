@@ -230,6 +230,30 @@ class Renames(Right):
         return nn.ModuleDict({"inner": super().parallelize(model, mesh)})
 
 
+class Unties(Right):
+    """``parallelize`` gives a head that is tied to a table a weight of its own."""
+
+    def model(self) -> nn.Module:
+        return TiedHead()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, TiedHead)
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return super().parallelize(model, mesh)
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(8, 4, bias=False)
+        self.head = nn.Linear(8, 4)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(x) + self.table(x)
+        return found
+
+
 class LosesHalf(Right):
     """Each rank keeps the same half of a weight; the other half is nowhere."""
 
@@ -267,6 +291,31 @@ class PipelineAxis(Right):
     """Asks for a pipeline, which the protocol has not."""
 
     meshes = ({"pp": 2},)
+
+
+class TakesNoMesh(Right):
+    """``parallelize`` lacks an argument."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:  # type: ignore[override]  # the fault
+        return model
+
+
+class LossIsNone(Right):
+    """A method that is none."""
+
+    loss = None  # type: ignore[assignment]  # the fault
+
+
+class ForwardRaises(Right):
+    """The model raises."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), Reshapes())
+
+
+class Reshapes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(3, -1)
 
 
 class UnknownAxis(Right):
