@@ -70,9 +70,6 @@ def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
     yield f"{law.text}\n"
     yield f"*Why:* {law.reason}\n"
-    source = getattr(law, "source", "")
-    if source:
-        yield f"*Source:* {source}\n"
     faulty = [f"`{s.__name__}`" for s, how in FAULTY.items() if how.law == law.id]
     if faulty:
         yield f"*Broken on purpose by:* {', '.join(faulty)}\n"

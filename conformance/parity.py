@@ -153,14 +153,12 @@ def _rows(
         for trace, at in seen:
             wanted = truth.gradients[step].keys() - skipped
             for name, index in trace.index.items():
-                if not len(index):
-                    continue
                 if name in wanted:
                     had = name in at.gradients
                     yield from _compare(
                         ("gradient", step, name, trace.rank),
                         _summed(seen, trace, at, name) if had else None,
-                        (truth.gradients[step][name], index),
+                        (truth.gradients[step][name], trace.places(at, name)),
                         yardstick.gradient[step][name],
                     )
                 weight = yardstick.weights[step][name][index]
@@ -178,23 +176,21 @@ def _rows(
 def _summed(
     seen: Seen, trace: RankTrace, at: StepTrace, name: str
 ) -> NDArray[np.floating]:
-    """The gradient of ``trace``, summed over the axes on which it is partial.
+    """The gradient of ``trace``, summed over the ranks on which it is partial.
 
     Summed here and not on the ranks: an observer that sends collectives of its own
     would hang where ranks disagree whether to step.
     """
-    axes = at.partial.get(name, ())
-    if not axes:
+    ranks = at.partial.get(name)
+    if not ranks:
         return at.gradients[name]
+    places = trace.places(at, name)
     parts = [
         there.gradients[name].astype(np.float64)
         for other, there in seen
-        if name in there.gradients
-        and all(
-            index == other.coordinate.get(axis)
-            for axis, index in trace.coordinate.items()
-            if axis not in axes
-        )
+        if other.rank in ranks
+        and name in there.gradients
+        and np.array_equal(other.places(there, name), places)
     ]
     total: Doubles = np.sum(parts, axis=0)
     return total
@@ -221,6 +217,8 @@ def _compare(
 ) -> Iterator[ParityRow]:
     kind, step, name, rank = where
     whole, index = truth
+    if not len(index):
+        return
     if values is None or not all(np.isfinite(bounds)):  # not comparable
         errors = bounds = (float("inf"), float("inf"))
     else:

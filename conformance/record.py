@@ -198,7 +198,6 @@ def _curves(evidence: Evidence) -> Curves:
     parts = [evidence.before, evidence] if evidence.before else [evidence]
     steps = [seen for part in parts for _, seen in part.steps()]
     rows = _rows(parts, evidence.scenario.world)
-    first = rows[0]
     return Curves(
         loss=[_mean([s.loss for s in seen]) for seen in steps],
         reference_loss=[_number(x) for x in parity.reference_loss] if parity else [],
@@ -210,8 +209,6 @@ def _curves(evidence: Evidence) -> Curves:
         parameters=(
             {n: _number(x) for n, x in parity.per_parameter.items()} if parity else {}
         ),
-        collectives=first[0].collectives if first else [],
-        host_syncs=[s.host_syncs for s in first],
     )
 
 

@@ -154,10 +154,6 @@ class Curves(_Part, frozen=True, kw_only=True):
     """Largest error / bound of each step."""
     parameters: dict[str, Number]
     """Largest error / bound of each parameter."""
-    collectives: list[str]
-    """Collectives inside the scaler's calls in the first step, on the first rank."""
-    host_syncs: list[int]
-    """Per step on the first rank: host synchronisations inside ``step``."""
 
 
 class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):

@@ -309,7 +309,7 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
 
 
 def _root_cause(failure: WorldFailure) -> str:
-    return " ".join(failure.root.headline.split())[:400]
+    return " ".join(failure.root.headline.split())[:600]
 
 
 def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:

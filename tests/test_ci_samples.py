@@ -64,8 +64,6 @@ def curves() -> Curves:
         bad=[["", "w", ""]] * 2,
         parity=[0.1, 0.6, 0.15],
         parameters={"w": 0.6, "b": 0.05},
-        collectives=["allreduce[1:float32]"],
-        host_syncs=[1, 1, 1],
     )
 
 

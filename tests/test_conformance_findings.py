@@ -11,7 +11,7 @@ from gradparity.conformance.laws.scale import SMALLEST
 from gradparity.conformance.laws.transparency import SUBNORMAL
 from gradparity.conformance.parity import Parity, _compare
 from gradparity.conformance.recipes import MANUAL_STEP
-from gradparity.conformance.trace import Problem
+from gradparity.conformance.trace import Collective, Problem
 from gradparity.tests.made_up import BAD_STEP, SCENARIO, evidence, finding, row
 
 COUNTS = {
@@ -149,12 +149,33 @@ def test_both_sequences_are_told() -> None:
     of = evidence()
     of.ranks[1].steps[2].collectives = []
     assert finding(of, "collectives.same-sequence").message == (
-        "step 2: rank 1 issued none, rank 0 allreduce[6:float64]"
+        "step 2: rank 1 issued none, rank 0 allreduce[6:float64] over ranks 0, 1, 2, 3"
     )
-    of.ranks[1].steps[2].collectives = ["barrier", "barrier"]
-    assert "rank 1 issued barrier + barrier," in (
-        finding(of, "collectives.same-sequence").message
-    )
+    of.ranks[1].steps[2].collectives = [Collective("barrier", (0, 1))] * 2
+    text = "rank 1 issued barrier over ranks 0, 1 + barrier over ranks 0, 1, rank 0"
+    assert text in finding(of, "collectives.same-sequence").message
+
+
+PAIRS = ((0, 1), (2, 3))
+
+
+def test_groups_without_a_common_rank_have_sequences_of_their_own() -> None:
+    of = evidence(size=4)
+    for trace in of.ranks:
+        mine = Collective("barrier", PAIRS[trace.rank // 2])
+        trace.steps[1].collectives = [mine] * (1 + trace.rank // 2)
+    assert finding(of, "collectives.same-sequence").status is Status.PASS
+    of.ranks[3].steps[1].collectives.pop()
+    broken = finding(of, "collectives.same-sequence")
+    assert (broken.status, broken.ranks) == (Status.FAIL, (3,))
+    assert "rank 2 barrier over ranks 2, 3 + barrier over" in broken.message
+
+
+def test_groups_that_are_mixed_up_are_seen() -> None:
+    of = evidence()
+    of.ranks[0].steps[1].collectives = [Collective("barrier", (0, 1))]
+    of.ranks[1].steps[1].collectives = [Collective("barrier", (0, 1, 2))]
+    assert finding(of, "collectives.same-sequence").status is Status.FAIL
 
 
 def test_a_rank_without_a_checked_collective_hides_no_other() -> None:

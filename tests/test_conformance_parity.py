@@ -132,7 +132,7 @@ def test_a_flushed_tiny_gradient_is_caught() -> None:
     assert "gradient" in parity.first_bad
 
 
-def test_partial_gradients_are_summed_over_their_axis() -> None:
+def test_partial_gradients_are_summed_over_their_ranks() -> None:
     (whole,) = traces_of(DIGITS)
     halves = []
     for rank in range(2):
@@ -140,7 +140,7 @@ def test_partial_gradients_are_summed_over_their_axis() -> None:
         trace.rank, trace.coordinate = rank, {"tp": rank}
         for seen in trace.steps:
             seen.gradients["norm.bias"] /= np.float32(2)
-            seen.partial = {"norm.bias": ("tp",)}
+            seen.partial = {"norm.bias": (0, 1)}
         halves.append(trace)
     assert measure_parity(DIGITS, halves).first_bad == {}
     for trace in halves:

@@ -133,7 +133,7 @@ def test_ranks_without_a_loss_do_not_count() -> None:
 def partial(dp: int, tp: int, share: float) -> RankTrace:
     trace = rank(2 * dp + tp, dp=dp, tp=tp)
     trace.steps[0].gradients["a"] = (TRUTH["a"] * share).astype(np.float32)
-    trace.steps[0].partial = {"a": ("tp",)}
+    trace.steps[0].partial = {"a": (2 * dp, 2 * dp + 1)}
     return trace
 
 
@@ -141,7 +141,7 @@ SHARES = ((0, 0, 0.25), (0, 1, 0.75), (1, 0, 0.5), (1, 1, 0.5))
 
 
 @pytest.mark.usefixtures("yardstick")
-def test_a_partial_gradient_is_summed_over_its_axes_alone() -> None:
+def test_a_partial_gradient_is_summed_over_its_ranks_alone() -> None:
     traces = [partial(*share) for share in SHARES]
     assert measure_parity(ONE, traces).first_bad == {}
     traces[3].steps[0].gradients["a"] *= 2

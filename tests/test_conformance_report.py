@@ -91,8 +91,6 @@ def case(
             bad=[["", "", "w"], ["", "", ""]],
             parity=[0.1, 0.2, 0.3],
             parameters={"w": 0.3},
-            collectives=[],
-            host_syncs=[1, 1, 1],
         ),
     )
 

@@ -117,6 +117,11 @@ def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -
         (stacks.BackwardRaises, "backward: raised RuntimeError: out of buckets"),
         (stacks.Initialises, "parallelize: changed the values of 0.weight"),
         (stacks.Renames, "parallelize: gave the parameter 'inner.0.weight'"),
+        (
+            stacks.Unties,
+            "head.weight is tied to table.weight in model() and a",
+        ),
+        (stacks.RaisesOnRank1, "(stacks.py in parallelize, line"),
         (stacks.LosesHalf, "parallelize: no rank holds 32 of 64 elements of 0.weight"),
         (stacks.Dies, "rank 1: exited with code 9"),
     ],
@@ -136,6 +141,9 @@ def test_a_stack_that_breaks_is_an_error_and_no_verdict(
     [
         (stacks.NoOptimizer, "has no optimizer: it needs model, batch, loss"),
         (stacks.PipelineAxis, "meshes: got {'pp': 2}"),
+        (stacks.TakesNoMesh, "parallelize: takes (model), expected (model, mesh"),
+        (stacks.LossIsNone, "loss: got None, expected a method"),
+        (stacks.ForwardRaises, "(stacks.py in forward, line"),
         (stacks.RandomModel, "model: 0.weight has other values when made again"),
         (stacks.RandomBatch, "batch: gave other numbers for the same step and seed"),
         (stacks.UnevenBatch, "batch: raised ValueError: a batch needs tensors with"),
