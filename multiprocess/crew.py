@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from . import linux, trail, wire
 from .capture import Capture
+from .errors import HarnessError
 from .forkserver import EXIT_STATUS
 from .launch import forkserver
 from .spec import WorldSpec
+from .surroundings import unsupported
 
 LOST = 255
 """Exit code of a rank whose forkserver ended before it could tell."""
@@ -100,6 +102,8 @@ class Crew:
             spec: The world.
             ranks: Those that are this process's; all by default.
         """
+        if reason := unsupported():
+            raise HarnessError(reason)
         self.spec = spec
         self.runs = 0
         self.fresh_group = False

@@ -33,6 +33,7 @@ from .ranktest import (
 )
 from .runners import Runner, UnsuitableWorld
 from .spec import CallOptions, WorldSpec
+from .surroundings import unsupported
 
 _FAILURE = pytest.StashKey[WorldFailure]()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
@@ -43,6 +44,8 @@ _PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd
 
 def prepare(item: pytest.Item) -> None:
     """Fail a marked test that pytest would run in the parent; ready the others."""
+    if reason := unsupported():
+        pytest.fail(reason, pytrace=False)
     if type(item) is not pytest.Function:
         pytest.fail(
             f"@pytest.mark.world is for plain test functions and methods, and "
