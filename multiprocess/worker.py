@@ -211,8 +211,8 @@ def _raised(error: BaseException, reusable: bool) -> Reply:
         Kind.RAISED,
         exception=_pickled_exception(error),
         error_type=name,
-        message=_text(error),
-        traceback=_traceback(error),
+        message=_encodable(_text(error)),
+        traceback=_encodable(_traceback(error)),
         reusable=reusable,
     )
 
@@ -224,6 +224,11 @@ def _pickled_exception(error: BaseException) -> bytes | None:
     except Exception:  # its type, text and traceback go as text
         return None
     return pickled
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, as in names of files that are no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(error: BaseException) -> str:
