@@ -17,7 +17,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from . import linux, measuring, pickling, rewriting, trail, wire
-from .messages import Context, Kind, Meeting, Reply, Run, Start
+from .messages import NO_TERMINAL, Context, Kind, Meeting, Reply, Run, Start
 from .preloads import COSTLY
 
 if TYPE_CHECKING:
@@ -48,11 +48,19 @@ def main(
     _take_streams(output_fd)
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
+    sys.breakpointhook = _breakpoint
     with socket.socket(fileno=sock_fd) as sock:
         rank = _Rank(sock, store_fd, trail_fd)
         while (message := wire.receive(sock)) is not None:
             wire.send(sock, rank.answer(message))
     return 0
+
+
+def _breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """What ``breakpoint()`` does on a rank: pdb would read the end of a file."""
+    if os.environ.get("PYTHONBREAKPOINT") is None:
+        raise RuntimeError(NO_TERMINAL)
+    return sys.__breakpointhook__(*args, **kwargs)
 
 
 class _Rank:
