@@ -91,9 +91,14 @@ class ForkserverClient:
         # writes to a full pipe waits.
         self._errors_fd = os.memfd_create("gradparity-errors", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = start(theirs, self._errors_fd)
         self._sock = ours
+        try:
+            with theirs:
+                self._process = start(theirs, self._errors_fd)
+        except BaseException:
+            ours.close()
+            os.close(self._errors_fd)
+            raise
         self._send_import((*PRELOAD, *_costly_here()))
 
     @property

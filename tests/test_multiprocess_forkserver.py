@@ -1,5 +1,6 @@
 """A forkserver that does not work says why, and never keeps its parent waiting."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_what_it_said_before_it_died_is_shown(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     with pytest.raises(ForkserverError, match="code 7\nno such luck"):
         Cluster(1, preload=("dies",)).start()
+
+
+def test_one_that_cannot_be_started_leaves_no_descriptor() -> None:
+    def start(*_: object) -> launch.Server:
+        raise OSError("no process left")
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no process left"):
+        launch.ForkserverClient(start)
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("name", ["random.py", "torch/__init__.py"])
