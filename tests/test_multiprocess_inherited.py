@@ -50,7 +50,7 @@ def test_what_was_the_sessions_is_shed(world, tmp_path):
     for number in (signal.SIGUSR1, signal.SIGTERM):
         assert signal.getsignal(number) is signal.SIG_DFL
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert sys.breakpointhook is sys.__breakpointhook__
+    assert sys.breakpointhook.__module__ == "gradparity.multiprocess.worker"
     assert sys.unraisablehook is sys.__unraisablehook__
     assert "conftest" not in sys.modules
     assert not hasattr(sys.modules["__main__"], "__file__")
