@@ -226,6 +226,7 @@ def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path) -> None:
     assert "data=stacks:SumsForMean" in done.stdout
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_find_the_workload(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += ["-m", "gradparity.conformance", "run", "--workload=stacks:Right"]
@@ -236,6 +237,7 @@ def test_under_torchrun_the_ranks_find_the_workload(tmp_path: Path) -> None:
     assert len(read_report(tmp_path / "out" / "report.jsonl").cases) == 3
 
 
+@pytest.mark.slow
 def test_the_pytest_plugin_takes_a_workload(tmp_path: Path) -> None:
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
     options = [

@@ -84,7 +84,13 @@ def runnable(found: list[Block]) -> list[Block]:
     return [block for block in found if not (block.tested or block.not_run)]
 
 
-@pytest.mark.parametrize("block", runnable(SHELL), ids=str)
+def parameter(block: Block) -> Any:
+    """A session of pytest is a process of its own, and one with workers three."""
+    sessions = any(command.startswith("pytest") for command in block.commands)
+    return pytest.param(block, marks=[pytest.mark.slow] * sessions, id=str(block))
+
+
+@pytest.mark.parametrize("block", [parameter(b) for b in runnable(SHELL)])
 def test_commands(block: Block, project: Path) -> None:
     for command in block.commands:
         words = shlex.split(command)

@@ -1,4 +1,4 @@
-"""Run ``make test`` several times beside busy loops: ``under_load.py RUNS [COMMAND...]``.
+"""Run ``make test`` beside busy loops: ``under_load.py RUNS [COMMAND...]``.
 
 A test that fails only on a busy machine fails here. Each run's output is kept in
 ``parity-report/under-load-N.log``; what failed is printed, and how long each run took.
