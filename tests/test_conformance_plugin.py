@@ -76,6 +76,7 @@ def test_bad_options_are_usage_errors(
     assert "Traceback" not in done.stderr.str()
 
 
+@pytest.mark.slow
 def test_under_xdist_no_record_is_lost(tmp_path: Path) -> None:
     done = session(tmp_path, "-n", "2", "--junitxml=j.xml", scaler=NEVER)
     assert done.returncode == 1, done.stdout + done.stderr

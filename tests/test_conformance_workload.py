@@ -200,6 +200,7 @@ def test_the_page_shows_the_example() -> None:
     assert example.partition("\n\n")[2] in shown
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_replays(tmp_path: Path) -> None:
     words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]
     words += [

@@ -127,6 +127,7 @@ def train_on(cluster: Cluster, argv: list[str]) -> None:
 CALM = ["--init-scale", "1024"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "more"), [(TORCH, CALM), (OURS, CALM), (OURS, [])], ids=str
 )
