@@ -68,8 +68,9 @@ NOTHING = "-"
 LONG = 200
 """Bad steps on end bring any scale to its floor, good ones to 2^110."""
 LIMITS: dict[str, tuple[str, dict[str, float]]] = {
-    # beyond the first growth, to 2^127, there is no fp32 number
-    "highest": ("never", {"init_scale": 2.0**126, "growth_interval": 1}),
+    # beyond the first growth, to 2^127, there is no fp32 number; a planted fault, since
+    # large gradients of a user's own workload may overflow here in every step
+    "highest": ("once", {"init_scale": 2.0**126, "growth_interval": 1}),
     # the rule gives 2^-152 at the fourth step, which fp32 rounds to 0
     "lowest": ("always", {"init_scale": 2.0**-100, "backoff_factor": 2.0**-13}),
     # the smallest at which the unscaled gradients are exact down to 2^-100
