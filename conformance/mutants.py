@@ -156,22 +156,12 @@ def _judge_wrong(
 ) -> None:
     for preset in settings.presets:
         missed = [t for t in wrong if not t.caught]
-        for scenario in _cheapest_first(select(preset, settings.selection)):
+        for scenario in select(preset, settings.selection):
             due = [t for t in missed if settings.every or not t.caught]
             if not due:
                 break
             _judge(settings, runner, due, (preset, scenario))
             _progress(settings, console, scenario, f"{len(due)} judged", due)
-
-
-def _cheapest_first(scenarios: Sequence[Scenario]) -> Sequence[Scenario]:
-    """Few ranks, the small model and fp32 first: most faults need no more to show."""
-
-    def cost(scenario: Scenario) -> tuple[int, bool, bool]:
-        text, half = scenario.dataset != "digits", scenario.precision != "fp32"
-        return scenario.world, text, half
-
-    return sorted(scenarios, key=cost)
 
 
 def _judge_right(

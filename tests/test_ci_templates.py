@@ -92,6 +92,7 @@ def test_a_foreign_project_gates_its_own_scaler(site: Path, tmp_path: Path) -> N
     assert (site / "gradparity" / "conformance" / "report.schema.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_command_that_runs_may_be_torchrun(site: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BAD)
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone"

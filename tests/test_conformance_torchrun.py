@@ -165,6 +165,7 @@ def test_the_same_report_as_on_the_pool(tmp_path: Path) -> None:
     assert words in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_or_hangs_is_a_verdict_as_on_the_pool(tmp_path: Path) -> None:
     judged = ["--scaler", "mine:Kills", "--scaler", "mine:Hangs", "--scaler", PLAIN]
     run = [*judged, *scenarios(SAME[2]), "--timeout-s", "8"]
@@ -197,6 +198,7 @@ def wait_for_the_first_case(process: subprocess.Popen[str], report: Path) -> Non
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=60"]
     run = ["--scaler", "mine:Slow", *scenarios(*long), "--report", "r.jsonl"]
@@ -216,6 +218,7 @@ def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
     assert gate([str(tmp_path / "r.jsonl")]) == 3
 
 
+@pytest.mark.slow
 def test_without_torchruns_agent_nothing_goes_on(tmp_path: Path) -> None:
     run = ["--scaler", "mine:Slow", "--scenario", "fsdp/2/fp32/sgd/none/steps=60"]
     process = start(tmp_path, *run, "--report", "r.jsonl")
@@ -227,6 +230,7 @@ def test_without_torchruns_agent_nothing_goes_on(tmp_path: Path) -> None:
     assert "torchrun's store is gone" in read_report(tmp_path / "r.jsonl").incomplete
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=12"]
     run = ["--scaler", "mine:Slow", *scenarios(*long), "--report", "r.jsonl"]
@@ -247,6 +251,7 @@ def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
     assert line in output
 
 
+@pytest.mark.slow
 def test_bad_usage_is_told_once(tmp_path: Path) -> None:
     code, output = ended(start(tmp_path, "--topology", "ring"))
     assert code == 1 and exit_codes(output) == {2}, output
@@ -254,6 +259,7 @@ def test_bad_usage_is_told_once(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != "") == ["mine.py"]
 
 
+@pytest.mark.slow
 def test_a_large_value_goes_through_the_store(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "from gradparity.multiprocess import WorldSpec\n"

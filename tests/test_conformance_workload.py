@@ -218,6 +218,7 @@ def test_the_page_shows_the_example() -> None:
     assert example.partition("\n\n")[2] in shown
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_replays(tmp_path: Path) -> None:
     words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]
     words += [
@@ -244,6 +245,7 @@ def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path) -> None:
     assert "data=stacks:SumsForMean" in done.stdout
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_find_the_workload(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += ["-m", "gradparity.conformance", "run", "--workload=stacks:Right"]
@@ -254,6 +256,7 @@ def test_under_torchrun_the_ranks_find_the_workload(tmp_path: Path) -> None:
     assert len(read_report(tmp_path / "out" / "report.jsonl").cases) == 3
 
 
+@pytest.mark.slow
 def test_the_pytest_plugin_takes_a_workload(tmp_path: Path) -> None:
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
     options = [

@@ -283,6 +283,7 @@ def test_good(world):
     assert "1 failed, 1 deselected" in session(body, "--lf").stdout
 
 
+@pytest.mark.slow
 def test_xdist(session: Session) -> None:
     done = session(
         """

@@ -145,6 +145,7 @@ def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--junitxml=j.xml")
