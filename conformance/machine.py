@@ -10,6 +10,7 @@ All numbers are powers of two and small sums of them, so every comparison is exa
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -325,7 +326,8 @@ class _Search:
 
     def round(self) -> None:
         """Draw for a while; a departure is shrunk."""
-        self.clusters[self._world()]
+        world = FAMILIES[self.family].world if self.family in FAMILIES else None
+        self.clusters[world or self.settings_.world]  # started in nobody's time
         start = time.monotonic()
         self.stop_at = start + SLICE_S
         try:
@@ -333,11 +335,6 @@ class _Search:
         except _Departs:
             self._trim()
         self.spent_s += time.monotonic() - start
-
-    def _world(self) -> int:
-        if self.family == CALLS:
-            return self.settings_.world
-        return FAMILIES[self.family].world
 
     def _make_round(self) -> Callable[[], None]:
         chosen = self.family
@@ -378,15 +375,21 @@ class _Search:
         if not self.departure:
             now = time.monotonic()
             self.found_s = self.spent_s + now - (self.stop_at - SLICE_S)
-            self.stop_at = now + max(SHRINK_S, self.settings_.budget_s / 15)
+            # a hang is dear: only the quicker way of shrinking is tried
+            hangs = HANGS in self.known[drawn]
+            self.stop_at = now + (0 if hangs else self._shrink_s())
         self.smallest, self.departure = drawn, self.known[drawn]
 
+    def _shrink_s(self) -> float:
+        return max(SHRINK_S, self.settings_.budget_s / 15)
+
     def _trim(self) -> None:
-        """Drop calls and words one by one: a run of calls is drawn as one."""
+        """Drop calls and words, many at once first: a run of calls is drawn as one."""
+        self.stop_at = max(self.stop_at, time.monotonic() + self._shrink_s())
         smaller = True
         while smaller and time.monotonic() < self.stop_at:
             smaller = False
-            for each in _smaller(self.smallest):
+            for each in _smaller(self.smallest, self.departure):
                 if time.monotonic() > self.stop_at:
                     break
                 if each not in self.known:
@@ -401,8 +404,9 @@ class _Search:
         self.tried += 1
         self.calls += len(_calls_of(drawn))
         found = self._run(drawn, QUICK_S)
-        if found and HANGS in found:  # a loaded machine must accuse nobody
-            found = self._run(drawn, self.settings_.timeout_s)
+        if HANGS in found and HANGS not in self.departure:
+            # a loaded machine must accuse nobody
+            found = self._run(drawn, self.settings_.timeout_s / 2)
         return found
 
     def _run(self, drawn: History | Program, patience_s: float) -> str:
@@ -413,7 +417,7 @@ class _Search:
         try:
             if isinstance(drawn, Program):
                 cluster = self.clusters[drawn.world]
-                limit_s = patience_s + 6  # also where all of them hang
+                limit_s = 2 * patience_s + 8  # also where all of them hang
                 seen = cluster.run(
                     follow, drawn, spec, folder, patience_s, timeout_s=limit_s
                 )
@@ -428,6 +432,8 @@ class _Search:
             return ""
         place = next(at[0] for at in seen if at)
         text = "; ".join(f"rank {rank}: {text}" for rank, text in wrong)
+        if HANGS in text:  # these ranks are of no use any more
+            self.clusters.pop(_world_of(drawn, self.settings_)).close()
         return f"call {place}, {calls[place]}: {text}"
 
     def _failed(self, failure: WorldFailure, drawn: History | Program) -> str:
@@ -475,23 +481,33 @@ class _Clusters(dict[int, Cluster]):
 
 def _sort(departure: str) -> tuple[bool, ...]:
     """What sort of departure it is."""
-    words = (HANGS, "raised", "refused", "accepted", "returned", EITHER)
+    if HANGS in departure:
+        return (True,)
+    words = ("raised", "refused", "accepted", "returned", EITHER)
     return tuple(word in departure for word in words)
+
+
+def _world_of(drawn: History | Program, settings_: MachineSettings) -> int:
+    return drawn.world if isinstance(drawn, Program) else settings_.world
 
 
 def _calls_of(drawn: History | Program) -> History:
     return drawn.calls if isinstance(drawn, Program) else drawn
 
 
-def _smaller(drawn: History | Program) -> Iterator[History | Program]:
-    """The same with a call less, or a word less."""
+def _smaller(drawn: History | Program, departure: str) -> Iterator[History | Program]:
+    """The same with fewer calls, or a word less; the most promising first."""
     calls = _calls_of(drawn)
-    for place in reversed(range(len(calls))):
-        fewer = calls[:place] + calls[place + 1 :]
-        if isinstance(drawn, Program):
-            yield replace(drawn, calls=fewer)
-        elif fewer:
-            yield fewer
+    at = re.match(r"call (\d+)", departure)
+    cuts = [slice(int(at[1]) + 1, len(calls))] if at else []
+    size = len(calls) // 2
+    while size:
+        cuts += [slice(i, i + size) for i in reversed(range(0, len(calls), size))]
+        size //= 2
+    for cut in cuts:
+        fewer = calls[: cut.start] + calls[cut.stop :]
+        if fewer and len(fewer) < len(calls):
+            yield replace(drawn, calls=fewer) if isinstance(drawn, Program) else fewer
     if isinstance(drawn, Program):
         for word in sorted(drawn.words):
             yield replace(drawn, words=drawn.words - {word})

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ...multiprocess import World, current_world
 from ..oracle import Call
@@ -30,6 +30,8 @@ TOLERANCE = 1e-4
 """Relative, of a norm and of what a clipped step adds: both are sums in fp32."""
 EITHER = ", or as torch has it "
 """Between what mathematics and what torch says, where torch is wrong."""
+UNLIMITED = timedelta(minutes=30)
+"""As a group is made: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
 
 
@@ -76,6 +78,16 @@ class _Follower:
 
     def run(self) -> tuple[int, str] | None:
         """All calls."""
+        if self.world.size == 1:
+            return self._run()
+        # a rank that waits in a collective for one that raised shall return, too
+        _set_pg_timeout(1.5 * self.patience)
+        try:
+            return self._run()
+        finally:
+            _set_pg_timeout(UNLIMITED)
+
+    def _run(self) -> tuple[int, str] | None:
         for place, call in enumerate(self.program.calls):
             if not self._is_made(call):
                 continue
@@ -87,7 +99,8 @@ class _Follower:
             got = seen(self.replica, call)
             raised = self._raised(place, got)
             if raised is None:
-                return place, "a rank does not return from this call"
+                here = f"; here it raised {got.raised}" if got.raised else ""
+                return place, f"a rank does not return from this call{here}"
             wrong, end = self._judge(place, before, got, raised, wanted)
             if any(self._told(place, "judged", wrong)):
                 return place, wrong
@@ -113,8 +126,6 @@ class _Follower:
             told = self._told(place, "made", got.raised)
         except RuntimeError:  # the store's: nothing came in time
             world.store.set(f"given up/{place}", "1")
-            if dist.is_initialized():  # those that wait in a collective wake up
-                dist.destroy_process_group()
             return None
         return None if world.store.check([f"given up/{place}"]) else told
 
@@ -141,11 +152,11 @@ class _Follower:
         """What is wrong, or nothing; and whether there is nothing more to judge."""
         mathematics, torchs = wanted
         rank = self.world.rank
-        for name, value in mathematics[rank].state.items():
+        # of all ranks: they must come to the same end
+        for name, value in (item for m in mathematics for item in m.state.items()):
             if isinstance(value, torch.Tensor):
-                self.moved[name] = max(
-                    self.moved.get(name, 0.0), float(value.abs().max())
-                )
+                size = float(value.abs().max())
+                self.moved[name] = max(self.moved.get(name, 0.0), size)
         if any(raised) and not all(raised):
             return self._tell_partly(got, raised), True
         is_right = all(

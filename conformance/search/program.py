@@ -183,9 +183,14 @@ FAMILIES: Mapping[str, Family] = {
     "accumulate": Family(
         kinds="step back set update clip-loose unscale", maybe="fused"
     ),
-    "dropped": Family(kinds=f"{_CORE} clear set", shapes=("back:2,clear,clear:1",)),
-    "compiled": Family(kinds="step update", shapes=("zero,back", "zero,cback")),
-    "seeded": Family(kinds="step update set", shapes=("zero,back", "zero,seed")),
+    "dropped": Family(
+        kinds="step step:1 update set",
+        shapes=("clear,clear:1,back:2", "zero,zero:1,back:2"),
+    ),
+    "compiled": Family(kinds="step update set", shapes=("zero,back", "zero,cback")),
+    "seeded": Family(
+        kinds="step:0 update set:6 set:0", shapes=("zero,back", "zero,seed")
+    ),
     "autograd": Family(kinds="step back autograd unscale update"),
     "clipping": Family(
         kinds=f"{_CORE} clip clip-loose clip-order clip-tiny inf",
@@ -210,7 +215,9 @@ FAMILIES: Mapping[str, Family] = {
     "large-scale": Family(
         kinds="step back clip-tiny unscale update zero inf", always="scale-120"
     ),
-    "high-order": Family(kinds="step back clip-order update zero", maybe="scale-20"),
+    "high-order": Family(
+        start="back:2", kinds="step clip-order update", always="scale-20"
+    ),
     "user-scale": Family(
         kinds=f"{_CORE} user-scale clip-loose inf unscale",
         always="fused",
@@ -226,7 +233,7 @@ FAMILIES: Mapping[str, Family] = {
     "many": Family(kinds=f"{_CORE} unscale clip inf", always="many", maybe="fused"),
     "ranks": Family(
         kinds=f"{_CORE} unscale clip inf reload set",
-        maybe="dtensor fused shared",
+        maybe="dtensor fused",
         world=2,
         shapes=(_GAN, _ITERATION, _CLIPPED),
     ),
