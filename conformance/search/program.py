@@ -233,16 +233,26 @@ FAMILIES: Mapping[str, Family] = {
     "many": Family(kinds=f"{_CORE} unscale clip inf", always="many", maybe="fused"),
     "ranks": Family(
         kinds=f"{_CORE} unscale clip inf reload set",
-        maybe="dtensor fused",
+        maybe="fused",
         world=2,
         shapes=(_GAN, _ITERATION, _CLIPPED),
     ),
+    "meshes": Family(  # torch has no fused SGD for DTensors
+        kinds=f"{_CORE} unscale clip inf set",
+        always="dtensor",
+        maybe="shared",
+        world=2,
+        shapes=(_ACTOR_CRITIC, _ITERATION, _CLIPPED),
+    ),
     "orders": Family(kinds="cross back inf update zero", maybe="dtensor", world=2),
     "idle": Family(
-        kinds="step back clip update zero inf:0@0",
+        kinds="step clip update inf:0@0",
         always="idle",
         world=2,
-        shapes=("back:2,clip,clip:1,step,step:1,update", _ITERATION, _CLIPPED),
+        shapes=(
+            "zero,zero:1,back:2",
+            "zero,zero:1,back:2,clip,clip:1,step,step:1,update",
+        ),
     ),
     "replicas": Family(
         kinds="step back clip clip-loose update", always="permuted", world=4

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Facts:
     """For each optimizer: any rank has a gradient."""
     norm: float
     """Global norm of what the call clips, unscaled."""
+    unscaled: list[torch.Tensor] = field(default_factory=list)
+    """The gradients that the call is about, on all ranks, unscaled."""
 
 
 class Mathematics:
@@ -321,7 +323,13 @@ class Track:
             norm = norm_of(parts, CLIPS[call.kind][1])
         if call.kind == "update":  # gradients may be gone: keep what was found
             bad = [a or b for a, b in zip(bad, self._found(), strict=True)]
-        return Facts(bad, present, norm)
+        unscaled = [
+            gradient * replica.scaler.factor(call.which)
+            for replica in sides
+            if call.kind in ("unscale", "step", *CLIPS)
+            for gradient in replica.gradients(call.which)
+        ]
+        return Facts(bad, present, norm, unscaled)
 
     def _found(self) -> list[bool]:
         return [
