@@ -219,13 +219,16 @@ FAMILIES: Mapping[str, Family] = {
         start="back:2", kinds="step clip-order update", always="scale-20"
     ),
     "user-scale": Family(
-        kinds=f"{_CORE} user-scale clip-loose inf unscale",
+        kinds="step user-scale clip-loose inf unscale update",
         always="fused",
         maybe="fused-second",
+        shapes=("zero,zero:1,back:2", "zero,zero:1,back:2,user-scale"),
     ),
     "duck": Family(kinds=f"{_CORE} unscale clip inf", always="duck"),
     "wrapped": Family(kinds=f"{_CORE} unscale clip inf", always="wrapped"),
-    "together": Family(kinds="together back:2 zero update inf", always="shared"),
+    "together": Family(
+        start="back:2", kinds="together unscale inf update", always="shared"
+    ),
     "experts": Family(kinds="together back zero update inf unscale"),
     "answers": Family(
         kinds=f"{_CORE} skipped scheduler inf", maybe="fused", shapes=(_ITERATION,)

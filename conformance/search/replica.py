@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -403,13 +404,18 @@ class Replica:
         if self.world is not None:
             self._leave()
             if self.rank == call.rank:
-                alone = nn.Parameter(torch.zeros(3))
-                optimizer = torch.optim.SGD([alone], lr=1.0)
-                self.scaler.scale(alone.sum()).backward()
-                self.scaler.step(optimizer)
-                self.scaler.update()
+                # one that cannot train without a process group has nothing to forget
+                with suppress(Exception):
+                    self._train_alone()
             self._join()
         self.scaler.load_state_dict(state)
+
+    def _train_alone(self) -> None:
+        alone = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([alone], lr=1.0)
+        self.scaler.scale(alone.sum()).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
 
     def _leave(self) -> None:
         assert self.world is not None
