@@ -200,9 +200,6 @@ FAMILIES: Mapping[str, Family] = {
     "graph": Family(
         kinds="step gback clip unscale handclip update zero", maybe="fused shared"
     ),
-    "sparse": Family(
-        kinds=f"{_CORE} clip handclip unscale inf", always="sparse", shapes=(_CLIPPED,)
-    ),
     "complex": Family(
         kinds=f"{_CORE} clip unscale inf", always="complex", shapes=(_CLIPPED,)
     ),
@@ -217,12 +214,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "high-order": Family(
         start="back:2", kinds="step clip-order update", always="scale-20"
-    ),
-    "user-scale": Family(
-        kinds="step user-scale clip-loose inf unscale update",
-        always="fused",
-        maybe="fused-second",
-        shapes=("zero,zero:1,back:2", "zero,zero:1,back:2,user-scale"),
     ),
     "duck": Family(kinds=f"{_CORE} unscale clip inf", always="duck"),
     "wrapped": Family(kinds=f"{_CORE} unscale clip inf", always="wrapped"),
@@ -247,7 +238,6 @@ FAMILIES: Mapping[str, Family] = {
         world=2,
         shapes=(_ACTOR_CRITIC, _ITERATION, _CLIPPED),
     ),
-    "orders": Family(kinds="cross back inf update zero", maybe="dtensor", world=2),
     "idle": Family(
         kinds="step clip update inf:0@0",
         always="idle",
@@ -261,6 +251,17 @@ FAMILIES: Mapping[str, Family] = {
         kinds="step back clip clip-loose update", always="permuted", world=4
     ),
     "groups": Family(kinds="step back update zero regroup elder inf reload", world=2),
+    # what the plainest scalers do not claim to know comes last
+    "sparse": Family(
+        kinds=f"{_CORE} clip handclip unscale inf", always="sparse", shapes=(_CLIPPED,)
+    ),
+    "user-scale": Family(
+        kinds="step user-scale clip-loose inf unscale update",
+        always="fused",
+        maybe="fused-second",
+        shapes=("zero,zero:1,back:2", "zero,zero:1,back:2,user-scale"),
+    ),
+    "orders": Family(kinds="cross back inf update zero", maybe="dtensor", world=2),
 }
 """By name; the search gives each an equal share of its time."""
 
