@@ -237,7 +237,7 @@ def _same(got: Any, want: Any, slack: float) -> bool:
         return bool(got == want)
     if not slack:
         return bool(torch.equal(got.to(want.dtype), want))
-    return bool(((got - want).abs() <= slack).all())
+    return bool(((got == want) | ((got - want).abs() <= slack)).all())
 
 
 def _same_value(got: Any, want: Any, loose: bool) -> bool:

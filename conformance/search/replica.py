@@ -44,6 +44,7 @@ OFFERED = {
     "scheduler": "step_scheduler",
 }
 """Kind of call -> the method beyond torch's that it needs."""
+BACKWARDS = ("back", "cback", "gback", "seed", "autograd")
 PARTS = {1: (3,), 2: (2, 1), 4: (2, 1, 1, 2)}
 """Elements of a sharded parameter on each rank; of 4, the last two are a replica."""
 PATIENCE = timedelta(seconds=30)
@@ -118,6 +119,7 @@ class Replica:
         self.idle = "idle" in self.words and rank == self.size - 1
         self.mesh = None if world is None else self._mesh(world)
         self.fresh: set[int] = set()  # optimizers with a backward since their step
+        self.looked: set[int] = set()  # divided by unscale_ or a clip, not stepped
         self.clipped: set[int] = set()
         self.stepped: set[int] = set()
         self.ever_stepped: set[int] = set()
@@ -193,9 +195,10 @@ class Replica:
                 parameters, lr=1.0, fused=fused, foreach=None if fused else False
             )
             self.optimizers.append(made)
-        self.inner = list(self.optimizers)
+        self.real = list(self.optimizers)
         if "duck" in self.words:
             self.optimizers[0] = Duck(self.optimizers[0])
+        self.inner = list(self.optimizers)
         if "wrapped" in self.words:
             self.optimizers[0] = Wrapper(self.optimizers[0])
 
@@ -213,6 +216,10 @@ class Replica:
         A step or a clip without a backward since the last step has no right result.
         """
         which = call.which
+        if call.kind in BACKWARDS:  # not onto what unscale_ or a clip has divided
+            return not (self.looked & ({0, 1} if which == 2 else {which}))
+        if call.kind == "inf" and which in self.looked:
+            return False  # after the look its outcome is nobody's promise
         if call.kind == "cross" and not self.fresh >= {0, 1}:
             return False
         if call.kind == "step" and which not in self.fresh | self.stepped:
@@ -242,19 +249,23 @@ class Replica:
             What it is judged by beside the state: a norm, an answer, gradients.
         """
         kind = "clip" if call.kind in CLIPS else call.kind.replace("-", "_")
-        if kind in ("back", "cback", "gback", "seed", "autograd"):
+        if kind in BACKWARDS:
             self.fresh |= {0, 1} if call.which == 2 else {call.which}
             if call.which == 0 and "shared" in self.words:
                 self.fresh |= {1}
             return None if self.idle else self._backward(call)
         result = getattr(self, f"_{kind}")(call)
+        if kind in ("unscale", "clip"):
+            self.looked |= {call.which}
         if kind in ("step", "together", "cross"):
             done = {0, 1} if kind != "step" else {call.which}
             self.fresh -= done
+            self.looked -= done
             self.stepped |= done
             self.ever_stepped |= done
         elif kind in ("update", "set", "reload", "elder"):
-            self.clipped, self.stepped = set(), set()
+            self.fresh -= self.looked  # divided, and never stepped with
+            self.clipped, self.stepped, self.looked = set(), set(), set()
         return result
 
     def _backward(self, call: Call) -> None:
@@ -314,11 +325,13 @@ class Replica:
 
     def _zero(self, call: Call) -> None:
         self.fresh -= {call.which}
+        self.looked -= {call.which}
         if not self.idle:
             self.optimizers[call.which].zero_grad(set_to_none=True)
 
     def _clear(self, call: Call) -> None:
         self.fresh -= {call.which}
+        self.looked -= {call.which}
         if not self.idle:
             self.optimizers[call.which].zero_grad(set_to_none=False)
 
@@ -379,7 +392,7 @@ class Replica:
         return bool(self.scaler.step_was_skipped(self.optimizers[call.which]))
 
     def _scheduler(self, call: Call) -> bool:
-        scheduler = torch.optim.lr_scheduler.ConstantLR(self.inner[call.which], 1.0)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(self.real[call.which], 1.0)
         scheduler.optimizer = self.optimizers[call.which]
         return bool(self.scaler.step_scheduler(scheduler))
 

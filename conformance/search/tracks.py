@@ -321,6 +321,8 @@ class Track:
                 for gradient in replica.counted(call.which)
             ]
             norm = norm_of(parts, CLIPS[call.kind][1])
+            if bad[call.which]:  # perhaps in a replica that is not counted
+                norm = math.inf
         if call.kind == "update":  # gradients may be gone: keep what was found
             bad = [a or b for a, b in zip(bad, self._found(), strict=True)]
         unscaled = [
