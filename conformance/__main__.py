@@ -154,21 +154,21 @@ def _numbered(path: Path, number: int) -> Path:
 def _machine(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .machine import MachineSettings, machine
-    from .oracle import parse_history
+    from .machine import MachineSettings, machine, parse_drawn
     from .spec import load_scaler
 
     scaler, *more = parsed.scaler or [DEFAULT_SCALER]
     if more:
         raise UsageError("a machine drives one scaler: give --scaler once")
     load_scaler(scaler, os.getcwd())
-    history = parsed.history and parse_history(parsed.history, parsed.world_size)
+    history = parsed.history and parse_drawn(parsed.history, parsed.world_size)
     settings = MachineSettings(
         scaler=scaler,
         folder=os.getcwd(),
         world=parsed.world_size,
         budget_s=parsed.budget,
         history=history or (),
+        families=parsed.family,
     )
     return machine(settings, Console())
 

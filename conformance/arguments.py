@@ -377,6 +377,7 @@ _MACHINE: Options = {
         "metavar": "CALLS",
         "help": "run this history again, as a search has told it",
     },
+    "family": _repeated("NAME", "only this family of programs (docs/mutants.md)"),
 }
 _MUTANTS: Options = {
     "every": {

@@ -49,7 +49,8 @@ class Call:
     """Where a gradient becomes bad or is missing."""
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.which}@{self.rank}"
+        which, rank = self.which, self.rank
+        return self.kind + f":{which}" * (which != 0) + f"@{rank}" * (rank != 0)
 
 
 def history_text(history: tuple[Call, ...]) -> str:

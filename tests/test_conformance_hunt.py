@@ -11,8 +11,7 @@ from rich.console import Console
 from gradparity.conformance import Scenario
 from gradparity.conformance.catalogue import Selection
 from gradparity.conformance.hunt import HuntSettings, hunt, scenarios
-from gradparity.conformance.machine import MachineSettings, machine
-from gradparity.conformance.oracle import parse_history
+from gradparity.conformance.machine import MachineSettings, machine, parse_drawn
 from gradparity.conformance.runner import Runner
 
 MODULE = "gradparity.fixtures.faulty"
@@ -62,9 +61,7 @@ def test_call_histories_are_hunted_too_and_told_as_a_line(tmp_path: Path) -> Non
     (scaler, history) = (
         words[words.index(f"--{o}") + 1] for o in ("scaler", "history")
     )
-    again = MachineSettings(
-        scaler=scaler, folder=".", history=parse_history(history, 2)
-    )
+    again = MachineSettings(scaler=scaler, folder=".", history=parse_drawn(history, 2))
     told = io.StringIO()
     assert machine(again, Console(file=told, width=200)) == 1
     assert "departure from the oracle" in told.getvalue()
