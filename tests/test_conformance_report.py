@@ -69,6 +69,12 @@ def header(planned: int = 2) -> Header:
 def case(
     scaler: str = "a:B", status: str = "pass", message: str = "fine"
 ) -> CaseRecord:
+    verdict = VerdictRecord(
+        law="agreement.scale",
+        status=status,
+        message=message,
+        compared=int(status == "pass"),
+    )
     return CaseRecord(
         scaler=scaler,
         scenario="fsdp/2/fp32/sgd/none",
@@ -77,9 +83,7 @@ def case(
         precision="fp32",
         data="digits",
         status=status,
-        verdicts=(
-            VerdictRecord(law="agreement.scale", status=status, message=message),
-        ),
+        verdicts=(verdict,),
         seconds=0.1,
         replay=f"gradparity replay x --scaler {scaler}",
         curves=Curves(

@@ -454,7 +454,9 @@ class Replica:
 
     def state(self) -> dict[str, Any]:
         """What is judged after each call: name -> value."""
-        state = {name: _wide(local(p.detach())) for name, p in self.params.items()}
+        state: dict[str, Any] = {
+            name: _wide(local(p.detach())) for name, p in self.params.items()
+        }
         if self.many:
             state["the many"] = _wide(torch.cat([p.detach() for p in self.many]))
         tracker = growth_tracker(self.scaler.state_dict())
