@@ -83,7 +83,7 @@ def _reason(
         now=now,
         step=verdict.step,
         ranks=verdict.ranks,
-        cause=verdict.cause or (verdict.message if now == "error" else ""),
+        cause=verdict.cause,
         replay=case.replay,
     )
 
