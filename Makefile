@@ -3,7 +3,10 @@ SHELL  := /bin/sh
 PYTHON ?= $(shell command -v python3 || command -v python)
 VENV   := .venv
 BIN    := $(VENV)/bin
+# What is installed in .venv: for training and judging, and for the tests besides.
 READY  := $(VENV)/.ready
+READY_TEST := $(VENV)/.ready-test
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 REPORT := parity-report
 BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank; ranks are the parallelism here.
@@ -11,18 +14,28 @@ export OMP_NUM_THREADS ?= 1
 # Two a core of a small machine: tests wait for half of their time.
 WORKERS ?= 4
 
-.PHONY: parity test lint gate planted bench report docs who-passes relock clean setup mutants
+.PHONY: parity test test-all under-load lint gate baseline planted bench report docs \
+  who-passes relock clean setup setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
 	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
 
 # Where it is set, hundreds of processes would each compile the same modules anew.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-all: export PYTHONDONTWRITEBYTECODE =
+test: SELECT := -m 'not slow'
 test: lint  ## ruff, mypy strict, pytest under xdist; nothing may be left behind
-	$(BIN)/python tests/nothing_left.py $(BIN)/pytest -n $(WORKERS) --dist worksteal -q
+	$(PYTEST)
 
-lint: setup
+test-all: lint  ## the same, with the tests that take long and seldom fail
+	$(PYTEST)
+
+PYTEST = $(BIN)/python tests/nothing_left.py $(BIN)/pytest -n $(WORKERS) --dist worksteal -q $(SELECT)
+
+under-load: setup-test  ## make test, RUNS times beside four busy loops
+	$(BIN)/python tests/under_load.py $(or $(RUNS),3)
+
+lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -32,10 +45,17 @@ gate: setup  ## what this repository asks of itself: fp32 on digits, the same on
 	  test $$? -le 1
 	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
 
-planted: setup  ## the gate on five copies of this tree with a regression each
+baseline: setup  ## record the gate's baseline anew: two runs, the second for the noise
+	for run in baseline baseline-again; do \
+	  $(BIN)/gradparity run --preset parity --data digits --precision fp32 --out $(REPORT)/$$run --quiet || exit 1; \
+	done
+	$(BIN)/gradparity gate $(REPORT)/baseline/report.jsonl --baseline $(BASELINE) --update-baseline --yes \
+	  --repeat $(REPORT)/baseline-again/report.jsonl
+
+planted: setup-test  ## the gate on five copies of this tree with a regression each
 	PLANTED=1 $(BIN)/pytest -q -rP tests/test_ci_planted.py
 
-bench: setup  ## ratios against the peers, measured in the same run
+bench: setup-test  ## ratios against the peers, measured in the same run
 	$(BIN)/gradparity bench scaler
 
 report: setup  ## render the last report again
@@ -47,7 +67,7 @@ docs: setup  ## write the pages that are made from code
 mutants: setup  ## judge the judge: every faulty scaler against every law
 	$(BIN)/gradparity mutants --preset quick $(MUTANTS) --out $(REPORT)/mutants
 
-who-passes: setup  ## judge the scalers of others and write docs/who-passes.md
+who-passes: setup-test  ## judge the scalers of others and write docs/who-passes.md
 	$(BIN)/gradparity who-passes --preset $(or $(PRESET),quick)
 
 relock: ## renew constraints.txt from pyproject.toml in a throw-away environment
@@ -58,11 +78,19 @@ clean:
 
 setup: $(READY)
 
+setup-test: $(READY_TEST)
+
 # pyproject.toml and constraints.txt decide what is installed: newer than the stamp, install again.
 $(READY): pyproject.toml constraints.txt
+	@echo "installing torch, numpy and a few small packages into $(VENV): a minute or two"
 	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --upgrade 'setuptools>=77' wheel torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --no-build-isolation -e '.[test,peers]'
-	@touch $(READY)
+	$(PIP) --upgrade 'setuptools>=77'
+	$(PIP) --no-build-isolation -e .
+	@touch $@
+
+# deepspeed's setup.py imports torch: it comes after it.
+$(READY_TEST): $(READY)
+	@echo "installing what the tests need, trainers and scalers of others among it: two minutes or more"
+	$(PIP) --upgrade wheel
+	$(PIP) --no-build-isolation -e '.[test,peers]'
+	@touch $@

@@ -9,7 +9,6 @@ The first line is provenance. Each further line is one case, with two kinds of f
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,14 +25,12 @@ __all__ = [
     "Exact",
     "Measured",
     "Provenance",
-    "compared",
     "make_baseline",
     "read_baseline",
     "write_baseline",
 ]
 
 BASELINE_VERSION = 1
-_COUNT = re.compile(r"(\d+) ")
 
 
 class BaselineError(ValueError):
@@ -72,6 +69,8 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
     """Law -> status."""
     compared: dict[str, int]
     """Law -> comparisons behind its pass; fewer would be a weaker promise."""
+    not_compared: dict[str, int] = {}
+    """Law -> comparisons that its pass lacks; more would be a weaker promise."""
     stepped: list[list[bool | None]] | None
     """Per rank: whether each step was taken; None where nothing was observed."""
     scale: list[list[Number]] | None
@@ -113,12 +112,6 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 _ENCODER = msgspec.json.Encoder()
 Line = Provenance | BaselineCase
 _DECODER = msgspec.json.Decoder(Line)
-
-
-def compared(message: str) -> int | None:
-    """The number of comparisons with which a pass says what it rests on, if it does."""
-    found = _COUNT.match(message)
-    return int(found[1]) if found else None
 
 
 def make_baseline(reports: Sequence[Report]) -> Baseline:
@@ -175,11 +168,12 @@ def _case(runs: Sequence[CaseRecord]) -> BaselineCase:
 
 
 def _exact(case: CaseRecord) -> Exact:
-    counts = {v.law: compared(v.message) for v in case.verdicts if v.status == "pass"}
+    passes = [v for v in case.verdicts if v.status == "pass"]
     return Exact(
         status=case.status,
         laws={v.law: v.status for v in case.verdicts},
-        compared={law: n for law, n in counts.items() if n is not None},
+        compared={v.law: v.compared for v in passes},
+        not_compared={v.law: v.not_compared for v in passes},
         stepped=None if case.curves is None else case.curves.stepped,
         scale=None if case.curves is None else case.curves.scale,
     )

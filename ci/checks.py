@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..conformance.compare import SEQUENCES, Rows, difference
-from ..conformance.law import is_worse
 from ..conformance.report import CaseRecord, Header, Number, Report, VerdictRecord
-from .baseline import Baseline, BaselineCase, Provenance, compared
+from ..conformance.status import is_worse
+from .baseline import Baseline, BaselineCase, Provenance
 from .expectations import Judgement
 from .ratios import Spread, limit, worst
 from .reasons import Reason, at
@@ -53,18 +53,26 @@ def _verdict(
     judgement = Judgement(case=case, law=verdict.law, status=verdict.status)
     return Finding(
         judgement=judgement,
-        reason=_reason(case, verdict, before),
+        reason=_reason(case, verdict, before, known=old is not None),
         better=bool(before) and is_worse(before, verdict.status),
     )
 
 
-def _reason(case: CaseRecord, verdict: VerdictRecord, before: str) -> Reason | None:
-    """Why this verdict closes the gate; a new law or case owes a pass or a skip."""
+def _reason(
+    case: CaseRecord, verdict: VerdictRecord, before: str, *, known: bool
+) -> Reason | None:
+    """Why this verdict closes the gate.
+
+    A new case owes a pass or a skip. A law that the baseline of a known case lacks owes
+    a pass: nobody would see it turn to skipped.
+    """
     now = verdict.status
-    if not is_worse(now, before or "skipped"):
+    if not is_worse(now, before or ("pass" if known else "skipped")):
         return None
     kind = "worse" if before else "failing"
     change = f"{before} -> {now}" if before else f"is {now}"
+    if not before and now == "skipped":
+        kind, change = "undecided", "is skipped, and the baseline does not know it,"
     return Reason(
         kind="undecided" if now == "inconclusive" else kind,
         text=f"{verdict.law} {change} in {at(case)}: {_step(verdict)}{verdict.message}",
@@ -75,6 +83,7 @@ def _reason(case: CaseRecord, verdict: VerdictRecord, before: str) -> Reason | N
         now=now,
         step=verdict.step,
         ranks=verdict.ranks,
+        cause=verdict.cause,
         replay=case.replay,
     )
 
@@ -145,10 +154,12 @@ def _counts(case: CaseRecord, old: BaselineCase) -> str:
         verdict = case.verdict(law)
         if verdict is None or verdict.status != "pass":
             continue  # told under its own law
-        now = compared(verdict.message)
-        if now is None or now < before:
-            words = "an unknown number of" if now is None else now
-            return f"{law} rests on {words} comparisons, was {before}"
+        if verdict.compared < before:
+            return f"{law} rests on {verdict.compared} comparisons, was {before}"
+        missed = old.exact.not_compared.get(law, verdict.not_compared)
+        if verdict.not_compared > missed:
+            text = f"could not make {verdict.not_compared} comparisons"
+            return f"{law} {text}, was {missed}"
     return ""
 
 

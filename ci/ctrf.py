@@ -45,7 +45,7 @@ def render(report: Report) -> str:
 
 
 def _results(report: Report) -> dict[str, Any]:
-    tests = [_test(c, v) for c in report.cases for v in c.verdicts]
+    tests = [_test(c, v) for c in report.cases for v in c.told]
     tests += _incomplete(report)
     return {
         "tool": {"name": "gradparity", "version": report.header.gradparity},

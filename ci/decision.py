@@ -19,7 +19,16 @@ from .baseline import Baseline
 from .checks import Finding, check_cases, check_vanished, check_whole
 from .expectations import Expectation
 from .integrity import contradictions
-from .reasons import KINDS, Outcome, Reason, at, outcome_of
+from .reasons import (
+    KINDS,
+    Cause,
+    Outcome,
+    Reason,
+    at,
+    causes_of,
+    folded,
+    outcome_of,
+)
 
 __all__ = ["Decision", "Terms", "decide"]
 
@@ -48,6 +57,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: Outcome
     reasons: tuple[Reason, ...]
+    """All of them."""
+    causes: tuple[Cause, ...]
+    """The same folded: what is shown to people."""
     notes: tuple[str, ...]
     """One line each: what is excused, better, or left over. None closes the gate."""
     cases: int
@@ -67,8 +79,9 @@ def decide(report: Report, terms: Terms) -> Decision:
         for e in terms.expectations
         if e.applies(report.header) and not e.expired(terms.today)
     ]
+    findings.sort(key=lambda f: (at(f.judgement.case), f.judgement.law))
     reasons, notes = _excuse(findings, live)
-    notes += [_better(f) for f in findings if f.better]
+    notes += folded(_better(f) for f in findings if f.better)
     left = [*_expired(terms, report), *_idle(live, findings)]
     if terms.strict:
         reasons += [Reason(kind="expectation", text=text) for text in left]
@@ -87,9 +100,11 @@ def _decision(
 ) -> Decision:
     """Sorted, so that the order of the cases in the report does not show."""
     order = list(KINDS)  # worst first
+    ordered = sorted(reasons, key=lambda r: (order.index(r.kind), r.line))
     return Decision(
         outcome=outcome_of(reasons),
-        reasons=tuple(sorted(reasons, key=lambda r: (order.index(r.kind), r.line))),
+        reasons=tuple(ordered),
+        causes=causes_of(ordered),
         notes=tuple(sorted(set(notes))),
         cases=len(report.cases),
         judged=judged,
@@ -100,7 +115,7 @@ def _excuse(
     findings: Sequence[Finding], live: Sequence[Expectation]
 ) -> tuple[list[Reason], list[str]]:
     reasons: list[Reason] = []
-    notes: list[str] = []
+    notes: list[tuple[object, str]] = []
     for finding in findings:
         if finding.reason is None:
             continue
@@ -109,13 +124,14 @@ def _excuse(
             reasons.append(finding.reason)
         else:
             link = f" {entry.link}" if entry.link else ""
-            notes.append(f"expected, {entry.reason}{link}: {finding.reason.text}")
-    return reasons, notes
+            text = f"expected, {entry.reason}{link}: {finding.reason.text}"
+            notes.append(((entry.name, finding.judgement.law), text))
+    return reasons, folded(notes)
 
 
-def _better(finding: Finding) -> str:
+def _better(finding: Finding) -> tuple[object, str]:
     judged = finding.judgement
-    return (
+    return (judged.case.scaler, judged.law, judged.status), (
         f"better: {judged.law} is {judged.status} in {at(judged.case)}: "
         "--update-baseline makes it a promise"
     )
@@ -144,21 +160,29 @@ def _unexpected(
     live: Sequence[Expectation], findings: Sequence[Finding]
 ) -> Iterator[str]:
     for entry in live:
-        for judged in (f.judgement for f in findings):
-            if judged.status == "pass" and entry.matches(judged):
-                yield (
-                    f"unexpected pass: {judged.law} in {at(judged.case)}: expected "
-                    f"{' or '.join(entry.statuses)}, {entry.reason}"
-                )
+        yield from folded(
+            (
+                judged.law,
+                f"unexpected pass: {judged.law} in {at(judged.case)}: expected "
+                f"{' or '.join(entry.statuses)}, {entry.reason}",
+            )
+            for judged in (f.judgement for f in findings)
+            if judged.status == "pass" and entry.matches(judged)
+        )
 
 
 def _unknown(report: Report, baseline: Baseline) -> Iterator[str]:
-    known = {c.key for c in baseline.cases}
-    new = [at(c) for c in report.cases if c.key not in known]
-    for where in sorted(new)[:_SHOWN]:
-        yield f"new: {where} is not in the baseline"
-    if len(new) > _SHOWN:
-        yield f"new: {len(new) - _SHOWN} more cases are not in the baseline"
-
-
-_SHOWN = 10
+    known = {c.key: c for c in baseline.cases}
+    new: list[tuple[object, str]] = []
+    for case in sorted(report.cases, key=at):
+        old = known.get(case.key)
+        if old is None:
+            new.append(((), f"new: {at(case)} is not in the baseline"))
+            continue
+        for verdict in sorted(case.verdicts, key=lambda v: v.law):
+            if verdict.law not in old.exact.laws:
+                law, now = verdict.law, verdict.status
+                text = f"new: law {law} is not in the baseline: it is {now} in "
+                text += f"{at(case)}: --update-baseline makes it a promise"
+                new.append(((law, now), text))
+    yield from folded(new)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..conformance.law import RANKING
 from ..conformance.report import CaseRecord, Header
+from ..conformance.status import RANKING
 
 __all__ = [
     "Expectation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -17,7 +18,7 @@ from ..conformance.terminal import plain
 from .baseline import read_baseline
 from .decision import Decision, Terms, decide
 from .expectations import read_expectations
-from .reasons import Outcome, Reason
+from .reasons import Outcome, Reason, causes_of
 from .update import Refused, update
 
 __all__ = ["USAGE", "main"]
@@ -118,16 +119,32 @@ def _gate(parsed: argparse.Namespace) -> int:
         decision = decide(read_report(parsed.report), terms)
     except ReportError as error:
         decision = _unreadable(error)
+    decision = _with_the_way_out(decision, parsed)
     if parsed.json is not None:
         _write_json(parsed.json, decision, parsed)
     _say(decision)
     return decision.outcome.value
 
 
+def _with_the_way_out(decision: Decision, parsed: argparse.Namespace) -> Decision:
+    """Add how to go on where the baseline was made elsewhere, as after an upgrade."""
+    if not any(reason.kind == "elsewhere" for reason in decision.reasons):
+        return decision
+    report, baseline = str(parsed.report), str(parsed.baseline)
+    command = ["gradparity", "gate", report, "--baseline", baseline]
+    note = (
+        "once what changed is meant, record the baseline anew: "
+        f"{shlex.join([*command, '--update-baseline'])} "
+        '(docs/gate.md, "After an upgrade of torch")'
+    )
+    return msgspec.structs.replace(decision, notes=(*decision.notes, note))
+
+
 def _unreadable(error: ReportError) -> Decision:
     return Decision(
         outcome=Outcome.INVALID,
-        reasons=(Reason(kind="invalid", text=str(error)),),
+        reasons=(reason := Reason(kind="invalid", text=str(error)),),
+        causes=causes_of([reason]),
         notes=(),
         cases=0,
         judged=0,
@@ -137,11 +154,11 @@ def _unreadable(error: ReportError) -> Decision:
 def _say(decision: Decision) -> None:
     word = decision.outcome.word.upper()
     print(
-        f"gate: {word}: {len(decision.reasons)} reasons, {decision.cases} cases, "
-        f"{decision.judged} judgements"
+        f"gate: {word}: {len(decision.causes)} causes, {len(decision.reasons)} "
+        f"reasons, {decision.cases} cases, {decision.judged} judgements"
     )
-    for reason in decision.reasons:
-        print(reason.line)
+    for cause in decision.causes:
+        print(cause.line)
     for note in decision.notes:
         print(plain(f"note: {note}"))
 
@@ -159,6 +176,15 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
         "judged": decision.judged,
         "reasons": [
             {"line": r.line, **msgspec.to_builtins(r)} for r in decision.reasons
+        ],
+        "causes": [
+            {
+                "line": cause.line,
+                "cases": cause.cases,
+                "consequences": cause.consequences,
+                **msgspec.to_builtins(cause.reason),
+            }
+            for cause in decision.causes
         ],
         "notes": decision.notes,
     }

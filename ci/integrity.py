@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ..conformance.law import case_status
 from ..conformance.report import CaseRecord, Curves, Report
+from ..conformance.status import case_status
 from .ratios import worst
 from .reasons import at
 
@@ -20,6 +20,11 @@ __all__ = ["contradictions"]
 def contradictions(report: Report) -> list[str]:
     """Why ``report`` cannot be believed; empty for a sound and complete one."""
     found = [report.incomplete] if report.incomplete else []
+    broken = [case for case in report.cases if case.problem]
+    if broken and not report.incomplete:
+        found.append(
+            f"it says that it is complete, but the harness broke in {len(broken)} cases"
+        )
     for case in report.cases:
         found += [f"{text} in {at(case)}" for rule in _RULES for text in rule(case)]
     return found
@@ -32,7 +37,7 @@ def _one_verdict_a_law(case: CaseRecord) -> Iterator[str]:
 
 
 def _status_follows(case: CaseRecord) -> Iterator[str]:
-    expected = case_status(v.status for v in case.verdicts)
+    expected = case_status(v.status for v in case.told)
     if case.status != expected:
         yield f"the case says {case.status}, its verdicts come to {expected}"
 
@@ -77,6 +82,12 @@ def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
     for law, (shows_violation, words) in _EVIDENCE.items():
         if law in passed and shows_violation(case.curves):
             yield f"{law} passes, but {words}"
+
+
+def _passes_rest_on_something(case: CaseRecord) -> Iterator[str]:
+    for verdict in case.verdicts:
+        if verdict.status == "pass" and not verdict.compared:
+            yield f"{verdict.law} passes and compared nothing"
 
 
 def _parity_is_borne_out(case: CaseRecord) -> Iterator[str]:
@@ -126,5 +137,6 @@ _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _a_row_a_rank,
     _ratios_are_numbers,
     _passes_are_borne_out,
+    _passes_rest_on_something,
     _parity_is_borne_out,
 )

@@ -1,5 +1,6 @@
 """JUnit XML: one suite a case, one test a law; rank and numbers are properties.
 
+A case in which the harness broke has one test, ``harness``: one cause is one error.
 Inconclusive is an ``error`` of that type: no reader shall take it for a pass.
 """
 
@@ -36,7 +37,7 @@ def render(report: Report) -> str:
         root.append(_suite(case, report.header.started))
     if report.incomplete:
         root.append(_incomplete(report))
-    verdicts = [v for c in report.cases for v in c.verdicts]
+    verdicts = [v for c in report.cases for v in c.told]
     _set_counts(root, verdicts, extra_errors=bool(report.incomplete))
     ET.indent(root)
     text = ET.tostring(root, encoding="unicode")
@@ -45,7 +46,7 @@ def render(report: Report) -> str:
 
 def _suite(case: CaseRecord, started: str) -> ET.Element:
     suite = _element("testsuite", name=f"{case.scenario} {case.scaler}")
-    _set_counts(suite, case.verdicts)
+    _set_counts(suite, case.told)
     suite.set("time", f"{case.seconds:.3f}")
     suite.set("timestamp", xml_text(started.partition("+")[0]))
     facts = {
@@ -57,7 +58,7 @@ def _suite(case: CaseRecord, started: str) -> ET.Element:
         "replay": case.replay,
     }
     _add_properties(suite, facts.items())
-    for verdict in case.verdicts:
+    for verdict in case.told:
         suite.append(_test(case, verdict))
     return suite
 

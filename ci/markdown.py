@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..conformance.law import RANKING, case_status
 from ..conformance.report import CaseRecord, Report, VerdictRecord
+from ..conformance.status import RANKING, case_status
 from ..conformance.terminal import cell, facts, plain
 from .reasons import at
 
@@ -65,11 +65,8 @@ def _stories(report: Report) -> Iterator[str]:
 
 def _story(case: CaseRecord) -> Iterator[str]:
     yield f"\n### {case.status}: {escape(at(case))}\n"
-    if case.problem:
-        yield f"- harness: {escape(case.problem)}"
-    told = [v for v in case.verdicts if v.status in ("fail", "error")]
-    undecided = [v.law for v in case.verdicts if v.status == "inconclusive"]
-    for verdict in told:
+    undecided = [v.law for v in case.told if v.status == "inconclusive"]
+    for verdict in case.failures:
         yield f"- {_finding(verdict)}"
     if undecided:
         yield f"- inconclusive: {escape(', '.join(undecided))}"

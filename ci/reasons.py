@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import msgspec
@@ -10,7 +10,17 @@ import msgspec
 from ..conformance.report import CaseRecord
 from ..conformance.terminal import plain
 
-__all__ = ["KINDS", "Outcome", "Reason", "at", "outcome_of"]
+__all__ = [
+    "KINDS",
+    "PRECEDENCE",
+    "Cause",
+    "Outcome",
+    "Reason",
+    "at",
+    "causes_of",
+    "folded",
+    "outcome_of",
+]
 
 
 class Outcome(Enum):
@@ -65,6 +75,8 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Status in the report."""
     step: int | None = None
     ranks: tuple[int, ...] = ()
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is."""
     replay: str = ""
     """The command that shows it again."""
 
@@ -75,6 +87,104 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def line(self) -> str:
         """Kind and words on one line, without control characters."""
         return plain(f"{self.kind}: {self.text}")
+
+
+PRECEDENCE = (
+    "liveness.completes",
+    "collectives.same-sequence",
+    "collectives.no-crosstalk",
+    "agreement.scale",
+    "agreement.growth",
+    "agreement.skip",
+    "agreement.replicas",
+    "skip.nobody-steps",
+    "skip.everybody-steps",
+    "skip.frozen",
+    "scale.rule",
+    "scale.positive",
+    "scale.continuity",
+    "transparency.gradient",
+    "transparency.bitwise",
+    "parity.gradient",
+    "parity.update",
+    "parity.loss",
+    "misuse.refused",
+)
+"""Of two laws that break at one step, the one that stands first here is the cause:
+ranks that disagree take other steps, and other steps make other weights."""
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong, in one case or in many."""
+
+    reason: Reason
+    """The first reason of its kind."""
+    cases: int
+    """Cases, or other things, in which it is the cause."""
+    consequences: int
+    """Further reasons in the same cases."""
+
+    @property
+    def line(self) -> str:
+        """The first reason on one line, with the counts."""
+        if self.cases == 1 and not self.consequences:
+            return self.reason.line
+        counts = f"{self.cases} cases"
+        if self.consequences:
+            counts += f", {self.consequences} consequences"
+        return plain(f"{self.reason.kind} ({counts}): {self.reason.text}")
+
+
+def causes_of(reasons: Sequence[Reason]) -> tuple[Cause, ...]:
+    """``reasons`` folded: one cause a case, and equal causes of many cases into one."""
+    cases: dict[tuple[object, ...], list[Reason]] = {}
+    for number, reason in enumerate(reasons):
+        # what concerns no case stands for itself
+        key = (reason.scaler, reason.scenario) if reason.scenario else (number,)
+        cases.setdefault(key, []).append(reason)
+    alike: dict[tuple[str, ...], list[tuple[Reason, int]]] = {}
+    for group in cases.values():
+        root = min(group, key=_precedence)
+        what = (root.kind, root.scaler, root.law, root.before, root.now, root.cause)
+        same = what if root.scenario else (*what, root.text)
+        alike.setdefault(same, []).append((root, len(group) - 1))
+    causes = [
+        Cause(
+            reason=min((root for root, _ in found), key=_order),
+            cases=len(found),
+            consequences=sum(more for _, more in found),
+        )
+        for found in alike.values()
+    ]
+    return tuple(sorted(causes, key=lambda cause: _order(cause.reason)))
+
+
+def _precedence(reason: Reason) -> tuple[object, ...]:
+    """Sorts the reasons of one case: what comes first is the cause of the others."""
+    known = reason.law in PRECEDENCE
+    place = PRECEDENCE.index(reason.law) if known else len(PRECEDENCE)
+    step = float("inf") if reason.step is None else reason.step
+    return list(KINDS).index(reason.kind), step, place, reason.law, reason.line
+
+
+def _order(reason: Reason) -> tuple[int, str]:
+    """Sorts what is shown: worst kind first."""
+    return list(KINDS).index(reason.kind), reason.line
+
+
+def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
+    """One line for each kind of line: its first one, and how many more there are.
+
+    Args:
+        lines: (what makes lines alike, the line), in the order to be kept.
+    """
+    alike: dict[object, list[str]] = {}
+    for what, line in lines:
+        alike.setdefault(what, []).append(line)
+    return [
+        first + (f" (and {len(more)} more)" if more else "")
+        for first, *more in alike.values()
+    ]
 
 
 def at(case: CaseRecord) -> str:

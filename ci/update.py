@@ -18,6 +18,7 @@ from .baseline import (
 )
 from .checks import check_whole
 from .integrity import contradictions
+from .reasons import folded
 
 __all__ = ["Refused", "difference", "update"]
 
@@ -58,10 +59,10 @@ def update(
         _check(report)
     new = make_baseline(reports)
     old = read_baseline(path) if path.exists() else None
-    lines = list(difference(old, new))
-    for line in lines:
+    found = list(_differences(old, new))
+    for line in folded(found):
         tell(plain(line))
-    tell(f"{len(lines)} differences")
+    tell(f"{len(found)} differences")
     if not ask(f"write {len(new.cases)} cases to {path}?"):
         return False
     write_baseline(path, new)
@@ -77,42 +78,60 @@ def _check(report: Report) -> None:
         raise Refused(f"no baseline is made of this report: {empty[0].text}", 4)
 
 
-def difference(old: Baseline | None, new: Baseline) -> Iterator[str]:
-    """What ``new`` changes, one line each, sorted by case."""
+def difference(old: Baseline | None, new: Baseline) -> list[str]:
+    """What ``new`` changes, sorted by case; what changed alike is one line."""
+    return folded(_differences(old, new))
+
+
+def _differences(
+    old: Baseline | None, new: Baseline
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(what makes it alike, the line) for each change."""
     before = {c.key: c for c in old.cases} if old else {}
     after = {c.key: c for c in new.cases}
     for key in sorted(before.keys() | after.keys()):
         where = f"{key[1]}  {key[0]}"
         if key not in after:
-            yield f"gone: {where}"
+            yield ("gone", key[0]), f"gone: {where}"
         elif key not in before:
-            yield f"new: {where}: {after[key].exact.status}"
+            status = after[key].exact.status
+            yield ("new", key[0], status), f"new: {where}: {status}"
         else:
-            for text in _changes(before[key], after[key]):
-                yield f"changed: {where}: {text}"
+            for what, text in _changes(before[key], after[key]):
+                yield ("changed", key[0], what), f"changed: {where}: {text}"
 
 
-def _changes(old: BaselineCase, new: BaselineCase) -> Iterator[str]:
-    yield from _table("", old.exact.laws, new.exact.laws)
-    yield from _table("comparisons of ", old.exact.compared, new.exact.compared)
+def _changes(old: BaselineCase, new: BaselineCase) -> Iterator[tuple[str, str]]:
+    """(what has changed, the change in words)."""
+    was, now = old.exact, new.exact
+    yield from _table("{}", was.laws, now.laws)
+    yield from _table("comparisons of {}", was.compared, now.compared)
+    lacking = "comparisons that {} could not make"
+    both = was.not_compared.keys() & now.not_compared.keys()
+    lacked, lacks = (
+        {law: exact.not_compared[law] for law in both} for exact in (was, now)
+    )
+    yield from _table(lacking, lacked, lacks)
     for name in ("scale", "stepped"):
-        was, now = (getattr(case.exact, name) or () for case in (old, new))
-        text = sequences_differ(SEQUENCES[name], was, now)
+        rows, others = (getattr(exact, name) or () for exact in (was, now))
+        text = sequences_differ(SEQUENCES[name], rows, others)
         if text:
-            yield text
+            yield name, text
     if old.measured.ratio != new.measured.ratio:
-        yield f"largest error / bound {_words(old)} -> {_words(new)}"
+        yield "ratio", f"largest error / bound {_words(old)} -> {_words(new)}"
     elif old.measured != new.measured:
-        yield "error / bound of its parameters"
+        yield "ratios", "error / bound of its parameters"
 
 
 def _table(
     what: str, old: Mapping[str, object], new: Mapping[str, object]
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
+    """Changes of a table; ``what`` has a place for the name."""
     for name in sorted(old.keys() | new.keys()):
         was, now = old.get(name, "none"), new.get(name, "none")
         if was != now:
-            yield f"{what}{name} {was} -> {now}"
+            text = f"{what.format(name)} {was} -> {now}"
+            yield text, text
 
 
 def _words(case: BaselineCase) -> str:

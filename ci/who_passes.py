@@ -12,7 +12,6 @@ from rich.console import Console
 
 from ..conformance.catalogue import PRESETS
 from ..conformance.confirm import broken_laws, examples
-from ..conformance.law import RANKING
 from ..conformance.peers import (
     OURS,
     PEERS,
@@ -24,6 +23,7 @@ from ..conformance.peers import (
     read_record,
 )
 from ..conformance.report import Report, VerdictRecord
+from ..conformance.status import RANKING
 from .markdown import escape
 
 __all__ = ["main", "render"]

@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..multiprocess.surroundings import on_torchrun
 from .arguments import COMMANDS as GROUP
-from .arguments import DEFAULT_SCALER, FORMATS, build_parser
+from .arguments import DEFAULT_SCALER, FORMATS, parse
+from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
     from ..multiprocess.station import Station
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; None takes the process's own.
 
     Returns:
-        0 conformant, 1 violations, 2 usage, 3 harness failure.
+        0 conformant, 1 violations, 2 usage, 3 harness failure, 4 inconclusive.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if on_torchrun():
@@ -41,29 +43,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str], station: Station | None) -> int:
-    plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
-    for entry in plugged:  # it parses its own options, --help among them
-        return int(entry.load()(list(arguments[1:])))
-    parsed = build_parser().parse_args(arguments)
-    parsed.arguments = arguments
-    parsed.station = station
     try:
-        status = COMMANDS[parsed.command](parsed)
+        status = _command(arguments, station)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # who read our output has enough, as ``| head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ValueError, OSError) as error:  # the caller's fault: no traceback
-        from .terminal import plain
-
+    except UsageError as error:
         print(f"gradparity: {plain(str(error))}", file=sys.stderr)
-        return 2
+        return USAGE
     except KeyboardInterrupt:
-        print(
-            "gradparity: interrupted; the report holds what was done", file=sys.stderr
-        )
-        return 130
+        print("gradparity: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:  # a fault of ours: whoever reports it needs all of it
+        traceback.print_exc()
+        print("gradparity: internal error, no verdict: see above", file=sys.stderr)
+        return EXIT_CODES["error"]
+
+
+def _command(arguments: Sequence[str], station: Station | None) -> int:
+    plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
+    for entry in plugged:  # it parses its own options, --help among them
+        return int(entry.load()(list(arguments[1:])))
+    parsed = parse(arguments)
+    parsed.arguments = arguments
+    parsed.station = station
+    return COMMANDS[parsed.command](parsed)
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -83,7 +89,7 @@ def _run(parsed: argparse.Namespace) -> int:
         scenarios=parsed.scenario,
         require=getattr(parsed, "require", ()),
         out=parsed.out or (Path("parity-replay") if replayed else None),
-        json=parsed.json,
+        report=parsed.report,
         fail_fast=getattr(parsed, "fail_fast", False),
         timeout_s=parsed.timeout_s,
         devices=Devices(device=parsed.device, share=parsed.share_gpus),
@@ -97,7 +103,7 @@ def _script(parsed: argparse.Namespace) -> None:
     """Write the replayed scenario as a script.
 
     Raises:
-        ValueError: if there are several scalers, or no script can be made.
+        UsageError: if there are several scalers, or no script can be made.
     """
     from .scenario import Scenario
     from .spec import load_scaler
@@ -105,7 +111,7 @@ def _script(parsed: argparse.Namespace) -> None:
 
     scalers = parsed.scaler or [DEFAULT_SCALER]
     if len(scalers) > 1:
-        raise ValueError(
+        raise UsageError(
             f"--script shows one scaler, got {len(scalers)}: give --scaler once"
         )
     load_scaler(scalers[0], os.getcwd())
@@ -116,6 +122,7 @@ def _hunt(parsed: argparse.Namespace) -> int:
     """Hunt each scaler in turn; the exit code is the worst one."""
     from rich.console import Console
 
+    from ..fixtures import WorkloadError
     from .hunt import HuntSettings, hunt
     from .spec import load_scaler, refuse_mixed
     from .workload import check_workload
@@ -125,7 +132,8 @@ def _hunt(parsed: argparse.Namespace) -> int:
     for scaler in scalers:
         load_scaler(scaler, os.getcwd())
     if parsed.workload:
-        check_workload(_selection(parsed).workload)
+        with as_usage(WorkloadError):
+            check_workload(_selection(parsed).workload)
     codes = []
     for number, scaler in enumerate(scalers, 1):
         settings = HuntSettings(
@@ -146,21 +154,21 @@ def _numbered(path: Path, number: int) -> Path:
 def _machine(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .machine import MachineSettings, machine
-    from .oracle import parse_history
+    from .machine import MachineSettings, machine, parse_drawn
     from .spec import load_scaler
 
     scaler, *more = parsed.scaler or [DEFAULT_SCALER]
     if more:
-        raise ValueError("a machine drives one scaler: give --scaler once")
+        raise UsageError("a machine drives one scaler: give --scaler once")
     load_scaler(scaler, os.getcwd())
-    history = parsed.history and parse_history(parsed.history, parsed.world_size)
+    history = parsed.history and parse_drawn(parsed.history, parsed.world_size)
     settings = MachineSettings(
         scaler=scaler,
         folder=os.getcwd(),
         world=parsed.world_size,
         budget_s=parsed.budget,
         history=history or (),
+        families=parsed.family,
     )
     return machine(settings, Console())
 
@@ -210,6 +218,11 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _explain(parsed: argparse.Namespace) -> int:
+    if parsed.what == "report.jsonl":
+        from .schema import schema_text
+
+        print(schema_text())
+        return 0
     from .listing import explain
 
     print(explain(parsed.what))
@@ -224,20 +237,21 @@ def _report(parsed: argparse.Namespace) -> int:
     from .terminal import print_report
 
     report = read_report(parsed.report)
-    if parsed.html is not None:
-        print(write_page(report, parsed.html))
-    elif parsed.format is not None:
+    if parsed.format is not None:  # it says by itself whether the report is whole
         (entry,) = entry_points(group=FORMATS, name=parsed.format)
         print(entry.load()(report), end="")
+        return 0
+    if parsed.html is not None:
+        with as_usage(OSError):
+            print(write_page(report, parsed.html))
     else:
         print_report(Console(), report)
-    return 0
+    return EXIT_CODES["error"] if report.incomplete else 0
 
 
 def _compare(parsed: argparse.Namespace) -> int:
     from .compare import compare
     from .report import read_report
-    from .terminal import plain
 
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:
@@ -249,7 +263,7 @@ def _compare(parsed: argparse.Namespace) -> int:
 def _bench(parsed: argparse.Namespace) -> int:
     script = Path(__file__).parent.parent / "benchmarks" / f"{parsed.what}.py"
     if not script.is_file():
-        raise ValueError(
+        raise UsageError(
             f"benchmark {parsed.what!r} is not installed: run it from a source checkout"
         )
     status = runpy.run_path(str(script))["main"](parsed.rest)

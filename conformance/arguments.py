@@ -1,23 +1,43 @@
-"""The command line: which options each command takes. No work is done here."""
+"""The command line: which options each command takes. No work is done here.
+
+What can be told to be wrong without torch is told here, before it is imported.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .status import USAGE, UsageError, did_you_mean
+
 if TYPE_CHECKING:  # the class is private and generic only for type checkers
     Commands = argparse._SubParsersAction[Any]
 
-__all__ = ["COMMANDS", "DEFAULT_SCALER", "FORMATS", "LISTS", "build_parser"]
+__all__ = [
+    "COMMANDS",
+    "DEFAULT_SCALER",
+    "FORMATS",
+    "LISTS",
+    "PATHS",
+    "SUITE",
+    "build_parser",
+    "parse",
+]
 
 COMMANDS = "gradparity.commands"
 """Entry point group of further commands: functions (argv) -> exit code."""
 FORMATS = "gradparity.formats"
 """Entry point group of report formats: functions (Report) -> text."""
-_HELP = "report + baseline/expectations -> exit code, with reasons"
+_HELP = {
+    "gate": "hold a report to a baseline and expectations",
+    "laws": "write the page of all laws",
+    "who-passes": "judge known scalers of other packages, write the page",
+}
+"""Of the further commands that come with this package."""
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
 LISTS = (
@@ -25,25 +45,72 @@ LISTS = (
     "topologies",
     "precisions",
     "optimizers",
+    "data",
+    "recipes",
+    "presets",
     "faults",
     "scalers",
     "scenarios",
 )
 
 
+_EPILOG = """\
+examples:
+  gradparity run --quick --topology fsdp,fsdp+tp     judge our scaler on two meshes
+  gradparity run --scaler mypackage.amp:MyScaler     judge another one
+  gradparity report parity-report/report.jsonl       show what the last run found
+
+exit codes: 0 conformant, 1 violations, 2 usage, 3 harness failure or incomplete
+report, 4 inconclusive. docs/start.md takes five minutes.
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """One clear line on bad usage, and exit code 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn, exit() does not return
-        self.exit(2, f"gradparity: {message}\n")
+        self.exit(USAGE, f"gradparity: {message}\n")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read a command line.
+
+    Raises:
+        SystemExit: after help, or where an option is wrong.
+        UsageError: if options do not go together.
+    """
+    parser, commands = _parsers()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        parser.exit(USAGE)
+    known = commands.choices
+    if not arguments[0].startswith("-") and arguments[0] not in known:
+        parser.error(
+            f"unknown command {arguments[0]!r}: choose from {', '.join(known)}"
+            f"{did_you_mean(arguments[0], known)}"
+        )
+    parsed = parser.parse_args(arguments)
+    judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
+    for spec in getattr(parsed, "require", ()):
+        if spec not in judged:
+            raise UsageError(
+                f"--require {spec} is not judged: add --scaler {spec}, or choose one "
+                f"of {', '.join(judged)}"
+            )
+    return parsed
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``gradparity`` and ``python -m gradparity.conformance``."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     parser = _Parser(
         prog="gradparity",
         description="Judge gradient scalers on real meshes and gate on the report.",
-        epilog="exit codes: 0 conformant, 1 violations, 2 usage, 3 harness failure",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
@@ -52,9 +119,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_machine(commands)
     _add_mutants(commands)
     _add_small(commands)
-    for entry in entry_points(group=COMMANDS):
-        commands.add_parser(entry.name, help=_HELP)  # listed here, parsed there
-    return parser
+    for entry in entry_points(group=COMMANDS):  # listed here, parsed there
+        help_ = _HELP.get(entry.name, f"from {entry.module}")
+        commands.add_parser(entry.name, help=help_)
+    return parser, commands
 
 
 def _add_run(commands: Commands) -> None:
@@ -67,7 +135,7 @@ def _add_replay(commands: Commands) -> None:
     replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     replay.add_argument(
         "--script",
-        type=Path,
+        type=file,
         metavar="FILE",
         help="also write the scenario as a script that needs only torch",
     )
@@ -82,7 +150,7 @@ def _add_hunt(commands: Commands) -> None:
     _add_budget(hunt, "time to search for each scaler, half of it call histories")
     hunt.add_argument(
         "--script",
-        type=Path,
+        type=file,
         default=Path("violation.py"),
         metavar="FILE",
         help="where to write a violation as a script that needs only torch",
@@ -118,7 +186,7 @@ def _seconds(text: str) -> float:
 
 def _add_machine(commands: Commands) -> None:
     machine = commands.add_parser(
-        "machine", help="call histories on all ranks against an oracle"
+        "machine", help="search call histories that depart from an oracle"
     )
     _add(machine, _JUDGED, _MACHINE)
     _add_budget(machine, "time to search")
@@ -126,7 +194,7 @@ def _add_machine(commands: Commands) -> None:
 
 def _add_mutants(commands: Commands) -> None:
     mutants = commands.add_parser(
-        "mutants", help="judge the judge: faulty scalers x laws"
+        "mutants", help="check the judge: is each faulty scaler caught by its law"
     )
     mutants.add_argument(
         "--preset", **_repeated("NAME", "take what is missed to the next (quick)")
@@ -138,17 +206,21 @@ def _add_mutants(commands: Commands) -> None:
 
 
 def _add_small(commands: Commands) -> None:
-    listing = commands.add_parser("list", help="what there is to choose from")
+    listing = commands.add_parser(
+        "list", help="list laws, topologies, data and what else can be chosen"
+    )
     listing.add_argument("what", choices=LISTS, metavar="|".join(LISTS))
     _add(listing, _SELECTION)
     explain = commands.add_parser(
-        "explain", help="a law, a scenario, the report's schema"
+        "explain", help="a law, a chapter, a scenario or the report's schema in words"
     )
-    explain.add_argument("what", metavar="LAW|ID|report.jsonl")
-    report = commands.add_parser("report", help="render a report")
+    explain.add_argument("what", metavar="LAW|CHAPTER|ID|report.jsonl")
+    report = commands.add_parser(
+        "report", help="show a report again, or write its page"
+    )
     report.add_argument("report", type=Path, metavar="REPORT")
     formats = report.add_mutually_exclusive_group()
-    formats.add_argument("--html", type=Path, metavar="DIR", help="write index.html")
+    formats.add_argument("--html", type=folder, metavar="DIR", help="write index.html")
     for name in sorted(entry.name for entry in entry_points(group=FORMATS)):
         formats.add_argument(
             f"--{name}",
@@ -157,10 +229,10 @@ def _add_small(commands: Commands) -> None:
             dest="format",
             help=f"print the report as {name}",
         )
-    compare = commands.add_parser("compare", help="two reports by meaning")
+    compare = commands.add_parser("compare", help="what changed between two reports")
     compare.add_argument("before", type=Path, metavar="BEFORE")
     compare.add_argument("after", type=Path, metavar="AFTER")
-    bench = commands.add_parser("bench", help="benchmarks, from a source checkout")
+    bench = commands.add_parser("bench", help="time scaler or harness, from a checkout")
     bench.add_argument("what", choices=("scaler", "harness", "scale"))
     bench.add_argument("rest", nargs=argparse.REMAINDER)
 
@@ -171,12 +243,65 @@ def _add(parser: argparse.ArgumentParser, *tables: Options) -> None:
             parser.add_argument(f"--{name}", **settings)
 
 
-def _repeated(metavar: str, text: str) -> dict[str, Any]:
+def folder(text: str) -> Path:
+    """A folder that is there or can be made."""
+    path = Path(text)
+    for place in (path, *path.parents):
+        if place.is_dir():
+            return path
+        if place.exists():
+            raise argparse.ArgumentTypeError(f"{place} is a file, expected a folder")
+    return path
+
+
+def file(text: str) -> Path:
+    """A file that can be written; its folder need not be there."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder, expected a file")
+    return folder(str(path.parent)) / path.name
+
+
+PATHS = (Path, folder, file)
+"""Types of options that name a file or a folder."""
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return number
+
+
+def _names(text: str) -> list[str]:
+    """``a,b`` as two names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _specs(text: str) -> list[str]:
+    """Scalers, ``module:attribute`` or ``none``."""
+    specs = _names(text)
+    for spec in specs:
+        if spec != "none" and not all(spec.partition(":")):
+            raise argparse.ArgumentTypeError(
+                f"{spec!r} is no module:attribute, such as torch.amp:GradScaler"
+            )
+    return specs
+
+
+def _repeated(
+    metavar: str, text: str, names: Callable[[str], list[str]] = _names
+) -> dict[str, Any]:
+    """An option that takes several names, ``a,b``, and may be repeated."""
     return {
-        "action": "append",
+        "action": "extend",
+        "type": names,
         "default": [],
-        "metavar": metavar,
-        "help": f"{text}; may be repeated",
+        "metavar": f"{metavar},...",
+        "help": text,
     }
 
 
@@ -186,6 +311,7 @@ _JUDGED: Options = {
     "scaler": _repeated(
         "SPEC",
         f"module:attribute to judge ({DEFAULT_SCALER}), or none: the stack alone",
+        _specs,
     ),
 }
 _SELECTION: Options = {
@@ -211,10 +337,10 @@ _SELECTION: Options = {
         "metavar": "SPEC",
         "help": "module:attribute of a workload of your own (docs/workload.md)",
     },
-    "topology": _repeated("NAME", "only this topology"),
-    "data": _repeated("NAME", "only this data set"),
-    "precision": _repeated("NAME", "only this precision"),
-    "optimizer": _repeated("NAME", "only this optimizer"),
+    "topology": _repeated("NAME", "only these topologies"),
+    "data": _repeated("NAME", "only these models, see list data"),
+    "precision": _repeated("NAME", "only these precisions"),
+    "optimizer": _repeated("NAME", "only these optimizers"),
     "world-size": {
         "type": int,
         "metavar": "N",
@@ -235,8 +361,13 @@ _DEVICES: Options = {
     },
 }
 _RUN: Options = {
-    "scenario": _repeated("ID", "run this scenario instead of a preset"),
-    "require": _repeated("SPEC", "scaler that decides the exit code (all)"),
+    "scenario": {  # an id has commas of its own
+        "action": "append",
+        "default": [],
+        "metavar": "ID",
+        "help": "run this scenario instead of a preset; may be repeated",
+    },
+    "require": _repeated("SPEC", "scalers that decide the exit code (all)", _specs),
     "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
 }
 _MACHINE: Options = {
@@ -246,6 +377,7 @@ _MACHINE: Options = {
         "metavar": "CALLS",
         "help": "run this history again, as a search has told it",
     },
+    "family": _repeated("NAME", "only this family of programs (docs/mutants.md)"),
 }
 _MUTANTS: Options = {
     "every": {
@@ -265,7 +397,7 @@ _MUTANTS: Options = {
         "help": "each seed takes one Nth of the first preset (1)",
     },
     "out": {
-        "type": Path,
+        "type": folder,
         "metavar": "DIR",
         "help": "folder for mutants.json and mutants.md",
     },
@@ -273,17 +405,17 @@ _MUTANTS: Options = {
 }
 _OUTPUT: Options = {
     "out": {
-        "type": Path,
+        "type": folder,
         "metavar": "DIR",
         "help": "folder for report.jsonl and index.html (parity-report)",
     },
-    "json": {
-        "type": Path,
+    "report": {
+        "type": file,
         "metavar": "FILE",
-        "help": "write the report to FILE, one JSON object a line",
+        "help": "write the report to FILE instead, without a page",
     },
     "timeout-s": {
-        "type": float,
+        "type": _positive,
         "default": 120.0,
         "metavar": "S",
         "help": "limit of one scenario in seconds (120)",
@@ -296,6 +428,6 @@ SUITE: Options = {
     **_SELECTION,
     "scenario": _RUN["scenario"],
     **_DEVICES,
-    **{name: _OUTPUT[name] for name in ("out", "json", "timeout-s")},
+    **{name: _OUTPUT[name] for name in ("out", "report", "timeout-s")},
 }
 """The options that the pytest plugin takes, under its prefix."""

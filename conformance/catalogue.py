@@ -4,13 +4,16 @@
 (transparency, parity), a half-precision run that starts with a scale so large that
 gradients overflow by themselves, and a run with planted inf and nan on single ranks.
 
-``quick`` covers every pair of choices (topology, precision, optimizer, order, recipe,
-faults, data) at least once, ``full`` every triple; the laws are the same in both.
+``quick`` covers every choice (topology, precision, optimizer, order, recipe, faults,
+data) at least once, ``default`` every pair, ``full`` every triple; each also drives the
+scale to its limits. The laws are the same in all. Scenarios that add most new choices
+for their cost come first, so that a common fault is found early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -28,10 +31,11 @@ from ..fixtures import (
     kit_of,
 )
 from .constraints import PAIRS, why_not
-from .covering import cover, subsets
+from .covering import cover, most_new_first, subsets
 from .recipes import BARE_RECIPES, RECIPES
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
+from .status import UsageError
 
 __all__ = [
     "PRESETS",
@@ -64,6 +68,21 @@ NOTHING = "-"
 """The value of a column that has no meaning in a row."""
 LONG = 200
 """Bad steps on end bring any scale to its floor, good ones to 2^110."""
+LIMITS: dict[str, tuple[str, dict[str, float]]] = {
+    # beyond the first growth, to 2^127, there is no fp32 number; a planted fault, since
+    # large gradients of a user's own workload may overflow here in every step
+    "highest": ("once", {"init_scale": 2.0**126, "growth_interval": 1}),
+    # the rule gives 2^-152 at the fourth step, which fp32 rounds to 0
+    "lowest": ("always", {"init_scale": 2.0**-100, "backoff_factor": 2.0**-13}),
+    # the smallest at which the unscaled gradients are exact down to 2^-100
+    "small": ("never", {"init_scale": 2.0**-24}),
+    # reciprocals of 1000, 750 and 1125 are rounded, in half precision by a lot
+    "no power of two": (
+        "once",
+        {"init_scale": 1000.0, "growth_factor": 1.5, "backoff_factor": 0.75},
+    ),
+}
+"""Name -> when gradients are bad, and the settings that drive the scale there."""
 
 SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
 _FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
@@ -188,8 +207,12 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("target", "kind"): _both_or_none,
     ("ranks", "kind"): _both_or_none,
     ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
-    # a stage need not hold the parameter
-    ("topology", "target"): lambda t, x: x != "split" or not t.startswith("pp"),
+    # a stage, or a rank's part of a flat parameter, need not hold it
+    ("topology", "target"): lambda t, x: (
+        x != "split" or not t.startswith(("pp", "fsdp1"))
+    ),
+    # one rank need not hold anything of the half that trains
+    ("recipe", "ranks"): lambda r, x: r != "frozen" or x in (NOTHING, "*"),
     # half precision loses tiny gradients, and plain SGD takes steps of their size
     ("magnitude", "precision"): lambda m, p: m == "usual" or p == "fp32",
     ("optimizer", "magnitude"): lambda o, m: m == "usual" or o in ADAPTIVE,
@@ -245,51 +268,74 @@ def _rules(selection: Selection) -> Callable[[Row], bool]:
     return partial(fits, workload=selection.workload)
 
 
-def _quick(selection: Selection) -> Iterator[Scenario]:
+def _quick(selection: Selection) -> Iterable[Scenario]:
     """Every topology with every way of going bad; other pairs on the way."""
-    choices = columns(selection)
-    for row in cover(
-        choices, _rules(selection), [("topology", "when"), *subsets(choices, 1)]
-    ):
-        yield to_scenario(row, selection)
+    wanted = [("topology", "when"), *subsets(columns(selection), 1)]
+    limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
+    return _in_order([*_covering(selection, wanted), *limits])
 
 
-def _default(selection: Selection) -> Iterator[Scenario]:
+def _default(selection: Selection) -> Iterable[Scenario]:
     """All pairs; each place and each time of a fault on each topology."""
-    choices = columns(selection)
-    for row in cover(
-        choices, _rules(selection), [_PLACE, _OVERFLOW, *subsets(choices, 2)]
-    ):
-        yield to_scenario(row, selection)
-    yield from _long_runs(selection)
+    wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
+    return _in_order([*_covering(selection, wanted), *_extremes(selection)])
 
 
-def _full(selection: Selection) -> Iterator[Scenario]:
+def _full(selection: Selection) -> Iterable[Scenario]:
     """All triples."""
-    choices = columns(selection)
-    for row in cover(choices, _rules(selection), subsets(choices, 3)):
+    wanted = subsets(columns(selection), 3)
+    return _in_order([*_covering(selection, wanted), *_extremes(selection)])
+
+
+def _covering(
+    selection: Selection, wanted: Sequence[tuple[str, ...]]
+) -> Iterator[Scenario]:
+    for row in cover(columns(selection), _rules(selection), wanted):
         yield to_scenario(row, selection)
+
+
+def _extremes(selection: Selection) -> Iterator[Scenario]:
+    yield from _limits(selection, MAIN_TOPOLOGIES)
     yield from _long_runs(selection)
+
+
+def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:
+    """The scale driven to its limits, with and without a fused optimizer."""
+    for when, settings in LIMITS.values():
+        for optimizer in ("sgd", "adamw-fused"):
+            for row in _plainest(selection, usual, when, optimizer):
+                yield to_scenario(row, selection, **settings)
 
 
 def _long_runs(selection: Selection) -> Iterator[Scenario]:
-    """Down to any floor, and up to any ceiling, on the plainest models."""
+    """Down to any floor, and up to any ceiling, by the usual factors."""
+    for when, usual in _LONG_RUNS.items():
+        for row in _plainest(selection, usual, when, "adamw"):
+            yield to_scenario(row, selection, steps=LONG)
+
+
+def _plainest(
+    selection: Selection, usual: Sequence[str], when: str, optimizer: str
+) -> Iterator[Row]:
+    """Rows of the plainest model, on those of the usual topologies asked for."""
     if selection.bare:
         return
     own = selection.workload
-    for when, names in _LONG_RUNS.items():
-        usual = (*selection.kit.topologies,) if own else names
-        for name in selection.layouts(usual):
-            data = own or TOPOLOGIES[name].models[0]
-            if name in usual and (own or selection.trains(data)):
-                row = _LONG | {"topology": name, "data": data, "when": when}
-                row["optimizer"] = OWN if own else "adamw"
-                yield to_scenario(row, selection, steps=LONG)
+    chosen = [*selection.kit.topologies] if own else usual
+    for name in selection.layouts(chosen):
+        data = own or TOPOLOGIES[name].models[0]
+        row = _PLAINEST | {"topology": name, "data": data, "when": when}
+        row["optimizer"] = OWN if own else optimizer
+        trained = own or selection.trains(data)
+        if name in chosen and trained and not why_not(kit_of(data), row):
+            yield row
 
 
+QUICK_LIMIT_TOPOLOGIES = ("single", "fsdp", "tp")
+"""Plain tensors, DTensors of one mesh, and both at once."""
 _LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
 """When gradients are bad -> where."""
-_LONG = {
+_PLAINEST = {
     "recipe": "plain",
     "precision": "fp32",
     "target": "first",
@@ -300,7 +346,24 @@ _LONG = {
 }
 
 
-PRESETS: dict[str, Callable[[Selection], Iterator[Scenario]]] = {
+def _in_order(scenarios: Iterable[Scenario]) -> list[Scenario]:
+    """Those first that show most for their cost: common faults are found early."""
+    return most_new_first(list(dict.fromkeys(scenarios)), _words, _cost)
+
+
+def _words(scenario: Scenario) -> set[str]:
+    """What its id consists of: names, settings, and the parts of a fault."""
+    return set(re.split("[/,;@:]", scenario.id))
+
+
+def _cost(scenario: Scenario) -> float:
+    """Roughly proportional to its run time on two cores, the references included."""
+    model = 4 if scenario.dataset == "text" else 1
+    compiles = 6 if scenario.parsed_recipe.compile else 1
+    return sum(leg.world * (leg.steps + 5) * model * compiles for leg in scenario.legs)
+
+
+PRESETS: dict[str, Callable[[Selection], Iterable[Scenario]]] = {
     "parity": _parity,
     "quick": _quick,
     "default": _default,
@@ -313,11 +376,11 @@ def select(preset: str, selection: Selection) -> list[Scenario]:
     """The scenarios of a preset that the selection keeps.
 
     Raises:
-        ValueError: for unknown names, a world size that no chosen topology can take,
+        UsageError: for unknown names, a world size that no chosen topology can take,
             or a selection that leaves nothing.
     """
     check_names("preset", [preset], PRESETS)
     found = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
     if not found:
-        raise ValueError(f"the selection leaves no scenario of preset {preset!r}")
+        raise UsageError(f"the selection leaves no scenario of preset {preset!r}")
     return list(dict.fromkeys(found))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .law import is_worse
 from .report import CaseRecord, Report
+from .status import is_worse
 
 __all__ = ["SEQUENCES", "Change", "Rows", "compare", "difference"]
 
@@ -48,9 +48,11 @@ def _missing(kind: str, case: CaseRecord) -> Change:
 
 
 def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
+    where = f"{new.scenario}  {new.scaler}"
+    if old.problem or new.problem:
+        return list(_broken(old, new, where))
     before = {v.law: v for v in old.verdicts}
     after = {v.law: v for v in new.verdicts}
-    where = f"{new.scenario}  {new.scaler}"
     changes = [
         Change(kind="gone", text=f"gone: law {law} in {where}")
         for law in before.keys() - after.keys()
@@ -69,6 +71,17 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
             text = f"changed: {law} in {where}: {was.message} -> {now.message}"
             changes.append(Change(kind="changed", text=text))
     return changes
+
+
+def _broken(old: CaseRecord, new: CaseRecord, where: str) -> Iterator[Change]:
+    """Where the harness broke, no law is judged: the change is told once."""
+    if old.status != new.status:
+        kind = "regression" if is_worse(new.status, old.status) else "fix"
+        text = f"{kind}: {old.status} -> {new.status} in {where}: "
+        yield Change(kind=kind, text=text + (new.problem or "the harness broke before"))
+    elif old.problem != new.problem:
+        text = f"changed: harness in {where}: {old.problem} -> {new.problem}"
+        yield Change(kind="changed", text=text)
 
 
 def _sequences(old: CaseRecord, new: CaseRecord) -> Iterator[Change]:

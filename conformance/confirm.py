@@ -19,6 +19,7 @@ from .law import LAWS
 from .report import CaseRecord, Report
 from .scenario import Scenario
 from .standalone import standalone_script
+from .status import UsageError
 
 __all__ = ["Confirmation", "broken_laws", "confirm", "examples"]
 
@@ -96,7 +97,7 @@ class _Scripts:
         for case in cases:
             try:
                 text = standalone_script(Scenario.parse(case.scenario), spec)
-            except ValueError:
+            except UsageError:
                 continue
             yield case.scenario, self._run(case, text)
             tried += 1

@@ -18,6 +18,7 @@ import torch
 
 from ..multiprocess import WorldSpec
 from ..multiprocess.spec import Backend, Device
+from .status import UsageError
 
 __all__ = ["Devices", "device_names", "settle", "visible_gpus"]
 
@@ -32,7 +33,7 @@ class Devices:
 
     def __post_init__(self) -> None:
         if self.share and self.device != "cuda":
-            raise ValueError("--share-gpus goes with --device cuda only")
+            raise UsageError("--share-gpus goes with --device cuda only")
 
     @property
     def backend(self) -> Backend:
@@ -64,17 +65,17 @@ class Devices:
             way_out: how to ask for fewer ranks.
 
         Raises:
-            ValueError: if there are too few GPUs.
+            UsageError: if there are too few GPUs.
         """
         if self.device == "cpu":
             return
         if gpus == 0:
             limited = os.environ.get("CUDA_VISIBLE_DEVICES")
             cause = "" if limited is None else f" (CUDA_VISIBLE_DEVICES={limited!r})"
-            raise ValueError(f"--device cuda: no CUDA device is visible{cause}")
+            raise UsageError(f"--device cuda: no CUDA device is visible{cause}")
         if ranks > gpus and not self.share:
             noun = "GPU" if gpus == 1 else "GPUs"
-            raise ValueError(
+            raise UsageError(
                 f"--device cuda: {ranks} ranks and {gpus} {noun}, and NCCL takes one "
                 f"rank a GPU: {way_out}, or let ranks share with --share-gpus (gloo)"
             )

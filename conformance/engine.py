@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -113,6 +114,8 @@ class Engine:
             # parameter by parameter: torch's foreach form refuses mixed tensor types
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
+                    # a partial sum cannot be cut off: what counts is the whole
+                    parameter.grad = _gradient_as_its_parameter(parameter)
                     clip_grad_value_(parameter, CLIP_VALUE, foreach=False)
         elif clip == "norm":
             self._clip_norm()
@@ -121,18 +124,20 @@ class Engine:
         """Clip by the exact global norm, each element counted once."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         # a rank counts what it holds; where a shard is empty there is nothing to count
-        gradients = {
-            name: gradient
+        clipped = [
+            (name, parameter)
             for name in self.replicas
-            if (gradient := self.parameters[name].grad) is not None
-        }
-        for name, gradient in gradients.items():
-            squares += local(gradient).double().square().sum() / self.replicas[name]
+            if (parameter := self.parameters[name]).grad is not None
+        ]
+        for name, parameter in clipped:
+            gradient = local(_gradient_as_its_parameter(parameter))
+            squares += gradient.double().square().sum() / self.replicas[name]
         dist.all_reduce(squares)
         # as torch.nn.utils.clip_grad_norm_ computes the factor
         factor = (CLIP_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
-        for gradient in gradients.values():
-            local(gradient).mul_(factor)
+        for _, parameter in clipped:
+            assert parameter.grad is not None
+            local(parameter.grad).mul_(factor)
 
     def _losses(self, output: Tensor, targets: Tensor) -> list[Tensor]:
         training = self.scenario.parsed_recipe.training
@@ -219,12 +224,13 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     if is_workload(scenario.data):
         same_everywhere(kit, "model", dict(model.named_parameters()))
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    tied = _tied(model)
     _fill_with_element_numbers(model)
     policy = scenario.parsed_precision.policy()
     module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
     if is_workload(scenario.data):
-        check_layout(kit, module, values)
-    parameters = {full_name(n): p for n, p in module.named_parameters()}
+        check_layout(kit, module, values, tied)
+    parameters = {full_name(n, values): p for n, p in module.named_parameters()}
     index = {n: _read_element_numbers(p) for n, p in parameters.items()}
     for name, parameter in parameters.items():
         write_values(parameter, values[name], index[name])
@@ -243,6 +249,13 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     if scenario.parsed_topology.pipelined:
         engine.schedule = _pipeline(engine)
     return engine
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Second names of parameters -> their first ones."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[p] for name, p in names if name != first[p]}
 
 
 def _make_optimizers(
@@ -292,6 +305,19 @@ def write_values(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> No
     part = local(tensor.detach())
     chosen = values.reshape(-1)[torch.from_numpy(index).to(values.device)]
     part.copy_(chosen.view(part.shape))
+
+
+def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:
+    """The gradient laid out as its parameter; plans may leave it otherwise."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if not isinstance(parameter, DTensor):
+        return gradient.full_tensor()
+    if gradient.placements == parameter.placements:
+        return gradient  # itself: a scaler may know it
+    return gradient.redistribute(placements=parameter.placements)
 
 
 def _pipeline(engine: Engine) -> ScheduleGPipe:

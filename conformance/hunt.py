@@ -30,12 +30,14 @@ from .catalogue import (
     to_scenario,
 )
 from .law import Status
-from .machine import MachineSettings, machine
+from .machine import Departure, MachineSettings, machine
 from .recipes import RECIPES
 from .record import replay_command
 from .runner import Case, Runner
 from .scenario import Scenario
+from .spec import refuse_unfit
 from .standalone import write_standalone
+from .status import UsageError
 from .terminal import plain
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
@@ -63,7 +65,7 @@ class HuntSettings:
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
-            raise ValueError(f"the budget must be positive, got {self.budget_s}")
+            raise UsageError(f"the budget must be positive, got {self.budget_s}")
 
     @property
     def histories(self) -> bool:
@@ -146,12 +148,13 @@ def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
     """Search until the budget is spent or a violation is shrunk."""
     found = Found()
     with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:
+        refuse_unfit(runner.place.ranks(1), settings_.scaler, settings_.folder)
         end = time.monotonic() + settings_.budget_s
         search = _search(settings_, runner, found)
         try:
             while time.monotonic() < end:
                 search()  # one round; hypothesis itself knows no budget
-        except AssertionError:
+        except Departure:
             pass  # the violation is in ``found``, shrunk
     return _tell(settings_, found, console)
 
@@ -181,7 +184,8 @@ def _search(
             found.tried += 1
             known[scenario] = case.status
             _note(case, found)
-        assert known[scenario] is not Status.FAIL
+        if known[scenario] is Status.FAIL:
+            raise Departure
 
     return search
 
@@ -216,6 +220,6 @@ def _script(settings_: HuntSettings, scenario: Scenario) -> list[str]:
         return []
     try:
         write_standalone(settings_.script, scenario, settings_.scaler)
-    except ValueError as error:  # the replay line shows the violation all the same
+    except UsageError as error:  # the replay line shows the violation all the same
         return [str(error)]
     return [f"script: {settings_.script}"]

@@ -6,67 +6,25 @@ so it can be tested on made-up traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from .parity import Parity
 from .scenario import Scenario
+from .status import Status, rank_list, worst_of
 from .trace import Decision, RankTrace, StepTrace
 
 __all__ = [
     "LAWS",
-    "RANKING",
     "Evidence",
     "Finding",
     "Law",
     "Status",
     "Verdict",
-    "case_status",
-    "is_worse",
     "judge",
     "law",
     "rank_list",
-    "worst_of",
 ]
-
-
-class Status(StrEnum):
-    """What can be said of one law in one run."""
-
-    PASS = "pass"
-    """It was checked and holds."""
-    FAIL = "fail"
-    """It was checked and is broken; the finding says where."""
-    INCONCLUSIVE = "inconclusive"
-    """Nothing could be compared; never a pass."""
-    ERROR = "error"
-    """The harness broke; nothing is said about the scaler."""
-    SKIPPED = "skipped"
-    """The law does not apply here; the message says why."""
-
-
-RANKING = ("pass", "skipped", "inconclusive", "fail", "error")
-"""From best to worst. Skipped is worse than pass: what is not checked can be broken."""
-assert set(RANKING) == set(Status)
-
-
-def worst_of(statuses: Iterable[str]) -> str:
-    """The worst of ``statuses``; ``skipped`` only where there is nothing else."""
-    found = set(statuses) - {Status.SKIPPED}
-    # looked up and not ranked: a report may hold a word that is no status
-    return next((s for s in reversed(RANKING) if s in found), Status.SKIPPED.value)
-
-
-def case_status(verdicts: Iterable[str]) -> str:
-    """The status of a case with these verdicts; skipped laws alone prove nothing."""
-    worst = worst_of(verdicts)
-    return Status.INCONCLUSIVE.value if worst == Status.SKIPPED else worst
-
-
-def is_worse(now: str, before: str) -> bool:
-    """Whether ``now`` promises less than ``before`` did."""
-    return RANKING.index(now) > RANKING.index(before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +37,13 @@ class Finding:
     ranks: tuple[int, ...] = ()
     parameter: str | None = None
     numbers: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is, in words that
+    are equal in all runs with that cause."""
+    compared: int = 0
+    """Comparisons that it rests on."""
+    not_compared: int = 0
+    """Comparisons that were due and could not be made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +55,28 @@ class Evidence:
     """One trace a rank; shorter than the scenario where the run stopped early."""
     bare: tuple[RankTrace, ...] | None = None
     """The same scenario trained without a scaler, where a law asks for it."""
+    bare_differs: str = ""
+    """Where the run without a scaler differs from itself, made again; else empty."""
+    first_try: str = ""
+    """What ran out of time at a first try, where this is the second; else empty."""
     parity: Parity | None = None
     """None where the run stopped early."""
     scaler: bool = True
     """Whether a scaler was judged; else the stack alone."""
     before: Evidence | None = None
     """The part on another world, from whose saved state this one went on."""
+
+    @property
+    def leg(self) -> Scenario:
+        """What was run on this world: all of the scenario, or its part here."""
+        return self.scenario.legs[0 if self.before is None else -1]
+
+    @property
+    def unseen(self) -> int:
+        """Steps of all ranks that were due here and that some rank did not complete."""
+        start = self.before.leg.steps if self.before else 0
+        due = self.leg.steps - start - sum(1 for _ in self.steps())
+        return max(due, 0) * len(self.ranks)
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
         """(step, one trace a rank) for each step that every rank completed."""
@@ -177,15 +158,17 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
     if evidence.before is None:
         return finding
     there = _finding(law, evidence.before)
-    if worst_of([there.status, finding.status]) != there.status:
-        return finding
     if there.message == finding.message:  # of both parts together, as parity is
         return there
+    compared = there.compared + finding.compared
+    missed = there.not_compared + finding.not_compared
+    if worst_of([there.status, finding.status]) != there.status:
+        return replace(finding, compared=compared, not_compared=missed)
     first = evidence.scenario.legs[0]
     message = f"{there.message} ({first.topology}/{first.world}, where it began)"
     if finding.status is there.status is Status.PASS:
         message += f", then {finding.message}"
-    return replace(there, message=message)
+    return replace(there, message=message, compared=compared, not_compared=missed)
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:
@@ -194,23 +177,12 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
     return skipped("a law of scalers, and this run has none")
 
 
-def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}"
-
-
 def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:
     """The first non-finite gradient of a step in words, or the empty string."""
     for trace, rank in zip(seen, evidence.ranks, strict=True):
         if trace.non_finite:
             return f"{trace.non_finite[0]} is not finite on rank {rank.rank}"
     return ""
-
-
-def passed(message: str) -> Finding:
-    """A pass that says what was compared."""
-    return Finding(status=Status.PASS, message=message)
 
 
 def skipped(message: str) -> Finding:
@@ -223,8 +195,26 @@ def inconclusive(message: str) -> Finding:
     return Finding(status=Status.INCONCLUSIVE, message=message)
 
 
-def count_or_inconclusive(compared: int, what: str) -> Finding:
-    """A pass over ``compared`` comparisons, or inconclusive when there were none."""
-    if compared:
-        return passed(f"{compared} {what}")
-    return inconclusive(f"0 {what}: the run stopped before anything could be compared")
+def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
+    """Add to what a law of time finds that this is the second try."""
+    if not evidence.first_try:
+        return finding
+    text = f"tried again alone: a first try ran out of time, {evidence.first_try}"
+    return replace(finding, message=f"{finding.message} ({text})")
+
+
+def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:
+    """A pass over ``compared`` comparisons, or inconclusive when there were none.
+
+    Args:
+        compared: comparisons that were made, and agreed.
+        what: of what, in words.
+        not_compared: comparisons that were due and could not be made.
+    """
+    status, message = Status.PASS, f"{compared} {what}"
+    if not compared:
+        status = Status.INCONCLUSIVE
+        message += ": the run stopped before anything could be compared"
+    return Finding(
+        status=status, message=message, compared=compared, not_compared=not_compared
+    )

@@ -20,7 +20,8 @@ _HEAD = """\
 
 What every right scaler keeps, by chapter. Made by `make docs` from `conformance/laws/`:
 change it there. A law that compared nothing is `inconclusive`, never a pass.
-`gradparity explain LAW` says the same in the terminal.
+`gradparity explain LAW` says the same in the terminal. What a scaler must offer to be
+judged at all is in [judged-scaler.md](judged-scaler.md).
 """
 
 
@@ -69,9 +70,6 @@ def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
     yield f"{law.text}\n"
     yield f"*Why:* {law.reason}\n"
-    source = getattr(law, "source", "")
-    if source:
-        yield f"*Source:* {source}\n"
     faulty = [f"`{s.__name__}`" for s, how in FAULTY.items() if how.law == law.id]
     if faulty:
         yield f"*Broken on purpose by:* {', '.join(faulty)}\n"

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..fixtures import KINDS, OPTIMIZERS, PRECISIONS, TOPOLOGIES
+from ..fixtures import (
+    KINDS,
+    MODELS,
+    OPTIMIZERS,
+    PRECISIONS,
+    TOPOLOGIES,
+    dataset_of,
+)
 from ..fixtures.peers import PEERS
 from . import laws as laws
-from .catalogue import Selection, select
+from .catalogue import PRESETS, Selection, select
 from .law import LAWS
+from .recipes import RECIPES
 from .scenario import Scenario
-from .schema import schema_text
+from .status import UsageError, did_you_mean
 
 __all__ = ["explain", "listing"]
 
@@ -19,7 +27,7 @@ def listing(what: str, preset: str, selection: Selection) -> Iterator[str]:
     """Lines of ``gradparity list what``.
 
     Raises:
-        ValueError: if the selection names something unknown.
+        UsageError: if the selection names something unknown.
     """
     if what == "scenarios":
         yield from (scenario.id for scenario in select(preset, selection))
@@ -40,6 +48,15 @@ def _precisions() -> Iterator[str]:
     return (f"{p.name:14} {p.text}" for p in PRECISIONS.values())
 
 
+def _data() -> Iterator[str]:
+    for name in MODELS:
+        yield f"{name:15} trained on {dataset_of(name)}"
+
+
+def _recipes() -> Iterator[str]:
+    return (f"{name:18} {recipe.text}" for name, recipe in RECIPES.items())
+
+
 def _faults() -> Iterator[str]:
     yield f"KIND@rRANKsSTEP:PARAMETER, joined by ';'; KIND is {', '.join(KINDS)};"
     yield "RANK and STEP may be *, PARAMETER first or last; ! spares the replicas"
@@ -56,27 +73,30 @@ _TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "topologies": _topologies,
     "precisions": _precisions,
     "optimizers": lambda: iter(OPTIMIZERS),
+    "data": _data,
+    "recipes": _recipes,
+    "presets": lambda: iter(PRESETS),
     "faults": _faults,
     "scalers": _scalers,
 }
 
 
 def explain(what: str) -> str:
-    """A law or a scenario in words; ``report.jsonl`` as JSON Schema.
+    """A law, a chapter of laws or a scenario in words.
 
     Raises:
-        ValueError: if ``what`` is none of them.
+        UsageError: if ``what`` is none of them.
     """
-    if what == "report.jsonl":
-        return schema_text()
-    if what in LAWS:
-        law = LAWS[what]
-        return f"{law.id}\n\n{law.text}\n\nWhy: {law.reason}"
+    told = [law for law in LAWS.values() if what in (law.id, law.chapter)]
+    if told:
+        return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in told)
     if "/" in what:
         return _explain_scenario(Scenario.parse(what))
-    raise ValueError(
-        f"{what!r} is neither a law ({', '.join(LAWS)}) nor a scenario id "
-        "nor report.jsonl"
+    chapters = list(dict.fromkeys(law.chapter for law in LAWS.values()))
+    raise UsageError(
+        f"{what!r} is neither a law (see gradparity list laws), a chapter of them "
+        f"({', '.join(chapters)}), a scenario id nor report.jsonl"
+        f"{did_you_mean(what, [*LAWS, *chapters])}"
     )
 
 

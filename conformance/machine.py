@@ -10,10 +10,11 @@ All numbers are powers of two and small sums of them, so every comparison is exa
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -39,18 +40,40 @@ from .oracle import (
     Call,
     Oracle,
     history_text,
+    parse_history,
 )
-from .spec import NO_SCALER, load_scaler
+from .search.follow import EITHER, follow
+from .search.program import FAMILIES, Program, parse_program, programs
+from .spec import NO_SCALER, growth_tracker, load_scaler, refuse_unfit
+from .status import UsageError
 from .terminal import plain
 
-__all__ = ["MachineSettings", "drive", "histories", "machine"]
+__all__ = [
+    "CALLS",
+    "Departure",
+    "MachineSettings",
+    "drive",
+    "histories",
+    "machine",
+    "parse_drawn",
+]
 
 GRADIENT, RATE, START = 0.5, 0.25, 1.0
 SCALES = (-10, 0, 6, 126)
 """log2 of the scales that a user sets; from the last one growth would overflow."""
 MOST_CALLS = 30
+CALLS = "calls"
+"""The family of calls, legal and illegal, on DTensors; the others are programs."""
 ROUND = 20
-"""Histories drawn between two looks at the clock."""
+"""Histories drawn in one round."""
+SLICE_S = 4.0
+"""A family draws for so long before the next one does."""
+SHRINK_S = 20.0
+"""The least time that shrinking may take."""
+QUICK_S = 4.0
+"""Ranks wait for each other so long; a hang is tried again with more patience."""
+HANGS = "does not return"
+TORCH = "torch.amp:GradScaler"
 PATIENCE = timedelta(seconds=20)
 History = tuple[Call, ...]
 
@@ -133,9 +156,9 @@ class _Side:
 
     def _state_departs(self) -> str:
         scale = float(self.scaler.get_scale())
-        tracker = int(self.scaler.state_dict()["_growth_tracker"])
+        tracker = growth_tracker(self.scaler.state_dict())
         got, want = (scale, tracker), (self.oracle.scale, self.oracle.tracker)
-        if got == want:
+        if got == want or (tracker is None and scale == self.oracle.scale):
             return ""
         return (
             f"scale {got[0]:g}, growth tracker {got[1]}; the rule says {want[0]:g}, "
@@ -258,34 +281,262 @@ class MachineSettings:
     scaler: str
     folder: str
     world: int = 2
+    """Ranks of the family ``calls``; the others have numbers of their own."""
     budget_s: float = 60.0
-    """Seconds to draw histories; shrinking may take as long again."""
-    history: History = ()
+    """Seconds to draw, for all families together."""
+    history: History | Program = ()
     """Run this one instead of searching."""
+    families: Sequence[str] = ()
+    """Search only these; all by default."""
     database: str = ".hypothesis/gradparity-machine"
     """Folder in which failures are kept; they are tried first next time."""
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
-            raise ValueError(f"the budget must be positive, got {self.budget_s}")
+            raise UsageError(f"the budget must be positive, got {self.budget_s}")
         if self.scaler == NO_SCALER:
-            raise ValueError("call histories are those of a scaler: name one")
+            raise UsageError("call histories are those of a scaler: name one")
         if self.world < 1:
-            raise ValueError(f"a world has at least 1 rank, got {self.world}")
+            raise UsageError(f"a world has at least 1 rank, got {self.world}")
+        known = [CALLS, *FAMILIES]
+        if unknown := [name for name in self.families if name not in known]:
+            raise UsageError(
+                f"unknown family {unknown[0]!r}: expected one of {', '.join(known)}"
+            )
+
+
+class Departure(Exception):
+    """What a search raises before hypothesis where it has found what it looks for.
+
+    A type of its own: an ``AssertionError`` may be a fault of the judge, which ends
+    the search as such.
+    """
 
 
 @dataclass(kw_only=True)
-class Found:
-    """What a search came to."""
+class _Search:
+    """The search of one family."""
 
+    family: str
+    settings_: MachineSettings
+    clusters: _Clusters
     tried: int = 0
     calls: int = 0
-    history: History = ()
+    spent_s: float = 0.0
+    found_s: float = 0.0
+    """When the first departure was found, in this family's own time."""
+    smallest: History | Program = ()
     """The last, and after shrinking the shortest, history that departs."""
     departure: str = ""
     broken: list[str] = field(default_factory=list)
     """Histories in which the harness broke; they prove nothing."""
+
+    def __post_init__(self) -> None:
+        self.known: dict[History | Program, str] = {}
+        self.stop_at = 0.0
+        self._round = self._make_round()
+
+    def round(self) -> None:
+        """Draw for a while; a departure is shrunk."""
+        world = FAMILIES[self.family].world if self.family in FAMILIES else None
+        self.clusters[world or self.settings_.world]  # started in nobody's time
+        start = time.monotonic()
+        self.stop_at = start + SLICE_S
+        try:
+            self._round()
+        except Departure:
+            self._trim()
+        self.spent_s += time.monotonic() - start
+
+    def _make_round(self) -> Callable[[], None]:
+        chosen = self.family
+        drawn = histories(self.settings_.world) if chosen == CALLS else programs(chosen)
+
+        @settings(
+            max_examples=ROUND,
+            deadline=None,
+            database=DirectoryBasedExampleDatabase(
+                f"{self.settings_.database}/{self.family}"
+            ),
+            derandomize=False,  # its default on CI: every round would draw the same
+            verbosity=Verbosity.quiet,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.reuse, Phase.generate, Phase.shrink),
+        )
+        @given(drawn)
+        def search(drawn: History | Program) -> None:
+            if drawn not in self.known:
+                if time.monotonic() > self.stop_at:
+                    return  # shrink no further: what is not known to depart does not
+                self.known[drawn] = self.departure_of(drawn)
+            if self._is_same(drawn):  # the shortest is looked at last, and is known
+                self._keep(drawn)
+                raise Departure
+
+        return search
+
+    def _is_same(self, drawn: History | Program) -> bool:
+        """Whether it departs, and as the first one did: no fault hides another."""
+        departure = self.known[drawn]
+        return bool(departure) and _sort(departure) == _sort(
+            self.departure or departure
+        )
+
+    def _keep(self, drawn: History | Program) -> None:
+        if not self.departure:
+            now = time.monotonic()
+            self.found_s = self.spent_s + now - (self.stop_at - SLICE_S)
+            # a hang is dear: only the quicker way of shrinking is tried
+            hangs = HANGS in self.known[drawn]
+            self.stop_at = now + (0 if hangs else self._shrink_s())
+        self.smallest, self.departure = drawn, self.known[drawn]
+
+    def _shrink_s(self) -> float:
+        return max(SHRINK_S, self.settings_.budget_s / 15)
+
+    def _trim(self) -> None:
+        """Drop calls and words, many at once first: a run of calls is drawn as one."""
+        self.stop_at = max(self.stop_at, time.monotonic() + self._shrink_s())
+        smaller = True
+        while smaller and time.monotonic() < self.stop_at:
+            smaller = False
+            for each in _smaller(self.smallest, self.departure):
+                if time.monotonic() > self.stop_at:
+                    break
+                if each not in self.known:
+                    self.known[each] = self.departure_of(each)
+                if self._is_same(each):
+                    self.smallest, self.departure = each, self.known[each]
+                    smaller = True
+                    break
+
+    def departure_of(self, drawn: History | Program) -> str:
+        """Run one history: how it departs, or nothing."""
+        self.tried += 1
+        self.calls += len(_calls_of(drawn))
+        found = self._run(drawn, QUICK_S)
+        if HANGS in found and HANGS not in self.departure:
+            # a loaded machine must accuse nobody
+            found = self._run(drawn, self.settings_.timeout_s / 2)
+        return found
+
+    def _run(self, drawn: History | Program, patience_s: float) -> str:
+        spec, folder = self.settings_.scaler, self.settings_.folder
+        calls = _calls_of(drawn)
+        if not calls:
+            return ""
+        try:
+            if isinstance(drawn, Program):
+                cluster = self.clusters[drawn.world]
+                limit_s = 2 * patience_s + 8  # also where all of them hang
+                seen = cluster.run(
+                    follow, drawn, spec, folder, patience_s, timeout_s=limit_s
+                )
+            else:
+                seen = self.clusters[self.settings_.world].run(
+                    drive, drawn, spec, folder
+                )
+        except WorldFailure as failure:
+            return self._failed(failure, drawn)
+        wrong = [(rank, text) for rank, at in enumerate(seen) if at and (text := at[1])]
+        if not wrong:
+            return ""
+        place = next(at[0] for at in seen if at)
+        text = "; ".join(f"rank {rank}: {text}" for rank, text in wrong)
+        if HANGS in text:  # these ranks are of no use any more
+            self.clusters.pop(_world_of(drawn, self.settings_)).close()
+        return f"call {place}, {calls[place]}: {text}"
+
+    def _failed(self, failure: WorldFailure, drawn: History | Program) -> str:
+        """A hang is the scaler's; a rank that was killed or raised is the harness's."""
+        text = " ".join(failure.root.headline.split())[:300]
+        if failure.root.state is RankState.HUNG or "wait timeout" in text.lower():
+            return f"a call {HANGS}: {text}"
+        self.broken.append(f"{_text_of(drawn)}: {text}")
+        return ""
+
+    def told(self) -> list[str]:
+        """The departure and the command that shows it again."""
+        settings_ = self.settings_
+        again = ["gradparity", "machine", "--scaler", settings_.scaler]
+        if not isinstance(self.smallest, Program):
+            again += ["--world-size", str(settings_.world)]
+        again += ["--history", _text_of(self.smallest)]
+        lines = [f"departure from the oracle: {self.departure}", shlex.join(again)]
+        if not settings_.history:
+            lines[0] += (
+                f" (family {self.family}: {len(_calls_of(self.smallest))} calls, found "
+                f"after {self.found_s:.1f} s, "
+                f"shrunk in {self.spent_s - self.found_s:.1f} s)"
+            )
+        return lines
+
+
+class _Clusters(dict[int, Cluster]):
+    """Warm ranks by number, made when first asked for."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def __missing__(self, world: int) -> Cluster:
+        self[world] = Cluster(world, timeout_s=self.timeout_s)
+        # what it must import is no part of anybody's time
+        self[world].run(follow, Program(frozenset(), world, ()), TORCH, ".", 1.0)
+        return self[world]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for cluster in self.values():
+            cluster.close()
+
+
+def _sort(departure: str) -> tuple[bool, ...]:
+    """What sort of departure it is."""
+    if HANGS in departure:
+        return (True,)
+    words = ("raised", "refused", "accepted", "returned", EITHER)
+    return tuple(word in departure for word in words)
+
+
+def _world_of(drawn: History | Program, settings_: MachineSettings) -> int:
+    return drawn.world if isinstance(drawn, Program) else settings_.world
+
+
+def _calls_of(drawn: History | Program) -> History:
+    return drawn.calls if isinstance(drawn, Program) else drawn
+
+
+def _smaller(drawn: History | Program, departure: str) -> Iterator[History | Program]:
+    """The same with fewer calls, or a word less; the most promising first."""
+    calls = _calls_of(drawn)
+    at = re.match(r"call (\d+)", departure)
+    cuts = [slice(int(at[1]) + 1, len(calls))] if at else []
+    size = len(calls) // 2
+    while size:
+        cuts += [slice(i, i + size) for i in reversed(range(0, len(calls), size))]
+        size //= 2
+    for cut in cuts:
+        fewer = calls[: cut.start] + calls[cut.stop :]
+        if fewer and len(fewer) < len(calls):
+            yield replace(drawn, calls=fewer) if isinstance(drawn, Program) else fewer
+    if isinstance(drawn, Program):
+        for word in sorted(drawn.words):
+            yield replace(drawn, words=drawn.words - {word})
+
+
+def _text_of(drawn: History | Program) -> str:
+    return str(drawn) if isinstance(drawn, Program) else history_text(drawn)
+
+
+def parse_drawn(text: str, world: int) -> History | Program:
+    """Read what a search has told.
+
+    Raises:
+        UsageError: if ``text`` has another form; says what was got and expected.
+    """
+    return parse_program(text) if "/" in text else parse_history(text, world)
 
 
 def histories(world: int) -> st.SearchStrategy[History]:
@@ -305,95 +556,58 @@ def histories(world: int) -> st.SearchStrategy[History]:
 
 
 def machine(settings_: MachineSettings, console: Console) -> int:
-    """Search until the budget is spent or a departure is shrunk.
+    """Search every family until the budget is spent.
+
+    A family in which a departure was found and shrunk is closed; each of the others
+    gets an equal share of the time.
 
     Returns:
-        0 nothing found, 1 a departure, 3 nothing could be judged.
+        0 nothing found, 1 departures, 3 nothing could be judged.
     """
-    found = Found()
-    with Cluster(settings_.world, timeout_s=settings_.timeout_s) as cluster:
-        if settings_.history:
-            _try(settings_, cluster, settings_.history, found)
-        else:
-            search = _search(settings_, cluster, found)
-            end = time.monotonic() + settings_.budget_s
-            try:
-                while time.monotonic() < end:
-                    search()  # one round; hypothesis itself knows no budget
-            except AssertionError:
-                pass  # the departure is in ``found``, shrunk
-    return _tell(settings_, found, console)
-
-
-def _search(
-    settings_: MachineSettings, cluster: Cluster, found: Found
-) -> Callable[[], None]:
-    end = time.monotonic() + 2 * settings_.budget_s
-    known: dict[History, str] = {}
-
-    @settings(
-        max_examples=ROUND,
-        deadline=None,
-        database=DirectoryBasedExampleDatabase(settings_.database),
-        derandomize=False,  # its default on CI: every round would draw the same
-        verbosity=Verbosity.quiet,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.reuse, Phase.generate, Phase.shrink),
-    )
-    @given(histories(settings_.world))
-    def search(history: History) -> None:
-        if history not in known:
-            if time.monotonic() > end:
-                return  # shrink no further: what is not known to depart does not
-            right = _try(settings_, cluster, history, found)
-            known[history] = "" if right else found.departure
-        if known[history]:  # the shortest is looked at last, and is known by then
-            found.history, found.departure = history, known[history]
-        assert not known[history]
-
-    return search
-
-
-def _try(
-    settings_: MachineSettings, cluster: Cluster, history: History, found: Found
-) -> bool:
-    """Whether every rank follows the oracle through ``history``."""
-    found.tried += 1
-    found.calls += len(history)
+    clusters = _Clusters(settings_.timeout_s)
+    names = settings_.families or [CALLS, *FAMILIES]
     try:
-        seen = cluster.run(drive, history, settings_.scaler, settings_.folder)
-    except WorldFailure as failure:
-        return _failed(failure, history, found)
-    wrong = [(rank, text) for rank, at in enumerate(seen) if at and (text := at[1])]
-    if wrong:
-        place = next(at[0] for at in seen if at)
-        text = "; ".join(f"rank {rank}: {text}" for rank, text in wrong)
-        found.history = history
-        found.departure = f"call {place}, {history[place]}: {text}"
-    return not wrong
+        ranks = clusters[_world_of(settings_.history, settings_)]
+        refuse_unfit(ranks, settings_.scaler, settings_.folder)
+        if settings_.history:
+            search = _Search(family=CALLS, settings_=settings_, clusters=clusters)
+            search.smallest = settings_.history
+            search.departure = search.departure_of(settings_.history)
+            _print(console, search.told() if search.departure else [])
+            return _conclude([search], console)
+        searches = [
+            _Search(family=name, settings_=settings_, clusters=clusters)
+            for name in names
+        ]
+        end = time.monotonic() + settings_.budget_s
+        open_ = list(searches)
+        while open_ and time.monotonic() < end:
+            search = min(open_, key=lambda each: each.spent_s)
+            search.round()
+            if search.departure:
+                open_.remove(search)
+                _print(console, search.told())
+        return _conclude(searches, console)
+    finally:
+        clusters.close()
 
 
-def _failed(failure: WorldFailure, history: History, found: Found) -> bool:
-    """A hang is the scaler's; a rank that was killed or raised is the harness's."""
-    text = " ".join(failure.root.headline.split())[:300]
-    if failure.root.state is RankState.HUNG or "wait timeout" in text.lower():
-        found.history, found.departure = history, f"a call does not return: {text}"
-        return False
-    found.broken.append(f"{history_text(history)}: {text}")
-    return True
+def _conclude(searches: list[_Search], console: Console) -> int:
+    tried = sum(search.tried for search in searches)
+    calls = sum(search.calls for search in searches)
+    broken = [text for search in searches for text in search.broken]
+    departed = [search for search in searches if search.departure]
+    lines = [f"harness failure: {text}" for text in broken[:3]]
+    lines += [
+        f"{tried} histories tried, {calls} calls on each rank, {len(departed)} of "
+        f"{len(searches)} families depart from the oracle"
+    ]
+    _print(console, lines)
+    if departed:
+        return 1
+    return 3 if broken or not tried else 0
 
 
-def _tell(settings_: MachineSettings, found: Found, console: Console) -> int:
-    lines = [f"{found.tried} histories tried, {found.calls} calls on each rank"]
-    lines += [f"harness failure: {text}" for text in found.broken[:3]]
-    if found.history:
-        again = ["gradparity", "machine", "--scaler", settings_.scaler]
-        again += ["--world-size", str(settings_.world)]
-        again += ["--history", history_text(found.history)]
-        lines += [f"departure from the oracle: {found.departure}", shlex.join(again)]
+def _print(console: Console, lines: list[str]) -> None:
     for line in lines:
         console.print(Text(plain(line)), soft_wrap=True)
-    if found.history:
-        return 1
-    return 3 if found.broken or not found.tried else 0

@@ -10,6 +10,7 @@ import msgspec
 
 from .law import LAWS
 from .report import Header
+from .status import UsageError
 
 __all__ = ["Matrix", "Row", "as_text", "read_matrix", "write_matrix"]
 
@@ -180,9 +181,9 @@ def read_matrix(path: Path) -> Matrix:
     """Read ``mutants.json``.
 
     Raises:
-        ValueError: if it is none.
+        UsageError: if it is none.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Matrix)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is no matrix of mutants: {error}") from error
+        raise UsageError(f"{path} is no matrix of mutants: {error}") from error

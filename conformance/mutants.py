@@ -23,6 +23,7 @@ from .matrix import Matrix, Row, as_text, write_matrix
 from .record import make_header
 from .runner import Case, Runner
 from .scenario import Scenario
+from .status import UsageError
 from .terminal import plain
 
 __all__ = ["MODULE", "MutantSettings", "mutants"]
@@ -57,12 +58,12 @@ class MutantSettings:
         known = {s.__name__ for s in [*FAULTY, *RIGHT]}
         for name in self.scalers:
             if name not in known:
-                raise ValueError(
+                raise UsageError(
                     f"unknown scaler {name!r}: expected a class of {MODULE}, such as "
                     f"{', '.join(sorted(known)[:3])}"
                 )
         if self.seeds < 0 or self.share < 1:
-            raise ValueError(
+            raise UsageError(
                 f"seeds must be at least 0 and share at least 1, got {self.seeds} and "
                 f"{self.share}"
             )
@@ -116,7 +117,7 @@ def mutants(settings: MutantSettings, console: Console) -> int:
         the harness broke.
 
     Raises:
-        ValueError: for unknown presets, before anything is started.
+        UsageError: for unknown presets, before anything is started.
     """
     for preset in settings.presets:
         select(preset, settings.selection)
@@ -155,22 +156,12 @@ def _judge_wrong(
 ) -> None:
     for preset in settings.presets:
         missed = [t for t in wrong if not t.caught]
-        for scenario in _cheapest_first(select(preset, settings.selection)):
+        for scenario in select(preset, settings.selection):
             due = [t for t in missed if settings.every or not t.caught]
             if not due:
                 break
             _judge(settings, runner, due, (preset, scenario))
             _progress(settings, console, scenario, f"{len(due)} judged", due)
-
-
-def _cheapest_first(scenarios: Sequence[Scenario]) -> Sequence[Scenario]:
-    """Few ranks, the small model and fp32 first: most faults need no more to show."""
-
-    def cost(scenario: Scenario) -> tuple[int, bool, bool]:
-        text, half = scenario.dataset != "digits", scenario.precision != "fp32"
-        return scenario.world, text, half
-
-    return sorted(scenarios, key=cost)
 
 
 def _judge_right(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from .status import UsageError
+
 __all__ = ["KINDS", "OPTIMIZERS", "Call", "Oracle", "history_text", "parse_history"]
 
 OPTIMIZERS = 2
@@ -47,7 +49,8 @@ class Call:
     """Where a gradient becomes bad or is missing."""
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.which}@{self.rank}"
+        which, rank = self.which, self.rank
+        return self.kind + f":{which}" * (which != 0) + f"@{rank}" * (rank != 0)
 
 
 def history_text(history: tuple[Call, ...]) -> str:
@@ -59,7 +62,7 @@ def parse_history(text: str, world: int) -> tuple[Call, ...]:
     """Read what `history_text` wrote.
 
     Raises:
-        ValueError: if ``text`` has another form; says what was got and expected.
+        UsageError: if ``text`` has another form; says what was got and expected.
     """
     return tuple(_parse(part, world) for part in text.split(","))
 
@@ -67,13 +70,13 @@ def parse_history(text: str, world: int) -> tuple[Call, ...]:
 def _parse(text: str, world: int) -> Call:
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in KINDS:
-        raise ValueError(
+        raise UsageError(
             f"unknown call {text!r}: expected KIND:OPTIMIZER@RANK with KIND one of "
             f"{', '.join(KINDS)}, for example inf:0@1"
         )
     call = Call(match["kind"], int(match["which"] or 0), int(match["rank"] or 0))
     if call.rank >= world or (call.kind != "set" and not 0 <= call.which < OPTIMIZERS):
-        raise ValueError(
+        raise UsageError(
             f"call {text!r} names optimizer {call.which} and rank {call.rank}: there "
             f"are {OPTIMIZERS} optimizers and {world} ranks"
         )

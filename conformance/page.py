@@ -12,12 +12,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from . import laws as laws
-from .law import LAWS, RANKING, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
-from .report import CaseRecord, Report, VerdictRecord
-from .scenario import Scenario
-from .standalone import standalone_script
+from .report import HARNESS, CaseRecord, Report, VerdictRecord
+from .status import RANKING, worst_of
 from .terminal import cell, facts, plain, worst_status
 
 __all__ = ["render_page", "write_page"]
@@ -27,7 +24,6 @@ ROOM = 900_000
 words the page stays below 3 MB, whatever they come to."""
 SCRIPT_ROOM = 200_000
 """Bytes of standalone scripts on a page: some 25 of them, the first ones."""
-CHAPTERS = tuple(dict.fromkeys(law.chapter for law in LAWS.values()))
 
 
 def write_page(report: Report, folder: Path) -> Path:
@@ -51,20 +47,28 @@ def render_page(report: Report) -> str:
         lstrip_blocks=True,
     )
     stories = _stories(report)
+    chapters = _chapters(report)
     return environment.get_template("report.html.j2").render(
         report=report,
-        laws=LAWS,
-        chapters=CHAPTERS,
+        laws=report.header.laws,
+        chapters=chapters,
         cell=cell,
         facts=_untold,
         worst=worst_status,
         anchor=_anchor,
-        rows=_rows(report),
+        rows=_rows(report, chapters),
         tallies=_tallies(report),
         filters=_filters(stories),
         undrawn=sum(story.undrawn for story in stories),
         groups={t: [s for s in stories if s.topology == t] for t in report.topologies},
     )
+
+
+def _chapters(report: Report) -> list[str]:
+    """Chapters of the laws that the report has judged, in their order."""
+    seen = (v.law for case in report.cases for v in case.verdicts)
+    laws = report.header.laws or dict.fromkeys(seen)  # a report of an earlier version
+    return list(dict.fromkeys(law.partition(".")[0] for law in laws))
 
 
 def _printable(value: object) -> object:
@@ -119,7 +123,7 @@ class Row:
     marks: Sequence[Mark]
 
 
-def _rows(report: Report) -> list[Row]:
+def _rows(report: Report, chapters: Sequence[str]) -> list[Row]:
     cells: dict[tuple[str, str, str], list[CaseRecord]] = {}
     for case in report.cases:
         cells.setdefault((case.topology, case.precision, case.scaler), []).append(case)
@@ -128,7 +132,7 @@ def _rows(report: Report) -> list[Row]:
             topology=topology,
             precision=precision,
             scaler=scaler,
-            marks=[_mark(chapter, records) for chapter in CHAPTERS],
+            marks=[_mark(chapter, records) for chapter in chapters],
         )
         for (topology, precision, scaler), records in cells.items()
     ]
@@ -138,8 +142,8 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
     found = [
         (v.status, record)
         for record in records
-        for v in record.verdicts
-        if v.law.partition(".")[0] == chapter
+        for v in record.told
+        if v.law.partition(".")[0] in (chapter, HARNESS)
     ]
     status = worst_of(s for s, _ in found)
     if status == "skipped":
@@ -207,17 +211,8 @@ def _story(records: Sequence[CaseRecord]) -> Story:
             "precision": first.precision,
             "data": first.data,
         },
-        scripts={r.scaler: text for r in records if (text := _script(r))},
+        scripts={r.scaler: r.script for r in records if r.script},
     )
-
-
-def _script(record: CaseRecord) -> str:
-    if record.status != "fail":
-        return ""
-    try:
-        return standalone_script(Scenario.parse(record.scenario), record.scaler)
-    except ValueError:  # scripts are not made for all that a scenario can hold
-        return ""
 
 
 def _plots(record: CaseRecord, story: str) -> list[Markup]:

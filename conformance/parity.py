@@ -8,6 +8,7 @@ bounds are those of ``bounds``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -54,10 +55,10 @@ class ParityRow:
 class Parity:
     """The measured parity of one run."""
 
-    compared: int = 0
-    """Comparisons made; 0 means that nothing is known."""
-    skipped_rows: int = 0
-    """Comparisons that could not be made: a reference was not finite."""
+    compared: Counter[str] = field(default_factory=Counter)
+    """kind -> comparisons made; 0 means that nothing is known."""
+    not_compared: Counter[str] = field(default_factory=Counter)
+    """kind -> comparisons that were due and could not be made."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
     """kind -> the row closest to, or furthest beyond, its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
@@ -70,8 +71,11 @@ class Parity:
     """Loss of the fp64 truth at each step."""
 
     def add(self, row: ParityRow) -> None:
-        """Take one comparison in."""
-        self.compared += 1
+        """Take one comparison in, or count it where there is no finite bound."""
+        if not np.isfinite(row.bound):
+            self.not_compared[row.kind] += 1
+            return
+        self.compared[row.kind] += 1
         worst = self.worst.get(row.kind)
         if worst is None or row.ratio > worst.ratio:
             self.worst[row.kind] = row
@@ -134,16 +138,13 @@ def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
         per_step=[0.0] * scenario.steps, reference_loss=list(yardstick.truth.losses)
     )
     for row in _rows(schedule, legs, yardstick):
-        if row is None:
-            parity.skipped_rows += 1
-        else:
-            parity.add(row)
+        parity.add(row)
     return parity
 
 
 def _rows(
     schedule: Schedule, legs: Iterable[Sequence[RankTrace]], yardstick: Yardstick
-) -> Iterator[ParityRow | None]:
+) -> Iterator[ParityRow]:
     truth = yardstick.truth
     for step, (seen, skipped) in enumerate(
         zip(_steps(legs), schedule.skipped, strict=True)
@@ -152,13 +153,12 @@ def _rows(
         for trace, at in seen:
             wanted = truth.gradients[step].keys() - skipped
             for name, index in trace.index.items():
-                if not len(index):
-                    continue
-                if name in wanted and name in at.gradients:
+                if name in wanted:
+                    had = name in at.gradients
                     yield from _compare(
                         ("gradient", step, name, trace.rank),
-                        _summed(seen, trace, at, name),
-                        (truth.gradients[step][name], index),
+                        _summed(seen, trace, at, name) if had else None,
+                        (truth.gradients[step][name], trace.places(at, name)),
                         yardstick.gradient[step][name],
                     )
                 weight = yardstick.weights[step][name][index]
@@ -176,31 +176,27 @@ def _rows(
 def _summed(
     seen: Seen, trace: RankTrace, at: StepTrace, name: str
 ) -> NDArray[np.floating]:
-    """The gradient of ``trace``, summed over the axes on which it is partial.
+    """The gradient of ``trace``, summed over the ranks on which it is partial.
 
     Summed here and not on the ranks: an observer that sends collectives of its own
     would hang where ranks disagree whether to step.
     """
-    axes = at.partial.get(name, ())
-    if not axes:
+    ranks = at.partial.get(name)
+    if not ranks:
         return at.gradients[name]
+    places = trace.places(at, name)
     parts = [
         there.gradients[name].astype(np.float64)
         for other, there in seen
-        if name in there.gradients
-        and all(
-            index == other.coordinate.get(axis)
-            for axis, index in trace.coordinate.items()
-            if axis not in axes
-        )
+        if other.rank in ranks
+        and name in there.gradients
+        and np.array_equal(other.places(there, name), places)
     ]
     total: Doubles = np.sum(parts, axis=0)
     return total
 
 
-def _loss_rows(
-    step: int, seen: Seen, yardstick: Yardstick
-) -> Iterator[ParityRow | None]:
+def _loss_rows(step: int, seen: Seen, yardstick: Yardstick) -> Iterator[ParityRow]:
     known = [at.loss for _, at in seen if at.loss is not None]
     if known:
         # equal shares of rows: the mean over ranks is the mean over the batch
@@ -215,16 +211,18 @@ def _loss_rows(
 
 def _compare(
     where: tuple[str, int, str, int],
-    values: NDArray[np.floating],
+    values: NDArray[np.floating] | None,
     truth: tuple[Doubles, NDArray[np.int64]],
     bounds: tuple[float, float],
-) -> Iterator[ParityRow | None]:
+) -> Iterator[ParityRow]:
     kind, step, name, rank = where
     whole, index = truth
-    if not all(np.isfinite(bounds)):
-        yield None
+    if not len(index):
         return
-    errors = sizes(values.astype(np.float64) - whole[index])
+    if values is None or not all(np.isfinite(bounds)):  # not comparable
+        errors = bounds = (float("inf"), float("inf"))
+    else:
+        errors = sizes(values.astype(np.float64) - whole[index])
     units = sizes(whole)
     for measure, error, bound, unit in zip(
         _MEASURES, errors, bounds, units, strict=True

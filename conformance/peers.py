@@ -135,7 +135,7 @@ def _fallen(smoke: Report) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for case in smoke.cases:
         if case.status != "pass":
-            told = case.failures[0].message if case.failures else case.problem
+            told = case.failures[0].message if case.failures else case.status
             reasons.setdefault(case.scaler, f"{case.scenario}: {told}")
     return reasons
 
@@ -155,6 +155,7 @@ def _run(
         scenarios=scenarios,
         out=folder,
         timeout_s=TIMEOUT_S,
+        refuse_unfit=False,  # the smoke level says of each why it cannot be judged
         arguments=["who-passes", "--preset", preset],
     )
     run(settings, console)

@@ -81,7 +81,12 @@ def _scalers(
 
 
 def scale_chart(record: CaseRecord, curves: Curves) -> Markup:
-    """Scale after each step on every rank, as powers of two."""
+    """Scale after each step on every rank, as powers of two.
+
+    Empty where it is 1 throughout, as it is without a scaler.
+    """
+    if all(value == 1 for scales in curves.scale for value in scales):
+        return Markup("")
     series = [
         Series(
             label=f"rank {rank}",
@@ -91,6 +96,16 @@ def scale_chart(record: CaseRecord, curves: Curves) -> Markup:
         for rank, scales in enumerate(curves.scale)
     ]
     return line_chart(f"log2 of the scale, {record.scaler}", series)
+
+
+def _tick(value: float) -> str:
+    """At most seven characters: so many find room left of a plot."""
+    for digits in (4, 3, 2, 1):
+        text = f"{value:.{digits}g}".replace("e+", "e").replace("e0", "e")
+        text = text.replace("e-0", "e-")
+        if len(text) <= 7:
+            break
+    return text
 
 
 def _log(value: float, base: int) -> float:
@@ -131,7 +146,7 @@ class _Frame:
         return Markup(
             '<path class="grid" d="M{0} {1:.1f}H{2}"/>'
             '<text x="{3}" y="{4:.1f}" text-anchor="end">{5}</text>'
-        ).format(LEFT, y, WIDTH, LEFT - 6, y + 4, f"{value:.4g}")
+        ).format(LEFT, y, WIDTH, LEFT - 6, y + 4, _tick(value))
 
     def steps(self) -> Markup:
         first = Markup('<text x="{}" y="{}">step 0</text>').format(LEFT, HEIGHT - 8)

@@ -7,12 +7,12 @@ what judges is imported when a session asks for it (``suite.py``).
 from __future__ import annotations
 
 from collections.abc import Generator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from .arguments import SUITE
+from .arguments import PATHS, SUITE
+from .status import UsageError
 
 if TYPE_CHECKING:
     from .suite import Suite
@@ -26,13 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gradparity", "the conformance catalogue as tests")
     for name, settings in SUITE.items():
         # xdist sends options as plain values: a path stays text
-        plain = {k: v for k, v in settings.items() if not _is_path(v)}
+        plain = {k: v for k, v in settings.items() if v not in PATHS}
         dest = plain.pop("dest", name)  # --quick is short for a --preset
         group.addoption(f"--gradparity-{name}", dest=_dest(dest), **plain)
-
-
-def _is_path(value: object) -> bool:
-    return value is Path
 
 
 def _dest(name: str) -> str:
@@ -56,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     try:
         suite = config.stash[_SUITE] = Suite(config, options)
-    except ValueError as error:
+    except UsageError as error:
         raise pytest.UsageError(f"gradparity: {error}") from None
     if suite.writes:
         config.pluginmanager.register(_Reading(suite), "gradparity-reading")

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..fixtures import (
     LOSS,
     Strike,
+    WorkloadError,
     aim,
     inject,
     inject_loss,
@@ -32,11 +33,18 @@ from .checked import all_say_right, checked_collective
 from .devices import settle
 from .engine import Engine, Prepare, build_engine, shard_id
 from .handover import optimizer_states, restore
-from .observe import CallLog, digest, non_finite, optimizer_digest, partial_axes
+from .observe import (
+    CallLog,
+    digest,
+    gradient_places,
+    non_finite,
+    optimizer_digest,
+    partial_ranks,
+)
 from .probe import probe
 from .recipes import MANUAL_STEP
 from .scenario import Scenario
-from .spec import load_scaler
+from .spec import growth_tracker, load_scaler
 from .trace import Decision, Floats, Misuse, Problem, RankTrace, Saved, StepTrace
 from .workload import same_everywhere
 
@@ -173,15 +181,17 @@ class _Judged:
 
     def _load_scaler(self, state: bytes) -> None:
         if self.scaler is not None:
+            with self.watch("torch.load of its state_dict"):
+                loaded = torch.load(io.BytesIO(state), weights_only=True)
             with self.watch("load_state_dict"):
-                self.scaler.load_state_dict(
-                    torch.load(io.BytesIO(state), weights_only=True)
-                )
+                self.scaler.load_state_dict(loaded)
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
         try:
             yield
+        except WorkloadError:  # of the optimizer or its gradients, not the scaler's
+            raise
         except Exception as error:  # recorded as the verdict's evidence
             step = self.trace.steps[-1].step if self.trace.steps else -1
             text = str(error) or "(no message)"
@@ -200,14 +210,14 @@ class _Judged:
             scaled: list[Tensor] = self.scaler.scale(losses)
         return scaled
 
-    def state(self) -> tuple[float, int]:
+    def state(self) -> tuple[float, int | None]:
         """(scale, growth tracker) as the public protocol tells them."""
         if self.scaler is None:
             return 1.0, 0
         with self.watch("get_scale"):
             scale = float(self.scaler.get_scale())
         with self.watch("state_dict"):
-            return scale, int(self.scaler.state_dict().get("_growth_tracker", 0))
+            return scale, growth_tracker(self.scaler.state_dict())
 
     def step(self) -> None:
         optimizers = self.engine.optimizers
@@ -272,7 +282,6 @@ def _observe_step(
     log = CallLog()
     with _gradients_at_optimizers(engine, seen), log:
         judged.step()
-    seen.host_syncs = log.host_syncs
     with log:
         judged.update(seen.step)
     seen.collectives = log.collectives
@@ -332,15 +341,25 @@ def _gradients_at_optimizers(engine: Engine, seen: StepTrace) -> Iterator[None]:
         gradients = _local_gradients(engine)
         for name in engine.owned[number]:
             if name in gradients:
-                seen.gradients[name] = _floats(local(gradients[name]) / scale)
-                if axes := partial_axes(gradients[name]):
-                    seen.partial[name] = axes
+                _keep_gradient(engine, seen, name, gradients[name], scale)
 
     with ExitStack() as hooks:
         for number, optimizer in enumerate(engine.optimizers):
             hook = partial(lambda n, o, *_: watch(n, o), number)
             hooks.callback(optimizer.register_step_pre_hook(hook).remove)
         yield
+
+
+def _keep_gradient(
+    engine: Engine, seen: StepTrace, name: str, gradient: Tensor, scale: float
+) -> None:
+    parameter, index = engine.parameters[name], engine.index[name]
+    try:
+        seen.places[name] = gradient_places(gradient, parameter, index)
+    except ValueError as error:
+        raise engine.scenario.kit.refuse("backward", f"{name}: {error}") from error
+    seen.partial[name], parts = partial_ranks(gradient)
+    seen.gradients[name] = _floats(local(gradient) / (scale * parts))
 
 
 def _floats(tensor: Tensor) -> Floats:

@@ -17,15 +17,26 @@ import torch
 
 from .. import __version__
 from ..fixtures import DATASETS, is_workload, kit_of
+from . import laws as laws  # enters them into LAWS
 from .devices import Devices
-from .law import Evidence, Verdict
+from .law import LAWS, Evidence, Verdict
 from .observe import digest
 from .place import Place
-from .report import SCHEMA_VERSION, CaseRecord, Curves, Header, Number, VerdictRecord
+from .report import (
+    SCHEMA_VERSION,
+    CaseRecord,
+    Curves,
+    Header,
+    LawText,
+    Number,
+    VerdictRecord,
+)
 from .runner import Case
+from .standalone import standalone_script
+from .status import UsageError
 from .trace import StepTrace
 
-__all__ = ["case_record", "command_line", "make_header", "replay_command"]
+__all__ = ["Recorder", "case_record", "command_line", "make_header", "replay_command"]
 
 _RELEVANT = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -81,6 +92,9 @@ def make_header(
         environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
         launcher=msgspec.structs.replace(place.launcher(), restarts=restarts),
         gpus=tuple(place.gpu_names()),
+        laws={
+            law.id: LawText(text=law.text, reason=law.reason) for law in LAWS.values()
+        },
     )
 
 
@@ -118,6 +132,32 @@ def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -
     return f"{program} replay {shlex.join([scenario, *options])}"
 
 
+class Recorder:
+    """Makes the records of one report.
+
+    The first case in which a scaler breaks a law bears a script that shows it, so that
+    whoever renders the report need not make one: that takes the code that judges, and
+    may import what a scenario names.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self.devices = devices
+        self._shown: set[tuple[str, str]] = set()
+
+    def record(self, case: Case) -> CaseRecord:
+        """What the report keeps of ``case``."""
+        record = case_record(case, self.devices)
+        broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
+        if broken <= self._shown:
+            return record
+        try:
+            script = standalone_script(case.scenario, case.scaler)
+        except UsageError:  # scripts are not made for all that a scenario can hold
+            return record
+        self._shown |= broken
+        return msgspec.structs.replace(record, script=script)
+
+
 def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
     """What the report keeps of ``case``, which ran on ``devices`` (the CPU)."""
     scenario = case.scenario
@@ -147,6 +187,9 @@ def _verdict(verdict: Verdict) -> VerdictRecord:
         ranks=finding.ranks,
         parameter=finding.parameter,
         numbers={k: _number(v) for k, v in finding.numbers.items()},
+        cause=finding.cause,
+        compared=finding.compared,
+        not_compared=finding.not_compared,
     )
 
 
@@ -155,7 +198,6 @@ def _curves(evidence: Evidence) -> Curves:
     parts = [evidence.before, evidence] if evidence.before else [evidence]
     steps = [seen for part in parts for _, seen in part.steps()]
     rows = _rows(parts, evidence.scenario.world)
-    first = rows[0]
     return Curves(
         loss=[_mean([s.loss for s in seen]) for seen in steps],
         reference_loss=[_number(x) for x in parity.reference_loss] if parity else [],
@@ -167,8 +209,6 @@ def _curves(evidence: Evidence) -> Curves:
         parameters=(
             {n: _number(x) for n, x in parity.per_parameter.items()} if parity else {}
         ),
-        collectives=first[0].collectives if first else [],
-        host_syncs=[s.host_syncs for s in first],
     )
 
 

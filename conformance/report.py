@@ -6,6 +6,7 @@ and no footer, and reading such a file says that it is incomplete.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +15,10 @@ from types import TracebackType
 from typing import Annotated, Self
 
 import msgspec
+from filelock import FileLock, Timeout
 from msgspec import Meta
 
-from .law import RANKING
+from .status import RANKING, UsageError
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -25,6 +27,7 @@ __all__ = [
     "Footer",
     "Header",
     "Launcher",
+    "LawText",
     "Line",
     "Report",
     "ReportError",
@@ -35,6 +38,8 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+HARNESS = "harness"
+"""What stands in place of a law where the harness broke."""
 Number = float | Annotated[str, Meta(pattern="^(nan|-?inf)$")]
 """A number; nan and the infinities, which JSON lacks, are written as words."""
 Word = Annotated[str, Meta(pattern=f"^({'|'.join(RANKING)})$")]
@@ -42,7 +47,7 @@ Word = Annotated[str, Meta(pattern=f"^({'|'.join(RANKING)})$")]
 Count = Annotated[int, Meta(ge=0)]
 
 
-class ReportError(ValueError):
+class ReportError(UsageError):
     """A report cannot be used; the message says why and where."""
 
 
@@ -69,6 +74,15 @@ class Launcher(_Part, frozen=True, kw_only=True):
     """How often torchrun had restarted the ranks when this report was begun."""
     restarts: tuple[str, ...] = ()
     """One line a restart: what was kept, why the attempt before ended."""
+
+
+class LawText(_Part, frozen=True, kw_only=True):
+    """What a law says; a page is written without the code that judges."""
+
+    text: str
+    """One sentence."""
+    reason: str
+    """Why a training run needs it."""
 
 
 class Header(_Line, frozen=True, kw_only=True, tag="header"):
@@ -98,6 +112,8 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     launcher: Launcher = Launcher(name="pool")
     gpus: tuple[str, ...] = ()
     """Names of the GPUs of the machine of rank 0, where the device is cuda."""
+    laws: dict[str, LawText] = {}
+    """Law -> its text, in the order of the chapters."""
 
 
 class VerdictRecord(_Part, frozen=True, kw_only=True):
@@ -110,6 +126,12 @@ class VerdictRecord(_Part, frozen=True, kw_only=True):
     ranks: tuple[Count, ...] = ()
     parameter: str | None = None
     numbers: dict[str, Number] = {}
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is."""
+    compared: Count = 0
+    """Comparisons that it rests on."""
+    not_compared: Count = 0
+    """Comparisons that were due and could not be made."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):
@@ -121,8 +143,9 @@ class Curves(_Part, frozen=True, kw_only=True):
     """Loss of the fp64 reference."""
     scale: list[list[Number]]
     """Per rank: the scale after each step."""
-    growth: list[list[int]]
-    """Per rank: the growth tracker after each step."""
+    growth: list[list[int | None]]
+    """Per rank: the growth tracker after each step; null where the scaler keeps it to
+    itself."""
     stepped: list[list[bool | None]]
     """Per rank: whether the local parameters changed."""
     bad: list[list[str]]
@@ -131,10 +154,6 @@ class Curves(_Part, frozen=True, kw_only=True):
     """Largest error / bound of each step."""
     parameters: dict[str, Number]
     """Largest error / bound of each parameter."""
-    collectives: list[str]
-    """Collectives inside the scaler's calls in the first step, on the first rank."""
-    host_syncs: list[int]
-    """Per step on the first rank: host synchronisations inside ``step``."""
 
 
 class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
@@ -150,9 +169,12 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     verdicts: tuple[VerdictRecord, ...]
     seconds: float
     problem: str = ""
-    """Why the harness broke, naming the rank; else empty."""
+    """Why the harness broke, naming the rank; else empty. No law is judged then."""
     replay: str = ""
     """The command that runs this case again."""
+    script: str = ""
+    """A program that shows the violation with torch alone; only the first case in
+    which a scaler breaks a law has one."""
     curves: Curves | None = None
 
     @property
@@ -165,9 +187,18 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         return next((v for v in self.verdicts if v.law == law), None)
 
     @property
+    def told(self) -> tuple[VerdictRecord, ...]:
+        """What there is to tell: its verdicts and, once, why the harness broke."""
+        if not self.problem:
+            return self.verdicts
+        broke = VerdictRecord(law=HARNESS, status="error", message=self.problem)
+        # early versions gave every law an error of its own
+        return (broke, *(v for v in self.verdicts if v.status != "error"))
+
+    @property
     def failures(self) -> tuple[VerdictRecord, ...]:
-        """Verdicts that are a violation or a broken harness."""
-        return tuple(v for v in self.verdicts if v.status in ("fail", "error"))
+        """What there is to tell of violations or of a broken harness."""
+        return tuple(v for v in self.told if v.status in ("fail", "error"))
 
 
 class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
@@ -231,15 +262,30 @@ class _Version(msgspec.Struct):
 class ReportWriter:
     """Writes a report line by line; a context manager.
 
-    An earlier report under the same name is kept beside it as ``NAME.previous``.
+    Earlier reports under the same name are kept beside it as ``NAME.1``, ``NAME.2``
+    and so on, the oldest first. Until the writer is left, no other one can write a
+    report of this name.
+
+    Raises:
+        UsageError: if the file cannot be written, or another run writes it now.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            os.replace(path, path.with_name(path.name + ".previous"))
-        self._file = path.open("wb")
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+            if path.exists():
+                path.rename(_free_name(path))
+            self._file = path.open("wb")
+        except Timeout:
+            raise UsageError(
+                f"{path}: another run writes this report now: wait for its end, or "
+                "choose another folder by --out"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written: {error}") from error
         self._counts: Counter[str] = Counter()
         self._planned = header.planned
         self._write(header)
@@ -254,6 +300,7 @@ class ReportWriter:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
+        self._lock.release()
 
     def case(self, record: CaseRecord) -> None:
         """Append one case."""
@@ -283,6 +330,11 @@ class ReportWriter:
     def _write(self, line: Line) -> None:
         self._file.write(_ENCODER.encode(line) + b"\n")
         self._file.flush()
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def append_footer(path: Path, reason: str) -> None:

@@ -10,28 +10,26 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..fixtures import WorkloadError
 from ..multiprocess import HarnessError
 from ..multiprocess.station import Ended, Station
 from .catalogue import Selection, select
 from .devices import Devices
-from .law import worst_of
 from .page import write_page
 from .place import place_of
 from .recipes import BARE_RECIPES
-from .record import case_record, command_line, make_header
+from .record import Recorder, command_line, make_header
 from .report import CaseRecord, ReportWriter, read_report
 from .resume import Earlier, earlier_attempt
 from .runner import Runner
 from .scenario import Scenario
-from .spec import NO_SCALER, load_scaler, refuse_mixed
+from .spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
 from .spmd import REPORT_NOTE
-from .terminal import Ticker, plain, print_report, progress
+from .status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
+from .terminal import plain, print_report, progress
 from .workload import check_workloads
 
-__all__ = ["EXIT_CODES", "RunSettings", "run"]
-
-EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 3, "error": 3}
-"""Exit code by the worst status; 2 is bad usage."""
+__all__ = ["RunSettings", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +43,10 @@ class RunSettings:
     scenarios: Sequence[str] = ()
     """Scenario ids to run instead of a preset."""
     require: Sequence[str] = ()
-    """Scalers that decide the exit code; empty means all of them."""
+    """Those of ``scalers`` that decide the exit code; empty means all of them."""
     out: Path | None = None
     """Folder for ``report.jsonl`` and ``index.html``."""
-    json: Path | None = None
+    report: Path | None = None
     """File for the report alone."""
     fail_fast: bool = False
     """Stop at the first violation."""
@@ -56,30 +54,32 @@ class RunSettings:
     """Limit of one scenario."""
     devices: Devices = field(default_factory=Devices)
     """What the ranks compute on."""
+    refuse_unfit: bool = True
+    """Whether a scaler that cannot be judged stops the run before its first case."""
     quiet: bool = False
     arguments: Sequence[str] = ()
     """The command line, for the header."""
 
     def __post_init__(self) -> None:
-        for spec in self.require:
-            if spec not in self.scalers:
-                raise ValueError(
-                    f"--require {spec} is not judged: add --scaler {spec}, or choose "
-                    f"one of {', '.join(self.scalers)}"
-                )
         if not self.timeout_s > 0:
-            raise ValueError(f"the timeout must be positive, got {self.timeout_s}")
+            raise UsageError(f"the timeout must be positive, got {self.timeout_s}")
         refuse_mixed(self.scalers)
+
+    @property
+    def path(self) -> Path:
+        """The file of the report."""
+        return self.report or (self.out or Path("parity-report")) / "report.jsonl"
 
     def chosen(self) -> list[Scenario]:
         """The scenarios to run.
 
         Raises:
-            ValueError: for unknown names or ids, parts that do not go together, or a
+            UsageError: for unknown names or ids, parts that do not go together, or a
                 workload that breaks its protocol.
         """
         chosen = self._asked() if self.scenarios else self._selected()
-        check_workloads(chosen)
+        with as_usage(WorkloadError):
+            check_workloads(chosen)
         return list(dict.fromkeys(chosen))
 
     def _selected(self) -> list[Scenario]:
@@ -89,7 +89,7 @@ class RunSettings:
         chosen = [Scenario.parse(text) for text in self.scenarios]
         lost = [s for s in chosen if not s.trains_alone]
         if NO_SCALER in self.scalers and lost:
-            raise ValueError(
+            raise UsageError(
                 f"{lost[0].id} cannot be trained without a scaler: choose no faults "
                 f"and one of the recipes {', '.join(BARE_RECIPES)}"
             )
@@ -105,7 +105,7 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
         station: this process's part in a run under torchrun, as its leader.
 
     Raises:
-        ValueError: for bad usage, before anything is started.
+        UsageError: for bad usage, before anything is started.
     """
     scenarios = settings.chosen()
     scalers = list(dict.fromkeys(settings.scalers))
@@ -113,9 +113,11 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
     for spec in scalers:
         load_scaler(spec, folder)
     pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
-    path = _report_path(settings)
+    path = settings.path
     with place_of(settings.devices, settings.timeout_s, station) as place:
         place.check([leg.world for scenario in scenarios for leg in scenario.legs])
+        for spec in scalers if settings.refuse_unfit else ():
+            refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
         if station is not None:
             station.note(REPORT_NOTE, str(path.absolute()))
         earlier = earlier_attempt(
@@ -133,7 +135,7 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
         with ReportWriter(path, header) as writer:
             runner = Runner(folder=folder, place=place)
             code = _judge(settings, pairs, earlier, writer, console, runner)
-    _show(settings, path, console)
+            _show(settings, console)
     return code
 
 
@@ -151,28 +153,27 @@ def _judge(
         writer.case(record)
     done = {record.key for record in records}
     left = [(spec, s) for spec, s in pairs if (spec, s.id) not in done]
-    broken = ""
+    broken, code = "", None
+    recorder = Recorder(runner.place.devices)
     with progress(console, len(left), quiet=settings.quiet) as ticker:
         try:
             for spec, scenario in left:
-                records.append(_one(runner, spec, scenario, writer, ticker))
-                if settings.fail_fast and records[-1].status != "pass":
+                ticker.begin(spec, scenario.id)
+                record = recorder.record(runner.run(spec, scenario))
+                writer.case(record)
+                ticker.end(record)
+                records.append(record)
+                if settings.fail_fast and record.status == "fail":
                     break
         except (HarnessError, Ended) as error:
             broken = f"stopped after {len(records)} of {len(pairs)} cases: {error}"
+            code = EXIT_CODES["error"]
+        except KeyboardInterrupt:  # what was judged is told, as of any other run
+            broken = f"interrupted after {len(records)} of {len(pairs)} cases"
+            code = INTERRUPTED
     reason = broken or _incomplete(records, len(pairs))
     writer.close(time.monotonic() - start, reason)
-    return EXIT_CODES["error"] if broken else _exit_code(settings, records)
-
-
-def _one(
-    runner: Runner, spec: str, scenario: Scenario, writer: ReportWriter, ticker: Ticker
-) -> CaseRecord:
-    ticker.begin(spec, scenario.id)
-    record = case_record(runner.run(spec, scenario), runner.place.devices)
-    writer.case(record)
-    ticker.end(record)
-    return record
+    return _exit_code(settings, records) if code is None else code
 
 
 def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
@@ -190,24 +191,16 @@ def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
 
 def _exit_code(settings: RunSettings, records: Sequence[CaseRecord]) -> int:
     deciding = settings.require or settings.scalers
-    return EXIT_CODES.get(
-        worst_of(r.status for r in records if r.scaler in deciding), 3
-    )
+    return EXIT_CODES[case_status(r.status for r in records if r.scaler in deciding)]
 
 
-def _report_path(settings: RunSettings) -> Path:
-    if settings.json is not None:
-        return settings.json
-    return (settings.out or Path("parity-report")) / "report.jsonl"
-
-
-def _show(settings: RunSettings, path: Path, console: Console) -> None:
-    report = read_report(path)
+def _show(settings: RunSettings, console: Console) -> None:
+    path, report = settings.path, read_report(settings.path)
     if not settings.quiet:
         print_report(console, report)
     lines = [plain(text) for text in report.header.launcher.restarts]
     lines.append(f"report: {path}")
-    if settings.json is None or settings.out is not None:
+    if settings.report is None or settings.out is not None:
         page = write_page(report, settings.out or path.parent)
         lines.append(f"page:   {page}")
     if not settings.quiet:

@@ -7,6 +7,7 @@ schedule; each is made once and shared by all scalers.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
 from .devices import Devices
 from .handover import gathered
-from .law import LAWS, Evidence, Finding, Status, Verdict, case_status, judge
+from .law import LAWS, Evidence, Finding, Status, Verdict, judge
+from .laws.transparency import control_differs
 from .parity import Parity, measure_parity
 from .place import Place, Pool
 from .rank import JudgedError, observe_rank
 from .scenario import Scenario
 from .spec import NO_SCALER
+from .status import case_status
 from .trace import Problem, RankTrace, Saved
 from .workload import check_whole
 
@@ -50,11 +53,13 @@ class Case:
     """None where the harness broke."""
     seconds: float
     problem: str = ""
-    """Why the harness broke, naming the rank; else empty."""
+    """Why the harness broke, naming the rank; else empty. No law is judged then."""
 
     @property
     def status(self) -> Status:
         """The worst verdict; skipped laws do not count, and alone prove nothing."""
+        if self.problem:
+            return Status.ERROR
         return Status(case_status(v.status for v in self.verdicts))
 
 
@@ -74,6 +79,7 @@ class Runner:
         self.folder = folder
         self.place = place or Pool(Devices(), timeout_s)
         self._bare: dict[Scenario, Legs] = {}
+        self._controls: dict[Scenario, str] = {}
         self._stacks: dict[Scenario, Case | None] = {}
 
     def __enter__(self) -> Self:
@@ -98,6 +104,7 @@ class Runner:
         """
         start = time.monotonic()
         problem, evidence = "", None
+        verdicts: list[Verdict] = []
         ranks = max(leg.world for leg in scenario.legs)
         not_runnable = self.place.not_runnable(ranks)
         if not_runnable:
@@ -110,14 +117,11 @@ class Runner:
             verdicts = judge(evidence)
         except WorkloadError as error:  # its layout, seen from all ranks together
             problem = str(error)
-            verdicts = _no_verdicts(problem)
         except WorldFailure as failure:
             problem = _root_cause(failure)
-            verdicts = _no_verdicts(problem)
         except Exception as error:  # the judge's own fault: told, and the run goes on
             _LOGGER.exception("the judge broke in %s", scenario.id)
             problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
-            verdicts = _no_verdicts(problem)
         return Case(
             scaler=spec,
             scenario=scenario,
@@ -128,7 +132,12 @@ class Runner:
         )
 
     def _evidence(self, spec: str, scenario: Scenario, measured: bool) -> Evidence:
-        legs = self._observe(spec, scenario)
+        legs, first_try = self._observe(spec, scenario), ""
+        late = _ran_out_of_time(legs)
+        if late:
+            # Time alone convicts nobody: the machine may have been busy. The world that
+            # failed was ended, so the second try has ranks of its own.
+            legs, first_try = self._observe(spec, scenario), late
         check_whole(scenario, legs[-1])
         complete = all(t.came_to(scenario.steps - 1) for t in legs[-1])
         parity: Parity | None = None
@@ -136,15 +145,18 @@ class Runner:
             with _threads(self.place.threads):
                 parity = measure_parity(scenario, *legs)
         bare: Legs | None = None
+        differs = ""
         judged = spec != NO_SCALER and scenario.faults == "none"
         if complete and judged and scenario.precision == "fp32":
-            bare = self._bare_run(scenario)
+            bare, differs = self._bare_run(scenario), self._control(scenario)
         evidence: Evidence | None = None
         for number, traces in enumerate(legs):
             evidence = Evidence(
                 scenario=scenario,
                 ranks=traces,
                 bare=None if bare is None else bare[number],
+                bare_differs=differs,
+                first_try=first_try,
                 parity=parity,
                 scaler=spec != NO_SCALER,
                 before=evidence,
@@ -169,6 +181,17 @@ class Runner:
         if key not in self._bare:
             self._bare[key] = tuple(self._legs(NO_SCALER, key))
         return self._bare[key]
+
+    def _control(self, scenario: Scenario) -> str:
+        """Where the run without a scaler differs from itself, made again; else empty.
+
+        Without this a nondeterministic kernel would be held against the scaler.
+        """
+        key = _without_scaler(scenario)
+        if key not in self._controls:
+            again = tuple(self._legs(NO_SCALER, key))
+            self._controls[key] = control_differs(self._bare_run(key), again)
+        return self._controls[key]
 
     def _observe(self, spec: str, scenario: Scenario) -> Legs:
         """What was seen of each leg, up to the first that failed."""
@@ -199,22 +222,18 @@ def _without_scaler(scenario: Scenario) -> Scenario:
 
 def _unjudged(stack: Case) -> Case | None:
     """The case of any scaler on a stack that is wrong by itself, or None."""
-    wrong = [v for v in stack.verdicts if v.status in (Status.FAIL, Status.ERROR)]
-    if not wrong:
+    wrong = [v for v in stack.verdicts if v.status is Status.FAIL]
+    if not wrong and not stack.problem:
         return None
     why = stack.problem or f"{wrong[0].law}: {wrong[0].finding.message}"
     text = (
         f"the stack is wrong without any scaler (--scaler {NO_SCALER}, "
         f"{stack.scenario.id}): {why}"
     )
-    broke = stack.status is Status.ERROR
-    status = Status.ERROR if broke else Status.INCONCLUSIVE
-    return replace(
-        stack,
-        verdicts=tuple(_no_verdicts(text, status)),
-        evidence=None,
-        problem=text if broke else "",
-    )
+    if stack.problem:
+        return replace(stack, problem=text)
+    undecided = _every_law(Status.INCONCLUSIVE, text)
+    return replace(stack, verdicts=undecided, evidence=None)
 
 
 @contextmanager
@@ -250,6 +269,21 @@ def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
     return tuple(_trace_of(outcome) for outcome in failure.outcomes)
 
 
+def _ran_out_of_time(legs: Legs) -> str:
+    """What did not come back in time, in words, or the empty string."""
+    problems = [(t.rank, t.problem) for t in legs[-1] if t.problem is not None]
+    if any(not problem.late for _, problem in problems):
+        return ""  # something raised, and who waited for it is late for that reason
+    for rank, problem in problems:
+        return f"rank {rank}: {problem.error}"
+    for trace in legs[-1]:
+        for seen in trace.steps:
+            if seen.checked_sum is not None and math.isnan(seen.checked_sum[0]):
+                what = f"step {seen.step}: the checked all-reduce did not come back"
+                return f"{what} on rank {trace.rank}"
+    return ""
+
+
 def _trace_of(outcome: RankOutcome) -> RankTrace:
     if isinstance(outcome.exception, JudgedError):
         return _blameless(outcome) if _is_victim(outcome) else outcome.exception.trace
@@ -257,7 +291,8 @@ def _trace_of(outcome: RankOutcome) -> RankTrace:
         return outcome.value
     empty = RankTrace(rank=outcome.rank, coordinate={}, index={}, shards={})
     if outcome.state is RankState.HUNG:
-        empty.problem = Problem(step=0, call="a call", error=outcome.message or "hung")
+        error = outcome.message or "hung"
+        empty.problem = Problem(step=0, call="a call", error=error, late=True)
     return empty
 
 
@@ -274,7 +309,7 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
 
 
 def _root_cause(failure: WorldFailure) -> str:
-    return " ".join(failure.root.headline.split())[:400]
+    return " ".join(failure.root.headline.split())[:600]
 
 
 def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
@@ -282,12 +317,12 @@ def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
     return Case(
         scaler=spec,
         scenario=scenario,
-        verdicts=tuple(_no_verdicts(reason, Status.SKIPPED)),
+        verdicts=_every_law(Status.SKIPPED, reason),
         evidence=None,
         seconds=0.0,
     )
 
 
-def _no_verdicts(problem: str, status: Status = Status.ERROR) -> list[Verdict]:
-    finding = Finding(status=status, message=problem)
-    return [Verdict(law=each, finding=finding) for each in LAWS]
+def _every_law(status: Status, message: str) -> tuple[Verdict, ...]:
+    finding = Finding(status=status, message=message)
+    return tuple(Verdict(law=each, finding=finding) for each in LAWS)

@@ -30,6 +30,7 @@ from ..fixtures import (
 )
 from .constraints import other_world, why_not
 from .recipes import BARE_RECIPES, RECIPES, Recipe
+from .status import UsageError, as_usage
 
 __all__ = ["Scenario"]
 
@@ -70,22 +71,23 @@ class Scenario:
     growth_interval: int = field(default=3, metadata={"key": "interval"})
     """Good steps between two growths."""
 
+    @as_usage(ValueError)
     def __post_init__(self) -> None:
         for name, table in self._tables().items():
             value = getattr(self, name)
             if value not in table:
-                raise ValueError(
+                raise UsageError(
                     f"unknown {name} {value!r}: expected one of {', '.join(table)}"
                 )
         _check_faults(parse_faults(self.faults), self)
         self.parsed_topology.mesh_shape(self.world)
         reason = self.not_runnable()
         if reason:
-            raise ValueError(reason)
+            raise UsageError(reason)
         if self.steps < 1:
-            raise ValueError(f"a scenario takes at least 1 step, got {self.steps}")
+            raise UsageError(f"a scenario takes at least 1 step, got {self.steps}")
         if self.parsed_recipe.elsewhere and self.steps < 2:
-            raise ValueError(
+            raise UsageError(
                 f"recipe {self.recipe!r} trains on two worlds: choose at least 2 steps"
             )
         assert self.legs  # the run before must be one, too
@@ -138,11 +140,11 @@ class Scenario:
         """Build the scenario that has this id.
 
         Raises:
-            ValueError: if ``text`` is no id; says what was got and what was expected.
+            UsageError: if ``text`` is no id; says what was got and what was expected.
         """
         parts = text.split("/")
         if len(parts) not in (5, 6) or not parts[1].isdigit():
-            raise ValueError(
+            raise UsageError(
                 f"{text!r} is no scenario id: expected topology/world/precision/"
                 "optimizer/faults[/key=value,...], for example fsdp/2/fp32/sgd/none"
             )
@@ -230,7 +232,7 @@ def _parse_settings(text: str) -> dict[str, Any]:
     for part in text.split(","):
         key, _, value = part.partition("=")
         if key not in fields:
-            raise ValueError(
+            raise UsageError(
                 f"unknown setting {part!r}: expected key=value with key one of "
                 f"{', '.join(fields)}"
             )
@@ -238,7 +240,7 @@ def _parse_settings(text: str) -> dict[str, Any]:
         try:
             settings[fields[key].name] = kind(value)
         except ValueError:
-            raise ValueError(f"setting {part!r} is no {kind.__name__}") from None
+            raise UsageError(f"setting {part!r} is no {kind.__name__}") from None
     return settings
 
 
@@ -248,17 +250,17 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
         if fault.parameter not in known:
             known += _parameters(scenario.data)
         if fault.parameter not in known:
-            raise ValueError(
+            raise UsageError(
                 f"fault {fault} names no parameter of {scenario.data}: choose one of "
                 f"{', '.join(known)}"
             )
         if fault.rank is not None and fault.rank >= scenario.world:
-            raise ValueError(
+            raise UsageError(
                 f"fault {fault} names rank {fault.rank}, but there are "
                 f"{scenario.world} ranks: choose 0 to {scenario.world - 1}"
             )
         if fault.step is not None and fault.step >= scenario.steps:
-            raise ValueError(
+            raise UsageError(
                 f"fault {fault} names step {fault.step}, but there are "
                 f"{scenario.steps} steps: choose 0 to {scenario.steps - 1}"
             )

@@ -14,6 +14,7 @@ from ..fixtures import (
     kit_of,
 )
 from .scenario import Scenario
+from .status import UsageError, as_usage, did_you_mean
 
 __all__ = ["MAIN_TOPOLOGIES", "Selection", "check_names"]
 
@@ -37,11 +38,12 @@ class Selection:
     bare: bool = False
     """Train without a scaler: nothing that only a scaler could answer is chosen."""
 
+    @as_usage(ValueError)
     def __post_init__(self) -> None:
         if self.workload and self.data:
-            raise ValueError("a workload brings its own data: give no --data beside it")
+            raise UsageError("a workload brings its own data: give no --data beside it")
         if self.workload and not is_workload(self.workload):
-            raise ValueError(
+            raise UsageError(
                 f"workload {self.workload!r} is no module:attribute, such as "
                 "mypackage.stack:Workload"
             )
@@ -90,10 +92,11 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a name that is unknown.
 
     Raises:
-        ValueError: says what was got, and what is known.
+        UsageError: says what was got, and what is known.
     """
     for name in names:
         if name not in known:
-            raise ValueError(
+            raise UsageError(
                 f"unknown {what} {name!r}: expected one of {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
             )

@@ -35,6 +35,7 @@ from .standalone_parts import (
     passes,
     schedule,
 )
+from .status import UsageError
 from .workload import WRAPPERS
 
 __all__ = ["standalone_script", "write_standalone"]
@@ -48,7 +49,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         scaler_spec: ``module:attribute`` of the scaler.
 
     Raises:
-        ValueError: if the scenario holds something that scripts are not made for; says
+        UsageError: if the scenario holds something that scripts are not made for; says
             which part.
     """
     own = is_workload(scenario.data)
@@ -73,7 +74,7 @@ def _scaler(spec: str) -> dict[str, object]:
     if spec == NO_SCALER:
         return {"scaler": "no scaler", "module": "", "root": "NoScaler", "rest": ""}
     if not re.fullmatch(r"[\w.]+:[\w.]+", spec):
-        raise ValueError(f"no standalone script for scaler {spec!r}")
+        raise UsageError(f"no standalone script for scaler {spec!r}")
     module, _, attribute = spec.partition(":")
     root, dot, rest = attribute.partition(".")
     return {"scaler": spec, "module": module, "root": root, "rest": dot + rest}
@@ -137,7 +138,7 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     """Write the script to ``path``, whole or not at all.
 
     Raises:
-        ValueError: as :func:`standalone_script`.
+        UsageError: as :func:`standalone_script`.
     """
     text = standalone_script(scenario, scaler_spec)
     draft = path.with_name(f".{path.name}.draft")
@@ -168,7 +169,7 @@ def _refuse(scenario: Scenario) -> None:
     for name, table in known:
         value = getattr(scenario, name)
         if value not in table:
-            raise ValueError(
+            raise UsageError(
                 f"no standalone script for {name} {value!r}: it is made for "
                 f"{', '.join(table)}"
             )
@@ -180,7 +181,7 @@ def _fault(fault: Fault, scenario: Scenario) -> tuple[object, ...]:
         *_, layer, kind = ("", *name.split("."))
         layer = LIKENESS.get(layer, layer)
         if layer not in LAYERS[scenario.data] or kind not in ("weight", "bias"):
-            raise ValueError(f"no standalone script for the fault {fault}")
+            raise UsageError(f"no standalone script for the fault {fault}")
         name = f"{layer}.{kind}"
     return fault.kind, fault.rank, fault.step, name, fault.place, fault.alone
 

@@ -23,6 +23,7 @@ def own_values(scenario: Scenario) -> dict[str, object]:
         "model": "standalone_own.py.j2",
         "trained": f"Model, data, layout and optimizer are those of {scenario.data}.",
         "workload": f"workload{dot}{rest}",
+        "home": module,
         "imports": [
             *([import_policy()] if takes_policy else []),
             'sys.path.insert(0, "")  # modules are looked for where this is run',

@@ -22,12 +22,13 @@ from .catalogue import Selection
 from .devices import Devices
 from .page import write_page
 from .place import Pool
-from .record import case_record, make_header
+from .record import Recorder, make_header
 from .report import CaseRecord, ReportWriter, read_report
 from .run import RunSettings
 from .runner import Runner
 from .scenario import Scenario
-from .spec import NO_SCALER, load_scaler
+from .spec import NO_SCALER, load_scaler, refuse_unfit
+from .status import UsageError
 from .terminal import facts
 
 __all__ = ["Suite"]
@@ -48,12 +49,12 @@ class Suite:
     """One session's catalogue.
 
     Raises:
-        ValueError: for bad options, before anything is collected.
+        UsageError: for bad options, before anything is collected.
     """
 
     def __init__(self, config: pytest.Config, options: Mapping[str, Any]) -> None:
         if on_torchrun():
-            raise ValueError(
+            raise UsageError(
                 "under torchrun use: torchrun ... -m gradparity.conformance run"
             )
         self.config = config
@@ -66,8 +67,11 @@ class Suite:
         self.told: list[str] = []
         self._runner: Runner | None = None
         self._writer: ReportWriter | None = None
+        self._recorder = Recorder(self.settings.devices)
         self._seen: set[tuple[str, str]] = set()
         self._start = time.monotonic()
+        if self.writes:  # once, and not by every worker of xdist again
+            self._refuse_unfit()
 
     def headline(self) -> str:
         """One line for the head of the session."""
@@ -91,9 +95,7 @@ class Suite:
 
     def judge(self, spec: str, scenario: Scenario) -> CaseRecord:
         """Judge one case on the clusters that all items share."""
-        if self._runner is None:
-            self._runner = Runner(folder=os.getcwd(), place=self._place())
-        return case_record(self._runner.run(spec, scenario), self.settings.devices)
+        return self._recorder.record(self._warm().run(spec, scenario))
 
     def plan(self, ids: Sequence[str]) -> None:
         """Begin the report, once it is known which items were chosen."""
@@ -110,7 +112,10 @@ class Suite:
         )
         words = ["pytest", *map(str, self.config.invocation_params.args)]
         header = msgspec.structs.replace(header, command=shlex.join(words))
-        self._writer = ReportWriter(self._path(), header)
+        try:
+            self._writer = ReportWriter(self._path(), header)
+        except UsageError as error:
+            raise pytest.UsageError(f"gradparity: {error}") from None
 
     def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Put the record on the test's report, as text: it may cross processes."""
@@ -132,10 +137,10 @@ class Suite:
         reason = f"interrupted after {len(self._seen)} cases" if interrupted else ""
         with self._writer as writer:
             writer.close(time.monotonic() - self._start, reason)
-        self.told = ["", f"gradparity report: {self._path()}"]
-        if self.settings.json is None:
-            page = write_page(read_report(self._path()), self._path().parent)
-            self.told.append(f"gradparity page:   {page}")
+            self.told = ["", f"gradparity report: {self._path()}"]
+            if self.settings.report is None:
+                page = write_page(read_report(self._path()), self._path().parent)
+                self.told.append(f"gradparity page:   {page}")
         self._writer = None
 
     def close(self) -> None:
@@ -143,17 +148,30 @@ class Suite:
         if self._runner is not None:
             self._runner.__exit__(None, None, None)
 
+    def _refuse_unfit(self) -> None:
+        """Refuse scalers that cannot be judged, on a rank that is used afterwards."""
+        device = self.settings.devices.device
+        try:
+            for spec in self.scalers:
+                refuse_unfit(self._warm().place.ranks(1), spec, os.getcwd(), device)
+        except UsageError:
+            self.close()
+            raise
+
+    def _warm(self) -> Runner:
+        if self._runner is None:
+            self._runner = Runner(folder=os.getcwd(), place=self._place())
+        return self._runner
+
     def _place(self) -> Pool:
         return Pool(self.settings.devices, self.settings.timeout_s)
 
     def _path(self) -> Path:
-        if self.settings.json is not None:
-            return self.settings.json
-        return (self.settings.out or Path("parity-report")) / "report.jsonl"
+        return self.settings.path
 
 
 def _settings(options: Mapping[str, Any]) -> RunSettings:
-    out, json = options["out"], options["json"]
+    out, report = options["out"], options["report"]
     return RunSettings(
         scalers=options["scaler"],
         selection=Selection(
@@ -169,7 +187,7 @@ def _settings(options: Mapping[str, Any]) -> RunSettings:
         preset=options["preset"],
         scenarios=options["scenario"],
         out=Path(out) if out else None,
-        json=Path(json) if json else None,
+        report=Path(report) if report else None,
         timeout_s=options["timeout-s"],
         devices=Devices(device=options["device"], share=options["share-gpus"]),
     )
@@ -211,4 +229,4 @@ def _story(record: CaseRecord) -> str:
         lines += [f"{verdict.law}: {verdict.message}", f"  {'; '.join(facts(verdict))}"]
     if not record.failures:
         lines.append("nothing could be compared")
-    return "\n".join([*lines, record.problem, f"replay: {record.replay}"])
+    return "\n".join([*lines, f"replay: {record.replay}"])

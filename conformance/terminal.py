@@ -23,8 +23,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from .law import rank_list, worst_of
 from .report import CaseRecord, Number, Report, VerdictRecord
+from .status import plain, rank_list, worst_of
 
 __all__ = ["cell", "facts", "plain", "print_report", "progress", "worst_status"]
 
@@ -45,11 +45,6 @@ class Ticker(Protocol):
 
     def end(self, record: CaseRecord) -> None:
         """A case has been judged."""
-
-
-def plain(text: str) -> str:
-    """``text`` on one line, without control characters."""
-    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
 
 
 @contextmanager
@@ -111,27 +106,19 @@ def worst_status(records: Sequence[CaseRecord]) -> str:
     return worst_of(r.status for r in records)
 
 
-def first_failure(
-    records: Sequence[CaseRecord],
-) -> tuple[CaseRecord, VerdictRecord] | None:
-    """The failure with which ``records`` first departed, by chapter order of laws."""
-    failed = [(r, v) for r in records for v in r.failures]
-    return failed[0] if failed else None
-
-
 def cell(records: Sequence[CaseRecord]) -> str:
     """One cell of the matrix in words: verdict and first evidence."""
     status = worst_status(records)
     if status == "skipped":
         return "not run"
-    found = first_failure(records)
+    shown = [r for r in records if r.status == status]
+    found = next(((r, v) for r in shown for v in r.failures), None)
     if found is None:
         return f"{status.upper()} ({len(records)} runs){_undecided(records)}"
     record, verdict = found
-    bad = sum(bool(r.failures) for r in records)
-    kind = _kind(verdict)
+    chapter = verdict.law.partition(".")[0]
     return (
-        f"{status.upper()} ({kind}, {bad} of {len(records)} runs) "
+        f"{status.upper()} ({chapter}, {len(shown)} of {len(records)} runs) "
         f"{record.data}: {verdict.message}"
     )
 
@@ -144,11 +131,6 @@ def _undecided(records: Sequence[CaseRecord]) -> str:
         v.message for s in order for r in open_ for v in r.verdicts if v.status == s
     ]
     return f" {told[0]}" if told else ""
-
-
-def _kind(verdict: VerdictRecord) -> str:
-    chapter = verdict.law.partition(".")[0]
-    return "error" if chapter == "liveness" else chapter
 
 
 def facts(verdict: VerdictRecord) -> list[str]:

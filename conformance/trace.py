@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Decision", "Misuse", "Problem", "RankTrace", "Saved", "StepTrace"]
+__all__ = [
+    "Collective",
+    "Decision",
+    "Misuse",
+    "Problem",
+    "RankTrace",
+    "Saved",
+    "StepTrace",
+]
 
 Floats = NDArray[np.float32]
 
@@ -28,6 +36,8 @@ class Problem:
     """The call, for example ``step``."""
     error: str
     """Type and message of the exception."""
+    late: bool = False
+    """Whether it is no exception, but a call that did not return in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +50,19 @@ class Misuse:
     """Type of the exception that refused it; empty where it was accepted."""
     changed: tuple[str, ...]
     """What the call changed; a refused call may change nothing."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank issued."""
+
+    call: str
+    """The call and what it sends, for example ``allreduce[6:float64]``."""
+    ranks: tuple[int, ...]
+    """The ranks of its process group, which are the same on all of them."""
+
+    def __str__(self) -> str:
+        return f"{self.call} over ranks {', '.join(map(str, self.ranks))}"
 
 
 @dataclass(kw_only=True)
@@ -67,25 +90,27 @@ class StepTrace:
     """Mean loss over this rank's rows; None where the rank does not compute one."""
     scale_before: float = 1.0
     scale_after: float = 1.0
-    growth_before: int = 0
-    growth_after: int = 0
+    growth_before: int | None = 0
+    """The growth tracker; None where the scaler's state_dict does not tell it."""
+    growth_after: int | None = 0
     decisions: list[Decision] = field(default_factory=list)
     """One an optimizer."""
     faults: list[str] = field(default_factory=list)
     """Injected faults that struck, as text."""
     digests: dict[str, str] = field(default_factory=dict)
     """Parameter name -> digest of its local elements after the step."""
-    collectives: list[str] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     """Collectives issued inside the scaler's calls, in order."""
-    host_syncs: int = 0
-    """Reads of a device scalar by the host inside ``step`` and ``unscale_``."""
     checked_sum: tuple[float, float] | None = None
     """Result and expectation of the checked all-reduce after the step; the result is
     nan where it did not come back in time."""
     gradients: dict[str, Floats] = field(default_factory=dict)
     """Unscaled local gradients as the optimizer saw them, flattened."""
-    partial: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parameter name -> mesh axes over which its gradient is still to be summed."""
+    places: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Parameter name -> place of each element of its gradient in the flat full tensor;
+    those of the parameter (``RankTrace.index``), unless it is laid out otherwise."""
+    partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter name -> ranks over which its gradient is still to be summed, if any."""
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
 
@@ -146,6 +171,10 @@ class RankTrace:
     def completed(self) -> int:
         """Number of steps that were observed to their end."""
         return sum(step.complete for step in self.steps)
+
+    def places(self, step: StepTrace, name: str) -> NDArray[np.int64]:
+        """Place of each local element of a gradient in the flat full tensor."""
+        return step.places.get(name, self.index[name])
 
     def came_to(self, step: int) -> bool:
         """Whether ``step`` is the last one and was observed to its end."""

@@ -9,8 +9,9 @@ the layout holds the model's own parameters, whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -40,18 +41,34 @@ PARTS = 4
 ROUNDING = 2.0**-30
 """What the order of a sum in fp64 may change, by far; what no mean shows is larger."""
 WRAPPERS = (
-    "_fsdp_wrapped_module.",
-    "_checkpoint_wrapped_module.",
-    "_orig_mod.",
-    "module.",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_orig_mod",
+    "module",
 )
 """What wrappers put into the names of parameters."""
 
 
-def full_name(name: str) -> str:
-    """The name in the full model of a parameter of a wrapped one."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
+def full_name(name: str, whole: Container[str]) -> str:
+    """The name in the full model of a parameter of a wrapped one.
+
+    A model may have a layer called ``module`` itself: no more is left out than leads to
+    a name that it has.
+
+    Args:
+        name: a parameter's name once the model is laid out.
+        whole: the names that the full model has.
+
+    Returns:
+        ``name`` itself where nothing that wrappers do leads to a name in ``whole``.
+    """
+    parts = name.split(".")
+    wrapped = [place for place, part in enumerate(parts) if part in WRAPPERS]
+    for count in range(len(wrapped) + 1):
+        for out in combinations(wrapped, count):
+            found = ".".join(p for place, p in enumerate(parts) if place not in out)
+            if found in whole:
+                return found
     return name
 
 
@@ -83,9 +100,15 @@ def same_everywhere(kit: Kit, call: str, made: Mapping[str, Tensor]) -> None:
 
 
 def check_layout(
-    kit: Kit, module: object, whole: Mapping[str, nn.Parameter | Tensor]
+    kit: Kit, module: object, whole: Mapping[str, Tensor], tied: Mapping[str, str]
 ) -> None:
     """Look at what ``parallelize`` returned; parameters hold their element numbers.
+
+    Args:
+        kit: the workload.
+        module: what its ``parallelize`` returned.
+        whole: the model's parameters by name.
+        tied: a second name of one of them -> the name in ``whole``.
 
     Raises:
         WorkloadError: where it is no module, or not one of the model's parameters.
@@ -93,8 +116,15 @@ def check_layout(
     if not isinstance(module, nn.Module):
         text = f"returned {type(module).__name__}, expected the module to call"
         raise kit.refuse("parallelize", text)
-    held = {full_name(n): p for n, p in module.named_parameters()}
+    held = {full_name(n, whole): p for n, p in module.named_parameters()}
     unknown = [n for n in held if n not in whole]
+    if unknown and full_name(unknown[0], tied) in tied:
+        name = full_name(unknown[0], tied)
+        raise kit.refuse(
+            "parallelize",
+            f"{name} is tied to {tied[name]} in model() and a parameter of its own "
+            "after parallelize: tie it again",
+        )
     if unknown:
         raise kit.refuse(
             "parallelize",

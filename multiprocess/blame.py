@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from . import linux
+from .desync import find_dissenter
 from .messages import Kind, Reply
 from .outcomes import RankOutcome, RankState
 from .watch import Fact
@@ -34,6 +35,12 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     root = _root(first)
     if root is None:
         return tuple(first), None
+    if waits_in_collective(first[root].stacks):  # as all that hang: who is the odd one?
+        found = find_dissenter({o.rank: o.collectives for o in first})
+        if found is not None and first[found[0]].state is RankState.HUNG:
+            root, how = found
+            message = f"{first[root].message}: {how}"
+            first[root] = replace(first[root], message=message)
     return tuple(_as_victim(o, first[root]) for o in first), root
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import HarnessError
+from .surroundings import cache_folder
 
 _POLL_S = 0.01
 
@@ -40,6 +42,9 @@ class Broker:
 
     optional: bool = False
     """Whether to do without slots where no lock file can be made."""
+
+    way_out: str = "run again later"
+    """What else the caller can do when other runs keep the slots."""
 
     @contextlib.contextmanager
     def slots(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
@@ -108,8 +113,9 @@ class Broker:
 
     def _starved(self, count: int, limit_s: float) -> HarnessError:
         return HarnessError(
-            f"waited {limit_s:.0f} s for {count} of the {len(self.names)} slots in "
-            f"{self.folder}; other runs hold them. {SLOTS_VARIABLE}=0 does without."
+            f"waited {limit_s:g} s for {count} of the {len(self.names)} slots in "
+            f"{self.folder}; other runs hold them, `fuser -v {self.folder}/*.lock` "
+            f"shows which. End those, or {self.way_out}."
         )
 
     def _unwritable(self, error: OSError) -> HarnessError:
@@ -126,7 +132,11 @@ def cpu_broker() -> Broker:
     costs the slots and no test.
     """
     count = int(os.environ.get(SLOTS_VARIABLE, _cores() * _RANKS_PER_CORE))
-    return Broker(names=[f"cpu{index}" for index in range(count)], optional=True)
+    return Broker(
+        names=[f"cpu{index}" for index in range(count)],
+        optional=True,
+        way_out=f"do without slots by {SLOTS_VARIABLE}=0",
+    )
 
 
 def gpu_broker(visible: Sequence[str]) -> Broker:
@@ -136,7 +146,10 @@ def gpu_broker(visible: Sequence[str]) -> Broker:
         visible: Their names, as in ``CUDA_VISIBLE_DEVICES``: a slot is a device, not a
             position in anybody's list.
     """
-    return Broker(names=[f"gpu-{name}" for name in visible])
+    return Broker(
+        names=[f"gpu-{name}" for name in visible],
+        way_out="choose free devices by CUDA_VISIBLE_DEVICES",
+    )
 
 
 def visible_gpus(count: int | None = None) -> list[str]:
@@ -153,12 +166,12 @@ def visible_gpus(count: int | None = None) -> list[str]:
 
 
 def default_folder() -> Path:
-    """Return the folder that all runs of this user on this machine share.
+    """Return the folder that all runs of this user on this host share.
 
-    Not the temporary folder: lock files stay, and nothing of ours may stay there.
+    Named after the host: several may share the home, but neither cores nor GPUs. Not
+    the temporary folder: lock files stay, and nothing of ours may stay there.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "gradparity" / "slots"
+    return cache_folder() / "slots" / socket.gethostname()
 
 
 def _installed_gpus() -> int:

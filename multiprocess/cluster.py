@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -31,7 +32,8 @@ class Cluster:
 
     The ranks are forked on first use (or by ``with``) from a server that has torch
     preloaded. A world in which a call failed is thrown away; the next call gets a new
-    one. Calls from several threads wait for each other.
+    one. Calls from several threads wait for each other. The ranks end with ``close``,
+    or when nothing refers to the cluster any more.
 
     Example:
         >>> with Cluster(4) as cluster:
@@ -69,6 +71,7 @@ class Cluster:
             **settings,
         )
         self._crew: Crew | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._sent: Context | None = None
         self._lock = threading.RLock()
 
@@ -113,7 +116,7 @@ class Cluster:
     def close(self) -> None:
         """End the ranks; a later call would start new ones."""
         with self._lock:
-            crew, self._crew = self._crew, None
+            crew = self._release()
             if crew is not None:
                 crew.stop()
 
@@ -182,7 +185,7 @@ class Cluster:
             if options.keep_answered and _all_answered(error):
                 crew.fresh_group = True
             else:  # a world in the middle of a call is of no use
-                self._crew = None
+                self._release()
                 crew.kill()
             raise
 
@@ -195,12 +198,22 @@ class Cluster:
 
     def _warm_crew(self) -> Crew:
         if self._crew is not None and not self._crew.intact():
-            crew, self._crew = self._crew, None
-            crew.kill()
+            self._crew.kill()
+            self._release()
         if self._crew is None:
             self._sent = current_context()
             self._crew = _started(self.spec, self._sent)
+            # Of a cluster that nobody closed; at exit the forkserver ends all ranks.
+            self._finalizer = weakref.finalize(self, self._crew.kill)
+            self._finalizer.atexit = False
         return self._crew
+
+    def _release(self) -> Crew | None:
+        """Return the crew, which is no longer this cluster's."""
+        crew, self._crew = self._crew, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        return crew
 
     def _news(self) -> Context | None:
         now = current_context()

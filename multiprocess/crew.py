@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from . import linux, trail, wire
 from .capture import Capture
+from .errors import HarnessError
 from .forkserver import EXIT_STATUS
 from .launch import forkserver
 from .spec import WorldSpec
+from .surroundings import unsupported
 
 LOST = 255
 """Exit code of a rank whose forkserver ended before it could tell."""
@@ -25,7 +27,7 @@ _KILL_S = 5.0
 class RankProcess:
     """One rank: its process, its messages, its output, its end."""
 
-    def __init__(self, rank: int, shared: tuple[int, ...], output_limit: int) -> None:
+    def __init__(self, rank: int, shared: Sequence[int], spec: WorldSpec) -> None:
         self.rank = rank
         self.exit_code: int | None = None
         self.ended_at_s = 0.0
@@ -36,11 +38,13 @@ class RankProcess:
         self.sock = ours
         self.inbox = wire.Inbox(ours)
         self.exit_fd = exit_r
-        self.output = Capture(output_r, output_limit)
-        self.stacks = Capture(stacks_r, output_limit)
+        self.output = Capture(output_r, spec.output_limit)
+        self.stacks = Capture(stacks_r, spec.output_limit)
+        self.pidfd: int | None = None
         handed = [exit_w, theirs.detach(), output_w, stacks_w]
         try:
-            self.pid = forkserver().fork([*handed, *shared])
+            fds = [*handed, *shared]
+            self.pid, self.pidfd = forkserver().fork(fds, spec.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -69,18 +73,17 @@ class RankProcess:
         self.exit_code = EXIT_STATUS.unpack(status)[0] if status else LOST
         self.ended_at_s = time.monotonic()
 
-    def signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
+    def signal(
+        self,
+        number: int,
+        send: Callable[[int, int | None, int], None] = linux.signal_process,
+    ) -> None:
         """Send a signal, unless the process has ended."""
         if self.alive:
             try:
-                send(self.pid, number)
+                send(self.pid, self.pidfd, number)
             except ProcessLookupError:
                 pass  # its status is on the way
-
-    def kill(self) -> None:
-        """Kill the process and its process group."""
-        if self.alive:
-            linux.kill_tree(self.pid)
 
     def close(self) -> None:
         """Close what the parent holds."""
@@ -88,6 +91,8 @@ class RankProcess:
         self.output.close()
         self.stacks.close()
         os.close(self.exit_fd)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
 
 
 class Crew:
@@ -100,19 +105,20 @@ class Crew:
             spec: The world.
             ranks: Those that are this process's; all by default.
         """
+        if reason := unsupported():
+            raise HarnessError(reason)
         self.spec = spec
+        self.owner = os.getpid()
         self.runs = 0
         self.fresh_group = False
         self.ranks: list[RankProcess] = []
-        server = forkserver()
-        server.preload(spec.preload)
+        forkserver().preload(spec.preload, spec.start_timeout_s)
         self._store_fd = os.memfd_create("gradparity-store", os.MFD_CLOEXEC)
         self._trail_fd = trail.create(spec.size)
-        shared = (self._store_fd, self._trail_fd)
+        self._shared = [self._store_fd, self._trail_fd]
         try:
             for rank in range(spec.size) if ranks is None else ranks:
-                process = RankProcess(rank, shared, spec.output_limit)
-                self.ranks.append(process)
+                self.ranks.append(RankProcess(rank, self._shared, spec))
         except BaseException:
             self.kill()
             raise
@@ -130,7 +136,7 @@ class Crew:
         """Have the forkserver import modules before it forks again."""
         found = set(modules)
         if found:
-            forkserver().preload(sorted(found))
+            forkserver().preload(sorted(found), self.spec.start_timeout_s)
 
     def intact(self) -> bool:
         """Whether every rank still lives."""
@@ -145,15 +151,17 @@ class Crew:
         self.kill()
 
     def kill(self) -> None:
-        """End every rank now and give back what the parent held."""
-        for rank in self.ranks:
-            rank.kill()
-        self._collect_exits(_KILL_S)
-        for rank in self.ranks:
-            rank.close()
-        self.ranks.clear()
-        os.close(self._store_fd)
-        os.close(self._trail_fd)
+        """End every rank now and give back what the parent held; once is enough."""
+        if self.owner == os.getpid():  # a forked copy of the parent has no ranks
+            for rank in self.ranks:
+                # The forkserver kills what is left of its process group, when it sees
+                # the rank end and before the number can be used again.
+                rank.signal(signal.SIGKILL)
+            self._collect_exits(_KILL_S)
+        while self.ranks:
+            self.ranks.pop().close()
+        while self._shared:
+            os.close(self._shared.pop())
 
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
         """Have ranks write their stacks, also stopped ones, into their captures."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from .trail import Collective
@@ -25,11 +25,28 @@ def find_desync(trails: Trails) -> str | None:
     Returns:
         One line per rank under a heading, or None if no collective differs.
     """
-    for (group, number), calls in sorted(_by_position(trails).items()):
-        if len({_signature(call) for call in calls.values()}) > 1:
-            title = f"the ranks disagree on collective #{number} of {group}:"
-            return "\n".join([title, *_lines(calls)])
-    return None
+    calls = _first_difference(trails)
+    if not calls:
+        return None
+    first = next(iter(calls.values()))
+    title = f"the ranks disagree on collective #{first.number} of {first.group}:"
+    return "\n".join([title, *_lines(calls)])
+
+
+def find_dissenter(trails: Trails) -> tuple[int, str] | None:
+    """Return who issued that collective as the fewest did, and how it differs."""
+    calls = _first_difference(trails)
+    if not calls:
+        return None
+    counts = Counter(_signature(call) for call in calls.values())
+    rank = min(calls, key=lambda r: (counts[_signature(calls[r])], r))
+    mine = calls.pop(rank)
+    others = [r for r in calls if _signature(calls[r]) != _signature(mine)]
+    other = max(others, key=lambda r: counts[_signature(calls[r])])
+    return rank, (
+        f"collective #{mine.number} of {mine.group} is {mine.op} {mine.tensors} here "
+        f"({mine.where}), and {calls[other].op} {calls[other].tensors} on rank {other}"
+    )
 
 
 def find_missing(trails: Trails) -> str | None:
@@ -52,6 +69,13 @@ def find_missing(trails: Trails) -> str | None:
             ]
             return "\n".join([title, *lines])
     return None
+
+
+def _first_difference(trails: Trails) -> dict[int, Collective]:
+    for _, calls in sorted(_by_position(trails).items()):
+        if len({_signature(call) for call in calls.values()}) > 1:
+            return calls
+    return {}
 
 
 def _by_position(trails: Trails) -> dict[tuple[str, int], dict[int, Collective]]:

@@ -10,6 +10,7 @@ It runs in a process of its own, knows its client by one socket only, and:
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -21,7 +22,7 @@ import struct
 import sys
 import time
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import linux, worker
 
@@ -68,6 +69,8 @@ class ForkServer:
             os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # From a client that waited in vain: the stack says what for.
+        faulthandler.register(signal.SIGTERM, chain=True)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
 
     def _request(self) -> None:
@@ -80,28 +83,32 @@ class ForkServer:
         if not message:
             self._end()
         request = json.loads(message)
+        found: list[int] = []
         if request["do"] == "fork":
             answer = self._fork(fds)
+            if "pid" in answer:
+                found = linux.open_process(answer["pid"])
         else:
             answer = self._import(request["path"], request["modules"])
+        answer["serial"] = request["serial"]
         try:
-            answer["serial"] = request["serial"]
-            self._sock.send(json.dumps(answer).encode())
+            socket.send_fds(self._sock, [json.dumps(answer).encode()], found)
         except ConnectionError:
             self._end()
+        _close(found)
 
-    def _import(self, path: list[str], modules: list[str]) -> dict[str, object]:
+    def _import(self, path: list[str], modules: list[str]) -> dict[str, Any]:
         sys.path[:] = path
         for name in modules:
             try:
                 importlib.import_module(name)
             except Exception:
-                return {"error": f"cannot preload {name}:\n{traceback.format_exc()}"}
+                return {"error": f"cannot preload {name}\n{traceback.format_exc()}"}
         gc.collect()
         gc.freeze()  # what is here now is shared by all ranks: leave its pages alone
         return {}
 
-    def _fork(self, fds: list[int]) -> dict[str, object]:
+    def _fork(self, fds: list[int]) -> dict[str, Any]:
         exit_w, rank_fds = fds[0], fds[1:]
         try:
             pid = os.fork()
@@ -120,6 +127,7 @@ class ForkServer:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            faulthandler.unregister(signal.SIGTERM)
             server = os.getppid()
             os.setsid()  # a group of its own: it can be killed with its children
             linux.die_with_parent(server)

@@ -8,13 +8,18 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ForkserverError
 from .preloads import COSTLY, PRELOAD
@@ -33,13 +38,14 @@ main(fd)
 """
 
 _END_S = 5.0
+_MOST_SAID = 64 * 1024
+"""So much of the end of what the server wrote is shown."""
 
 
 class Server(Protocol):
     """The forkserver's process, as its parent has it."""
 
     pid: int
-    stderr: IO[bytes] | None
     returncode: int | None
 
     def poll(self) -> int | None:
@@ -48,18 +54,23 @@ class Server(Protocol):
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end."""
 
-    def kill(self) -> None:
-        """Kill it."""
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal, unless it has ended."""
 
 
-def fresh_server(sock: socket.socket) -> Server:
-    """Start a server in an interpreter of its own."""
+def fresh_server(sock: socket.socket, errors_fd: int) -> Server:
+    """Start a server in an interpreter of its own.
+
+    Args:
+        sock: Its end of the connection.
+        errors_fd: Where its stderr goes.
+    """
     return subprocess.Popen(
         _command(sock.fileno()),
         pass_fds=(sock.fileno(),),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,  # read only to explain its death
+        stderr=errors_fd,
         env=_environment(),
         start_new_session=True,  # ctrl-C is for the parent alone
     )
@@ -68,16 +79,26 @@ def fresh_server(sock: socket.socket) -> Server:
 class ForkserverClient:
     """One forkserver and the socket to it."""
 
-    def __init__(self, start: Callable[[socket.socket], Server] = fresh_server) -> None:
+    def __init__(
+        self, start: Callable[[socket.socket, int], Server] = fresh_server
+    ) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._imported: set[str] = set()
         self._serial = 0
-        self._pending: int | None = None
+        self._pending: tuple[int, list[str]] | None = None
+        # Memory and not a pipe: nobody reads it unless the server fails, and who
+        # writes to a full pipe waits.
+        self._errors_fd = os.memfd_create("gradparity-errors", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = start(theirs)
         self._sock = ours
+        try:
+            with theirs:
+                self._process = start(theirs, self._errors_fd)
+        except BaseException:
+            ours.close()
+            os.close(self._errors_fd)
+            raise
         self._send_import((*PRELOAD, *_costly_here()))
 
     @property
@@ -90,58 +111,80 @@ class ForkserverClient:
         """Whether it belongs to this process and still runs."""
         return self.owner == os.getpid() and self._process.poll() is None
 
-    def preload(self, modules: Iterable[str] = ()) -> None:
+    def preload(self, modules: Iterable[str], limit_s: float) -> None:
         """Import ``modules`` in the server, for ranks that are forked later.
 
         Args:
             modules: Their names; costly ones that the parent has are added.
+            limit_s: How long an earlier import may still take.
+
+        Raises:
+            ForkserverError: An earlier import failed, or the server did not answer.
         """
         with self._lock:
             wanted = dict.fromkeys((*modules, *_costly_here()))
             missing = [name for name in wanted if name not in self._imported]
             if missing:
-                self._settle()
+                self._settle(limit_s)
                 self._send_import(missing)
 
-    def fork(self, fds: Sequence[int]) -> int:
-        """Fork one rank, hand it ``fds`` (exit pipe first), return its pid."""
+    def fork(self, fds: Sequence[int], limit_s: float) -> tuple[int, int | None]:
+        """Fork one rank.
+
+        Args:
+            fds: Descriptors that it gets, its exit pipe first.
+            limit_s: How long the imports before it may take, and then the fork.
+
+        Returns:
+            Its process id and, where the kernel has them, a pidfd.
+
+        Raises:
+            ForkserverError: The server could not, or did not answer.
+        """
         with self._lock:
-            self._settle()
+            self._settle(limit_s)
             serial = self._send({"do": "fork"}, fds)
-            return int(self._answer(serial)["pid"])
+            answer, found = self._answer(serial, limit_s, "forking a rank")
+        if "error" in answer:
+            raise ForkserverError(answer["error"])
+        return int(answer["pid"]), next(iter(found), None)
 
     def close(self) -> None:
         """End the server and with it every rank."""
         self._sock.close()
         if self.owner == os.getpid():  # a forked copy of the parent owns nothing
             self._wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        os.close(self._errors_fd)
 
     def _wait(self) -> None:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
             self._process.wait()
 
-    def _epitaph(self) -> str:
-        self._wait()
-        said = b"" if self._process.stderr is None else self._process.stderr.read()
-        code = self._process.returncode
-        return f"the forkserver ended with code {code}\n{said.decode()}".rstrip()
+    def _said(self) -> str:
+        size = os.fstat(self._errors_fd).st_size
+        start = max(0, size - _MOST_SAID)
+        said = os.pread(self._errors_fd, _MOST_SAID, start)
+        return said.decode("utf-8", "backslashreplace").rstrip()
 
     def _send_import(self, modules: Iterable[str]) -> None:
         names = list(modules)
         request = {"do": "import", "path": sys.path, "modules": names}
-        self._pending = self._send(request)
+        self._pending = self._send(request), names
         self._imported.update(names)
 
-    def _settle(self) -> None:
+    def _settle(self, limit_s: float) -> None:
         # Awaited as late as possible: the parent works while the server imports.
-        if self._pending is not None:
-            self._answer(self._pending)
-            self._pending = None
+        if self._pending is None:
+            return
+        serial, names = self._pending
+        answer, _ = self._answer(serial, limit_s, f"importing {', '.join(names)}")
+        self._pending = None  # answered: nobody may wait for it again
+        if "error" in answer:
+            self._imported.difference_update(names)
+            raise ForkserverError(_with_hidden(answer["error"]))
 
     def _send(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
         self._serial += 1
@@ -152,20 +195,42 @@ class ForkserverClient:
             raise ForkserverError(f"the forkserver is gone: {error}") from error
         return self._serial
 
-    def _answer(self, serial: int) -> dict[str, Any]:
-        answer: dict[str, Any] = {}
-        # Older answers belong to calls that ctrl-C or a timeout cut short.
-        while answer.get("serial") != serial:
+    def _answer(
+        self, serial: int, limit_s: float, doing: str
+    ) -> tuple[dict[str, Any], list[int]]:
+        deadline = time.monotonic() + limit_s
+        arrival = select.poll()
+        arrival.register(self._sock, select.POLLIN)
+        while True:
+            # Not the socket's own limit: a handler of the caller's may raise the same
+            # TimeoutError, which says nothing about the server.
+            if not arrival.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise self._late(limit_s, doing)
             try:
-                message = self._sock.recv(1 << 20)
+                message, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 1)
             except ConnectionError:
-                message = b""
+                message, fds = b"", []
             if not message:
-                raise ForkserverError(self._epitaph())
-            answer = json.loads(message)
-        if "error" in answer:
-            raise ForkserverError(answer["error"])
-        return answer
+                raise self._ended()
+            answer: dict[str, Any] = json.loads(message)
+            if answer["serial"] == serial:
+                return answer, fds
+            # It belongs to a call that ctrl-C or a timeout cut short.
+            for fd in fds:
+                os.close(fd)
+
+    def _late(self, limit_s: float, doing: str) -> ForkserverError:
+        self._process.send_signal(signal.SIGTERM)  # it writes its stack and ends
+        self._wait()
+        return ForkserverError(
+            f"the forkserver gave no answer for {limit_s:g} s while {doing}, and was "
+            f"ended; start_timeout_s of the world sets the limit\n{self._said()}"
+        )
+
+    def _ended(self) -> ForkserverError:
+        self._wait()
+        text = f"the forkserver ended with code {self._process.returncode}"
+        return ForkserverError(_with_hidden(f"{text}\n{self._said()}"))
 
 
 _client: ForkserverClient | None = None
@@ -233,6 +298,30 @@ def stop_forkserver() -> None:
 
 def _costly_here() -> tuple[str, ...]:
     return tuple(name for name in COSTLY if name in sys.modules)
+
+
+def _with_hidden(text: str) -> str:
+    """Add to the first line of an error which files hide a module of the server's.
+
+    A folder that came to the import path late, as the current one does by a command,
+    hides nothing from the parent, which has imported those modules, but does from the
+    server.
+    """
+    ours = {name.partition(".")[0] for name in (*PRELOAD, *COSTLY)}
+    needed = sys.stdlib_module_names | ours
+    found = []
+    for entry in sys.path[: _position(sysconfig.get_path("stdlib"))]:
+        folder = Path(entry).absolute()
+        for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
+            name = file.parent.name if file.stem == "__init__" else file.stem
+            if name in needed:
+                found.append(f"{file} hides the module {name}: rename it")
+    first, _, rest = text.partition("\n")
+    return "\n".join(["; ".join([first, *found[:3]]), rest])
+
+
+def _position(folder: str) -> int:
+    return sys.path.index(folder) if folder in sys.path else len(sys.path)
 
 
 def _command(fd: int) -> list[str]:

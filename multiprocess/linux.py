@@ -70,8 +70,38 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def open_process(pid: int) -> list[int]:
+    """Return a pidfd of a child that has not been waited for.
+
+    It refers to that child and to no later process with the same number.
+
+    Returns:
+        One descriptor; none where the kernel is older than 5.3 (gVisor's has none).
+    """
+    try:
+        return [os.pidfd_open(pid)]
+    except (OSError, AttributeError):
+        return []
+
+
+def signal_process(pid: int, pidfd: int | None, number: int) -> None:
+    """Send a signal to a process, by its number only where there is no pidfd.
+
+    Raises:
+        ProcessLookupError: It has been waited for.
+    """
+    if pidfd is None:
+        os.kill(pid, number)
+    else:
+        signal.pidfd_send_signal(pidfd, number)
+
+
 def kill_tree(pid: int) -> None:
-    """Kill the process and everything in its process group."""
+    """Kill the process and everything in its process group.
+
+    Only for a process that nobody but the caller can wait for: else the number may be
+    another one's by now.
+    """
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
@@ -79,7 +109,7 @@ def kill_tree(pid: int) -> None:
             continue
 
 
-def signal_main_thread(pid: int, number: int) -> None:
+def signal_main_thread(pid: int, pidfd: int | None, number: int) -> None:
     """Send a signal to the main thread of a process, and not to whichever is awake.
 
     A signal to the whole process may run on any thread: the main one would have left
@@ -88,10 +118,13 @@ def signal_main_thread(pid: int, number: int) -> None:
     Raises:
         ProcessLookupError: There is no such process.
     """
+    # There is no tgkill by pidfd before Linux 6.9: asking the pidfd first leaves the
+    # microseconds in between, in which the number would have to be used again.
+    signal_process(pid, pidfd, 0)
     try:
         failed = ctypes.CDLL(None, use_errno=True).tgkill(pid, pid, number)
     except (OSError, AttributeError):  # not Linux, or a C library without it
-        os.kill(pid, number)
+        signal_process(pid, pidfd, number)
         return
     if failed:
         raise ProcessLookupError(ctypes.get_errno(), f"no thread {pid} to signal")

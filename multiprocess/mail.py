@@ -1,15 +1,25 @@
-"""Bytes of any size from rank to rank over torchrun's store.
+"""Bytes of any size from rank to rank over torchrun's store, signed.
 
 torch's ``TCPStore`` drops the connection of who sends more than 8 MiB at once.
+
+Whoever reaches its port can read and write it, and some of what crosses it is pickled:
+functions, their results, exceptions. So each value bears an HMAC-SHA256 of itself and
+of its key, and one that is not signed with this run's secret is refused unread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hmac
 import os
+import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -19,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from . import linux
 from .errors import HarnessError
+from .surroundings import cache_folder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,6 +38,11 @@ _CHUNK = 4 << 20
 _CONNECT_S = 60.0
 ACKNOWLEDGED_S = 15.0
 """So long the host of the store may acknowledge nothing before it counts as cut off."""
+
+SECRET_VARIABLE = "GRADPARITY_SECRET"
+"""Environment variable: what values are signed with; the same on all hosts of a run."""
+
+_SHORTEST_SECRET = 16
 
 _SHORTEST_NAP_S = 0.001
 _LONGEST_NAP_S = 0.05
@@ -72,11 +88,11 @@ def answering() -> Iterator[None]:
 
 @answering()
 def put(store: Store, key: str, value: bytes) -> None:
-    """Store ``value``; who waits for ``key`` finds all of it."""
+    """Store ``value``, signed; who waits for ``key`` finds all of it."""
     parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
     for number, part in enumerate(parts):
         store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # takes bytes too
-    store.set(key, str(len(parts)))
+    store.set(key, f"{len(parts)} {_signature(key, value)}")
 
 
 @answering()
@@ -99,10 +115,40 @@ def read(
 
     Returns:
         The value; None when it did not come in time.
+
+    Raises:
+        HarnessError: It is not signed with this process's secret.
     """
     if not wait(store, key, limit_s, look):
         return None
-    return b"".join(store.get(name) for name in _parts(store, key))
+    value = b"".join(store.get(name) for name in _parts(store, key))
+    signature = store.get(key).partition(b" ")[2]
+    if not hmac.compare_digest(signature, _signature(key, value).encode()):
+        raise HarnessError(
+            f"{key} in torchrun's store is not signed with the secret of rank "
+            f"{os.environ.get('RANK', '?')}: all hosts of a run need the same file "
+            f"{_secret_file()}, or the same {SECRET_VARIABLE} in their environment "
+            "(`openssl rand -hex 32` makes one). If they have, somebody else writes to "
+            "the store."
+        )
+    return value
+
+
+def read_by_all(
+    store: Store,
+    key: str,
+    readers: int,
+    limit_s: float,
+    look: Callable[[], None] = lambda: None,
+) -> bytes | None:
+    """Do as :func:`read`; the last of ``readers`` processes removes the value."""
+    value = read(store, key, limit_s, look)
+    if value is not None:
+        with answering():
+            if store.add(f"{key}/readers", 1) == readers:
+                remove(store, key)
+                store.delete_key(f"{key}/readers")
+    return value
 
 
 @answering()
@@ -113,7 +159,52 @@ def remove(store: Store, key: str) -> None:
 
 
 def _parts(store: Store, key: str) -> list[str]:
-    return [f"{key}/{number}" for number in range(int(store.get(key)))]
+    count = store.get(key).partition(b" ")[0]
+    known = int(count) if count.isdigit() else 0  # what it is, the signature says
+    return [f"{key}/{number}" for number in range(known)]
+
+
+def _signature(key: str, value: bytes) -> str:
+    env = os.environ
+    run = env.get("TORCHELASTIC_RUN_ID"), env.get("TORCHELASTIC_RESTART_COUNT")
+    # The key, too: an old value must not be given out as a new one.
+    signed = b"\0".join([repr((*run, key)).encode(), value])
+    return hmac.digest(_secret(), signed, "sha256").hex()
+
+
+@functools.cache
+def _secret() -> bytes:
+    given = os.environ.get(SECRET_VARIABLE)
+    if given is not None:
+        if len(given) < _SHORTEST_SECRET:
+            raise HarnessError(
+                f"{SECRET_VARIABLE} must have at least {_SHORTEST_SECRET} characters; "
+                "`openssl rand -hex 32` makes one"
+            )
+        return given.encode()
+    path = _secret_file()
+    try:
+        if not path.exists():
+            _make_secret(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise HarnessError(
+            f"no secret can be kept in {path}: {error}; set {SECRET_VARIABLE} to the "
+            "same one on all hosts (`openssl rand -hex 32` makes one)"
+        ) from error
+
+
+def _secret_file() -> Path:
+    return cache_folder() / "secret"
+
+
+def _make_secret(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # its owner's alone
+        file.write(secrets.token_bytes(32))
+        file.flush()
+        with contextlib.suppress(FileExistsError):  # another rank was quicker
+            os.link(file.name, path)
 
 
 @answering()

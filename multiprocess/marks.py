@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -39,9 +40,11 @@ def spec_of(size: int, settings: Mapping[str, Any]) -> WorldSpec:
     """
     unknown = sorted(set(settings) - _ALLOWED)
     if unknown:
+        close = difflib.get_close_matches(unknown[0], _ALLOWED, n=1)
         raise TypeError(
             f"@pytest.mark.world has no setting {', '.join(unknown)}; "
-            f"it has {', '.join(sorted(_ALLOWED))}"
+            + "".join(f"did you mean {name}? " for name in close)
+            + f"It has {', '.join(sorted(_ALLOWED))}"
         )
     return WorldSpec(**{**settings, "size": size})
 

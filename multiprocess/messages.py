@@ -8,6 +8,13 @@ from typing import Any
 
 from .spec import WorldSpec
 
+NO_TERMINAL = (
+    "A rank has no terminal: print what you look for, or set PYTHONBREAKPOINT to a "
+    "debugger that is reached over a socket (such as remote_pdb.set_trace), call "
+    "breakpoint() on the rank, and raise timeout_s"
+)
+"""What to do for want of a debugger on a rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:

@@ -1,10 +1,22 @@
-"""What the stations of torchrun's processes say to each other over its store."""
+"""What the stations of torchrun's processes say to each other over its store.
+
+Plain data, packed as MessagePack and checked against these types when it is read. What
+cannot be plain is pickled inside: the payload of an order, a rank's result or its
+exception.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
+
+from .errors import HarnessError
 from .spec import CallOptions, WorldSpec
+from .watch import Fact
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +34,8 @@ class Order:
     fresh_group: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finish:
-    """The leader's last order."""
-
-    code: int
-    """Exit code of every station."""
+Finish = int
+"""The leader's last order: the exit code of every station."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +54,23 @@ class Card:
 
     host: str = "?"
     """What torchrun and the kernel call its machine."""
+
+
+def pack(value: Order | Finish | Card | Fact) -> bytes:
+    """Return what :func:`unpack` reads."""
+    return msgspec.msgpack.encode(value)
+
+
+def unpack(packed: bytes, kind: type[T]) -> T:
+    """Return the ``kind`` of thing that was packed.
+
+    Raises:
+        HarnessError: It is something else.
+    """
+    try:
+        return msgspec.msgpack.decode(packed, type=kind)
+    except msgspec.DecodeError as error:
+        raise HarnessError(
+            f"torchrun's store holds what is no {kind}: {error}; all hosts need the "
+            "same version of gradparity"
+        ) from error

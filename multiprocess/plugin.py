@@ -75,7 +75,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker(_MARK)
     if marker is None:
         return
-    sizes = sizes_of(marker.args, marker.kwargs)
+    try:
+        sizes = sizes_of(marker.args, marker.kwargs)
+        for size in sizes:
+            spec_of(size, marker.kwargs)
+    except (TypeError, ValueError) as error:
+        pytest.fail(f"{metafunc.definition.nodeid}: {error}", pytrace=False)
     if "world" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world")
     ids = (

@@ -7,7 +7,6 @@ cause under ``cause/RANK`` when it ends by an error.
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from . import linux, mail, pulse
 from .errors import HarnessError
-from .orders import Card
+from .orders import Card, pack, unpack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,7 +45,7 @@ class Roll:
             local_size=local_size,
             host=f"{agent} ({socket.gethostname()})",
         )
-        mail.put(self._store, f"card/{self._rank}", pickle.dumps(card))
+        mail.put(self._store, f"card/{self._rank}", pack(card))
 
     def cards(self, look: Callable[[], None]) -> list[Card]:
         """Every station's card, in rank order; ``look`` is called while it waits.
@@ -124,8 +123,7 @@ class Roll:
         self, rank: int, limit_s: float, look: Callable[[], None] = lambda: None
     ) -> Card | None:
         found = mail.read(self._store, f"card/{rank}", limit_s, look)
-        card: Card | None = None if found is None else pickle.loads(found)
-        return card
+        return None if found is None else unpack(found, Card)
 
 
 def _place() -> str:

@@ -33,7 +33,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from . import forkable
 
@@ -43,9 +43,8 @@ _NAP_S = 0.002
 class ForkedServer:
     """The child, with the part of ``Popen`` that its client needs."""
 
-    def __init__(self, pid: int, stderr: IO[bytes]) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.stderr: IO[bytes] | None = stderr
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -69,14 +68,17 @@ class ForkedServer:
             time.sleep(_NAP_S)
         return code
 
-    def kill(self) -> None:
-        """Kill it, unless it has ended."""
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, sig)
 
 
 def fork_server(
-    scene: forkable.Scene, serve: Callable[[int], None], sock: socket.socket
+    scene: forkable.Scene,
+    serve: Callable[[int], None],
+    sock: socket.socket,
+    errors_fd: int,
 ) -> ForkedServer:
     """Fork this process; the child serves the other end of ``sock`` and nothing else.
 
@@ -84,11 +86,11 @@ def fork_server(
         scene: How things were before torch was loaded.
         serve: What the child does, given the socket's descriptor.
         sock: Its end of the connection.
+        errors_fd: Where its stderr goes.
 
     Raises:
         OSError: There is no memory or no process left.
     """
-    errors_r, errors_w = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)
@@ -96,14 +98,10 @@ def fork_server(
     try:
         pid = os.fork()
         if pid == 0:
-            _become_server(scene, serve, sock.fileno(), errors_w)
-    except OSError:
-        os.close(errors_r)
-        raise
+            _become_server(scene, serve, sock.fileno(), errors_fd)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        os.close(errors_w)
-    return ForkedServer(pid, os.fdopen(errors_r, "rb"))
+    return ForkedServer(pid)
 
 
 def _become_server(

@@ -34,7 +34,8 @@ class WorldSpec:
     """What a call shares with earlier ones: the process group, the ranks, nothing."""
 
     start_timeout_s: float = 120.0
-    """Limit for the ranks to join their process group."""
+    """Limit for the forkserver to import what the ranks need, and for the ranks to join
+    their process group."""
 
     grace_s: float = 0.7
     """How long the others may take to end by themselves after the first fault."""

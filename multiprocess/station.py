@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from .blame import outcomes_of
 from .errors import HarnessError, WorldFailure
 from .messages import Kind
 from .muster import OthersRanks, OwnRanks
-from .orders import Card, Finish, Order
+from .orders import Card, Finish, Order, pack, unpack
 from .outcomes import RankOutcome
 from .roll import ANSWER_S, MEET_S, Roll
 from .spec import CallOptions, Isolation, WorldSpec
@@ -120,7 +119,7 @@ class Station:
                 order = self._next_order()
                 if isinstance(order, Finish):
                     mail.flag(self._store, f"bye/{self.rank}")
-                    return order.code
+                    return order
                 if self.rank < order.spec.size:
                     self._serve(order)
         except Exception as error:
@@ -129,7 +128,7 @@ class Station:
 
     def finish(self, code: int) -> None:
         """Let the followers go; the leader's last call."""
-        self._post_order(Finish(code=code))
+        self._post_order(code)
         # torchrun ends all when the first has failed: it should not be told of -15
         until = time.monotonic() + ANSWER_S
         for rank in range(1, self.size):
@@ -218,7 +217,7 @@ class Station:
                     f"rank {rank}: {self._roll.state(rank)}, {limit_s:g} s"
                 )
             mail.remove(self._store, key)
-            facts.append(pickle.loads(found))
+            facts.append(unpack(found, Fact))
         return facts
 
     def _looker(self, rank: int) -> Callable[[], None]:
@@ -234,7 +233,8 @@ class Station:
 
     def _post_order(self, order: Order | Finish) -> None:
         self._calls += 1
-        mail.put(self._store, self._key("order"), pickle.dumps(order))
+        if self.size > 1:
+            mail.put(self._store, self._key("order"), pack(order))
 
     # -- every station's side
 
@@ -253,8 +253,11 @@ class Station:
     def _read_order(
         self, limit_s: float, look: Callable[[], None] = lambda: None
     ) -> Order | Finish | None:
-        found = mail.read(self._store, self._key("order"), limit_s, look)
-        order: Order | Finish | None = None if found is None else pickle.loads(found)
+        key, followers = self._key("order"), self.size - 1
+        found = mail.read_by_all(self._store, key, followers, limit_s, look)
+        if found is None:
+            return None
+        order: Order | Finish = unpack(found, Order | Finish)  # type: ignore[arg-type]
         return order
 
     def _serve(self, order: Order) -> None:
@@ -267,7 +270,7 @@ class Station:
             self._own.disband(order.spec)
 
     def _post(self, what: str, fact: Fact) -> None:
-        mail.put(self._store, self._key(what, self.rank), pickle.dumps(fact))
+        mail.put(self._store, self._key(what, self.rank), pack(fact))
 
     def _muster(self, order: Order) -> Fact:
         """Have this station's rank ready; say so, or what became of it."""

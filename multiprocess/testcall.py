@@ -19,6 +19,7 @@ from _pytest.fixtures import resolve_fixture_function
 
 from . import pickling
 from .errors import WorldFailure
+from .messages import NO_TERMINAL
 from .outcomes import RankOutcome
 from .ranktest import (
     STAND_INS,
@@ -33,6 +34,7 @@ from .ranktest import (
 )
 from .runners import Runner, UnsuitableWorld
 from .spec import CallOptions, WorldSpec
+from .surroundings import unsupported
 
 _FAILURE = pytest.StashKey[WorldFailure]()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
@@ -43,14 +45,21 @@ _PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd
 
 def prepare(item: pytest.Item) -> None:
     """Fail a marked test that pytest would run in the parent; ready the others."""
+    if reason := unsupported():
+        pytest.fail(reason, pytrace=False)
     if type(item) is not pytest.Function:
         pytest.fail(
             f"@pytest.mark.world is for plain test functions and methods, and "
-            f"{item.name} is a {type(item).__name__}",
+            f"{item.name} is a {type(item).__name__}: make it a function, or a method "
+            "of a class without a base (setUp is setup_method there)",
             pytrace=False,
         )
     if inspect.iscoroutinefunction(item.obj):
-        pytest.fail("@pytest.mark.world cannot run a coroutine", pytrace=False)
+        pytest.fail(
+            "@pytest.mark.world cannot run a coroutine: make the test a plain function "
+            "that calls asyncio.run(...)",
+            pytrace=False,
+        )
     if hasattr(item.obj, "hypothesis"):
         from .examples import relax
 
@@ -115,7 +124,9 @@ def explain(
     failure = item.stash.get(_FAILURE, None)
     if failure is None or call.excinfo is None or call.when != "call":
         return
-    notes = getattr(call.excinfo.value, "__notes__", [])
+    notes = list(getattr(call.excinfo.value, "__notes__", []))
+    if item.config.option.usepdb:
+        notes.append(f"--pdb stops in the parent, where no rank is. {NO_TERMINAL}")
     text = "\n".join([_disagreement(failure.outcomes) + str(failure), *notes])
     path, line, _ = item.location
     where = ReprFileLocation(path, (line or 0) + 1, failure.root.headline)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import io
+import itertools
 import os
-import pickle
 import re
 import signal
 import tempfile
@@ -37,8 +37,9 @@ from .blame import outcomes_of
 from .errors import HarnessError, WorldFailure
 from .hygiene import restored_settings, seed_everything
 from .messages import Kind, Reply
+from .orders import pack, unpack
 from .outcomes import RankOutcome
-from .recorder import install
+from .recorder import install, uninstall
 from .spec import CallOptions, Isolation, WorldSpec
 from .watch import Fact
 from .world import World
@@ -53,6 +54,9 @@ _REPORT_S = 20.0
 _POLL_S = 0.05
 _OWN_FRAME = re.compile(r"/multiprocess/(ranktest|torchrun)\.py")
 _INTERRUPT = signal.SIGUSR2
+
+_numbers = itertools.count()
+"""Of the clusters that this program makes, the same on every rank."""
 
 
 class Interrupted(BaseException):
@@ -71,11 +75,12 @@ class TorchrunCluster:
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
         self.spec = WorldSpec(size=self.size, **settings)
-        self._store = mail.torchrun_store("cluster")
+        self._store = mail.torchrun_store(f"cluster{next(_numbers)}")
         self._kept = linux.sockets()
         self._calls = 0
         self._groups = 0
         self._fresh = True
+        self._closed = False
         self._world = self._make_world()
         self._trail_fd = trail.create(1)
         self._trail = trail.TrailWriter(self._trail_fd, 0, 1)
@@ -91,7 +96,13 @@ class TorchrunCluster:
         """Leave the process group; the others leave after rank 0.
 
         torchrun ends all ranks when one has failed: rank 0 must have reported by then.
+        Collectives are torch's own again.
         """
+        if self._closed:
+            return
+        self._closed = True
+        uninstall()
+        os.close(self._trail_fd)
         if self.rank == 0:
             self._store.set("closed", "")
         else:
@@ -126,7 +137,8 @@ class TorchrunCluster:
         if self._fresh or options.isolation != "pool":
             self._make_group()
         fact = self._observed(options, lambda: fn(*args, **kwargs))
-        facts = self._exchange(fact)
+        limit_s = options.timeout_s + self.spec.grace_s + _REPORT_S
+        facts = self._exchange(fact, limit_s)
         outcomes, root = outcomes_of(facts)
         self._fresh = root is not None or any(
             fact.reply is None or not fact.reply.reusable for fact in facts
@@ -201,18 +213,18 @@ class TorchrunCluster:
             waited_s=watch.waited_s,
             stacks=watch.stacks,
             collectives=trail.read(self._trail_fd, 0),
-            output=output.getvalue(),
+            output=worker._encodable(output.getvalue()),
         )
 
-    def _exchange(self, fact: Fact) -> list[Fact]:
+    def _exchange(self, fact: Fact, limit_s: float) -> list[Fact]:
         prefix = f"fact/{self._calls}"
-        mail.put(self._store, f"{prefix}/{self.rank}", pickle.dumps(fact))
-        limit_s = self.spec.timeout_s + _REPORT_S
+        mail.put(self._store, f"{prefix}/{self.rank}", pack(fact))
         facts = []
         for rank in range(self.size):
-            found = mail.read(self._store, f"{prefix}/{rank}", limit_s)
+            key = f"{prefix}/{rank}"
+            found = mail.read_by_all(self._store, key, self.size, limit_s)
             missing = Fact(rank=rank, waited_s=limit_s)
-            facts.append(missing if found is None else pickle.loads(found))
+            facts.append(missing if found is None else unpack(found, Fact))
         return facts
 
 

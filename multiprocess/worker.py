@@ -17,7 +17,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from . import linux, measuring, pickling, rewriting, trail, wire
-from .messages import Context, Kind, Meeting, Reply, Run, Start
+from .messages import NO_TERMINAL, Context, Kind, Meeting, Reply, Run, Start
 from .preloads import COSTLY
 
 if TYPE_CHECKING:
@@ -48,11 +48,19 @@ def main(
     _take_streams(output_fd)
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
+    sys.breakpointhook = _breakpoint
     with socket.socket(fileno=sock_fd) as sock:
         rank = _Rank(sock, store_fd, trail_fd)
         while (message := wire.receive(sock)) is not None:
             wire.send(sock, rank.answer(message))
     return 0
+
+
+def _breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """What ``breakpoint()`` does on a rank: pdb would read the end of a file."""
+    if os.environ.get("PYTHONBREAKPOINT") is None:
+        raise RuntimeError(NO_TERMINAL)
+    return sys.__breakpointhook__(*args, **kwargs)
 
 
 class _Rank:
@@ -211,8 +219,8 @@ def _raised(error: BaseException, reusable: bool) -> Reply:
         Kind.RAISED,
         exception=_pickled_exception(error),
         error_type=name,
-        message=_text(error),
-        traceback=_traceback(error),
+        message=_encodable(_text(error)),
+        traceback=_encodable(_traceback(error)),
         reusable=reusable,
     )
 
@@ -224,6 +232,11 @@ def _pickled_exception(error: BaseException) -> bytes | None:
     except Exception:  # its type, text and traceback go as text
         return None
     return pickled
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, as in names of files that are no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(error: BaseException) -> str:

@@ -7,7 +7,13 @@ import numpy as np
 from gradparity.conformance import Evidence, Scenario, Status, judge
 from gradparity.conformance.law import Finding
 from gradparity.conformance.parity import Parity, ParityRow
-from gradparity.conformance.trace import Decision, Misuse, RankTrace, StepTrace
+from gradparity.conformance.trace import (
+    Collective,
+    Decision,
+    Misuse,
+    RankTrace,
+    StepTrace,
+)
 
 SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
 BAD_STEP = 1
@@ -36,7 +42,7 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         decision.non_finite = ["w"] if skip and rank == 1 else []
         seen.decisions = [decision]
         seen.digests = {"w": digest}
-        seen.collectives = ["allreduce[6:float64]"]
+        seen.collectives = [Collective("allreduce[6:float64]", (0, 1, 2, 3))]
         seen.checked_sum = (3.0, 3.0)
         seen.gradients = {"w": np.array([1e-7, -0.5], np.float32)}
         trace.steps.append(seen)

@@ -72,6 +72,13 @@ class Nested(Right):
         return torch.optim.AdamW([p for _, p in parameters], lr=1e-3)
 
 
+class ExpertsSeeTheSameRows(Right):
+    """Declares that an axis that usually splits the data does not."""
+
+    meshes = ({"dp": 2, "ep": 2},)
+    model_axes = ("ep",)
+
+
 class ZeroBiases(Right):
     """No fault: parts of a bias over ``tp`` are equal, and yet no replicas."""
 
@@ -96,6 +103,16 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+class Nondeterministic(Right):
+    """No fault of a scaler: each run rounds gradients in another way."""
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        assert parameter.grad is not None
+        part = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        part *= 1.0 + (os.urandom(1)[0] % 4) * 2.0**-23
+        super().reduce(name, parameter, mesh)
+
+
 # - Wrong stacks: the run shows it
 
 
@@ -104,6 +121,27 @@ class ForgetsAllReduce(Right):
 
     def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         pass
+
+
+class NeverAverages(ForgetsAllReduce):
+    """As above, under other names of the axis that splits the data."""
+
+    meshes: object = (
+        {"dp": 2},
+        {"data": 2},
+        {"dp_replicate": 2},
+        {"dp_shard": 2, "tp": 1},
+    )
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return model
+
+
+class NeverAveragesOverRows(NeverAverages):
+    """As above, under a name of its own."""
+
+    meshes = ({"rows": 2},)
+    data_axes = ("rows",)
 
 
 class ForgetsOneBias(Right):
@@ -202,6 +240,30 @@ class Renames(Right):
         return nn.ModuleDict({"inner": super().parallelize(model, mesh)})
 
 
+class Unties(Right):
+    """``parallelize`` gives a head that is tied to a table a weight of its own."""
+
+    def model(self) -> nn.Module:
+        return TiedHead()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, TiedHead)
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return super().parallelize(model, mesh)
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(8, 4, bias=False)
+        self.head = nn.Linear(8, 4)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(x) + self.table(x)
+        return found
+
+
 class LosesHalf(Right):
     """Each rank keeps the same half of a weight; the other half is nowhere."""
 
@@ -239,6 +301,55 @@ class PipelineAxis(Right):
     """Asks for a pipeline, which the protocol has not."""
 
     meshes = ({"pp": 2},)
+
+
+class TakesNoMesh(Right):
+    """``parallelize`` lacks an argument."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:  # type: ignore[override]  # the fault
+        return model
+
+
+class LossIsNone(Right):
+    """A method that is none."""
+
+    loss = None  # type: ignore[assignment]  # the fault
+
+
+class ForwardRaises(Right):
+    """The model raises."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), Reshapes())
+
+
+class Reshapes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(3, -1)
+
+
+class UnknownAxis(Right):
+    """Nobody knows whether ranks along this axis see the same rows."""
+
+    meshes = ({"dp": 2, "colour": 2},)
+
+
+class DeclaresNoMesh(Right):
+    """Declares an axis that its meshes have not."""
+
+    data_axes = ("rows",)
+
+
+class DeclaresText(Right):
+    """Declares letters for names."""
+
+    data_axes = "dp"
+
+
+class DeclaresBoth(Right):
+    """Declares that ranks along an axis see the same rows and see others."""
+
+    data_axes = model_axes = ("dp",)
 
 
 class RandomModel(Right):

@@ -18,6 +18,7 @@ from gradparity.ci.gate import main
 from gradparity.ci.ratios import LUCK, Spread, limit, worst
 from gradparity.ci.update import difference
 from gradparity.tests.test_ci_samples import (
+    MESSAGES,
     report_of,
     sample,
     verdict,
@@ -50,7 +51,10 @@ def test_provenance_is_the_first_line_and_fields_are_apart(tmp_path: Path) -> No
     assert [x["kind"] for x in lines] == ["baseline", "case", "case", "case"]
     assert (lines[0]["torch"], lines[0]["cases"]) == ("2.13.0+cpu", 3)
     exact, measured = lines[1]["exact"], lines[1]["measured"]
-    assert set(exact) == {"status", "laws", "compared", "stepped", "scale"}
+    numbers = {"compared", "not_compared"}
+    assert set(exact) == {"status", "laws", *numbers, "stepped", "scale"}
+    assert exact["compared"] == dict.fromkeys(MESSAGES, 6)
+    assert exact["not_compared"] == dict.fromkeys(MESSAGES, 0)
     assert exact["scale"] == [[8.0, 4.0, 4.0]] * 2
     assert measured["ratio"] == {"low": 0.6, "high": 0.6}
     assert measured["parameters"]["b"] == {"low": 0.05, "high": 0.05}
@@ -133,6 +137,36 @@ def test_a_changed_sequence_is_told_where_it_begins() -> None:
     new = make_baseline([report_of([moved, *sample().cases[1:]])])
     (line,) = difference(old, new)
     assert line.endswith("the scale after step 2 on rank 0 is 2.0, was 4.0")
+
+
+def test_what_changed_alike_in_many_cases_is_one_line() -> None:
+    new = make_baseline([sample()])
+    failing = [with_verdict(c, verdict("scale.rule", "fail")) for c in sample().cases]
+    (line, lost) = difference(make_baseline([report_of(failing)]), new)
+    where = "fsdp/2/fp32/sgd/none  mine.amp:Scaler"
+    assert line == f"changed: {where}: scale.rule fail -> pass (and 2 more)"
+    assert lost == (
+        f"changed: {where}: comparisons of scale.rule none -> 6 (and 2 more)"
+    )
+    moved = [
+        with_curves(
+            c, parity=[0.1, 0.6 + n / 100, 0.1], parameters={"w": 0.6 + n / 100}
+        )
+        for n, c in enumerate(sample().cases, 1)
+    ]
+    (line,) = difference(new, make_baseline([report_of(moved)]))
+    assert "largest error / bound 0.6..0.6 -> " in line
+    assert line.endswith("(and 2 more)")
+    (line,) = difference(None, new)
+    assert line == f"new: {where}: pass (and 2 more)"
+
+
+def test_the_not_compared_of_a_baseline_may_not_grow_unseen() -> None:
+    old = make_baseline([sample()])
+    missed = verdict("parity.gradient", not_compared=2)
+    cases = [with_verdict(sample().cases[0], missed), *sample().cases[1:]]
+    (line,) = difference(old, make_baseline([report_of(cases)]))
+    assert line.endswith("comparisons that parity.gradient could not make 0 -> 2")
 
 
 def test_a_second_update_changes_nothing(

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from gradparity.ci.baseline import make_baseline, write_baseline
 from gradparity.ci.gate import main
+from gradparity.ci.reasons import PRECEDENCE, Reason, causes_of
+from gradparity.conformance import LAWS as ALL_LAWS
 from gradparity.conformance.report import CaseRecord, Report
 from gradparity.tests.test_ci_samples import (
     case,
@@ -53,6 +55,15 @@ def relabel(law: str, status: str, message: str | None = None) -> Edit:
     return first(lambda c: with_verdict(c, verdict(law, status, message)))
 
 
+def counted(law: str, *, compared: int, not_compared: int = 0) -> Edit:
+    """The same words and other numbers: the gate reads the numbers."""
+    return first(
+        lambda c: with_verdict(
+            c, verdict(law, compared=compared, not_compared=not_compared)
+        )
+    )
+
+
 def errors(**parameters: float) -> Edit:
     """Other ratios error / bound, told alike for steps and for parameters."""
     parity = [0.0, max(parameters.values()), 0.0]
@@ -78,14 +89,19 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
         "undecided: scale.rule pass -> inconclusive",
     ),
     "fewer comparisons": (
-        relabel("scale.rule", "pass", "2 updates equal to the rule"),
+        counted("scale.rule", compared=2),
         1,
         "too-few: scale.rule rests on 2 comparisons, was 6",
     ),
-    "no number of comparisons": (
-        relabel("scale.rule", "pass", "all is well"),
+    "fewer comparisons of parity": (
+        counted("parity.gradient", compared=5),
         1,
-        "an unknown number of comparisons",
+        "too-few: parity.gradient rests on 5 comparisons, was 6",
+    ),
+    "more that could not be compared": (
+        counted("parity.gradient", compared=6, not_compared=3),
+        1,
+        "too-few: parity.gradient could not make 3 comparisons, was 0",
     ),
     "a law is gone": (first(drop_law), 1, "vanished: law scale.rule is not judged"),
     "a scenario is gone": (
@@ -124,7 +140,7 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
             )
         ),
         1,
-        "sequence: the scale after each step covers [2, 2]",
+        "the scale after each step covers [2, 2]",
     ),
     "the error grew": (
         errors(w=0.8, b=0.05),
@@ -151,6 +167,11 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
         first(lambda c: with_verdict(new_law(c), verdict("new.law", "fail"))),
         1,
         "failing: new.law is fail",
+    ),
+    "a new law is not checked": (
+        first(lambda c: with_verdict(new_law(c), verdict("new.law", "skipped"))),
+        4,
+        "undecided: new.law is skipped, and the baseline does not know it",
     ),
     "a new scenario fails": (
         lambda r: report_of([*r.cases, *FAILING_DDP.cases]),
@@ -188,7 +209,154 @@ def test_an_unchanged_report_passes(
 ) -> None:
     code, told = gate(sample(), tmp_path, capsys, "--baseline", str(baseline))
     assert code == 0
-    assert told.splitlines() == ["gate: PASS: 0 reasons, 3 cases, 30 judgements"]
+    assert told.splitlines() == [
+        "gate: PASS: 0 causes, 0 reasons, 3 cases, 30 judgements"
+    ]
+
+
+def test_the_gate_reads_no_numbers_out_of_words(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for message in ("all is well", "2 of 6 updates", "0 and 7"):
+        told = relabel("scale.rule", "pass", message)(sample())
+        assert gate(told, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
+
+
+def test_a_law_that_the_baseline_does_not_know_is_told(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = report_of(new_law(c) for c in sample().cases)
+    code, told = gate(new, tmp_path, capsys, "--baseline", str(baseline))
+    assert code == 0
+    line = "note: new: law new.law is not in the baseline: it is pass in fsdp/2/"
+    (note,) = [x for x in told.splitlines() if x.startswith(line)]
+    assert note.endswith("--update-baseline makes it a promise (and 2 more)")
+
+
+def test_a_baseline_of_another_torch_is_told_with_the_command_that_renews_it(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = header(torch="2.14.0")(sample())
+    target = tmp_path / "gate.json"
+    options = ("--baseline", str(baseline), "--json", str(target))
+    code, told = gate(newer, tmp_path, capsys, *options)
+    (note,) = [x for x in told.splitlines() if "--update-baseline" in x]
+    assert code == 4 and "docs/gate.md" in note
+    assert f"{tmp_path}/report.jsonl --baseline {baseline} --update-baseline" in note
+    assert note.removeprefix("note: ") in json.loads(target.read_text())["notes"]
+
+
+STEPS = {"agreement.scale": 1, "scale.rule": 1, "parity.gradient": 2}
+
+
+def worse(record: CaseRecord) -> CaseRecord:
+    """A scaler that lets ranks disagree: one cause, and what follows from it."""
+    for law, step in STEPS.items():
+        broken = replace(verdict(law, "fail", f"{law} in {record.topology}"), step=step)
+        record = with_verdict(record, broken)
+    record = with_verdict(record, verdict("agreement.skip", "inconclusive"))
+    return with_curves(record, scale=[[8.0, 4.0, 4.0], [8.0, 8.0, 8.0]])
+
+
+def test_a_worse_scaler_is_a_line_for_each_cause(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(worse(c) for c in sample().cases)
+    target = tmp_path / "gate.json"
+    options = ("--baseline", str(baseline), "--json", str(target))
+    code, told = gate(report, tmp_path, capsys, *options)
+    assert code == 1
+    head, line = told.splitlines()
+    assert head == "gate: REGRESSION: 1 causes, 15 reasons, 3 cases, 30 judgements"
+    assert line == (
+        "worse (3 cases, 12 consequences): agreement.scale pass -> fail in "
+        "fsdp/2/fp32/sgd/none mine.amp:Scaler: step 1: agreement.scale in fsdp"
+    )
+    said = json.loads(target.read_text())
+    assert len(said["reasons"]) == 15  # as data nothing is left out
+    (cause,) = said["causes"]
+    assert (cause["cases"], cause["consequences"]) == (3, 12)
+    assert cause["line"] == line and cause["law"] == "agreement.scale"
+
+
+def test_two_causes_are_two_lines(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, *others = sample().cases
+    raised = [
+        replace(verdict("liveness.completes", "fail", f"{name}: no"), cause=name)
+        for name in ("step raised ValueError", "step raised RuntimeError")
+    ]
+    cases = [with_verdict(c, v) for c, v in zip(others, raised, strict=True)]
+    report = report_of([worse(one), *cases])
+    _, told = gate(report, tmp_path, capsys, "--baseline", str(baseline))
+    assert [line.partition(" in ")[0] for line in told.splitlines()[1:]] == [
+        "worse (1 cases, 4 consequences): agreement.scale pass -> fail",
+        "worse: liveness.completes pass -> fail",
+        "worse: liveness.completes pass -> fail",
+    ]
+
+
+def test_a_harness_that_broke_is_one_line_however_many_cases_it_lost(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [
+        replace(c, status="error", verdicts=(), curves=None, problem="rank 1: killed")
+        for c in sample().cases
+    ]
+    code, told = gate(report_of(cases), tmp_path, capsys, "--baseline", str(baseline))
+    (line,) = told.splitlines()[1:]
+    assert code == 3
+    assert line.startswith("invalid: ") and "broke in 3 cases" in line
+
+
+def test_lost_scenarios_are_one_line(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(sample().cases[:1])
+    _, told = gate(report, tmp_path, capsys, "--baseline", str(baseline))
+    (line,) = told.splitlines()[1:]
+    assert line.startswith("vanished (2 cases): scenario tp/2/bf16/sgd/none")
+
+
+def test_every_law_has_its_place_among_the_causes() -> None:
+    assert sorted(PRECEDENCE) == sorted(ALL_LAWS)
+
+
+@pytest.mark.parametrize(
+    ("cause", "others"),
+    [
+        ("agreement.scale", ["agreement.growth", "agreement.skip", "scale.rule"]),
+        ("skip.nobody-steps", ["skip.frozen", "parity.update"]),
+        ("transparency.gradient", ["transparency.bitwise", "parity.gradient"]),
+    ],
+)
+def test_of_laws_that_break_at_one_step_the_cause_is_told(
+    cause: str, others: list[str]
+) -> None:
+    reasons = [
+        Reason(kind="worse", text=law, scaler="m:S", scenario="a/b", law=law, step=1)
+        for law in [*others, cause]
+    ]
+    (found,) = causes_of(reasons)
+    assert (found.reason.law, found.consequences) == (cause, len(others))
+    earlier = Reason(
+        kind="worse", text="e", scaler="m:S", scenario="a/b", law="parity.loss", step=0
+    )
+    (found,) = causes_of([*reasons, earlier])
+    assert found.reason is earlier
+
+
+def test_notes_are_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = report_of(
+        with_verdict(c, verdict("scale.rule", "fail")) for c in sample().cases
+    )
+    path = tmp_path / "b.jsonl"
+    write_baseline(path, make_baseline([failing]))
+    _, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
+    (line,) = told.splitlines()[1:]
+    assert line.startswith("note: better: scale.rule is pass in fsdp/2/fp32/sgd/none")
+    assert line.endswith("(and 2 more)")
 
 
 def test_without_a_baseline_every_law_owes_a_pass(
@@ -256,7 +424,11 @@ def test_a_case_that_could_not_run_is_no_pass(
     path = tmp_path / "all.jsonl"
     write_baseline(path, make_baseline([report_of([case("hsdp+tp/8/fp32/sgd/none")])]))
     code, told = gate(report, tmp_path, capsys, "--baseline", str(path))
-    assert code == 1 and "worse: scale.rule pass -> skipped" in told
+    assert (
+        code == 1
+        and "worse (1 cases, 7 consequences): liveness.completes pass -> skipped"
+        in told
+    )
 
 
 def test_a_reason_names_law_topology_step_and_is_in_json(

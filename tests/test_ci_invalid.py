@@ -43,6 +43,10 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
         lambda c: replace(c, world=4),
         "the case says fsdp/4",
     ),
+    "a pass over nothing": (
+        lambda c: with_verdict(c, verdict("scale.rule", compared=0)),
+        "scale.rule passes and compared nothing",
+    ),
     "a rank is missing": (
         lambda c: with_curves(c, scale=[[8.0, 4.0, 4.0]]),
         "scale has 1 rows for 2 ranks",

@@ -19,7 +19,9 @@ import gradparity
 ROOT = Path(gradparity.__file__).parent
 COPIED = ("scaler", "conformance", "multiprocess", "fixtures", "ci")
 BESIDE = ("__init__.py", "py.typed", "Makefile", "pyproject.toml", "constraints.txt")
-REASON = re.compile(r"^worse: (\S+) pass -> fail in ([^/]+)/\S+ \S+: step (\d+)", re.M)
+REASON = re.compile(
+    r"^worse(?: \([^)]*\))?: (\S+) pass -> fail in ([^/]+)/\S+ \S+: step (\d+)", re.M
+)
 
 
 @dataclass(frozen=True)

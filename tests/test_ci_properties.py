@@ -11,10 +11,11 @@ from gradparity.ci.baseline import make_baseline
 from gradparity.ci.decision import Decision, Terms, decide
 from gradparity.ci.ratios import LUCK
 from gradparity.ci.reasons import Outcome
-from gradparity.conformance.law import RANKING
 from gradparity.conformance.report import CaseRecord, Report
+from gradparity.conformance.status import RANKING
 from gradparity.tests.test_ci_samples import (
     LAWS,
+    SKIPPED,
     report_of,
     sample,
     verdict,
@@ -91,11 +92,11 @@ def grown_error(draw: st.DrawFn) -> Worsen:
 
 @st.composite
 def fewer_comparisons(draw: st.DrawFn) -> Worsen:
-    index, count = draw(CASES), draw(st.integers(0, 5))
-    message = f"{count} updates equal to the rule"
-    return change(
-        index, lambda c: with_verdict(c, verdict("scale.rule", "pass", message))
-    )
+    index, count = draw(CASES), draw(st.integers(1, 6))
+    law = draw(st.sampled_from([law for law in LAWS if law != SKIPPED]))
+    missed = draw(st.integers(0 if count < 6 else 1, 100))
+    fewer = verdict(law, compared=count, not_compared=missed)
+    return change(index, lambda c: with_verdict(c, fewer))
 
 
 WORSENED = st.one_of(
@@ -169,7 +170,7 @@ def test_more_that_passes_is_accepted(data: st.DataObject) -> None:
     parity = [0.0, max(smaller.values()), 0.0]
     count = data.draw(st.integers(6, 1000))
     better = with_curves(BASE.cases[0], parity=parity, parameters=smaller)
-    better = with_verdict(better, verdict("scale.rule", "pass", f"{count} updates"))
+    better = with_verdict(better, verdict("scale.rule", compared=count))
     new = replace(BASE.cases[0], scaler="new:Scaler")
     report = report_of([better, *BASE.cases[1:], new])
     assert held(report).outcome is Outcome.PASS

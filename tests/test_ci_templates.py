@@ -86,12 +86,16 @@ def test_a_foreign_project_gates_its_own_scaler(site: Path, tmp_path: Path) -> N
     (tmp_path / "mine.py").write_text(BAD)
     code, told = gate(site, tmp_path, "mine:Mine", *SMALL)
     assert code == Outcome.REGRESSION.value, told
-    assert re.search(r"worse: scale\.rule pass -> fail in single/1/.*: step \d", told)
+    cause = (
+        r"worse \(1 cases, \d+ consequences\): scale\.rule pass -> fail in single/1/"
+    )
+    assert re.search(cause + r".*: step \d", told)
     assert (tmp_path / "parity-report" / "gate.json").is_file()
     assert (tmp_path / "parity-report" / "index.html").is_file()
     assert (site / "gradparity" / "conformance" / "report.schema.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_command_that_runs_may_be_torchrun(site: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BAD)
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone"

@@ -7,9 +7,13 @@ import pytest
 
 from gradparity.conformance import Scenario, catalogue
 from gradparity.conformance.catalogue import Selection, select
-from gradparity.conformance.covering import cover, subsets
+from gradparity.conformance.covering import cover, most_new_first, subsets
 from gradparity.conformance.recipes import RECIPES
 from gradparity.fixtures import MODELS, OPTIMIZERS, ORDERS, PRECISIONS, TOPOLOGIES
+from gradparity.fixtures.faulty import plain
+
+SOON = 60
+"""So many scenarios take less than a minute on two quiet cores."""
 
 
 def allowed(row: dict[str, str]) -> bool:
@@ -36,6 +40,13 @@ def test_cover_contains_every_combination_that_can_occur(strength: int) -> None:
     assert len(rows) < len(valid)
 
 
+def test_what_adds_most_for_its_cost_comes_first() -> None:
+    cost = {"ab": 1.0, "abc": 1.0, "bcd": 4.0, "xy": 3.0, "abd": 1.5}
+    # abc adds 3 pairs for 1, abd then 2 for 1.5, xy 1 for 3, bcd 1 for 4, ab nothing
+    ordered = most_new_first(list(cost), tuple, cost.__getitem__)
+    assert ordered == ["abc", "abd", "xy", "bcd", "ab"]
+
+
 def test_quick_holds_every_choice() -> None:
     quick = select("quick", Selection())
     for field, table in (
@@ -50,6 +61,32 @@ def test_quick_holds_every_choice() -> None:
     assert len({s.magnitude for s in quick}) == 3
     for target in ("middle[middle]", "last[last]", "loss", "loss[last]", "inf", "nan"):
         assert any(target in s.faults for s in quick), target
+
+
+@pytest.mark.parametrize("preset", ["quick", "default"])
+@pytest.mark.parametrize(
+    "limit", [plain.HIGHEST, plain.LOWEST, plain.SMALL, plain.NO_POWER_OF_TWO]
+)
+def test_the_scale_is_driven_to_its_limits(preset: str, limit: str) -> None:
+    """Each of them is where a faulty scaler is caught, see test_meta_faulty.py."""
+    assert limit in [s.id for s in select(preset, Selection())]
+
+
+def test_default_tries_most_choices_soon_and_what_takes_long_later() -> None:
+    chosen = select("default", Selection())
+    for field, table in (
+        ("topology", TOPOLOGIES),
+        ("data", MODELS),
+        ("precision", PRECISIONS),
+        ("optimizer", OPTIMIZERS),
+        ("order", ORDERS),
+        ("recipe", RECIPES),
+    ):
+        soon = {getattr(s, field) for s in chosen[:SOON]}
+        assert set(table) - soon <= {"tp+sp", "compiled"}
+    for _, settings in catalogue.LIMITS.values():
+        assert settings["init_scale"] in [s.init_scale for s in chosen[:SOON]]
+    assert all(s.steps < catalogue.LONG for s in chosen[: 3 * SOON])
 
 
 def test_default_strikes_every_place_on_every_topology() -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from gradparity.ci import gate
+from gradparity.conformance import listing
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report import read_report
+from gradparity.tests.test_conformance_report import case, write
 
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
@@ -50,9 +53,14 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["run", "--timeout-s", "0"], "must be positive"),
         (["run", "--require", "a:B"], "is not judged"),
         (["run", "--nosuch"], "unrecognized arguments"),
-        (["nosuch"], "invalid choice"),
-        ([], "required"),
+        (["nosuch"], "unknown command"),
+        (["rnu"], "did you mean run?"),
+        (["run", "--topology", "ddp,fspd"], "did you mean fsdp?"),
+        (["explain", "agreement.scales"], "did you mean agreement.scale?"),
         (["explain", "agreement.nosuch"], "neither a law"),
+        (["run", "--out", "/dev/null/x"], "is a file, expected a folder"),
+        (["report", "nosuch.jsonl", "--html", "/dev/null"], "expected a folder"),
+        (["replay", FAULTY_CASE, "--script", "/dev"], "expected a file"),
         (["report", "nosuch.jsonl"], "No such file"),
         (["replay", "a/b"], "is no scenario id"),
     ],
@@ -85,6 +93,9 @@ def test_bad_usage_is_one_line_and_exit_2(
         "topologies",
         "precisions",
         "optimizers",
+        "data",
+        "recipes",
+        "presets",
         "faults",
         "scalers",
         "scenarios",
@@ -113,7 +124,62 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comma_list_is_as_good_as_repetition(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["list", "scenarios", "--topology", "ddp,fsdp+tp"]) == 0
+    listed = capsys.readouterr().out
+    twice = ["--topology", "ddp", "--topology", "fsdp+tp"]
+    assert main(["list", "scenarios", *twice]) == 0
+    assert listed == capsys.readouterr().out
+    topologies = {line.partition("/")[0] for line in listed.splitlines()}
+    assert topologies == {"ddp", "fsdp+tp"}
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, AssertionError])
+def test_a_fault_of_ours_is_a_traceback_and_exit_3(
+    kind: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken(*_: object) -> None:
+        raise kind("a fault of ours")
+
+    monkeypatch.setattr(listing, "listing", broken)
+    assert main(["list", "laws"]) == 3
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and "a fault of ours" in printed
+    assert "internal error" in printed.splitlines()[-1]
+
+
+def test_a_fault_of_ours_in_a_further_command_is_exit_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(gate, "read_report", broken)
+    assert main(["gate", "R"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_incomplete_report_is_exit_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write(tmp_path / "R", case(), close=False))
+    assert main(["report", path]) == 3
+    assert "INCOMPLETE" in capsys.readouterr().out
+    assert main(["report", path, "--html", str(tmp_path)]) == 3
+    assert main(["report", path, "--junit"]) == 0  # says so by itself
+    assert 'type="incomplete"' in capsys.readouterr().out
+
+
+def test_explain_a_chapter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "liveness"]) == 0
+    assert "liveness.completes" in capsys.readouterr().out
+
+
+def test_explain_a_law_and_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "agreement.scale"]) == 0
     assert "same scale" in capsys.readouterr().out
     assert main(["explain", FAULTY_CASE]) == 0
@@ -139,12 +205,12 @@ def test_run_judges_scalers_side_by_side(
 def test_require_decides_the_exit_code_and_json_names_the_file(tmp_path: Path) -> None:
     done = run(
         "run", "--scenario", FAULTY_CASE, "--scaler", PLAIN, "--scaler", DRIFTING,
-        "--require", PLAIN, "--json", "out.json", "--quiet", cwd=tmp_path,
+        "--require", PLAIN, "--report", "out.json", "--quiet", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert len(read_report(tmp_path / "out.json").cases) == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+    assert {p.name for p in tmp_path.iterdir()} == {"out.json", ".out.json.lock"}
 
 
 def test_a_scaler_of_the_current_folder_and_fail_fast(tmp_path: Path) -> None:
@@ -153,7 +219,7 @@ def test_a_scaler_of_the_current_folder_and_fail_fast(tmp_path: Path) -> None:
     )
     done = run(
         "run", "--topology", "fsdp", "--data", "digits", "--scaler", "mine:Mine",
-        "--fail-fast", "--json", "r.jsonl", cwd=tmp_path,
+        "--fail-fast", "--report", "r.jsonl", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     report = read_report(tmp_path / "r.jsonl")

@@ -11,7 +11,7 @@ from gradparity.conformance.laws.scale import SMALLEST
 from gradparity.conformance.laws.transparency import SUBNORMAL
 from gradparity.conformance.parity import Parity, _compare
 from gradparity.conformance.recipes import MANUAL_STEP
-from gradparity.conformance.trace import Problem
+from gradparity.conformance.trace import Collective, Problem
 from gradparity.tests.made_up import BAD_STEP, SCENARIO, evidence, finding, row
 
 COUNTS = {
@@ -41,6 +41,50 @@ COUNTS = {
 def test_a_pass_says_how_much_was_compared() -> None:
     of = evidence(bad=True, size=3)
     assert {v.law: v.finding.message for v in judge(of)} == COUNTS
+
+
+NUMBERS = {
+    "agreement.replicas": (8, 0),
+    "skip.nobody-steps": (3, 0),
+    "skip.everybody-steps": (9, 0),
+    "skip.frozen": (3, 0),
+    "scale.continuity": (9, 0),
+    "transparency.gradient": (3, 9),  # until the first bad step
+    "transparency.bitwise": (3, 9),
+    "parity.gradient": (1, 0),
+    "parity.update": (1, 0),
+    "parity.loss": (1, 0),
+    "misuse.refused": (3, 0),
+}
+
+
+def test_a_pass_says_in_numbers_how_much_was_compared_and_how_much_was_not() -> None:
+    found = {v.law: v.finding for v in judge(evidence(bad=True, size=3))}
+    assert {law: (f.compared, f.not_compared) for law, f in found.items()} == {
+        law: NUMBERS.get(law, (12, 0)) for law in LAWS
+    }
+
+
+def test_steps_of_a_run_that_stopped_were_not_compared() -> None:
+    of = evidence(size=3)
+    for trace in of.ranks:
+        del trace.steps[3:]
+    for law in ("scale.rule", "agreement.scale", "collectives.no-crosstalk"):
+        found = finding(of, law)
+        assert (found.compared, found.not_compared) == (9, 3), law
+
+
+def test_a_violation_says_how_much_was_compared_up_to_it() -> None:
+    of = evidence(size=3)
+    of.ranks[1].steps[2].scale_after = 99.0
+    assert finding(of, "agreement.scale").compared == 9
+
+
+def test_what_only_one_rank_knows_is_compared_with_nothing() -> None:
+    of = evidence()
+    of.ranks[0].steps[1].decisions[0].parameters_changed = None
+    found = finding(of, "agreement.skip")
+    assert (found.compared, found.not_compared) == (6, 2)
 
 
 def test_nothing_seen_is_inconclusive_under_every_law_that_was_not_excused() -> None:
@@ -105,12 +149,33 @@ def test_both_sequences_are_told() -> None:
     of = evidence()
     of.ranks[1].steps[2].collectives = []
     assert finding(of, "collectives.same-sequence").message == (
-        "step 2: rank 1 issued none, rank 0 allreduce[6:float64]"
+        "step 2: rank 1 issued none, rank 0 allreduce[6:float64] over ranks 0, 1, 2, 3"
     )
-    of.ranks[1].steps[2].collectives = ["barrier", "barrier"]
-    assert "rank 1 issued barrier + barrier," in (
-        finding(of, "collectives.same-sequence").message
-    )
+    of.ranks[1].steps[2].collectives = [Collective("barrier", (0, 1))] * 2
+    text = "rank 1 issued barrier over ranks 0, 1 + barrier over ranks 0, 1, rank 0"
+    assert text in finding(of, "collectives.same-sequence").message
+
+
+PAIRS = ((0, 1), (2, 3))
+
+
+def test_groups_without_a_common_rank_have_sequences_of_their_own() -> None:
+    of = evidence(size=4)
+    for trace in of.ranks:
+        mine = Collective("barrier", PAIRS[trace.rank // 2])
+        trace.steps[1].collectives = [mine] * (1 + trace.rank // 2)
+    assert finding(of, "collectives.same-sequence").status is Status.PASS
+    of.ranks[3].steps[1].collectives.pop()
+    broken = finding(of, "collectives.same-sequence")
+    assert (broken.status, broken.ranks) == (Status.FAIL, (3,))
+    assert "rank 2 barrier over ranks 2, 3 + barrier over" in broken.message
+
+
+def test_groups_that_are_mixed_up_are_seen() -> None:
+    of = evidence()
+    of.ranks[0].steps[1].collectives = [Collective("barrier", (0, 1))]
+    of.ranks[1].steps[1].collectives = [Collective("barrier", (0, 1, 2))]
+    assert finding(of, "collectives.same-sequence").status is Status.FAIL
 
 
 def test_a_rank_without_a_checked_collective_hides_no_other() -> None:
@@ -185,6 +250,29 @@ def test_only_gradients_are_excused_by_bad_steps_and_only_by_bad_steps_alone() -
     assert finding(nothing, "parity.gradient").status is Status.INCONCLUSIVE
 
 
+@pytest.mark.parametrize(("missed", "status"), [(3, "pass"), (4, "inconclusive")])
+@pytest.mark.parametrize("kind", ["gradient", "update", "loss"])
+def test_parity_over_less_than_half_is_no_pass(
+    kind: str, missed: int, status: str
+) -> None:
+    of = parity_of(evidence(), *[(kind, 0.5)] * 3)
+    assert of.parity is not None
+    for _ in range(missed):
+        of.parity.add(replace(row(kind, np.nan), bound=np.inf))
+    found = finding(of, f"parity.{kind}")
+    assert (found.status, found.compared, found.not_compared) == (status, 3, missed)
+    if status != "pass":
+        assert found.message.startswith(f"3 of 7 comparisons of the {kind} could be")
+
+
+def test_a_departure_is_told_however_little_was_compared() -> None:
+    of = parity_of(evidence(), ("gradient", 2.0))
+    assert of.parity is not None
+    for _ in range(9):
+        of.parity.add(replace(row("gradient", np.nan), bound=np.inf))
+    assert finding(of, "parity.gradient").status is Status.FAIL
+
+
 @pytest.mark.parametrize(
     ("error", "bound", "ratio"),
     [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (1.0, 2.0, 0.5), (0.5, 0.0, np.inf)],
@@ -202,7 +290,8 @@ def test_what_parity_keeps_of_its_rows() -> None:
     ]
     for each in [*rows, row("update", error=0.25)]:
         parity.add(each)
-    assert (parity.compared, parity.skipped_rows) == (6, 0)
+    assert parity.compared == {"gradient": 5, "update": 1}
+    assert parity.not_compared.total() == 0
     assert parity.worst["gradient"] is rows[4]
     assert parity.first_bad == {"gradient": rows[2]}  # the worst of its first step
     assert parity.per_step == [0.0, 1.0, 5.0, 9.0]
@@ -212,7 +301,7 @@ def test_what_parity_keeps_of_its_rows() -> None:
 def test_where_the_truth_is_zero_the_error_is_absolute() -> None:
     where, truth = ("gradient", 0, "w", 0), (np.zeros(2), np.arange(2))
     rows = list(_compare(where, np.array([0.0, 0.5]), truth, (2.0, 4.0)))
-    assert [(r.measure, r.error, r.bound) for r in rows if r] == [
+    assert [(r.measure, r.error, r.bound) for r in rows] == [
         ("norm", 0.5, 2.0),
         ("largest element", 0.5, 4.0),
     ]
@@ -294,6 +383,70 @@ def test_one_update(
     assert one_step(settings, before, after, bad=bad) is expected
 
 
+def untold(of: Evidence) -> Evidence:
+    """The same run of a scaler whose state_dict has no growth tracker."""
+    for trace in of.ranks:
+        for seen in trace.steps:
+            seen.growth_before = seen.growth_after = None
+    return of
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_scaler_may_keep_its_growth_tracker_to_itself(bad: bool) -> None:
+    of = untold(evidence(bad=bad))
+    assert finding(of, "agreement.growth").status is Status.SKIPPED
+    told = finding(of, "agreement.growth").message
+    assert told == "no two ranks have a growth tracker"
+    for law in ("scale.rule", "scale.continuity", "agreement.scale"):
+        assert finding(of, law).status is Status.PASS, law
+
+
+def test_a_tracker_on_one_rank_alone_agrees_with_nothing() -> None:
+    of = evidence()
+    for seen in of.ranks[0].steps:
+        seen.growth_before = seen.growth_after = None
+    assert finding(of, "agreement.growth").status is Status.SKIPPED
+
+
+def test_where_one_rank_alone_trains_there_is_no_decision_to_disagree_on() -> None:
+    of = evidence()
+    for seen in of.ranks[1].steps:
+        seen.decisions[0].parameters_changed = None
+    found = finding(of, "agreement.skip")
+    assert found.status is Status.SKIPPED
+    assert found.message == "no two ranks have a decision"
+
+
+@pytest.mark.parametrize(
+    ("bad", "step", "factor"),
+    [(False, 0, 2.0), (False, 1, 0.5), (True, BAD_STEP, 2.0), (True, 2, 2.0)],
+)
+def test_a_tracker_that_is_not_told_is_counted(
+    bad: bool, step: int, factor: float
+) -> None:
+    of = untold(evidence(bad=bad))
+    for trace in of.ranks:
+        trace.steps[step].scale_after *= factor
+    found = finding(of, "scale.rule")
+    assert (found.status, found.step) == (Status.FAIL, step)
+
+
+@pytest.mark.parametrize(
+    ("factor", "status"), [(1.0, "pass"), (2.0, "pass"), (4.0, "fail"), (0.5, "fail")]
+)
+def test_a_count_that_a_load_may_have_lost_is_not_held_against_a_scaler(
+    factor: float, status: str
+) -> None:
+    resumed = replace(SCENARIO, recipe="resume")
+    of = untold(evidence(scenario=resumed))
+    for trace in of.ranks:
+        later = trace.steps[resumed.seam :]
+        later[0].scale_after = later[0].scale_before * factor
+        later[1].scale_before = later[0].scale_after
+        later[1].scale_after = later[0].scale_after * (1.0 if factor == 2.0 else 2.0)
+    assert finding(of, "scale.rule").status == status
+
+
 def test_a_scale_is_set_by_hand_at_one_step_only() -> None:
     of = evidence(scenario=Scenario.parse(f"ddp/2/fp32/sgd/none/steps=4,{MANUAL}"))
     of.ranks[0].steps[0].scale_after = 64.0
@@ -323,7 +476,7 @@ def test_what_the_rule_says_is_told() -> None:
 
 def test_where_a_state_changes_between_steps() -> None:
     of = evidence()
-    of.ranks[1].steps[2].growth_before += 1
+    of.ranks[1].steps[2].growth_before = 1
     found = finding(of, "scale.continuity")
     assert found.message == (
         "step 2: rank 1 left step 1 with scale 16, tracker 0, and starts with 16, 1"
@@ -359,6 +512,56 @@ def test_a_good_step_after_a_bad_one_is_looked_at() -> None:
     assert found.message == (
         "step 2: rank 0 did not step although all gradients are finite"
     )
+
+
+def planted(plan: str, *, struck: str = "") -> Evidence:
+    """A right run in which faults were planted, and one of them or none struck."""
+    of = evidence(bad=bool(struck), scenario=replace(SCENARIO, faults="inf@r1s1:first"))
+    object.__setattr__(of.scenario, "faults", plan)  # of a model with one parameter
+    if struck:
+        of.ranks[1].steps[BAD_STEP].faults = [struck]
+    return of
+
+
+@pytest.mark.parametrize("law", ["skip.nobody-steps", "skip.frozen"])
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("inf@r1s1:w", "there was no gradient of w on rank 1"),
+        ("inf@r1s1:head", "there is no element of head on rank 1"),
+        ("nan@r*s1:head", "there is no element of head on any rank"),
+        ("nan@r*s1:last", "there was no gradient of the last parameter on any rank"),
+        ("inf@r0s1:loss", "there was no loss on rank 0"),
+    ],
+)
+def test_a_planted_fault_that_did_not_strike_is_told(
+    law: str, plan: str, why: str
+) -> None:
+    found = finding(planted(plan), law)
+    assert found.status is Status.INCONCLUSIVE
+    assert found.message == f"{plan} was due at step 1 and did not strike: {why}"
+    assert (found.step, found.compared, found.not_compared) == (1, 0, 2)
+
+
+@pytest.mark.parametrize("law", ["skip.nobody-steps", "skip.frozen"])
+def test_one_fault_that_struck_does_not_hide_another(law: str) -> None:
+    one, other = "inf@r1s1:w", "nan@r0s*:w"
+    assert finding(planted(one, struck=f"{one}=w"), law).status is Status.PASS
+    found = finding(planted(f"{one};{other}", struck=f"{one}=w"), law)
+    assert (found.status, found.compared, found.not_compared) == ("inconclusive", 2, 8)
+
+
+def test_a_violation_goes_before_a_fault_that_did_not_strike() -> None:
+    of = planted("inf@r1s1:w;nan@r0s2:w", struck="inf@r1s1:w=w")
+    of.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
+    assert finding(of, "skip.nobody-steps").status is Status.FAIL
+
+
+def test_a_fault_of_a_step_that_was_not_reached_was_not_due() -> None:
+    of = planted("inf@r1s3:w")
+    for trace in of.ranks:
+        trace.steps[3].complete = False
+    assert finding(of, "skip.nobody-steps").status is Status.SKIPPED
 
 
 # - Transparency

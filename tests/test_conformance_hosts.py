@@ -25,12 +25,13 @@ SCENARIO = "fsdp/4/fp32/sgd/none/steps=100"
 START_S, SLACK_S = 120.0, 25.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(START_S + SILENCE_S + 4 * SLACK_S)
 def test_a_link_that_is_cut_ends_the_run_and_is_named(
     on_two_hosts: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
-    program = [*RUN, "--scenario", SCENARIO, "--json", str(tmp_path / "r.jsonl")]
+    program = [*RUN, "--scenario", SCENARIO, "--report", str(tmp_path / "r.jsonl")]
     process = subprocess.Popen(
         [*on_two_hosts, "veth", str(tmp_path), *program],
         cwd=tmp_path,

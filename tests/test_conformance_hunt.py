@@ -11,8 +11,8 @@ from rich.console import Console
 from gradparity.conformance import Scenario
 from gradparity.conformance.catalogue import Selection
 from gradparity.conformance.hunt import HuntSettings, hunt, scenarios
-from gradparity.conformance.machine import MachineSettings, machine
-from gradparity.conformance.oracle import parse_history
+from gradparity.conformance.machine import MachineSettings, machine, parse_drawn
+from gradparity.conformance.runner import Runner
 
 MODULE = "gradparity.fixtures.faulty"
 
@@ -61,9 +61,7 @@ def test_call_histories_are_hunted_too_and_told_as_a_line(tmp_path: Path) -> Non
     (scaler, history) = (
         words[words.index(f"--{o}") + 1] for o in ("scaler", "history")
     )
-    again = MachineSettings(
-        scaler=scaler, folder=".", history=parse_history(history, 2)
-    )
+    again = MachineSettings(scaler=scaler, folder=".", history=parse_drawn(history, 2))
     told = io.StringIO()
     assert machine(again, Console(file=told, width=200)) == 1
     assert "departure from the oracle" in told.getvalue()
@@ -75,6 +73,17 @@ def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
     assert all(int(line.split()[0]) > 0 for line in output.splitlines())
     assert "scenarios tried" in output
     assert "histories tried" in output
+
+
+def test_a_fault_of_the_judge_ends_a_hunt_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("a fault of ours")
+
+    monkeypatch.setattr(Runner, "run", broken)
+    with pytest.raises(AssertionError, match="a fault of ours"):
+        hunted("PlainScaler", 5, tmp_path)
 
 
 def test_a_budget_must_be_positive() -> None:

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from gradparity.conformance import Runner, Scenario, Status, runner
-from gradparity.conformance.observe import optimizer_digest
+from gradparity.conformance.observe import CallLog, optimizer_digest
+from gradparity.conformance.trace import Collective
+from gradparity.multiprocess import Cluster
 
 
 def test_zeros_are_no_optimizer_state_and_anything_else_is() -> None:
@@ -44,3 +48,28 @@ def test_a_judge_that_breaks_is_told_and_ends_no_run(
         assert case.status is Status.ERROR
         assert case.problem == "the judge broke: KeyError: 'some parameter'"
         assert judging.run(scaler, scenario).status is Status.PASS
+
+
+def collectives_of_two_groups() -> list[Collective]:
+    """Each rank has a pair of its own; barriers are collectives, waiting is none."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    log = CallLog()
+    with log:
+        dist.all_reduce(torch.ones(2), group=mine)
+        dist.barrier()
+        functional.all_reduce(torch.ones(3), "sum", mine).add(1)
+        dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1), group=mine)
+    return log.collectives
+
+
+def test_a_collective_is_noted_with_the_ranks_of_its_group(four: Cluster) -> None:
+    for rank, seen in enumerate(four.run(collectives_of_two_groups)):
+        mine = (0, 1) if rank < 2 else (2, 3)
+        assert [(c.call, c.ranks) for c in seen] == [
+            ("allreduce[2:float32]", mine),
+            ("barrier", (0, 1, 2, 3)),
+            ("all_reduce[3:float32]", mine),
+            ("allgather[1:float32],[1:float32]", mine),
+        ]
+    assert str(seen[0]) == "allreduce[2:float32] over ranks 2, 3"

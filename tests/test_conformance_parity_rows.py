@@ -53,8 +53,8 @@ def yardstick(monkeypatch: pytest.MonkeyPatch) -> Yardstick:
 def test_all_is_compared_and_nothing_is_found() -> None:
     parity = measure_parity(ONE, [rank(0), rank(1)])
     # by norm and by element: a loss, and on two ranks two gradients and two updates
-    assert parity.compared == 2 * (1 + 2 * 4)
-    assert (parity.skipped_rows, parity.first_bad) == (0, {})
+    assert parity.compared.total() == 2 * (1 + 2 * 4)
+    assert (parity.not_compared.total(), parity.first_bad) == (0, {})
     assert parity.per_step == [0.0]
     assert parity.per_parameter == {"loss": 0.0, "a": 0.0, "b": 0.0}
     assert parity.worst["loss"].rank == 0
@@ -78,8 +78,8 @@ def test_without_a_bound_nothing_is_compared(
     name = "loss" if kind == "loss" else "a"
     getattr(yardstick, kind)[0][name] = bounds
     parity = measure_parity(ONE, [rank(0)])
-    assert parity.skipped_rows == 1
-    assert parity.compared == 2 * (1 + 4) - 2
+    assert parity.not_compared == {kind: 2}
+    assert parity.compared.total() == 2 * (1 + 4) - 2
 
 
 @pytest.mark.usefixtures("yardstick")
@@ -117,7 +117,8 @@ def test_a_gradient_that_a_rank_has_not_is_not_compared() -> None:
     trace = rank(0)
     del trace.steps[0].gradients["a"]
     parity = measure_parity(ONE, [trace])
-    assert parity.compared == 2 * (1 + 3)
+    assert parity.compared.total() == 2 * (1 + 3)
+    assert parity.not_compared == {"gradient": 2}
 
 
 @pytest.mark.usefixtures("yardstick")
@@ -132,7 +133,7 @@ def test_ranks_without_a_loss_do_not_count() -> None:
 def partial(dp: int, tp: int, share: float) -> RankTrace:
     trace = rank(2 * dp + tp, dp=dp, tp=tp)
     trace.steps[0].gradients["a"] = (TRUTH["a"] * share).astype(np.float32)
-    trace.steps[0].partial = {"a": ("tp",)}
+    trace.steps[0].partial = {"a": (2 * dp, 2 * dp + 1)}
     return trace
 
 
@@ -140,7 +141,7 @@ SHARES = ((0, 0, 0.25), (0, 1, 0.75), (1, 0, 0.5), (1, 1, 0.5))
 
 
 @pytest.mark.usefixtures("yardstick")
-def test_a_partial_gradient_is_summed_over_its_axes_alone() -> None:
+def test_a_partial_gradient_is_summed_over_its_ranks_alone() -> None:
     traces = [partial(*share) for share in SHARES]
     assert measure_parity(ONE, traces).first_bad == {}
     traces[3].steps[0].gradients["a"] *= 2

@@ -63,6 +63,8 @@ def test_a_session_that_asks_for_nothing_pays_nothing(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--gradparity-scaler", "nosuch:Thing"], "cannot import"),
+        (["--gradparity-scaler", "os:getcwd"], "cannot be judged"),
+        (["--gradparity-scaler", "decimal:Decimal"], "cannot be judged"),
         (["--gradparity-scaler", PLAIN, "--gradparity-topology=ring"], "unknown"),
         (["--gradparity-topology", "fsdp"], "needs --gradparity-scaler"),
     ],
@@ -76,6 +78,7 @@ def test_bad_options_are_usage_errors(
     assert "Traceback" not in done.stderr.str()
 
 
+@pytest.mark.slow
 def test_under_xdist_no_record_is_lost(tmp_path: Path) -> None:
     done = session(tmp_path, "-n", "2", "--junitxml=j.xml", scaler=NEVER)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -89,6 +92,7 @@ def test_under_xdist_no_record_is_lost(tmp_path: Path) -> None:
     assert 'tests="3"' in (tmp_path / "j.xml").read_text()
 
 
+@pytest.mark.slow
 def test_choosing_stopping_and_trying_again(pytester: pytest.Pytester) -> None:
     judged = (*chosen(*SCENARIOS, FSDP), f"--gradparity-scaler={NEVER}")
     report = pytester.path / "parity-report" / "report.jsonl"
@@ -150,7 +154,9 @@ def test_quick_is_the_quick_preset_of_run(pytester: pytest.Pytester) -> None:
     assert full.count("gradparity::") > len(wanted)
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize(
+    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)]
+)
 def test_an_interrupt_leaves_a_report_and_no_process(
     workers: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -167,6 +173,7 @@ def test_an_interrupt_leaves_a_report_and_no_process(
     assert eventually(lambda: not marked(tmp_path), 10), marked(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_crashed_worker_costs_its_case_alone(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import os, pathlib\n"

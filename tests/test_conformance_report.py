@@ -1,19 +1,32 @@
 """A report is complete or says that it is not; tampering is told."""
 
+import dataclasses
+import json
+import re
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
 
+from gradparity.ci import annotations, ctrf, junit, markdown
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.compare import compare
 from gradparity.conformance.devices import Devices
-from gradparity.conformance.law import LAWS
+from gradparity.conformance.law import LAWS, Finding, Verdict
 from gradparity.conformance.page import render_page
 from gradparity.conformance.place import Pool
-from gradparity.conformance.record import make_header
+from gradparity.conformance.plots import (
+    CHARACTER,
+    LEFT,
+    Series,
+    line_chart,
+    scale_chart,
+)
+from gradparity.conformance.record import Recorder, make_header
 from gradparity.conformance.report import (
+    HARNESS,
     SCHEMA_VERSION,
     CaseRecord,
     Curves,
@@ -24,6 +37,10 @@ from gradparity.conformance.report import (
     VerdictRecord,
     read_report,
 )
+from gradparity.conformance.runner import Case
+from gradparity.conformance.scenario import Scenario
+from gradparity.conformance.status import Status, UsageError
+from gradparity.conformance.terminal import cell
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m&\"'$x$"
 
@@ -52,6 +69,12 @@ def header(planned: int = 2) -> Header:
 def case(
     scaler: str = "a:B", status: str = "pass", message: str = "fine"
 ) -> CaseRecord:
+    verdict = VerdictRecord(
+        law="agreement.scale",
+        status=status,
+        message=message,
+        compared=int(status == "pass"),
+    )
     return CaseRecord(
         scaler=scaler,
         scenario="fsdp/2/fp32/sgd/none",
@@ -60,9 +83,7 @@ def case(
         precision="fp32",
         data="digits",
         status=status,
-        verdicts=(
-            VerdictRecord(law="agreement.scale", status=status, message=message),
-        ),
+        verdicts=(verdict,),
         seconds=0.1,
         replay=f"gradparity replay x --scaler {scaler}",
         curves=Curves(
@@ -74,8 +95,6 @@ def case(
             bad=[["", "", "w"], ["", "", ""]],
             parity=[0.1, 0.2, 0.3],
             parameters={"w": 0.3},
-            collectives=[],
-            host_syncs=[1, 1, 1],
         ),
     )
 
@@ -115,11 +134,28 @@ def test_fewer_cases_than_planned_are_incomplete(tmp_path: Path) -> None:
     assert "1 of 2 planned" in report.incomplete
 
 
-def test_an_earlier_report_is_kept(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.jsonl", case())
-    before = path.read_bytes()
-    write(path, case("c:D"))
-    assert (tmp_path / "r.jsonl.previous").read_bytes() == before
+def test_earlier_reports_are_kept_however_many(tmp_path: Path) -> None:
+    path, written = tmp_path / "r.jsonl", []
+    for scaler in ("a:B", "c:D", "e:F"):
+        written.append(write(path, case(scaler)).read_bytes())
+    names = ("r.jsonl.1", "r.jsonl.2", "r.jsonl")
+    assert [(tmp_path / name).read_bytes() for name in names] == written
+
+
+def test_two_writers_of_one_report_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    with ReportWriter(path, header()) as writer:
+        writer.case(case("a:B"))
+        with pytest.raises(UsageError, match="another run writes this report now"):
+            write(path, case("c:D"))
+    assert [c.scaler for c in read_report(path).cases] == ["a:B"]
+    write(path, case("c:D"))  # the first has ended
+
+
+def test_a_report_that_cannot_be_written_is_bad_usage(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written"):
+        write(tmp_path / "file" / "r.jsonl", case())
 
 
 def tampered(path: Path, old: bytes, new: bytes) -> Path:
@@ -217,24 +253,110 @@ def test_hostile_text_is_escaped_in_the_page() -> None:
     assert "https://" not in page
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(-1.153e-09, 2.5), (1e-300, 1.0), (-123456.7, 1e22), (0.1234, 3)]
+)
+def test_labels_of_a_plot_find_room_left_of_it(low: float, high: float) -> None:
+    line = Series(label="a", values=[low, high], style="s0")
+    drawn = line_chart("title", [line])
+    labels = re.findall(r'text-anchor="end">([^<]*)<', drawn)[:2]
+    assert [float(x) for x in labels] == pytest.approx([low, high], rel=0.06)
+    assert max(map(len, labels)) * CHARACTER <= LEFT - 6
+
+
+def test_a_run_without_a_scaler_has_no_plot_of_its_scale() -> None:
+    made = with_scale([[1.0, 1.0]] * 2)
+    assert made.curves is not None
+    assert scale_chart(made, made.curves) == ""
+    other = with_scale([[1.0, 2.0]] * 2)
+    assert other.curves is not None
+    assert "log2 of the scale" in scale_chart(other, other.curves)
+
+
 def test_the_page_of_an_incomplete_report_says_so() -> None:
     assert "This report is incomplete" in render_page(report_of(case()))
 
 
-def test_a_violation_comes_with_a_script_where_one_can_be_made() -> None:
-    words = "script that shows it with torch alone"
-    scaler = "torch.amp:GradScaler"
-    for scenario, there in (
-        ("fsdp/2/fp32/sgd/none", True),
-        ("ep/2/fp32/sgd/none/data=digits-experts", True),
-        ("fsdp/2/fp32/sgd/none/steps=2,recipe=resume-elsewhere", True),
-        ("no id", False),
-    ):
-        record = msgspec.structs.replace(case(scaler, "fail"), scenario=scenario)
-        page = render_page(report_of(record))
-        assert (words in page) == there, scenario
-        assert ("from torch.amp import GradScaler" in page) == there
-    assert words not in render_page(report_of(case(scaler)))
+SCRIPT = "script that shows it with torch alone"
+TORCH = "torch.amp:GradScaler"
+
+
+def failing(scenario: str, *laws: str) -> Case:
+    finding = Finding(status=Status.FAIL, message="step 1: rank 0")
+    return Case(
+        scaler=TORCH,
+        scenario=Scenario.parse(scenario),
+        verdicts=tuple(Verdict(law=law, finding=finding) for law in laws),
+        evidence=None,
+        seconds=0.1,
+    )
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "fsdp/2/fp32/sgd/none",
+        "ep/2/fp32/sgd/none/data=digits-experts",
+        "fsdp/2/fp32/sgd/none/steps=2,recipe=resume-elsewhere",
+    ],
+)
+def test_a_violation_comes_with_a_script(scenario: str) -> None:
+    record = Recorder(Devices()).record(failing(scenario, "agreement.scale"))
+    page = render_page(report_of(record))
+    assert SCRIPT in page
+    assert "from torch.amp import GradScaler" in page
+
+
+def test_the_first_case_of_each_broken_law_has_a_script() -> None:
+    recorder = Recorder(Devices())
+    seen = [
+        failing("ddp/2/fp32/sgd/none/seed=1", "agreement.scale"),
+        failing("ddp/2/fp32/sgd/none/seed=2", "agreement.scale"),
+        failing("ddp/2/fp32/sgd/none/seed=3", "agreement.scale", "scale.rule"),
+        failing("ddp/2/fp32/sgd/none/seed=4", "scale.rule"),
+        failing("ddp/2/fp32/sgd/none/seed=5"),
+    ]
+    there = [bool(recorder.record(each).script) for each in seen]
+    assert there == [True, False, True, False, False]
+
+
+def test_where_no_script_can_be_made_there_is_none() -> None:
+    odd = msgspec.structs.replace(case(TORCH, "fail"), scenario="no id")
+    assert SCRIPT not in render_page(report_of(odd))
+    strange = dataclasses.replace(failing("ddp/2/fp32/sgd/none", "x.y"), scaler="a-b:c")
+    assert Recorder(Devices()).record(strange).script == ""
+
+
+def test_a_broken_harness_is_told_once() -> None:
+    broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
+    record = Recorder(Devices()).record(broke)
+    assert (record.status, record.verdicts) == ("error", ())
+    assert [(v.law, v.status) for v in record.told] == [(HARNESS, "error")]
+    report = report_of(record)
+    assert render_page(report).count("rank 1: gone") == 2  # evidence and its run
+    words = "ERROR (harness, 1 of 2 runs) digits: rank 1: gone"
+    assert cell([case(), record]) == words
+    (test,) = ET.fromstring(junit.render(report)).findall("testsuite[1]/testcase")
+    assert (test.get("name"), [e.tag for e in test]) == (HARNESS, ["error"])
+    (_, line) = annotations.commands(report, Path())  # the first: it is incomplete
+    assert "rank 1: gone" in line
+    (told, _) = json.loads(ctrf.render(report))["results"]["tests"]
+    assert told["message"] == "rank 1: gone"
+    assert markdown.render(report).count("rank 1&#58; gone") == 2
+
+
+def test_compare_tells_a_broken_harness_once() -> None:
+    broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
+    good = failing("ddp/2/fp32/sgd/none", "scale.rule", "agreement.scale")
+    broken_, judged = (
+        report_of(Recorder(Devices()).record(each)) for each in (broke, good)
+    )
+    where = "ddp/2/fp32/sgd/none  torch.amp:GradScaler"
+    (change,) = compare(judged, broken_)
+    assert change.text == f"regression: fail -> error in {where}: rank 1: gone"
+    (change,) = compare(broken_, judged)
+    assert change.kind == "fix"
+    assert compare(broken_, broken_) == []
 
 
 def broken(number: int) -> CaseRecord:

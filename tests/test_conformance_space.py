@@ -26,6 +26,8 @@ SPECIAL = [
     "pp/2/fp32/adamw/nan@r1s0:loss[last]/steps=3",
     "fsdp/2/fp32/adamw/-inf@r1s1:loss[last]/steps=3,recipe=accumulate",
     "ddp/2/fp32/adamw/none/steps=3,magnitude=9.313225746154785e-10",
+]
+LONG = [
     "ddp/2/fp32/sgd/nan@r0s*:first/steps=150",
     "fsdp+tp/4/fp16-reduce/adagrad/none/data=text,steps=12,order=reversed,"
     "scale=67108864,interval=2",
@@ -38,7 +40,15 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
-@pytest.mark.parametrize("scenario", [*LAID_OUT, *WITH_RECIPE, *SPECIAL])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *LAID_OUT,
+        *WITH_RECIPE,
+        *SPECIAL,
+        *(pytest.param(long, marks=pytest.mark.slow) for long in LONG),
+    ],
+)
 def test_a_right_scaler_passes(runner: Runner, scenario: str) -> None:
     case = runner.run(SCALER, Scenario.parse(scenario))
     bad = {

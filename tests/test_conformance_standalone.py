@@ -31,6 +31,7 @@ EXPERTS_FIRST = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
 MOVED = "recipe=resume-elsewhere,interval=4,steps=4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaler", "scenario", "words"),
     [

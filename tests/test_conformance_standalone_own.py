@@ -10,6 +10,7 @@ from gradparity.tests import stacks
 from gradparity.tests.script_server import Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
+LAYOUTS = "gradparity.tests.test_conformance_gradient_layouts"
 OURS = "gradparity.scaler:GradScaler"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
 BAD = f"dp2-tp2/4/fp32/own/inf@r3s1:0.weight/data={MODULE}:Right,steps=3"
@@ -24,7 +25,10 @@ EXAMPLE = "data=gradparity.examples.workload:Stack,steps=3"
         (stacks.SlightlyOff, "gradients are not those of one process: ['0.weight'];"),
         (stacks.BiasOnOneRank, "step 0: replicas differ: 2.bias"),
         (stacks.StrayCollective, "step 0: rank 1 raised RuntimeError"),
-        (stacks.RaisesOnRank1, "rank 1 raised RuntimeError: no such layer"),
+        (
+            stacks.RaisesOnRank1,
+            "rank 1 raised RuntimeError: no such layer (parallelize, line ",
+        ),
     ],
 )
 def test_a_wrong_stack_is_shown_without_a_scaler(
@@ -42,6 +46,8 @@ def test_a_wrong_stack_is_shown_without_a_scaler(
         ("none", f"dp2/2/fp32/own/none/data={MODULE}:Nested,recipe=accumulate,steps=3"),
         ("none", f"dp2-tp2/4/fp32/own/none/data={MODULE}:ZeroBiases,steps=3"),
         ("none", "hsdp/4/fp32/adamw/none/steps=2"),
+        ("none", f"tp2/2/fp32/own/none/data={LAYOUTS}:Laid,steps=2"),
+        ("none", f"tp2/2/fp32/own/none/data={LAYOUTS}:ShardAndPartial,steps=2"),
         (OURS, BAD),
         (OURS, f"{BAD},recipe=two-optimizers,order=reversed"),
         (OURS, f"single/1/bf16-autocast/own/nan@r0s*:loss/data={MODULE}:Right,steps=3"),
@@ -53,6 +59,12 @@ def test_a_wrong_stack_is_shown_without_a_scaler(
 )
 def test_what_is_right_passes(scripts: Scripts, scaler: str, scenario: str) -> None:
     assert scripts(scaler, scenario) == (0, "no violation\n")
+
+
+def test_a_wrong_gradient_is_shown_however_it_is_laid_out(scripts: Scripts) -> None:
+    scenario = f"tp2/2/fp32/own/none/data={LAYOUTS}:ShardsSwapped,steps=2"
+    code, output = scripts("none", scenario)
+    assert (code, "not those of one process" in output) == (1, True), output
 
 
 def test_a_wrong_scaler_is_shown(scripts: Scripts) -> None:

@@ -90,7 +90,7 @@ def scenarios(*ids: str) -> list[str]:
 def pool(folder: Path, *arguments: str) -> Report:
     (folder / "mine.py").write_text(SCALERS)
     subprocess.run(
-        [sys.executable, *RUN, *arguments, "--json", "pool.jsonl", "--quiet"],
+        [sys.executable, *RUN, *arguments, "--report", "pool.jsonl", "--quiet"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "2"},  # must not show in the report
         capture_output=True,
@@ -165,11 +165,12 @@ def test_the_same_report_as_on_the_pool(tmp_path: Path) -> None:
     assert words in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_or_hangs_is_a_verdict_as_on_the_pool(tmp_path: Path) -> None:
     judged = ["--scaler", "mine:Kills", "--scaler", "mine:Hangs", "--scaler", PLAIN]
     run = [*judged, *scenarios(SAME[2]), "--timeout-s", "8"]
     before = pool(tmp_path, *run)
-    process = start(tmp_path, *run, "--json", "r.jsonl")
+    process = start(tmp_path, *run, "--report", "r.jsonl")
     code, output = ended(process)
     assert code == 1 and exit_codes(output) == {3}, output
     after = read_report(tmp_path / "r.jsonl")
@@ -197,9 +198,10 @@ def wait_for_the_first_case(process: subprocess.Popen[str], report: Path) -> Non
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=60"]
-    run = ["--scaler", "mine:Slow", *scenarios(*long), "--json", "r.jsonl"]
+    run = ["--scaler", "mine:Slow", *scenarios(*long), "--report", "r.jsonl"]
     process = start(tmp_path, *run)
     wait_for_the_first_case(process, tmp_path / "r.jsonl")
     (tmp_path / "rank-1").unlink()
@@ -216,9 +218,10 @@ def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
     assert gate([str(tmp_path / "r.jsonl")]) == 3
 
 
+@pytest.mark.slow
 def test_without_torchruns_agent_nothing_goes_on(tmp_path: Path) -> None:
     run = ["--scaler", "mine:Slow", "--scenario", "fsdp/2/fp32/sgd/none/steps=60"]
-    process = start(tmp_path, *run, "--json", "r.jsonl")
+    process = start(tmp_path, *run, "--report", "r.jsonl")
     wait_for(process, tmp_path / "rank-1", "step")
     family = descendants(process.pid)
     process.kill()
@@ -227,9 +230,10 @@ def test_without_torchruns_agent_nothing_goes_on(tmp_path: Path) -> None:
     assert "torchrun's store is gone" in read_report(tmp_path / "r.jsonl").incomplete
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
     long = ["fsdp/2/fp32/sgd/none/steps=2", "fsdp/2/fp32/sgd/none/steps=12"]
-    run = ["--scaler", "mine:Slow", *scenarios(*long), "--json", "r.jsonl"]
+    run = ["--scaler", "mine:Slow", *scenarios(*long), "--report", "r.jsonl"]
     process = start(tmp_path, *run, restarts=1)
     report = tmp_path / "r.jsonl"
     wait_for_the_first_case(process, report)
@@ -247,6 +251,7 @@ def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
     assert line in output
 
 
+@pytest.mark.slow
 def test_bad_usage_is_told_once(tmp_path: Path) -> None:
     code, output = ended(start(tmp_path, "--topology", "ring"))
     assert code == 1 and exit_codes(output) == {2}, output
@@ -254,6 +259,7 @@ def test_bad_usage_is_told_once(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != "") == ["mine.py"]
 
 
+@pytest.mark.slow
 def test_a_large_value_goes_through_the_store(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "from gradparity.multiprocess import WorldSpec\n"

@@ -84,7 +84,13 @@ def runnable(found: list[Block]) -> list[Block]:
     return [block for block in found if not (block.tested or block.not_run)]
 
 
-@pytest.mark.parametrize("block", runnable(SHELL), ids=str)
+def parameter(block: Block) -> Any:
+    """A session of pytest is a process of its own, and one with workers three."""
+    sessions = any(command.startswith("pytest") for command in block.commands)
+    return pytest.param(block, marks=[pytest.mark.slow] * sessions, id=str(block))
+
+
+@pytest.mark.parametrize("block", [parameter(b) for b in runnable(SHELL)])
 def test_commands(block: Block, project: Path) -> None:
     for command in block.commands:
         words = shlex.split(command)
@@ -153,7 +159,6 @@ def run_pytest(words: list[str]) -> None:
         [sys.executable, "-m", *words, "--gradparity-scenario", SCENARIO],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
 
@@ -204,7 +209,6 @@ def test_snippets_that_are_tests(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stdout[-4000:]
 

@@ -66,6 +66,7 @@ def slurm(
     )
 
 
+@pytest.mark.slow
 def test_two_agents_meet_and_the_gate_judges_them(tmp_path: Path) -> None:
     done = slurm(tmp_path, OURS, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,6 +76,7 @@ def test_two_agents_meet_and_the_gate_judges_them(tmp_path: Path) -> None:
     assert report.parent.name == str(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_violation_fails_the_job(tmp_path: Path) -> None:
     bad = "gradparity.fixtures.faulty.scale:KeepsTheTrackerOnBackoff"
     alone = [

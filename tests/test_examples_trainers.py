@@ -70,6 +70,7 @@ def curve(folder: Path, rank: int) -> Curve:
     return [tuple(json.loads(line)) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "package"), TRAINERS.items(), ids=lambda x: str(x))
 def test_same_curve_as_with_torch_also_when_resumed(
     name: str, package: str, tmp_path: Path
@@ -126,6 +127,7 @@ def train_on(cluster: Cluster, argv: list[str]) -> None:
 CALM = ["--init-scale", "1024"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "more"), [(TORCH, CALM), (OURS, CALM), (OURS, [])], ids=str
 )

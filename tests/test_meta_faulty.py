@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gradparity.conformance import LAWS, Case, Runner, Scenario, Status
+from gradparity.conformance.catalogue import Selection, select
 from gradparity.fixtures import faulty
 from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
 
@@ -19,6 +20,10 @@ PLACES = (
     plain.PIPELINE,
     plain.LARGE,
     plain.MOVED,
+    plain.HIGHEST,
+    plain.LOWEST,
+    plain.SMALL,
+    plain.NO_POWER_OF_TWO,
 )
 
 
@@ -46,6 +51,15 @@ def test_a_faulty_scaler_is_caught_by_its_law(
 ) -> None:
     case = judged(runner, scaler, broken.at)
     assert broken.law in accusations(case), case.verdicts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaler", FAULTY)
+def test_a_faulty_scaler_is_found_early_by_a_default_run(
+    runner: Runner, scaler: type[Any]
+) -> None:
+    soon = [scenario.id for scenario in select("default", Selection())[:60]]
+    assert any(accusations(judged(runner, scaler, scenario)) for scenario in soon)
 
 
 @pytest.mark.parametrize("scaler", RIGHT)

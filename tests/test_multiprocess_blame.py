@@ -1,10 +1,13 @@
 """Who failed first: pure functions on made-up facts."""
 
+from dataclasses import replace
+
 import pytest
 
-from gradparity.multiprocess import RankState
+from gradparity.multiprocess import RankState, WorldFailure
 from gradparity.multiprocess.blame import outcomes_of, waits_in_collective
 from gradparity.multiprocess.messages import Kind, Reply
+from gradparity.multiprocess.trail import Collective
 from gradparity.multiprocess.watch import Fact
 
 OK, RAISED, EXITED = RankState.OK, RankState.RAISED, RankState.EXITED
@@ -75,6 +78,40 @@ def test_only_the_main_thread_tells_where_a_rank_waits() -> None:
     assert not waits_in_collective("")
     swapped = ELSEWHERE.replace("Current t", "T")
     assert not waits_in_collective(IN_COLLECTIVE.replace("Current t", "T") + swapped)
+
+
+def call(rank: int, op: str, number: int = 1) -> Collective:
+    return Collective("the default group", number, op, "float32[2]", f"a.py:{rank}")
+
+
+@pytest.mark.parametrize(
+    ("ops", "root", "says"),
+    [
+        (
+            ["allreduce", "allreduce", "allreduce", "broadcast"],
+            3,
+            "collective #1 of the default group is broadcast float32[2] here (a.py:3), "
+            "and allreduce float32[2] on rank 0",
+        ),
+        (
+            ["broadcast", "allreduce"],
+            0,
+            "is broadcast float32[2] here (a.py:0), and allreduce float32[2] on rank 1",
+        ),
+        (["allreduce", "allreduce"], 0, "waiting in a collective after 0.0 s"),
+    ],
+)
+def test_of_ranks_that_all_wait_the_odd_one_is_the_root(
+    ops: list[str], root: int, says: str
+) -> None:
+    facts = [
+        replace(hung(rank, IN_COLLECTIVE), collectives=(call(rank, op),))
+        for rank, op in enumerate(ops)
+    ]
+    outcomes, found = outcomes_of(facts)
+    assert found == root
+    assert outcomes[root].headline.endswith(says)
+    assert "root cause: rank" in str(WorldFailure(outcomes, outcomes[root]))
 
 
 TOLD = """Traceback (most recent call last):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -85,6 +86,35 @@ def test_worlds_that_need_more_than_half_do_not_block_each_other(
         thread.join(60)
     assert len(most) == 20
     assert max(most) == 1
+
+
+def test_hosts_with_one_home_do_not_share_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(SLOTS_VARIABLE, "2")
+    monkeypatch.setattr(socket, "gethostname", lambda: "one")
+    with cpu_broker().slots(2):
+        monkeypatch.setattr(socket, "gethostname", lambda: "two")
+        with cpu_broker().slots(2, limit_s=0.1) as held:
+            assert held == ("cpu0", "cpu1")
+
+
+def test_who_waits_in_vain_is_told_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(SLOTS_VARIABLE, "1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "one")
+    for shared, way_out in (
+        (cpu_broker(), f"{SLOTS_VARIABLE}=0"),
+        (gpu_broker(["7"]), "CUDA_VISIBLE_DEVICES"),
+    ):
+        with shared.slots(1), pytest.raises(HarnessError) as caught:
+            with shared.slots(1, limit_s=0.1):
+                pass
+        assert f"fuser -v {tmp_path}/gradparity/slots/one/*.lock" in str(caught.value)
+        assert str(caught.value).endswith(f"{way_out}.")
 
 
 def test_no_slots_means_no_broker(monkeypatch: pytest.MonkeyPatch) -> None:

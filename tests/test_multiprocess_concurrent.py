@@ -7,6 +7,8 @@ import sys
 from itertools import accumulate
 from pathlib import Path
 
+import pytest
+
 RUNS = 10
 SLOTS = 4
 CHECK = Path(__file__).with_name("nothing_left.py")
@@ -58,6 +60,7 @@ for run in runs:
 """
 
 
+@pytest.mark.slow
 def test_ten_runs_at_once_all_pass_and_share_the_slots(tmp_path: Path) -> None:
     folder, log = tmp_path / "suite", tmp_path / "log"
     folder.mkdir()

@@ -28,6 +28,7 @@ def train(on_two_hosts: tuple[str, ...], folder: Path, link: str) -> list[str]:
     return [curve.read_text() for curve in curves]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S + 30)
 def test_a_slow_link_that_loses_packets_changes_no_bit(
     on_two_hosts: tuple[str, ...], tmp_path: Path

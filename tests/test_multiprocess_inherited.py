@@ -50,7 +50,7 @@ def test_what_was_the_sessions_is_shed(world, tmp_path):
     for number in (signal.SIGUSR1, signal.SIGTERM):
         assert signal.getsignal(number) is signal.SIG_DFL
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert sys.breakpointhook is sys.__breakpointhook__
+    assert sys.breakpointhook.__module__ == "gradparity.multiprocess.worker"
     assert sys.unraisablehook is sys.__unraisablehook__
     assert "conftest" not in sys.modules
     assert not hasattr(sys.modules["__main__"], "__file__")
@@ -203,6 +203,7 @@ def test_each_obstacle_is_found(tmp_path: Path) -> None:
     assert done.stdout == "all found\n", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "before", "forked"),
     [
@@ -251,6 +252,7 @@ def test_no_child():
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_fault_matrix_holds_in_forks_of_the_session(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SESSION_SERVER % True)
     matrix = HERE / "test_multiprocess_faults.py"

@@ -167,10 +167,6 @@ def test_request(world, request):
 async def test_coroutine(world):
     pass
 
-@pytest.mark.world(size=2, sizes=3)
-def test_unknown_setting(world):
-    pass
-
 def test_unmarked(world):
     pass
 
@@ -188,7 +184,7 @@ def test_innocent(world):
     )
     out = done.stdout
     assert done.returncode == 1
-    assert "7 failed, 1 passed, 3 errors" in out, out
+    assert "6 failed, 1 passed, 3 errors" in out, out
     assert "PASSED test_it.py::test_innocent" in out
     assert "assert [1, 5] == [0, 5]" in out  # pytest's assert, on a rank
     assert "FAILED test_it.py::test_assert - rank 1: raised AssertionError" in out
@@ -198,9 +194,49 @@ def test_innocent(world):
     assert "`stuck` cannot be pickled" in out
     assert "`request` belongs to the parent" in out
     assert "cannot run a coroutine" in out
-    assert "has no setting sizes" in out
+    assert "that calls asyncio.run(...)" in out
+    assert "setUp is setup_method there" in out
     assert "the fixture `world` needs @pytest.mark.world" in out
     assert "is for plain test functions" in out
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        ("size=2, sise=3", "has no setting sise; did you mean size? It has backend,"),
+        ("2, 3", "takes one size"),
+        ("size=0", "size must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_marker_is_told_at_collection(
+    session: Session, marker: str, says: str
+) -> None:
+    done = session(f"""
+@pytest.mark.world({marker})
+def test_it(world):
+    pass
+""")
+    assert done.returncode == 2
+    assert "test_it.py::test_it: " in done.stdout and says in done.stdout
+    assert "plugin.py" not in done.stdout  # no line of ours
+
+
+def test_a_breakpoint_on_a_rank_says_what_to_do(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+def reached():
+    print("the debugger of rank", dist.get_rank())
+
+@pytest.mark.world(size=2)
+def test_it(world):
+    breakpoint()
+"""
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    says = "RuntimeError: A rank has no terminal: print what you look for"
+    assert says in session(body).stdout
+    monkeypatch.setenv("PYTHONBREAKPOINT", "test_it.reached")
+    assert "the debugger of rank 1" in session(body).stdout
 
 
 def test_a_wide_fixture_that_asks_for_the_world_is_refused(session: Session) -> None:
@@ -247,6 +283,7 @@ def test_good(world):
     assert "1 failed, 1 deselected" in session(body, "--lf").stdout
 
 
+@pytest.mark.slow
 def test_xdist(session: Session) -> None:
     done = session(
         """

@@ -5,6 +5,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import pytest
+
 STANDALONE = ("--standalone", "--nproc-per-node", "2")
 
 TESTS = """
@@ -86,6 +88,53 @@ with TorchrunCluster() as cluster:
 """
 
 
+# What a cluster leaves to its program and to torchrun's store.
+CLOSED = """
+import time
+import torch.distributed as dist
+from gradparity.multiprocess import current_world, torchrun
+from gradparity.multiprocess.torchrun import TorchrunCluster
+
+all_reduce = dist.ProcessGroup.allreduce
+torchrun._REPORT_S = 0.5
+
+def slow():
+    if current_world().rank == 1:
+        time.sleep(3)
+
+first = TorchrunCluster(timeout_s=1)
+store = first._store
+first.run(slow, timeout_s=30)
+first.run(lambda: b"x" * (9 << 20))
+left = [key for key in ("fact/1/0", "fact/2/1", "fact/2/1/0") if store.check([key])]
+assert dist.ProcessGroup.allreduce is not all_reduce
+first.close()
+first.close()
+assert dist.ProcessGroup.allreduce is all_reduce
+with TorchrunCluster() as second:
+    ranks = second.run(dist.get_rank)
+    if second.rank == 0:
+        print(ranks, left)
+"""
+
+STATIONS = """
+from gradparity.multiprocess import WorldSpec
+from gradparity.multiprocess.station import Station, StationCluster
+
+with Station() as station:
+    if station.leads:
+        cluster = StationCluster(station, WorldSpec(size=2))
+        for _ in range(3):
+            cluster.run(len, b"x" * (5 << 20))
+        calls = range(1, station._calls + 1)
+        keys = [f"order/{n}/{end}" for n in calls for end in ("", "/0", "/1")]
+        print(len(calls), [key for key in keys if station._store.check([key])])
+        station.finish(0)
+    else:
+        station.follow()
+"""
+
+
 def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *STANDALONE, *args],
@@ -96,6 +145,7 @@ def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--junitxml=j.xml")
@@ -114,6 +164,18 @@ def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
         "test_one_too_many",
     }
     assert found["test_three"] == found["test_skip"] == ["skipped"]
+
+
+@pytest.mark.parametrize(
+    ("program", "says"), [(CLOSED, "[0, 1] []"), (STATIONS, "3 []")]
+)
+def test_nothing_is_kept_of_what_is_done(
+    tmp_path: Path, program: str, says: str
+) -> None:
+    (tmp_path / "program.py").write_text(program)
+    done = torchrun(tmp_path, "program.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == says
 
 
 def test_a_program_on_torchruns_ranks(tmp_path: Path) -> None:

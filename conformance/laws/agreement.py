@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ..law import (
@@ -41,17 +42,24 @@ def _first_split(
 ) -> Finding:
     if len(evidence.ranks) == 1:
         return skipped("one rank has nobody to disagree with")
-    compared = 0
+    compared, alone = 0, 0
     for step, seen in steps:
         groups: dict[object, list[int]] = defaultdict(list)
         for trace, rank in zip(seen, evidence.ranks, strict=True):
             value = read(trace)
             if value is not None:
                 groups[value].append(rank.rank)
-        compared += len(seen)
+        known = sum(map(len, groups.values()))
+        compared += known if known > 1 else 0  # one rank agrees with itself
+        alone += len(seen) - (known if known > 1 else 0)
         if len(groups) > 1:
-            return _split(step, what, groups, bad_gradient(evidence, seen))
-    return count_or_inconclusive(compared, f"rank-steps compared by their {what}")
+            found = _split(step, what, groups, bad_gradient(evidence, seen))
+            return replace(found, compared=compared, not_compared=alone)
+    if alone and not compared:
+        return skipped(f"no two ranks have a {what}")
+    return count_or_inconclusive(
+        compared, f"rank-steps compared by their {what}", alone + evidence.unseen
+    )
 
 
 def _split(
@@ -92,7 +100,7 @@ def scale(evidence: Evidence) -> Finding:
     "A growth tracker that differs makes the scale differ some steps later (B15b).",
 )
 def growth(evidence: Evidence) -> Finding:
-    """Compare the growth tracker of the state dict."""
+    """Compare the growth tracker of the state dict, which need not tell it."""
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 
@@ -126,10 +134,12 @@ def replicas(evidence: Evidence) -> Finding:
             compared += len(digests) - 1
             if len(set(digests)) > 1:
                 ranks = [evidence.ranks[i].rank for i in positions]
-                return _torn(step, name, ranks, digests)
+                return replace(_torn(step, name, ranks, digests), compared=compared)
     if not sets and all(t.problem is None for t in evidence.ranks):
         return skipped("no parameter has a replica on this mesh")
-    return count_or_inconclusive(compared, "pairs of replicas compared bitwise")
+    pairs = sum(len(positions) - 1 for positions in sets.values())
+    missed = pairs * evidence.unseen // len(evidence.ranks)
+    return count_or_inconclusive(compared, "pairs of replicas compared bitwise", missed)
 
 
 def _replica_sets(evidence: Evidence) -> dict[tuple[str, str], list[int]]:

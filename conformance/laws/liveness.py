@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law, rank_list
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    law,
+    rank_list,
+    say_tried_again,
+)
 
 
 @law(
@@ -14,10 +22,14 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, rank_li
 )
 def completes(evidence: Evidence) -> Finding:
     """No rank may have stopped early."""
+    return say_tried_again(_completes(evidence), evidence)
+
+
+def _completes(evidence: Evidence) -> Finding:
     problems = [(t.problem, t.rank) for t in evidence.ranks if t.problem is not None]
+    done = sum(t.completed for t in evidence.ranks)
     if not problems:
-        done = sum(t.completed for t in evidence.ranks)
-        return count_or_inconclusive(done, "rank-steps completed")
+        return count_or_inconclusive(done, "rank-steps completed", evidence.unseen)
     first = min((p for p, _ in problems), key=lambda p: p.step)
     ranks = [
         rank for p, rank in problems if (p.step, p.call) == (first.step, first.call)
@@ -28,4 +40,6 @@ def completes(evidence: Evidence) -> Finding:
         message=f"{when}: {first.call} raised on {rank_list(ranks)}: {first.error}",
         step=max(first.step, 0),
         ranks=tuple(ranks),
+        cause=f"{first.call} raised {first.error.partition(':')[0]}",
+        compared=done,
     )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..law import Evidence, Finding, Status, inconclusive, law, passed, skipped
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    inconclusive,
+    law,
+    skipped,
+)
 
 
 @law(
@@ -26,9 +34,10 @@ def refused(evidence: Evidence) -> Finding:
                     message=f"{seen.call} {done} on rank {trace.rank}"
                     f"{changes and f' and changed {changes}'}",
                     ranks=(trace.rank,),
+                    compared=compared,
                 )
     if compared:
-        return passed(f"{compared} calls in a wrong order refused")
+        return count_or_inconclusive(compared, "calls in a wrong order refused")
     if all(t.misuse is not None for t in evidence.ranks):
         return skipped("wrong calls are made after plain runs only")
     return inconclusive("the run stopped before any wrong call was made")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from ..law import Evidence, Finding, Status, inconclusive, law, passed, skipped
+from dataclasses import replace
+
+from ..law import Evidence, Finding, Status, inconclusive, law, skipped
 from ..parity import ParityRow
 
 REASON = (
     "A scaler that unscales wrongly, late or twice trains another model; the bound is "
     "made of the error that correct runs themselves have (docs/parity.md)."
 )
+ENOUGH = 0.5
+"""The part of the comparisons that were due which a pass must at least rest on."""
 
 
 def _parity(evidence: Evidence, kind: str) -> Finding:
@@ -18,12 +22,21 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     worst = parity.worst.get(kind)
     if worst is None and kind == "gradient" and _all_bad(evidence):
         return skipped("every step had a bad gradient: none was used")
-    if worst is None:
-        return inconclusive(f"no {kind} could be compared with a finite reference")
-    first = parity.first_bad.get(kind)
+    compared, missed = parity.compared[kind], parity.not_compared[kind]
+    due, first = compared + missed, parity.first_bad.get(kind)
     if first is not None:
-        return _departed(first)
-    return passed(f"worst {kind} at {worst.ratio:.2g} of its bound ({_where(worst)})")
+        found = _departed(first)
+    elif worst is None or compared < ENOUGH * due:
+        found = inconclusive(
+            f"{compared} of {due} comparisons of the {kind} could be made: elsewhere "
+            "the references are not finite, or the optimizer was not called"
+        )
+    else:
+        found = Finding(
+            status=Status.PASS,
+            message=f"worst {kind} at {worst.ratio:.2g} of its bound ({_where(worst)})",
+        )
+    return replace(found, compared=compared, not_compared=missed)
 
 
 def _all_bad(evidence: Evidence) -> bool:

@@ -6,12 +6,14 @@ the count reaches the interval the scale is multiplied by the growth factor, unl
 product is not finite, and the count starts again. ``update(new_scale)`` sets the scale
 and leaves the count. A scale that would fall below the smallest normal number may stop
 anywhere above 0: the rule would make it 0, from which nothing recovers (B05b).
+A tracker that ``state_dict`` does not tell is counted from the scales.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,24 +35,36 @@ def expected_update(
     return (grown if math.isfinite(grown) else scale), 0
 
 
-def _as_the_rule_says(
-    scenario: Scenario, seen: StepTrace, *, bad: bool
-) -> tuple[tuple[float, int], bool]:
-    """What the state should be after the step, and whether it is."""
-    before, got = (
-        (seen.scale_before, seen.growth_before),
-        (seen.scale_after, seen.growth_after),
-    )
+def _permitted(
+    scenario: Scenario, seen: StepTrace, growth: int | None, *, bad: bool
+) -> list[tuple[float, int | None]]:
+    """The states that the rule permits after the step: one, if the tracker is known.
+
+    Args:
+        scenario: what was trained.
+        seen: the step.
+        growth: the tracker before it; None where nobody knows it.
+        bad: whether any gradient of any rank was bad.
+    """
     recipe = scenario.parsed_recipe
     if not recipe.enabled:
-        return before, got == before
+        return [(seen.scale_before, growth)]
     if recipe.new_scale is not None and seen.step == MANUAL_STEP:
-        want = (recipe.new_scale, before[1])
-        return want, got == want
-    want = expected_update(scenario, *before, bad=bad)
-    if bad and want[0] < SMALLEST:  # a floor is one's own choice
-        return want, got[0] <= before[0] and got[1] == 0
-    return want, got == want
+        return [(recipe.new_scale, growth)]
+    # unknown: it may or may not be the step that completes the interval
+    trackers = (0, scenario.growth_interval - 1) if growth is None else (growth,)
+    return [expected_update(scenario, seen.scale_before, g, bad=bad) for g in trackers]
+
+
+def _is_kept(
+    seen: StepTrace, permitted: list[tuple[float, int | None]], *, bad: bool
+) -> bool:
+    scale, growth = seen.scale_after, seen.growth_after
+    if bad and permitted[0][0] < SMALLEST:  # a floor is one's own choice
+        return scale <= seen.scale_before and growth in (None, 0)
+    return any(
+        scale == want and growth in (None, tracker) for want, tracker in permitted
+    )
 
 
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -70,29 +84,47 @@ def _times(scale: float, factor: float) -> float:
 )
 def rule(evidence: Evidence) -> Finding:
     """Replay every update of every rank against the oracle."""
-    compared = 0
-    for _, seen in evidence.steps():
+    scenario, compared = evidence.scenario, 0
+    # Where state_dict does not tell the tracker, it is counted here. A load may have
+    # lost such a count: then it is unknown until the scale moves.
+    counts: dict[int, int | None] = dict.fromkeys(
+        (t.rank for t in evidence.ranks), None if evidence.before else 0
+    )
+    for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
         for s, trace in zip(seen, evidence.ranks, strict=True):
-            want, kept = _as_the_rule_says(evidence.scenario, s, bad=bad)
+            if scenario.parsed_recipe.resume and step == scenario.seam:
+                counts[trace.rank] = None
+            told = s.growth_before is not None
+            growth = s.growth_before if told else counts[trace.rank]
+            permitted = _permitted(scenario, s, growth, bad=bad)
             compared += 1
-            if not kept:
-                return _broken(trace.rank, s, want, bad)
-    return count_or_inconclusive(compared, "updates equal to the rule")
+            if not _is_kept(s, permitted, bad=bad):
+                found = _broken(trace.rank, s, permitted[0], bad)
+                return replace(found, compared=compared)
+            known = growth is not None or s.scale_after != s.scale_before
+            counts[trace.rank] = permitted[-1][1] if known else None
+    return count_or_inconclusive(compared, "updates equal to the rule", evidence.unseen)
 
 
-def _broken(rank: int, seen: StepTrace, want: tuple[float, int], bad: bool) -> Finding:
+def _broken(
+    rank: int, seen: StepTrace, want: tuple[float, int | None], bad: bool
+) -> Finding:
     kind = "bad" if bad else "good"
     return Finding(
         status=Status.FAIL,
         message=f"step {seen.step}: after a {kind} step rank {rank} went from scale "
-        f"{seen.scale_before:g}, tracker {seen.growth_before} to "
-        f"{seen.scale_after:g}, {seen.growth_after}; the rule says "
-        f"{want[0]:g}, {want[1]}",
+        f"{seen.scale_before:g}, tracker {_told(seen.growth_before)} to "
+        f"{seen.scale_after:g}, {_told(seen.growth_after)}; the rule says "
+        f"{want[0]:g}, {_told(want[1])}",
         step=seen.step,
         ranks=(rank,),
         numbers={"got": seen.scale_after, "expected": want[0]},
     )
+
+
+def _told(tracker: int | None) -> str:
+    return "untold" if tracker is None else str(tracker)
 
 
 @law(
@@ -113,8 +145,9 @@ def positive(evidence: Evidence) -> Finding:
                     f"{s.scale_after}",
                     step=step,
                     ranks=(trace.rank,),
+                    compared=compared,
                 )
-    return count_or_inconclusive(compared, "scales looked at")
+    return count_or_inconclusive(compared, "scales looked at", evidence.unseen)
 
 
 @law(
@@ -139,11 +172,12 @@ def continuity(evidence: Evidence) -> Finding:
                 return Finding(
                     status=Status.FAIL,
                     message=f"step {after.step}: rank {trace.rank} left step "
-                    f"{before.step} with scale {left[0]:g}, tracker {left[1]}, and "
-                    f"starts with {found[0]:g}, {found[1]}",
+                    f"{before.step} with scale {left[0]:g}, tracker {_told(left[1])}, "
+                    f"and starts with {found[0]:g}, {_told(found[1])}",
                     step=after.step,
                     ranks=(trace.rank,),
                     numbers={"got": found[0], "expected": left[0]},
+                    compared=compared,
                 )
     if not compared and any(True for _ in evidence.steps()):
         return skipped("the run has one step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...fixtures import LOSS, PLACES, Fault, parse_faults
 from ..law import (
     Evidence,
     Finding,
@@ -60,6 +61,7 @@ def everybody_steps(evidence: Evidence) -> Finding:
                 "gradients are finite",
                 step=step,
                 ranks=tuple(still),
+                compared=compared,
             )
     if not compared and any(True for _ in evidence.steps()):
         return skipped("every step of this run had a bad gradient")
@@ -97,10 +99,46 @@ def _still_at_bad_steps(
                 step=step,
                 ranks=tuple(ranks),
                 parameter=_parameter(seen),
+                compared=compared,
             )
+    missed = _not_struck(evidence)
+    if missed:
+        step, fault = missed[0]
+        return Finding(
+            status=Status.INCONCLUSIVE,
+            message=f"{fault} was due at step {step} and did not strike: "
+            f"{_why_not(evidence, fault)}",
+            step=step,
+            compared=compared,
+            not_compared=len(missed) * len(evidence.ranks),
+        )
     if not compared and any(True for _ in evidence.steps()):
         return skipped("no gradient was bad in this run")
     return count_or_inconclusive(compared, "rank-steps with a bad gradient somewhere")
+
+
+def _not_struck(evidence: Evidence) -> list[tuple[int, Fault]]:
+    """Each planted fault that was due at a step and struck no rank there."""
+    return [
+        (step, fault)
+        for step, seen in evidence.steps()
+        for fault in parse_faults(evidence.leg.faults)
+        if fault.step in (None, step)
+        and not any(text.startswith(f"{fault}=") for s in seen for text in s.faults)
+    ]
+
+
+def _why_not(evidence: Evidence, fault: Fault) -> str:
+    name = fault.parameter
+    ranks = [t for t in evidence.ranks if fault.rank in (None, t.rank)]
+    where = "any rank" if fault.rank is None else f"rank {fault.rank}"
+    if name == LOSS:
+        return f"there was no loss on {where}"
+    if name in PLACES:
+        return f"there was no gradient of the {name} parameter on {where}"
+    if any(len(t.index.get(name, ())) for t in ranks):
+        return f"there was no gradient of {name} on {where}"
+    return f"there is no element of {name} on {where}"
 
 
 def _ranks(

@@ -1,0 +1,266 @@
+"""Follow a program on a rank: the judged scaler beside the two tracks of the oracle."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from ...multiprocess import World, current_world
+from ..oracle import Call
+from ..spec import load_scaler
+from .program import Program
+from .replica import CLIPS, OFFERED, Replica
+from .tracks import (
+    BACKOFF,
+    GROWTH,
+    INTERVAL,
+    Seen,
+    first_scale,
+    seen,
+    track,
+)
+
+__all__ = ["EITHER", "follow"]
+
+TOLERANCE = 1e-4
+"""Relative, of a norm and of what a clipped step adds: both are sums in fp32."""
+EITHER = ", or as torch has it "
+"""Between what mathematics and what torch says, where torch is wrong."""
+UNLIMITED = timedelta(minutes=30)
+"""As a group is made: longer than any deadline of the parent."""
+LARGEST = float(torch.finfo(torch.float32).max)
+
+
+def follow(
+    program: Program, spec: str, folder: str, patience_s: float
+) -> tuple[int, str] | None:
+    """Make the calls on this rank, next to all others, until one of them departs.
+
+    Args:
+        program: what to do.
+        spec: the judged scaler.
+        folder: where to import it from.
+        patience_s: how long ranks wait for one that does not return.
+
+    Returns:
+        Place of the call at which any rank departed and what this rank saw, which is
+        empty where it saw nothing wrong; None when no rank departed.
+    """
+    return _Follower(program, load_scaler(spec, folder), patience_s).run()
+
+
+class _Follower:
+    def __init__(self, program: Program, factory: Any, patience_s: float) -> None:
+        self.program, self.world = program, current_world()
+        self.patience = timedelta(seconds=patience_s)
+        self.replica = Replica(
+            program,
+            self.world.rank,
+            lambda _: factory(
+                device="cpu",
+                init_scale=first_scale(program),
+                growth_factor=GROWTH,
+                backoff_factor=BACKOFF,
+                growth_interval=INTERVAL,
+                enabled=True,
+            ),
+            world=self.world,
+        )
+        self.tracks = [track(program, name) for name in ("mathematics", "torch")]
+        self.loose = False  # whether numbers are rounded from here on
+        self.own_clip = False
+        self.may_refuse = False
+        self.moved: dict[str, float] = {}  # how far each parameter has come
+
+    def run(self) -> tuple[int, str] | None:
+        """All calls."""
+        if self.world.size == 1:
+            return self._run()
+        # a rank that waits in a collective for one that raised shall return, too
+        _set_pg_timeout(1.5 * self.patience)
+        try:
+            return self._run()
+        finally:
+            _set_pg_timeout(UNLIMITED)
+
+    def _run(self) -> tuple[int, str] | None:
+        for place, call in enumerate(self.program.calls):
+            if not self._is_made(call):
+                continue
+            before = self.replica.state()
+            if call.kind in CLIPS or call.kind == "handclip":
+                self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
+            self.may_refuse |= call.kind == "cross"
+            wanted = [each.make(call) for each in self.tracks]
+            got = seen(self.replica, call)
+            raised = self._raised(place, got)
+            if raised is None:
+                here = f"; here it raised {got.raised}" if got.raised else ""
+                return place, f"a rank does not return from this call{here}"
+            wrong, end = self._judge(place, before, got, raised, wanted)
+            if any(self._told(place, "judged", wrong)):
+                return place, wrong
+            if end:
+                return None
+        return None
+
+    def _is_made(self, call: Call) -> bool:
+        needed = [OFFERED[call.kind]] if call.kind in OFFERED else []
+        if "idle" in self.program.words:
+            needed.append("step_without_optimizer")
+        offered = all(hasattr(self.replica.scaler, name) for name in needed)
+        return offered and self.tracks[0].replicas[0].allows(call)
+
+    # - The other ranks
+
+    def _raised(self, place: int, got: Seen) -> list[bool] | None:
+        """Which ranks raised; None if one does not return."""
+        world = self.world
+        if world.size == 1:
+            return [bool(got.raised)]
+        try:
+            told = self._told(place, "made", got.raised)
+        except RuntimeError:  # the store's: nothing came in time
+            world.store.set(f"given up/{place}", "1")
+            return None
+        return None if world.store.check([f"given up/{place}"]) else told
+
+    def _told(self, place: int, what: str, text: str) -> list[bool]:
+        """Tell the others, through the store: the process group may be broken."""
+        world: World = self.world
+        if world.size == 1:
+            return [bool(text)]
+        world.store.set(f"{what}/{place}/{world.rank}", "yes" if text else "no")
+        keys = [f"{what}/{place}/{rank}" for rank in range(world.size)]
+        world.store.wait(keys, self.patience)
+        return [world.store.get(key) == b"yes" for key in keys]
+
+    # - Judging
+
+    def _judge(
+        self,
+        place: int,
+        before: dict[str, Any],
+        got: Seen,
+        raised: list[bool],
+        wanted: list[list[Seen]],
+    ) -> tuple[str, bool]:
+        """What is wrong, or nothing; and whether there is nothing more to judge."""
+        mathematics, torchs = wanted
+        rank = self.world.rank
+        # of all ranks: they must come to the same end
+        for name, value in (item for m in mathematics for item in m.state.items()):
+            if isinstance(value, torch.Tensor):
+                size = float(value.abs().max())
+                self.moved[name] = max(self.moved.get(name, 0.0), size)
+        if any(raised) and not all(raised):
+            return self._tell_partly(got, raised), True
+        is_right = self._divides_once() and all(
+            bool(m.raised) == bool(t.raised) and not self._differ(t, [m], self.loose)
+            for m, t in zip(mathematics, torchs, strict=True)
+        )
+        if not is_right:
+            if got.raised:
+                return self._changed(before, got), True
+            return self._differ(got, [mathematics[rank], torchs[rank]], True), True
+        want = torchs[rank]
+        if got.raised and not want.raised:
+            if self.may_refuse or self._torch_departs_later(place):
+                return self._changed(before, got), True
+            return f"a legal call raised {got.raised}", True
+        if want.raised and not got.raised:
+            return f"accepted, where torch raises {want.raised}", True
+        return self._differ(got, [want], self.own_clip), False
+
+    def _divides_once(self) -> bool:
+        """Whether torch would divide what this call is about as it should be.
+
+        If not, an overflow may hide that its outcome is right by chance.
+        """
+        mathematics, torchs = (each.facts.unscaled for each in self.tracks)
+        slack = TOLERANCE if self.loose else 0.0
+        return len(mathematics) == len(torchs) and all(
+            bool(((m - t).abs() <= slack * m.abs())[m.isfinite() & t.isfinite()].all())
+            for m, t in zip(mathematics, torchs, strict=True)
+        )
+
+    def _tell_partly(self, got: Seen, raised: list[bool]) -> str:
+        if not got.raised:
+            return ""
+        where = [rank for rank, each in enumerate(raised) if each]
+        return f"raised on ranks {where} only: {got.raised}"
+
+    def _changed(self, before: dict[str, Any], got: Seen) -> str:
+        """A refusal changes nothing."""
+        for name, value in before.items():
+            if not _same(got.state[name], value, 0.0):
+                return (
+                    f"refused ({got.raised}), yet {name} became "
+                    f"{_text(got.state[name])}"
+                )
+        return ""
+
+    def _torch_departs_later(self, place: int) -> bool:
+        """Whether what follows is a program that torch itself gets wrong."""
+        mathematics, torchs = self.tracks
+        for call in self.program.calls[place + 1 :]:
+            if not self._is_made(call):
+                continue
+            pairs = zip(mathematics.make(call), torchs.make(call), strict=True)
+            for m, t in pairs:
+                if bool(m.raised) != bool(t.raised) or self._differ(t, [m], True):
+                    return True
+        return False
+
+    def _differ(self, got: Seen, wanted: list[Seen], loose: bool) -> str:
+        """How an outcome differs from each of those that are wanted."""
+        for name, value in got.state.items():
+            slack = TOLERANCE * self.moved.get(name, 0.0) if loose else 0.0
+            if not any(_same(value, want.state[name], slack) for want in wanted):
+                texts = EITHER.join(_text(want.state[name]) for want in wanted)
+                return f"{name} is {_text(value)} and should be {texts}"
+        wanted = [want for want in wanted if not want.raised]
+        if not wanted or got.raised:
+            return ""
+        if not any(_same_value(got.value, want.value, loose) for want in wanted):
+            texts = EITHER.join(_text(want.value) for want in wanted)
+            return f"returned {_text(got.value)} and should have {texts}"
+        return ""
+
+
+def _same(got: Any, want: Any, slack: float) -> bool:
+    if not isinstance(want, torch.Tensor):
+        return bool(got == want)
+    if not slack:
+        return bool(torch.equal(got.to(want.dtype), want))
+    return bool(((got == want) | ((got - want).abs() <= slack)).all())
+
+
+def _same_value(got: Any, want: Any, loose: bool) -> bool:
+    if isinstance(want, list):  # gradients; not compared after an overflow
+        if not all(bool(g.isfinite().all()) for g in want):
+            return True
+        slack = TOLERANCE * max((float(g.abs().max()) for g in want), default=0.0)
+        return len(got) == len(want) and all(
+            _same(g, w, slack if loose else 0.0) for g, w in zip(got, want, strict=True)
+        )
+    if isinstance(want, float):
+        if not math.isfinite(want):
+            return not math.isfinite(got)
+        if want > LARGEST:  # a norm may be returned in fp32
+            return got == math.inf or math.isclose(got, want, rel_tol=TOLERANCE)
+        return math.isclose(got, want, rel_tol=TOLERANCE)
+    return bool(got == want)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, torch.Tensor):
+        shown = value[:4].tolist()
+        return str(shown[0] if len(set(map(str, shown))) == 1 else shown)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,309 @@
+"""Programs: what a user's training loop may do to a scaler, as one short line.
+
+A program is a set-up (words such as ``shared+fused``), a number of ranks and a list of
+calls. Two optimizers train three parameters with linear losses: optimizer 0 has ``e``
+and ``a``, optimizer 1 has ``b``, and ``e`` too if the set-up says ``shared``. All
+gradients are powers of two, so that right results are exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from ..oracle import Call, history_text
+from ..status import UsageError
+
+__all__ = [
+    "ACTS",
+    "FAMILIES",
+    "WORDS",
+    "Family",
+    "Program",
+    "parse_program",
+    "programs",
+]
+
+WORDS = {
+    "shared": "both optimizers hold parameter e",
+    "fused": "optimizer 0 is fused",
+    "fused-second": "optimizer 1 is fused",
+    "fp64": "parameters of fp64, with gradients around 1e160",
+    "sparse": "parameters of optimizer 0 get sparse gradients, not coalesced",
+    "complex": "parameters of optimizer 0 are complex",
+    "many": "optimizer 0 holds 20,000 parameters more",
+    "scale-20": "the first scale is 2^20",
+    "scale-120": "the first scale is 2^120",
+    "duck": "optimizer 0 is no torch optimizer: unhashable, with slots",
+    "wrapped": "optimizer 0 is stepped through a wrapper that shares its param_groups",
+    "dtensor": "parameters are DTensors: sharded, replicated, sharded",
+    "permuted": "one replica lies on ranks 0, 1 and one on ranks 3, 2",
+    "idle": "the last rank has no parameters",
+}
+"""What a set-up is made of."""
+
+ACTS = {
+    "back": "backward of a loss of the parameters of optimizer 0 or 1; 2: of both",
+    "cback": "the same, with scale() in a compiled function",
+    "gback": "the same, with create_graph=True",
+    "seed": "the same, with a scaled first gradient in place of a scaled loss",
+    "autograd": "the same, under compiled autograd",
+    "zero": "zero_grad(set_to_none=True) of an optimizer",
+    "clear": "zero_grad(set_to_none=False) of an optimizer",
+    "inf": "an infinity in the gradient of a or b, on one rank",
+    "unscale": "unscale_(optimizer)",
+    "handclip": "torch.nn.utils.clip_grad_norm_ of an optimizer's parameters",
+    "clip": "clip_grad_norm_(optimizer, 1/8)",
+    "clip-loose": "clip_grad_norm_(optimizer, 2^600)",
+    "clip-tiny": "clip_grad_norm_(optimizer, 1e-7)",
+    "clip-order": "clip_grad_norm_(optimizer, 1/8, norm_type=64)",
+    "user-scale": "optimizer.grad_scale = 4, if it is fused",
+    "step": "step(optimizer)",
+    "closure": "step(optimizer, closure=...)",
+    "together": "step_together(both)",
+    "cross": "step both, in the other order on one rank",
+    "skipped": "step_was_skipped(optimizer), if it has been stepped",
+    "scheduler": "step_scheduler(scheduler of optimizer), if it has been stepped",
+    "update": "update()",
+    "set": "update(2^n)",
+    "reload": "go on with a new scaler, loaded from state_dict()",
+    "regroup": "destroy the process group and make it again",
+    "elder": "regroup; one rank trains alone in between, then all load one state",
+}
+"""Calls of a program; those that a scaler does not offer are left out."""
+
+SCALES = (-4, 0, 6, 12)
+"""log2 of the scales that a user sets."""
+MOST_CALLS = 24
+_CALL = re.compile(r"(?P<kind>[a-z-]+)(:(?P<which>-?\d+))?(@(?P<rank>\d+))?")
+_PROGRAM = re.compile(r"(?P<words>[a-z0-9+-]*)@(?P<world>\d+)/(?P<calls>.*)")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A set-up and the calls that are made on it."""
+
+    words: frozenset[str]
+    """Keys of :data:`WORDS`."""
+    world: int
+    calls: tuple[Call, ...]
+
+    def __str__(self) -> str:
+        return f"{'+'.join(sorted(self.words))}@{self.world}/{history_text(self.calls)}"
+
+
+def parse_program(text: str) -> Program:
+    """Read what ``str(program)`` wrote.
+
+    Raises:
+        UsageError: ``text`` has another form; says what was got and expected.
+    """
+    match = _PROGRAM.fullmatch(text)
+    words = frozenset(filter(None, match["words"].split("+"))) if match else frozenset()
+    if match is None or not words <= WORDS.keys() or not 1 <= int(match["world"]) <= 8:
+        raise UsageError(
+            f"unknown program {text!r}: expected WORD+WORD@RANKS/CALL,CALL with words "
+            f"of {', '.join(WORDS)}, for example shared@1/back:2,step"
+        )
+    world = int(match["world"])
+    calls = tuple(_parse_call(part, world) for part in match["calls"].split(","))
+    return Program(words, world, calls)
+
+
+def _parse_call(text: str, world: int) -> Call:
+    match = _CALL.fullmatch(text)
+    if match is None or match["kind"] not in ACTS:
+        raise UsageError(
+            f"unknown call {text!r}: expected KIND:NUMBER@RANK with KIND one of "
+            f"{', '.join(ACTS)}, for example step:1"
+        )
+    call = Call(match["kind"], int(match["which"] or 0), int(match["rank"] or 0))
+    if call.rank >= world or call.which not in _numbers(call.kind):
+        raise UsageError(
+            f"call {text!r}: the number must be one of {_numbers(call.kind)} and the "
+            f"rank below {world}"
+        )
+    return call
+
+
+def _numbers(kind: str) -> tuple[int, ...]:
+    """What may stand behind the colon."""
+    if kind in ("back", "cback", "gback", "seed", "autograd"):
+        return (2, 0, 1)
+    if kind == "set":
+        return SCALES
+    if kind in ("update", "reload", "regroup", "elder", "together", "cross"):
+        return (0,)
+    return (0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Programs with something in common: a departure is looked for in each."""
+
+    kinds: str
+    """Kinds of calls, the first is what calls shrink to."""
+    always: str = ""
+    """Words of each set-up."""
+    maybe: str = ""
+    """Words of some set-ups."""
+    world: int = 1
+    start: str = ""
+    """How each begins."""
+    shapes: tuple[str, ...] = ()
+    """Runs of calls that are drawn as one: whole iterations of known algorithms."""
+
+
+_ITERATION = "back:2,step,step:1,update"
+_GAN = "back:2,step:1,zero:1,back:2,step,update"
+_ACTOR_CRITIC = "back:2,step,zero:1,back:2,step:1,update"
+_CLIPPED = "back:2,clip,step,update"
+_CORE = "step back zero update"
+
+FAMILIES: Mapping[str, Family] = {
+    "shared": Family(
+        kinds=f"{_CORE} unscale inf",
+        always="shared",
+        maybe="fused fused-second",
+        shapes=(_GAN, _ACTOR_CRITIC),
+    ),
+    "shared-clip": Family(
+        start="back:2",
+        kinds="step clip inf unscale",
+        always="shared",
+        maybe="fused fused-second",
+    ),
+    "several": Family(
+        kinds=f"{_CORE} unscale handclip inf clear set reload closure",
+        maybe="fused fused-second",
+        shapes=(_GAN, _ITERATION),
+    ),
+    "accumulate": Family(
+        kinds="step back set update clip-loose unscale", maybe="fused"
+    ),
+    "dropped": Family(
+        kinds="step step:1 update set",
+        shapes=("clear,clear:1,back:2", "zero,zero:1,back:2"),
+    ),
+    "compiled": Family(kinds="step update set", shapes=("zero,back", "zero,cback")),
+    "seeded": Family(
+        kinds="step:0 update set:6 set:0", shapes=("zero,back", "zero,seed")
+    ),
+    "autograd": Family(kinds="step back autograd unscale update"),
+    "clipping": Family(
+        kinds=f"{_CORE} clip clip-loose clip-order clip-tiny inf",
+        maybe="fused scale-20",
+        shapes=(_CLIPPED,),
+    ),
+    "graph": Family(
+        kinds="step gback clip unscale handclip update zero", maybe="fused shared"
+    ),
+    "complex": Family(
+        kinds=f"{_CORE} clip unscale inf", always="complex", shapes=(_CLIPPED,)
+    ),
+    "fp64": Family(
+        kinds=f"{_CORE} clip-loose clip unscale inf",
+        always="fp64",
+        maybe="fused",
+        shapes=(_CLIPPED,),
+    ),
+    "large-scale": Family(
+        kinds="step back clip-tiny unscale update zero inf", always="scale-120"
+    ),
+    "high-order": Family(
+        start="back:2", kinds="step clip-order update", always="scale-20"
+    ),
+    "duck": Family(kinds=f"{_CORE} unscale clip inf", always="duck"),
+    "wrapped": Family(kinds=f"{_CORE} unscale clip inf", always="wrapped"),
+    "together": Family(
+        start="back:2", kinds="together unscale inf update", always="shared"
+    ),
+    "experts": Family(kinds="together back zero update inf unscale"),
+    "answers": Family(
+        kinds=f"{_CORE} skipped scheduler inf", maybe="fused", shapes=(_ITERATION,)
+    ),
+    "many": Family(kinds=f"{_CORE} unscale clip inf", always="many", maybe="fused"),
+    "ranks": Family(
+        kinds=f"{_CORE} unscale clip inf reload set",
+        maybe="fused",
+        world=2,
+        shapes=(_GAN, _ITERATION, _CLIPPED),
+    ),
+    "meshes": Family(  # torch has no fused SGD for DTensors
+        kinds=f"{_CORE} unscale clip inf set",
+        always="dtensor",
+        maybe="shared",
+        world=2,
+        shapes=(_ACTOR_CRITIC, _ITERATION, _CLIPPED),
+    ),
+    "idle": Family(
+        kinds="step clip update inf:0@0",
+        always="idle",
+        world=2,
+        shapes=(
+            "zero,zero:1,back:2",
+            "zero,zero:1,back:2,clip,clip:1,step,step:1,update",
+        ),
+    ),
+    "replicas": Family(
+        kinds="step back clip clip-loose update", always="permuted", world=4
+    ),
+    "groups": Family(kinds="step back update zero regroup elder inf reload", world=2),
+    # what the plainest scalers do not claim to know comes last
+    "sparse": Family(
+        kinds=f"{_CORE} clip handclip unscale inf", always="sparse", shapes=(_CLIPPED,)
+    ),
+    "user-scale": Family(
+        kinds="step user-scale clip-loose inf unscale update",
+        always="fused",
+        maybe="fused-second",
+        shapes=("zero,zero:1,back:2", "zero,zero:1,back:2,user-scale"),
+    ),
+    "orders": Family(kinds="cross back inf update zero", maybe="dtensor", world=2),
+}
+"""By name; the search gives each an equal share of its time."""
+
+
+def programs(name: str) -> st.SearchStrategy[Program]:
+    """Programs of one family."""
+    family = FAMILIES[name]
+    calls = [_calls_of(kind, family.world) for kind in family.kinds.split()]
+    part = st.one_of(*calls).map(lambda call: (call,))
+    if family.shapes:
+        shape = st.sampled_from(
+            [
+                tuple(_parse_call(c, family.world) for c in shape.split(","))
+                for shape in family.shapes
+            ]
+        )
+        part = st.one_of(part, part, shape)
+    words = [st.sampled_from(("", word)) for word in family.maybe.split()]
+    always = frozenset(family.always.split())
+    start = tuple(
+        _parse_call(c, family.world) for c in family.start.split(",") if family.start
+    )
+    return st.builds(
+        lambda drawn, parts: Program(
+            always.union(filter(None, drawn)),
+            family.world,
+            (*start, *(call for each in parts for call in each))[:MOST_CALLS],
+        ),
+        st.tuples(*words),
+        st.lists(part, min_size=1, max_size=MOST_CALLS),
+    )
+
+
+def _calls_of(text: str, world: int) -> st.SearchStrategy[Call]:
+    kind, colon, _ = text.partition(":")
+    if colon:
+        return st.just(_parse_call(text, world))
+    ranks = world if kind in ("inf", "cross", "elder") else 1
+    return st.builds(
+        Call,
+        st.just(kind),
+        st.sampled_from(_numbers(kind)),
+        st.integers(0, ranks - 1),
+    )

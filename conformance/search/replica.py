@@ -1,0 +1,503 @@
+"""One rank of a program: parameters, optimizers, and how each call is made on them.
+
+The same code drives the judged scaler on a rank of the world and, for all ranks within
+one process, the scalers of the oracle (`tracks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...fixtures import local
+from ...multiprocess import World
+from ..oracle import Call
+from ..spec import growth_tracker
+from .program import Program
+
+__all__ = ["CLIPS", "OFFERED", "Replica", "norm_of"]
+
+SLOPES = {"e": 0.5, "a": 0.25, "b": 0.125}
+"""Derivative of the loss by each element."""
+LARGE = 2.0**531
+"""About 1e160: the slopes of fp64 parameters are so much larger."""
+MANY = 20_000
+CLIPS: dict[str, tuple[float, float]] = {
+    "clip": (0.125, 2.0),
+    "clip-loose": (2.0**600, 2.0),
+    "clip-tiny": (1e-7, 2.0),
+    "clip-order": (0.125, 64.0),
+}
+"""Kind of call -> max_norm, norm_type."""
+OFFERED = {
+    **dict.fromkeys(CLIPS, "clip_grad_norm_"),
+    "together": "step_together",
+    "skipped": "step_was_skipped",
+    "scheduler": "step_scheduler",
+}
+"""Kind of call -> the method beyond torch's that it needs."""
+BACKWARDS = ("back", "cback", "gback", "seed", "autograd")
+PARTS = {1: (3,), 2: (2, 1), 4: (2, 1, 1, 2)}
+"""Elements of a sharded parameter on each rank; of 4, the last two are a replica."""
+PATIENCE = timedelta(seconds=30)
+
+
+class Duck:
+    """What torch's scaler takes for an optimizer, and no more of one."""
+
+    __slots__ = ("inner", "param_groups")
+    __hash__ = None  # type: ignore[assignment]  # the purpose
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def step(self) -> None:
+        """Step."""
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.inner.zero_grad(set_to_none)
+
+
+class Wrapper:
+    """An optimizer around another one, as torch's PostLocalSGDOptimizer."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim, self.param_groups = optim, optim.param_groups
+
+    def step(self) -> None:
+        """Step."""
+        self.optim.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.optim.zero_grad(set_to_none)
+
+
+class Replica:
+    """One rank's side of a program.
+
+    Attributes:
+        params: by name.
+        optimizers: two, or none on an idle rank.
+        scaler: what the calls are made on.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        construct: Callable[[Replica], Any],
+        *,
+        exact: bool = False,
+        world: World | None = None,
+    ) -> None:
+        """Build it.
+
+        Args:
+            program: its set-up is used.
+            rank: which rank this is.
+            construct: makes a scaler; called again by ``reload``.
+            exact: parameters in double precision, and no optimizer is fused.
+            world: that of this process, where the ranks are real; else tensors are
+                plain parts and there is no communication.
+        """
+        self.words, self.size, self.rank = program.words, program.world, rank
+        self.exact, self.world, self.construct = exact, world, construct
+        self.idle = "idle" in self.words and rank == self.size - 1
+        self.mesh = None if world is None else self._mesh(world)
+        self.fresh: set[int] = set()  # optimizers with a backward since their step
+        self.looked: set[int] = set()  # divided by unscale_ or a clip, not stepped
+        self.clipped: set[int] = set()
+        self.stepped: set[int] = set()
+        self.ever_stepped: set[int] = set()
+        self.params: dict[str, Any] = {}
+        self.optimizers: list[Any] = []
+        self.many: list[nn.Parameter] = []
+        if not self.idle:
+            self.params = {name: self._parameter(name) for name in SLOPES}
+            self._make_optimizers()
+        self.scaler = self._constructed()
+
+    # - Set-up
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a parameter."""
+        if "complex" in self.words and name != "b":
+            return torch.complex128 if self.exact else torch.complex64
+        wide = self.exact or "fp64" in self.words
+        return torch.float64 if wide else torch.float32
+
+    def slope(self, name: str) -> float:
+        """What a backward adds to each element of a gradient."""
+        return SLOPES[name] * (LARGE if "fp64" in self.words else 1.0)
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether the ranks hold parts of a parameter."""
+        return "permuted" in self.words or ("dtensor" in self.words and name != "a")
+
+    def counts(self, name: str) -> bool:
+        """Whether what this rank holds belongs to the global norm."""
+        if "permuted" in self.words:
+            return self.rank < 2
+        return self.is_sharded(name) or self.rank == 0
+
+    def _mesh(self, world: World) -> Any:
+        if "permuted" in self.words:  # every rank makes both: making one is collective
+            meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [3, 2])]
+            return meshes[self.rank // 2]
+        if "dtensor" in self.words:
+            return world.mesh((world.size,), ("dp",))
+        return None
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        length = PARTS[self.size][self.rank] if self.is_sharded(name) else 3
+        part = torch.zeros(length, dtype=self.dtype(name))
+        if "sparse" in self.words and name != "b":
+            part = part.unsqueeze(1)
+        if self.mesh is None:
+            return nn.Parameter(part)
+        placement = Shard(0) if self.is_sharded(name) else Replicate()
+        return nn.Parameter(
+            DTensor.from_local(
+                part,
+                self.mesh,
+                [placement],
+                run_check=False,
+                shape=torch.Size([3]),
+                stride=(1,),
+            )
+        )
+
+    def _make_optimizers(self) -> None:
+        held = [["e", "a"], ["e", "b"] if "shared" in self.words else ["b"]]
+        if "many" in self.words:
+            dtype = self.dtype("b")
+            self.many = [nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(MANY)]
+        for which, names in enumerate(held):
+            parameters = [self.params[name] for name in names]
+            parameters += self.many if which == 0 else []
+            word = "fused" if which == 0 else "fused-second"
+            fused = word in self.words and not self.exact
+            made = torch.optim.SGD(
+                parameters, lr=1.0, fused=fused, foreach=None if fused else False
+            )
+            self.optimizers.append(made)
+        self.real = list(self.optimizers)
+        if "duck" in self.words:
+            self.optimizers[0] = Duck(self.optimizers[0])
+        self.inner = list(self.optimizers)
+        if "wrapped" in self.words:
+            self.optimizers[0] = Wrapper(self.optimizers[0])
+
+    def _constructed(self) -> Any:
+        scaler = self.construct(self)
+        if not self.idle:
+            scaler.scale(torch.ones(()))  # torch is ready only then
+        return scaler
+
+    # - Calls
+
+    def allows(self, call: Call) -> bool:
+        """Whether a call means anything here, whatever scaler is judged.
+
+        A step or a clip without a backward since the last step has no right result.
+        """
+        which = call.which
+        if call.kind in BACKWARDS:  # not onto what unscale_ or a clip has divided
+            return not (self.looked & ({0, 1} if which == 2 else {which}))
+        if call.kind == "inf" and which in self.looked:
+            return False  # after the look its outcome is nobody's promise
+        if call.kind == "cross" and not self.fresh >= {0, 1}:
+            return False
+        if call.kind == "step" and which not in self.fresh | self.stepped:
+            return False
+        if call.kind == "unscale":
+            return which in self.fresh | self.stepped
+        if call.kind in CLIPS:
+            return which in self.fresh - self.clipped - self.stepped
+        if "idle" in self.words:  # that rank cannot say which optimizer it means
+            pending = self.clipped - self.stepped
+            if call.kind == "step":
+                return which not in self.stepped and (which in pending or not pending)
+            if call.kind == "update":
+                return bool(self.stepped) and not pending
+        if call.kind in ("skipped", "scheduler"):
+            return which in self.ever_stepped
+        if call.kind == "user-scale":
+            return ("fused", "fused-second")[which] in self.words
+        if call.kind == "together":
+            return bool(self.fresh) and not self.stepped
+        return True
+
+    def make(self, call: Call) -> Any:
+        """Make one call.
+
+        Returns:
+            What it is judged by beside the state: a norm, an answer, gradients.
+        """
+        kind = "clip" if call.kind in CLIPS else call.kind.replace("-", "_")
+        if kind in BACKWARDS:
+            self.fresh |= {0, 1} if call.which == 2 else {call.which}
+            if call.which == 0 and "shared" in self.words:
+                self.fresh |= {1}
+            return None if self.idle else self._backward(call)
+        result = getattr(self, f"_{kind}")(call)
+        if kind in ("unscale", "clip"):
+            self.looked |= {call.which}
+        if kind in ("step", "together", "cross"):
+            done = {0, 1} if kind != "step" else {call.which}
+            self.fresh -= done
+            self.looked -= done
+            self.stepped |= done
+            self.ever_stepped |= done
+        elif kind in ("update", "set", "reload", "elder"):
+            self.fresh -= self.looked  # divided, and never stepped with
+            self.clipped, self.stepped, self.looked = set(), set(), set()
+        return result
+
+    def _backward(self, call: Call) -> None:
+        held = [n for n in self._names(call.which) if n in self.params]
+        if call.kind == "seed":
+            torch.autograd.backward(
+                [self._loss(held)], [self.scaler.scale(torch.ones(()))]
+            )
+        elif call.kind == "cback" and self.world is not None:
+            torch._dynamo.reset()
+            torch.compile(self._scaled, backend="eager")(self._loss(held)).backward()
+        elif call.kind == "autograd" and self.world is not None:
+            from torch._dynamo import compiled_autograd
+
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                self.scaler.scale(self._loss(held)).backward()
+        elif call.kind == "gback":
+            loss = self._loss(held)
+            for name in held:  # nothing, but with a second derivative
+                inner = local(self.params[name])
+                loss = loss + (inner - inner.detach()).square().real.sum()
+            self.scaler.scale(loss).backward(create_graph=True)
+        else:
+            self.scaler.scale(self._loss(held)).backward()
+        if call.which != 1 and self.many:
+            scaled = self.scaler.scale(torch.tensor(SLOPES["b"])).item()
+            for parameter in self.many:
+                if parameter.grad is None:
+                    parameter.grad = torch.full_like(parameter, scaled)
+                else:
+                    parameter.grad.add_(scaled)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def _names(self, which: int) -> str:
+        second = "eb" if "shared" in self.words else "b"
+        return {0: "ea", 1: second, 2: "eab"}[which]
+
+    def _loss(self, names: list[str]) -> torch.Tensor:
+        wide = self.exact or "fp64" in self.words
+        loss = torch.zeros((), dtype=torch.float64 if wide else torch.float32)
+        for name in names:
+            value, slope = local(self.params[name]), self.slope(name)
+            if "sparse" in self.words and name != "b":
+                # the first row twice: its gradient comes in two values
+                rows = torch.tensor([0, 0, 1, 2])
+                weights = torch.tensor([[slope / 2], [slope / 2], [slope], [slope]])
+                found = nn.functional.embedding(rows, value, sparse=True)
+                loss = loss + (found * weights.to(value.dtype)).sum()
+            elif value.is_complex():
+                loss = loss + (value * complex(slope, -slope)).real.sum()
+            else:
+                loss = loss + (value * slope).sum()
+        return loss
+
+    def _zero(self, call: Call) -> None:
+        self.fresh -= {call.which}
+        self.looked -= {call.which}
+        if not self.idle:
+            self.optimizers[call.which].zero_grad(set_to_none=True)
+
+    def _clear(self, call: Call) -> None:
+        self.fresh -= {call.which}
+        self.looked -= {call.which}
+        if not self.idle:
+            self.optimizers[call.which].zero_grad(set_to_none=False)
+
+    def _inf(self, call: Call) -> None:
+        if self.idle or call.rank != self.rank:
+            return
+        gradient = self.params["ab"[call.which]].grad
+        if gradient is not None:
+            part = local(gradient.detach())
+            (part._values() if part.is_sparse else part)[0] = math.inf
+
+    def _unscale(self, call: Call) -> Any:
+        optimizer = self.inner[call.which]  # of a wrapped one, that inside
+        self.scaler.unscale_(optimizer)
+        return self.gradients(call.which)
+
+    def gradients(self, which: int) -> list[Any]:
+        """The gradients of one optimizer, dense and local, as double precision."""
+        few = self.held(which)[:3]  # without the many, which are all alike
+        return [_wide(local(g.detach())) for p in few if (g := p.grad) is not None]
+
+    def held(self, which: int) -> list[Any]:
+        """The parameters of one optimizer; none on an idle rank."""
+        if self.idle:
+            return []
+        return list(self.optimizers[which].param_groups[0]["params"])
+
+    def _handclip(self, call: Call) -> None:
+        torch.nn.utils.clip_grad_norm_(self.held(call.which), 0.125)
+
+    def _clip(self, call: Call) -> float:
+        optimizer = None if self.idle else self.optimizers[call.which]
+        self.clipped.add(call.which)
+        return float(self.scaler.clip_grad_norm_(optimizer, *CLIPS[call.kind]))
+
+    def _user_scale(self, call: Call) -> None:
+        # an attribute of the fused optimizer, which the scaler takes into account
+        self.optimizers[call.which].grad_scale = torch.tensor(4.0)
+
+    def _step(self, call: Call) -> None:
+        if self.idle:
+            self.scaler.step_without_optimizer()
+        else:
+            self.scaler.step(self.optimizers[call.which])
+
+    def _closure(self, call: Call) -> None:
+        self.scaler.step(self.optimizers[call.which], closure=lambda: 1.0)
+
+    def _together(self, call: Call) -> None:
+        self.scaler.step_together(*self.optimizers)
+
+    def _cross(self, call: Call) -> None:
+        turned = self.world is not None and self.rank == call.rank
+        for optimizer in self.optimizers[:: -1 if turned else 1]:
+            self.scaler.step(optimizer)
+
+    def _skipped(self, call: Call) -> bool:
+        return bool(self.scaler.step_was_skipped(self.optimizers[call.which]))
+
+    def _scheduler(self, call: Call) -> bool:
+        scheduler = torch.optim.lr_scheduler.ConstantLR(self.real[call.which], 1.0)
+        scheduler.optimizer = self.optimizers[call.which]
+        return bool(self.scaler.step_scheduler(scheduler))
+
+    def _update(self, call: Call) -> None:
+        self.scaler.update()
+
+    def _set(self, call: Call) -> None:
+        self.scaler.update(2.0**call.which)
+
+    def _reload(self, call: Call) -> None:
+        state = self.scaler.state_dict()
+        self.scaler = self._constructed()
+        self.scaler.load_state_dict(state)
+
+    def _regroup(self, call: Call) -> None:
+        if self.world is not None:
+            self._leave()
+            self._join()
+
+    def _elder(self, call: Call) -> None:
+        state = self.scaler.state_dict()
+        if self.world is not None:
+            self._leave()
+            if self.rank == call.rank:
+                # one that cannot train without a process group has nothing to forget
+                with suppress(Exception):
+                    self._train_alone()
+            self._join()
+        self.scaler.load_state_dict(state)
+
+    def _train_alone(self) -> None:
+        alone = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([alone], lr=1.0)
+        self.scaler.scale(alone.sum()).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def _leave(self) -> None:
+        assert self.world is not None
+        self.groups = getattr(self, "groups", 0) + 1
+        # nobody may close a connection that another still waits on
+        self.world.store.set(f"leave/{self.groups}/{self.rank}", "here")
+        self.world.store.wait(
+            [f"leave/{self.groups}/{rank}" for rank in range(self.size)], PATIENCE
+        )
+        dist.destroy_process_group()
+
+    def _join(self) -> None:
+        assert self.world is not None
+        store = dist.distributed_c10d.PrefixStore(
+            f"group/{self.groups}", self.world.store
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.size
+        )
+
+    # - What is seen
+
+    def state(self) -> dict[str, Any]:
+        """What is judged after each call: name -> value."""
+        state: dict[str, Any] = {
+            name: _wide(local(p.detach())) for name, p in self.params.items()
+        }
+        if self.many:
+            state["the many"] = _wide(torch.cat([p.detach() for p in self.many]))
+        tracker = growth_tracker(self.scaler.state_dict())
+        if tracker is not None:
+            state["the growth tracker"] = tracker
+        return state | {"the scale": float(self.scaler.get_scale())}
+
+    def is_bad(self, which: int) -> bool:
+        """Whether a gradient of this optimizer is not finite."""
+        grads = (local(g) for p in self.held(which) if (g := p.grad) is not None)
+        return any(
+            not bool((g._values() if g.is_sparse else g).isfinite().all())
+            for g in grads
+        )
+
+    def has_gradients(self, which: int) -> bool:
+        """Whether this optimizer has any."""
+        return any(p.grad is not None for p in self.held(which))
+
+    def counted(self, which: int) -> list[torch.Tensor]:
+        """Gradients that belong to the global norm, each element once."""
+        names = {id(p): name for name, p in self.params.items()}
+        return [
+            _wide(local(p.grad.detach()))
+            for p in self.held(which)
+            if p.grad is not None and self.counts(names.get(id(p), "a"))
+        ]
+
+
+def norm_of(gradients: list[torch.Tensor], order: float) -> float:
+    """The norm of all elements, in plain arithmetic that does not overflow."""
+    parts = [abs(each) for g in gradients for each in g.flatten().tolist()]
+    largest = max(parts, default=0.0)
+    if not math.isfinite(largest) or largest == 0.0:
+        return math.nan if any(map(math.isnan, parts)) else largest
+    total: float = math.fsum((p / largest) ** order for p in parts) ** (1 / order)
+    return largest * total
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense copy in double precision."""
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    kind = torch.complex128 if dense.is_complex() else torch.float64
+    return dense.to(kind, copy=True).flatten()

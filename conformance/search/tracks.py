@@ -1,0 +1,366 @@
+"""The oracle: a program run on plain mathematics and on torch's own class.
+
+`Mathematics` never scales: its gradients are what they should be, in double precision,
+and only the rule of the scale is played through. `AgreedTorch` is torch's class, with
+the ranks' findings joined, since alone it would let ranks disagree. All ranks are
+simulated in one process, call by call. Where torch's outcome is the mathematical one, a
+judged scaler must have the same; where torch is wrong or raises, it may do as
+mathematics or as torch says, or refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from ..oracle import Call
+from .program import Program
+from .replica import CLIPS, Replica, norm_of
+
+__all__ = ["BACKOFF", "GROWTH", "INTERVAL", "Track", "first_scale", "track"]
+
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2
+LIMIT = 2.0**128
+"""The first power of two that fp32 does not hold: no scale grows to it."""
+
+
+def first_scale(program: Program) -> float:
+    """The scale that a program starts with."""
+    for word in program.words:
+        if word.startswith("scale-"):
+            return 2.0 ** int(word.removeprefix("scale-"))
+    return 1024.0
+
+
+@dataclass
+class Facts:
+    """What is true of all ranks before a call."""
+
+    bad: list[bool]
+    """For each optimizer: a gradient on any rank is not finite."""
+    any: list[bool]
+    """For each optimizer: any rank has a gradient."""
+    norm: float
+    """Global norm of what the call clips, unscaled."""
+    unscaled: list[torch.Tensor] = field(default_factory=list)
+    """The gradients that the call is about, on all ranks, unscaled."""
+
+
+class Mathematics:
+    """No scaling, and the rule of the scale."""
+
+    def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
+        self.replica, self.facts, self.value, self.tracker = replica, facts, scale, 0
+        self.found: dict[int, bool] = {}
+        self.unscaled: set[int] = set()
+        self.stepped: set[int] = set()
+        self.skipped: dict[int, bool] = {}
+
+    def scale(self, loss: Any) -> Any:
+        """Leave the loss."""
+        return loss
+
+    def get_scale(self) -> float:
+        """What the rule says."""
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and tracker."""
+        return {"scale": self.value, "_growth_tracker": self.tracker}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Scale and tracker."""
+        self.value, self.tracker = state["scale"], state["_growth_tracker"]
+
+    def factor(self, which: int) -> float:
+        """What gradients must be multiplied by to be unscaled."""
+        return 1.0
+
+    def _number(self, optimizer: Any) -> int:
+        pairs = zip(self.replica.optimizers, self.replica.inner, strict=True)
+        return [optimizer is one or optimizer is two for one, two in pairs].index(True)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Look."""
+        which = self._number(optimizer)
+        if which in self.unscaled | self.stepped:
+            raise RuntimeError("unscale_ comes once, before step")
+        self.unscaled.add(which)
+        self.found[which] = self.facts().bad[which]
+
+    def clip_grad_norm_(
+        self, optimizer: Any, max_norm: float, norm_type: float
+    ) -> float:
+        """Multiply by torch's factor, of the global norm."""
+        facts = self.facts()
+        if optimizer is not None:
+            which = self._number(optimizer)
+            if which not in self.unscaled:
+                self.unscale_(optimizer)
+            _clip(self.replica, which, max_norm, facts)
+        return facts.norm
+
+    def step(self, optimizer: Any, closure: Any = None) -> None:
+        """Step or skip."""
+        which = self._number(optimizer)
+        if closure is not None or which in self.stepped:
+            raise RuntimeError("step comes once, and without a closure")
+        if which not in self.found:
+            self.found[which] = self.facts().bad[which]
+        self.stepped.add(which)
+        of_user = getattr(optimizer, "grad_scale", None)
+        if of_user is not None:
+            del optimizer.grad_scale
+        self.skipped[which] = self.found[which]
+        if self.found[which]:
+            return
+        for parameter in self.replica.held(which):
+            if of_user is not None and parameter.grad is not None:
+                parameter.grad.div_(of_user)
+        optimizer.step()
+
+    def step_without_optimizer(self) -> None:
+        """An idle rank."""
+
+    def step_together(self, *optimizers: Any) -> None:
+        """All or none."""
+        bad = any(self.facts().bad) or any(self.found.values())
+        for which, optimizer in enumerate(optimizers):
+            self.found[which] = self.skipped[which] = bad
+            self.stepped.add(which)
+            if not bad:
+                optimizer.step()
+
+    def step_was_skipped(self, optimizer: Any) -> bool:
+        """Whether its last step was."""
+        return self.skipped[self._number(optimizer)]
+
+    def step_scheduler(self, scheduler: Any) -> bool:
+        """Whether a scheduler would step."""
+        return not self.step_was_skipped(scheduler.optimizer)
+
+    def update(self, new_scale: float | None = None) -> None:
+        """The rule."""
+        facts = self.facts()
+        if self.replica.idle:  # it has heard what the others found
+            peers = self.replica.clipped | self.replica.stepped
+            self.found = {which: facts.bad[which] for which in peers}
+        if new_scale is not None:
+            self.value = new_scale
+        elif not self.found:
+            raise RuntimeError("update comes after a look")
+        elif any(self.found.values()):
+            self.value, self.tracker = self.value * BACKOFF, 0
+        elif self.tracker + 1 < INTERVAL:
+            self.tracker += 1
+        else:
+            grown = self.value * GROWTH
+            self.value = grown if grown < LIMIT else self.value
+            self.tracker = 0
+        self.found, self.unscaled, self.stepped = {}, set(), set()
+
+
+class AgreedTorch(torch.amp.GradScaler):
+    """torch's class, whose ranks hear of each other's findings."""
+
+    def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
+        super().__init__(
+            "cpu",
+            init_scale=scale,
+            growth_factor=GROWTH,
+            backoff_factor=BACKOFF,
+            growth_interval=INTERVAL,
+        )
+        self.replica, self.facts = replica, facts
+        self.skipped: dict[int, bool] = {}
+
+    def _number(self, optimizer: Any) -> int:
+        pairs = zip(self.replica.optimizers, self.replica.inner, strict=True)
+        return [optimizer is one or optimizer is two for one, two in pairs].index(True)
+
+    def factor(self, which: int) -> float:
+        """What gradients must be multiplied by to be unscaled."""
+        optimizer = self.replica.optimizers[which] if self.replica.optimizers else None
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        ready = state.get("stage", OptState.READY) is OptState.READY
+        return 1.0 / self.get_scale() if ready else 1.0
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
+    ) -> Any:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        facts, which = self.facts(), self._number(optimizer)
+        if self.replica.size > 1 and facts.any[which]:
+            found[torch.device("cpu")] = torch.tensor(float(facts.bad[which]))
+        return found
+
+    def clip_grad_norm_(
+        self, optimizer: Any, max_norm: float, norm_type: float
+    ) -> float:
+        """By hand, after unscale_."""
+        facts = self.facts()
+        if optimizer is not None:
+            which = self._number(optimizer)
+            if not self._looked(optimizer):
+                self.unscale_(optimizer)
+            _clip(self.replica, which, max_norm, facts)
+        return facts.norm
+
+    def _looked(self, optimizer: Any) -> bool:
+        state = self._per_optimizer_states[id(optimizer)]
+        return state["stage"] is not OptState.READY
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; notes whether it was skipped."""
+        result = super().step(optimizer, *args, **kwargs)
+        states = self._per_optimizer_states[id(optimizer)]
+        found = states["found_inf_per_device"].values()
+        self.skipped[self._number(optimizer)] = any(map(bool, found))
+        return result
+
+    def step_without_optimizer(self) -> None:
+        """An idle rank."""
+
+    def step_together(self, *optimizers: Any) -> None:
+        """All or none, each gradient divided once: torch has no such method."""
+        facts = self.facts()
+        states = [self._per_optimizer_states[id(o)] for o in optimizers]
+        ready = [s["stage"] is OptState.READY for s in states]
+        bad = any(facts.bad) or any(
+            bool(f) for s in states for f in s["found_inf_per_device"].values()
+        )
+        grads = {
+            id(p): p.grad
+            for which in range(len(optimizers))
+            if ready[which]
+            for p in self.replica.held(which)
+            if p.grad is not None
+        }
+        for gradient in grads.values():
+            gradient.div_(self.get_scale())
+        for which, state in enumerate(states):
+            state["found_inf_per_device"] = {
+                torch.device("cpu"): torch.tensor(float(bad))
+            }
+            state["stage"] = OptState.STEPPED
+            self.skipped[which] = bad
+            if not bad:
+                optimizers[which].step()
+
+    step_was_skipped = Mathematics.step_was_skipped
+    step_scheduler = Mathematics.step_scheduler
+
+    def update(self, new_scale: Any = None) -> None:
+        """As torch's, on an idle rank too."""
+        if self.replica.idle:
+            self.scale(torch.ones(()))
+            facts = self.facts()
+            for which in self.replica.clipped | self.replica.stepped:
+                state = self._per_optimizer_states[which]
+                state["found_inf_per_device"] = {
+                    torch.device("cpu"): torch.tensor(float(facts.bad[which]))
+                }
+        super().update(new_scale)
+
+
+def _clip(replica: Replica, which: int, max_norm: float, facts: Facts) -> None:
+    # after an overflow there is nothing to clip: step will skip
+    factor = min(1.0, max_norm / (facts.norm + 1e-6))
+    if facts.bad[which] or not math.isfinite(facts.norm) or factor == 1.0:
+        return
+    for parameter in replica.held(which):
+        if parameter.grad is not None:
+            with torch.no_grad():
+                parameter.grad.mul_(factor)
+
+
+@dataclass
+class Seen:
+    """What one call came to on one rank."""
+
+    raised: str
+    value: Any
+    state: dict[str, Any]
+
+
+class Track:
+    """All ranks of a program with one of the oracle's scalers."""
+
+    def __init__(self, program: Program, scaler: Any, *, exact: bool) -> None:
+        self.facts = Facts([False, False], [False, False], 0.0)
+        scale = first_scale(program)
+        self.replicas = [
+            Replica(
+                program,
+                rank,
+                lambda replica: scaler(replica, lambda: self.facts, scale),
+                exact=exact,
+            )
+            for rank in range(program.world)
+        ]
+
+    def make(self, call: Call) -> list[Seen]:
+        """Make one call on every rank."""
+        self.facts = self._facts(call)
+        return [seen(replica, call) for replica in self.replicas]
+
+    def _facts(self, call: Call) -> Facts:
+        sides = self.replicas
+        bad = [any(r.is_bad(which) for r in sides) for which in range(2)]
+        present = [any(r.has_gradients(which) for r in sides) for which in range(2)]
+        norm = 0.0
+        if call.kind in CLIPS:
+            parts = [
+                gradient * replica.scaler.factor(call.which)
+                for replica in sides
+                for gradient in replica.counted(call.which)
+            ]
+            norm = norm_of(parts, CLIPS[call.kind][1])
+            if bad[call.which]:  # perhaps in a replica that is not counted
+                norm = math.inf
+        if call.kind == "update":  # gradients may be gone: keep what was found
+            bad = [a or b for a, b in zip(bad, self._found(), strict=True)]
+        unscaled = [
+            gradient * replica.scaler.factor(call.which)
+            for replica in sides
+            if call.kind in ("unscale", "step", *CLIPS)
+            for gradient in replica.gradients(call.which)
+        ]
+        return Facts(bad, present, norm, unscaled)
+
+    def _found(self) -> list[bool]:
+        return [
+            any(_has_found(r.scaler, r.optimizers[which]) for r in self.replicas[:1])
+            if self.replicas[0].optimizers
+            else False
+            for which in range(2)
+        ]
+
+
+def _has_found(scaler: Any, optimizer: Any) -> bool:
+    if isinstance(scaler, Mathematics):
+        return scaler.found.get(scaler._number(optimizer), False)
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    return any(map(bool, state.get("found_inf_per_device", {}).values()))
+
+
+def seen(replica: Replica, call: Call) -> Seen:
+    """Make one call on one rank and look at what it came to."""
+    try:
+        value = replica.make(call)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return Seen(f"{type(error).__name__}: {text[:300]}", None, replica.state())
+    return Seen("", value, replica.state())
+
+
+def track(program: Program, name: str) -> Track:
+    """One of the oracle's tracks: ``mathematics`` or ``torch``."""
+    if name == "mathematics":
+        return Track(program, Mathematics, exact=True)
+    return Track(program, AgreedTorch, exact=False)

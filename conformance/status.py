@@ -1,0 +1,112 @@
+"""Statuses and exit codes: the words that laws, reports, commands and gates share.
+
+This module imports nothing of ours, so that a report is read without torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+
+__all__ = [
+    "EXIT_CODES",
+    "INTERRUPTED",
+    "RANKING",
+    "USAGE",
+    "Status",
+    "UsageError",
+    "as_usage",
+    "case_status",
+    "did_you_mean",
+    "is_worse",
+    "plain",
+    "rank_list",
+    "worst_of",
+]
+
+
+class UsageError(ValueError):
+    """The caller asked for something that cannot be done; the message says what.
+
+    A command that meets it prints the message on one line and ends with exit code 2.
+    Any other exception is a fault of the harness: traceback, exit code 3.
+    """
+
+
+@contextmanager
+def as_usage(*kinds: type[Exception]) -> Iterator[None]:
+    """Tell errors of these kinds as the caller's fault; also a decorator.
+
+    Only for what reads the words of a caller by means of functions that know nothing of
+    commands. Nothing is judged under it: there an error of any kind is ours.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except kinds as error:
+        raise UsageError(str(error)) from error
+
+
+class Status(StrEnum):
+    """What can be said of one law in one run, and of a whole run."""
+
+    PASS = "pass"
+    """It was checked and holds."""
+    FAIL = "fail"
+    """It was checked and is broken; the finding says where."""
+    INCONCLUSIVE = "inconclusive"
+    """Nothing could be compared; never a pass."""
+    ERROR = "error"
+    """The harness broke; nothing is said about the scaler."""
+    SKIPPED = "skipped"
+    """The law does not apply here; the message says why."""
+
+
+RANKING = ("pass", "skipped", "inconclusive", "fail", "error")
+"""From best to worst. Skipped is worse than pass: what is not checked can be broken."""
+assert set(RANKING) == set(Status)
+
+EXIT_CODES = {"pass": 0, "fail": 1, "error": 3, "inconclusive": 4}
+"""Exit code of a command by the worst status; the gate has the same ones."""
+USAGE = 2
+"""Exit code of bad usage."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def worst_of(statuses: Iterable[str]) -> str:
+    """The worst of ``statuses``; ``skipped`` only where there is nothing else."""
+    found = set(statuses) - {Status.SKIPPED}
+    # looked up and not ranked: a report may hold a word that is no status
+    return next((s for s in reversed(RANKING) if s in found), Status.SKIPPED.value)
+
+
+def case_status(verdicts: Iterable[str]) -> str:
+    """The status of a case with these verdicts; skipped laws alone prove nothing."""
+    worst = worst_of(verdicts)
+    return Status.INCONCLUSIVE.value if worst == Status.SKIPPED else worst
+
+
+def is_worse(now: str, before: str) -> bool:
+    """Whether ``now`` promises less than ``before`` did."""
+    return RANKING.index(now) > RANKING.index(before)
+
+
+def plain(text: str) -> str:
+    """``text`` on one line, without control characters."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A clause for an error that names the known word nearest to ``word``, if any."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"

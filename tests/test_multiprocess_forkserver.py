@@ -1,0 +1,89 @@
+"""A forkserver that does not work says why, and never keeps its parent waiting."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradparity.multiprocess import Cluster, ForkserverError, launch
+
+LOUD = "import os, sys; os.write(2, b'x' * (1 << 20)); sys.stderr.write('y' * 1000)"
+SLEEPER = """
+import time
+def sleeps():
+    time.sleep(1000)
+sleeps()
+"""
+DIES = "import os; os.write(2, b'no such luck'); os._exit(7)"
+
+
+@pytest.fixture(autouse=True)
+def own_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Leave the server of other tests alone."""
+    monkeypatch.setattr(launch, "_client", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    launch.stop_forkserver()
+
+
+def test_it_may_write_much_when_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    with Cluster(1, preload=("loud",)) as cluster:
+        assert cluster.run(lambda: "loud" in sys.modules) == [True]
+
+
+def test_an_import_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    with Cluster(1) as cluster:  # torch has been imported
+        cluster.run(lambda: 1)
+    late = Cluster(1, preload=("sleeper",), start_timeout_s=0.5)
+    before = launch.forkserver().pid
+    with pytest.raises(ForkserverError) as caught:
+        late.start()
+    text = str(caught.value)
+    assert "no answer for 0.5 s while importing sleeper" in text
+    assert "start_timeout_s" in text
+    assert f'{tmp_path}/sleeper.py", line 4 in sleeps' in text
+    with Cluster(1) as cluster:
+        assert cluster.run(lambda: 1) == [1]
+    assert launch.forkserver().pid != before
+
+
+def test_a_failed_import_is_told_each_time_and_harms_nobody() -> None:
+    absent = Cluster(1, preload=("no_such_module",))
+    for _ in range(2):
+        with pytest.raises(ForkserverError, match="cannot preload no_such_module"):
+            absent.start()
+    with Cluster(1) as cluster:
+        assert cluster.run(lambda: 1) == [1]
+
+
+def test_what_it_said_before_it_died_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    with pytest.raises(ForkserverError, match="code 7\nno such luck"):
+        Cluster(1, preload=("dies",)).start()
+
+
+def test_one_that_cannot_be_started_leaves_no_descriptor() -> None:
+    def start(*_: object) -> launch.Server:
+        raise OSError("no process left")
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no process left"):
+        launch.ForkserverClient(start)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("name", ["random.py", "torch/__init__.py"])
+def test_a_file_that_hides_a_module_is_named(tmp_path: Path, name: str) -> None:
+    hiding = tmp_path / name
+    hiding.parent.mkdir(exist_ok=True)
+    hiding.write_text("raise RuntimeError('mine')")
+    with pytest.raises(ForkserverError) as caught:
+        Cluster(1).start()
+    first = str(caught.value).splitlines()[0]
+    module = name.partition("/")[0].removesuffix(".py")
+    assert f"{hiding} hides the module {module}" in first
+    assert "rename it" in first

@@ -1,0 +1,151 @@
+"""What crosses torchrun's store is plain data, or signed before it is unpickled."""
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# A public name of torch.distributed, which does not export it to mypy.
+from torch._C._distributed_c10d import HashStore
+
+from gradparity.multiprocess import HarnessError, mail, worker
+from gradparity.multiprocess.messages import Kind, Reply
+from gradparity.multiprocess.orders import Card, Finish, Order, pack, unpack
+from gradparity.multiprocess.spec import CallOptions, WorldSpec
+from gradparity.multiprocess.trail import Collective
+from gradparity.multiprocess.watch import Fact
+
+SECRET = "0123456789abcdef"
+HIT: list[str] = []
+
+
+class Bomb:
+    """Does what it likes when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return HIT.append, ("struck",)
+
+
+@pytest.fixture(autouse=True)
+def own_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.delenv(mail.SECRET_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mail._secret.cache_clear()
+    HIT.clear()
+    yield
+    mail._secret.cache_clear()
+
+
+@pytest.mark.parametrize("size", [0, 1, 9 << 20])
+def test_a_value_travels_and_the_last_reader_removes_it(size: int) -> None:
+    store, value = HashStore(), b"x" * size
+    before = store.num_keys()
+    mail.put(store, "key", value)
+    assert mail.read_by_all(store, "key", 2, 0.0) == value
+    assert mail.read_by_all(store, "key", 2, 0.0) == value
+    assert store.num_keys() == before
+    assert mail.read(store, "key", 0.0) is None
+
+
+@pytest.mark.parametrize("count", ["1", "1 ", "1 " + "0" * 64, "-1", "x", ""])
+def test_what_a_stranger_stores_is_refused_unread(count: str) -> None:
+    store = HashStore()
+    store.set("order/1//0", pickle.dumps(Bomb()))  # type: ignore[arg-type]
+    store.set("order/1/", count)
+    with pytest.raises(HarnessError, match=r"order/1/ in .* is not signed"):
+        mail.read(store, "order/1/", 0.0)
+    assert HIT == []
+
+
+def test_a_value_is_signed_for_its_key_and_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    mail.put(store, "order/1/", b"run this")
+    for part in ("", "/0"):
+        copied = store.get(f"order/1/{part}")
+        store.set(f"order/2/{part}", copied)  # type: ignore[arg-type]
+    with pytest.raises(HarnessError, match="order/2/"):
+        mail.read(store, "order/2/", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(HarnessError, match="order/1/"):
+        mail.read(store, "order/1/", 0.0)
+
+
+def test_hosts_with_other_secrets_are_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = HashStore()
+    mail.put(store, "card/0", b"hello")
+    secret = tmp_path / "gradparity" / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(secret.parent) == ["secret"]
+    mail._secret.cache_clear()
+    assert mail.read(store, "card/0", 0.0) == b"hello"  # by another process of the host
+    mail._secret.cache_clear()
+    monkeypatch.setenv(mail.SECRET_VARIABLE, SECRET)
+    with pytest.raises(HarnessError, match=mail.SECRET_VARIABLE) as caught:
+        mail.read(store, "card/0", 0.0)
+    assert str(secret) in str(caught.value)
+
+
+def test_a_short_secret_and_no_secret_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gradparity").touch()  # no folder
+    with pytest.raises(HarnessError, match=mail.SECRET_VARIABLE):
+        mail.put(HashStore(), "key", b"")
+    monkeypatch.setenv(mail.SECRET_VARIABLE, SECRET[1:])
+    with pytest.raises(HarnessError, match="at least 16 characters"):
+        mail.put(HashStore(), "key", b"")
+
+
+def raised() -> Reply:
+    try:
+        raise ValueError("no such file: \udcff")
+    except ValueError as error:
+        return worker._raised(error, reusable=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (
+            Order(
+                spec=WorldSpec(size=2, preload=("a", "b")),
+                options=CallOptions(timeout_s=3.0),
+                payload=b"\x80\xff",
+                world=1,
+                fresh_group=False,
+            ),
+            Order | Finish,
+        ),
+        (3, Order | Finish),
+        (Card(place="here", pid=1, gpus=0, local_size=2), Card),
+        (
+            Fact(
+                rank=1,
+                reply=Reply(
+                    kind=Kind.OK, ended_at_s=1.5, value=b"\x80", imported=("m",)
+                ),
+                collectives=(Collective("g", 1, "allreduce", "-", "a.py:1"),),
+            ),
+            Fact,
+        ),
+        (Fact(rank=0, reply=raised()), Fact),
+        (Fact(rank=0, exit_code=-9), Fact),
+    ],
+)
+def test_what_is_packed_comes_back(value: Any, kind: Any) -> None:
+    assert unpack(pack(value), kind) == value
+
+
+@pytest.mark.parametrize("kind", [Order | Finish, Card, Fact])
+def test_what_is_not_packed_is_refused(kind: Any) -> None:
+    for packed in (pickle.dumps(Bomb()), b"", pack(Fact(rank=0))[:-1]):
+        with pytest.raises(HarnessError, match="same version"):
+            unpack(packed, kind)
+    assert HIT == []
