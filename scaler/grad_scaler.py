@@ -499,6 +499,7 @@ class GradScaler(_TorchGradScaler):
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
+            state.folded, state.fused_grad_scale = [], None
 
     @no_compile
     def step_without_optimizer(self) -> None:
@@ -625,8 +626,7 @@ class GradScaler(_TorchGradScaler):
             if other is state or other.record is None:
                 continue
             if other.fused_grad_scale is not None and mine & unchanged(other.folded):
-                other.divided = divide_(other.folded, other.fused_grad_scale)
-                other.folded, other.fused_grad_scale = [], None
+                _divide_folded(other)
             divided |= mine & unchanged(other.divided)
         return divided
 
@@ -780,6 +780,8 @@ class GradScaler(_TorchGradScaler):
         scale, tracker = self._check_scale_growth_tracker("update")
         self._wait_pending()
         states = self._states.values()
+        for state in states:
+            _divide_folded(state)  # of an optimizer that has not stepped
         found = [f for state in states for f in state["found_inf_per_device"].values()]
         if found or new_scale is None:
             self._sync.end_iteration(
@@ -1058,6 +1060,13 @@ def _flag_of(found: FoundInf, device: torch.device) -> torch.Tensor | None:
 def _any_flag(state: OptimizerState, scale: torch.Tensor) -> torch.Tensor:
     flag = _flag_of(state["found_inf_per_device"], scale.device)
     return torch.zeros_like(scale) if flag is None else flag
+
+
+def _divide_folded(state: OptimizerState) -> None:
+    # What a fused kernel was to divide, and cannot any more.
+    if state.fused_grad_scale is not None:
+        state.divided = divide_(state.folded, state.fused_grad_scale)
+        state.folded, state.fused_grad_scale = [], None
 
 
 def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:

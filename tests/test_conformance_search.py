@@ -222,7 +222,7 @@ def test_a_planted_fault_is_found(scaler: str, tmp_path: Path) -> None:
 
 def test_ranks_in_another_order_are_found(tmp_path: Path) -> None:
     """The plain scaler has that fault: nothing says which optimizer a vote is for."""
-    history = parse_program("@2/back:2,inf,cross@1")
+    history = parse_program("@2/back:2,step,step:1,update,back:2,inf,cross@1")
     code, output = judged(PLAIN, tmp_path, history=history)
     assert code == 1 and "should be" in output, output
 

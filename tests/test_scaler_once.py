@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from gradparity.tests.stepping import BOTH, INF, one_step, parameter, scaled, sgd
+from gradparity.tests.stepping import (
+    BOTH,
+    FUSED,
+    INF,
+    one_step,
+    parameter,
+    scaled,
+    sgd,
+)
 
 
 class Wrapper:

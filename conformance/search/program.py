@@ -262,7 +262,7 @@ FAMILIES: Mapping[str, Family] = {
         maybe="fused-second",
         shapes=("zero,zero:1,back:2", "zero,zero:1,back:2,user-scale"),
     ),
-    "orders": Family(kinds="cross back inf update zero", maybe="dtensor", world=2),
+    "orders": Family(kinds="cross back step inf update zero", maybe="dtensor", world=2),
 }
 """By name; the search gives each an equal share of its time."""
 

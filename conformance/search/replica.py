@@ -124,6 +124,7 @@ class Replica:
         self.clipped: set[int] = set()
         self.stepped: set[int] = set()
         self.ever_stepped: set[int] = set()
+        self.ordered: set[int] = set()  # stepped since the ranks last loaded
         self.params: dict[str, Any] = {}
         self.optimizers: list[Any] = []
         self.many: list[nn.Parameter] = []
@@ -221,8 +222,8 @@ class Replica:
             return not (self.looked & ({0, 1} if which == 2 else {which}))
         if call.kind == "inf" and which in self.looked:
             return False  # after the look its outcome is nobody's promise
-        if call.kind == "cross" and not self.fresh >= {0, 1}:
-            return False
+        if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
+            return False  # nobody can know an order that there was not yet
         if call.kind == "step" and which not in self.fresh | self.stepped:
             return False
         if call.kind == "unscale":
@@ -264,9 +265,12 @@ class Replica:
             self.looked -= done
             self.stepped |= done
             self.ever_stepped |= done
+            self.ordered |= done
         elif kind in ("update", "set", "reload", "elder"):
             self.fresh -= self.looked  # divided, and never stepped with
             self.clipped, self.stepped, self.looked = set(), set(), set()
+            if kind in ("reload", "elder"):
+                self.ordered = set()
         return result
 
     def _backward(self, call: Call) -> None:
