@@ -196,7 +196,7 @@ class OverflowSync:
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
         self._device_type = device_type
-        self._last: SyncResult | None = None  # of this iteration
+        self._last: SyncResult | None = None
         self._unread: list[SyncResult] = []
         self.restart()
 
@@ -288,16 +288,12 @@ class OverflowSync:
             RanksDisagreeError: the ranks had different numbers of syncs.
         """
         count, self._count = self._count, 0
-        last, self._last = self._last, None
-        if last is not None:
-            group: ProcessGroup | None = last.group
-        else:
-            group = self.group.find(None) if self.group.is_known else None
+        # Not the group of the last sync: it may have been destroyed since.
+        group = self.group.find(None) if self.group.is_known else None
         if group is None:
             return
         if count != self._most:
             self._exchange(group, local(), CLOSING, call)
-            self._last = None
         self._most = max(self._most, count)
         self._iteration += 1
 
