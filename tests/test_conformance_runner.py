@@ -195,7 +195,7 @@ def test_a_planted_fault_that_strikes_nothing_ends_in_no_pass(
     plan = "inf@r0s1:head.weight"
     scaler = "gradparity.fixtures.faulty:PlainScaler"
     out = ["--scaler", scaler, "--out", str(tmp_path)]
-    assert main(["replay", f"pp/2/fp32/sgd/{plan}/steps=2", *out]) == 3
+    assert main(["replay", f"pp/2/fp32/sgd/{plan}/steps=2", *out]) == 4
     (record,) = read_report(tmp_path / "report.jsonl").cases
     for law in ("skip.nobody-steps", "skip.frozen"):
         verdict = record.verdict(law)
