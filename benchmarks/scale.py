@@ -65,7 +65,7 @@ def agreement(repeats: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world.size,))
     rank = Rank(world.rank, world.size, mesh)
     held = Idle([rank.parameter()], lr=0.0)
-    message = torch.zeros(25, dtype=torch.float64)
+    message = torch.zeros(2, dtype=torch.int64)
     work: dict[str, Callable[[], Any]] = {"bare": lambda: dist.all_reduce(message)}
     calls = {}
     for name, make in SCALERS.items():
@@ -76,8 +76,7 @@ def agreement(repeats: int) -> dict[str, Any]:
         with Calls(mesh) as seen:
             work[name]()
         calls[name] = [[*call] for call in seen.seen]
-    found: dict[str, Any] = {n: _median(f, repeats) for n, f in work.items()}
-    return {**found, "calls": calls}
+    return {**_medians(work, repeats), "calls": calls}
 
 
 def _step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -85,14 +84,16 @@ def _step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     scaler.update()
 
 
-def _median(act: Callable[[], Any], repeats: int) -> float:
-    took = []
+def _medians(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]:
+    # One after the other in each repeat: what else the machine does meets all alike.
+    took: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        act()
-        took.append(time.perf_counter() - start)
-    return statistics.median(took)
+        for name, act in work.items():
+            dist.barrier()
+            start = time.perf_counter()
+            act()
+            took[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in took.items()}
 
 
 def training(steps: int) -> dict[str, Any]:
@@ -136,7 +137,8 @@ def training(steps: int) -> dict[str, Any]:
 def bandwidth(repeats: int) -> float:
     """Median seconds of a large all-reduce."""
     tensor = torch.ones(LARGE)
-    return _median(lambda: dist.all_reduce(tensor), repeats)
+    found: float = _medians({"": lambda: dist.all_reduce(tensor)}, repeats)[""]
+    return found
 
 
 def real(size: int, repeats: int) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
     theirs, ours = _scaler(torch.amp.GradScaler), _scaler(GradScaler)
     plain, fused = _optimizer(params, False), _optimizer(params, True)
     zero, inv = torch.zeros(()), torch.tensor(1.0)
-    message = torch.zeros(25, dtype=torch.float64)
+    message = torch.zeros(2, dtype=torch.int64)
 
     def read() -> None:
         torch._foreach_norm(locals_)

@@ -118,9 +118,9 @@ def test_the_record_holds_what_the_page_claims() -> None:
     record = json.loads(scale.RESULTS.read_text())
     assert [each["ranks"] for each in record["real"]] == list(scale.SIZES)
     for each in record["real"]:
-        assert each["calls"]["ours"] == [["allreduce", "world", "[25] float64", 200]]
+        assert each["calls"]["ours"] == [["allreduce", "world", "[2] int64", 16]]
         assert each["training"]["scaler_calls"] == 1
-        assert each["training"]["sent"] == 200
+        assert each["training"]["sent"] == 16
         assert each["scenario"]["status"] == "pass"
     assert len({each["training"]["calls"] for each in record["real"]}) == 1
     simulated = {(r["ranks"], r["how"], tuple(r["mesh"])) for r in record["simulated"]}

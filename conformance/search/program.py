@@ -262,7 +262,12 @@ FAMILIES: Mapping[str, Family] = {
         maybe="fused-second",
         shapes=("zero,zero:1,back:2", "zero,zero:1,back:2,user-scale"),
     ),
-    "orders": Family(kinds="cross back step inf update zero", maybe="dtensor", world=2),
+    "orders": Family(
+        start="back:2,step,step:1,update,back:2",
+        kinds="cross inf back update zero",
+        maybe="dtensor",
+        world=2,
+    ),
 }
 """By name; the search gives each an equal share of its time."""
 
