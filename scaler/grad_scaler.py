@@ -50,7 +50,7 @@ from .grads import (
     divide_,
     divided_gradients,
     host_value,
-    local_ids,
+    local_dense,
     refuse_fp16,
     unchanged,
     unscale_gradients_,
@@ -317,7 +317,7 @@ class GradScaler(_TorchGradScaler):
                 "clip_grad_norm_() was called after step(), or twice since update()."
             )
         group = self._find_group(state)
-        found: FoundInf = {}
+        found: FoundInf = {**state["found_inf_per_device"]}  # of an earlier unscale_
         try:
             check_clip(max_norm, norm_type)
             if optimizer is not None and self._must_unscale_first(state, scale):
@@ -354,12 +354,13 @@ class GradScaler(_TorchGradScaler):
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
             fused = fused and self._enabled
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
-            written = divided_gradients(grads.tensors())
-            if divisor is None:
-                state.divided = written
-            else:
-                state.folded = written
+            if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
+            if self._records.may_share:
+                written = divided_gradients(grads.tensors())
+                state.divided, state.folded = (
+                    (written, []) if divisor is None else ([], written)
+                )
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)
@@ -609,7 +610,7 @@ class GradScaler(_TorchGradScaler):
             found_inf,
             allow_fp16=allow_fp16,
             without=divided,
-            write_down=state is not None,
+            write_down=state is not None and self._records.may_share,
         )
         if state is not None:
             state.divided = written
@@ -620,7 +621,7 @@ class GradScaler(_TorchGradScaler):
     def _divided_by_others(self, state: OptimizerState) -> set[int]:
         # Ids of its gradients that another optimizer of this iteration has divided, or
         # has left to its kernel, which then must not do so any more.
-        mine = local_ids(state.optimizer)
+        mine = set(map(id, local_dense(state.optimizer)))
         divided: set[int] = set()
         for other in self._states.values():
             if other is state or other.record is None:
@@ -780,8 +781,6 @@ class GradScaler(_TorchGradScaler):
         scale, tracker = self._check_scale_growth_tracker("update")
         self._wait_pending()
         states = self._states.values()
-        for state in states:
-            _divide_folded(state)  # of an optimizer that has not stepped
         found = [f for state in states for f in state["found_inf_per_device"].values()]
         if found or new_scale is None:
             self._sync.end_iteration(
@@ -794,7 +793,11 @@ class GradScaler(_TorchGradScaler):
         else:
             found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
             self._move_scale(found_inf.to(scale.device), tracker)
+        for state in states:
+            # Of an optimizer that has not stepped: the next backward adds to them.
+            _divide_folded(state, carry=scale)
         self._states = defaultdict(OptimizerState)
+        self._records.is_first_iteration = False
         if new_scale is None and self._policy.max_consecutive_skips is not None:
             self._refuse_endless_skips(self._policy.max_consecutive_skips)
 
@@ -1062,10 +1065,13 @@ def _any_flag(state: OptimizerState, scale: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(scale) if flag is None else flag
 
 
-def _divide_folded(state: OptimizerState) -> None:
-    # What a fused kernel was to divide, and cannot any more.
-    if state.fused_grad_scale is not None:
-        state.divided = divide_(state.folded, state.fused_grad_scale)
+def _divide_folded(state: OptimizerState, carry: torch.Tensor | None = None) -> None:
+    # What a fused kernel was to divide, and cannot any more; ``carry``: the scale that
+    # the gradients shall carry from now on.
+    if (divisor := state.fused_grad_scale) is not None:
+        divisor = divisor if carry is None else divisor / carry
+        gradients = state.folded or divided_gradients(local_dense(state.optimizer))
+        state.divided = divide_(gradients, divisor)
         state.folded, state.fused_grad_scale = [], None
 
 

@@ -41,32 +41,32 @@ def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:
 
 PLANTS = {
     "agreement lost": plant(
-        "scaler/groups.py",
-        "return _RULES[self.over](self, parameters)",
-        "return None",
+        "scaler/sync_group.py",
+        "if not self.is_distributed:",
+        "if True:",
         "agreement.scale",
     ),
     "found_inf not reduced": plant(
-        "scaler/message.py",
-        'return self.message[_PLACE["found_inf"]].float()',
-        'return torch.tensor(self._sent[_PLACE["found_inf"]]).float()',
+        "scaler/grad_scaler.py",
+        "if summary.found_inf:",
+        "if False:",
         "agreement.scale",
         "liveness.completes",  # the next agreement finds the scales apart and raises
     ),
     "step taken on skip": plant(
         "scaler/grad_scaler.py",
-        "if is_found(optimizer_state):",
-        "if is_found(optimizer_state) and False:",
+        "return None if skips else optimizer.step(*args, **kwargs)",
+        "return optimizer.step(*args, **kwargs)",
         "skip.nobody-steps",
     ),
     "unscale off by 0.1 %": plant(
-        "scaler/unscale.py",
+        "scaler/grads.py",
         "moved_to(factor, device)",
         "moved_to(factor, device) * 1.001",
         "parity.gradient",
     ),
     "growth tracker off by one": plant(
-        "scaler/policy.py",
+        "scaler/scale_update.py",
         "        growth_interval,\n    )",
         "        growth_interval + 1,\n    )",
         "scale.rule",
