@@ -550,7 +550,8 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # Checks this rank's gradients, divides them unless told not to, and replaces
         # what this rank found by what any rank found.
-        scale, _ = self._check_scale_growth_tracker(call)
+        assert self._scale is not None
+        scale = self._scale
         group = self._find_group(state)
         try:
             if only_check:
@@ -580,7 +581,8 @@ class GradScaler(_TorchGradScaler):
         allow_fp16: bool | None = None,
     ) -> FoundInf:
         # Divides this rank's gradients; tells what this rank found.
-        scale, _ = self._check_scale_growth_tracker("unscale_")
+        assert self._scale is not None
+        scale = self._scale
         if allow_fp16 is None:
             allow_fp16 = self._fp16_gradients == "in_place"
         self._dividing = state
@@ -610,6 +612,7 @@ class GradScaler(_TorchGradScaler):
             found_inf,
             allow_fp16=allow_fp16,
             without=divided,
+            is_own=state is not None,
             write_down=state is not None and self._records.may_share,
         )
         if state is not None:

@@ -186,6 +186,8 @@ def check_and_unscale_(
     inv_scale: torch.Tensor,
     found_inf: torch.Tensor,
     without: Collection[int] = (),
+    *,
+    is_own: bool = False,
 ) -> FoundInf:
     """Multiply gradients by ``inv_scale`` and look for inf and nan beforehand.
 
@@ -197,12 +199,15 @@ def check_and_unscale_(
         inv_scale: one element, fp32, any device.
         found_inf: one element, fp32, any device: the starting value, usually 0.
         without: ids of tensors that are checked but not multiplied.
+        is_own: ``found_inf`` was made for this call, and may be written.
 
     Returns:
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
         not finite.
     """
     found = MultiDeviceReplicator(found_inf)
+    if is_own and gradients:
+        found._per_device_tensors[found_inf.device] = found_inf
     rounds = [(inv_scale, gradients)]
     if without:
         one = torch.ones_like(inv_scale)
@@ -233,6 +238,7 @@ def unscale_gradients_(
     *,
     allow_fp16: bool,
     without: Collection[int] = (),
+    is_own: bool = False,
     write_down: bool = False,
 ) -> tuple[FoundInf, Divided]:
     """Check and unscale the gradients of an optimizer, as `check_and_unscale_` does.
@@ -241,7 +247,7 @@ def unscale_gradients_(
         Also, if asked to ``write_down``, which gradients were divided.
     """
     gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-    found = check_and_unscale_(gradients, inv_scale, found_inf, without)
+    found = check_and_unscale_(gradients, inv_scale, found_inf, without, is_own=is_own)
     return found, divided_gradients(gradients) if write_down else []
 
 

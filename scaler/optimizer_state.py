@@ -112,11 +112,12 @@ class OptimizerRecords:
         self, optimizer: Any, states: dict[int, OptimizerState]
     ) -> OptimizerState:
         """Return the state of an optimizer in this iteration, a new one if need be."""
-        inner = inner_optimizer(optimizer)
-        state = states[id(inner)]
-        if state.record is None:
-            state.optimizer = inner
-            state.record = self.find(inner) or self._add(inner)
+        record = self.find(optimizer)
+        if record is None:  # only inner ones have a record
+            optimizer = inner_optimizer(optimizer)
+            record = self.find(optimizer) or self._add(optimizer)
+        state = states[id(optimizer)]
+        state.optimizer, state.record = optimizer, record
         return state
 
     def _add(self, optimizer: Any) -> OptimizerRecord:
