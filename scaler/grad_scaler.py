@@ -799,8 +799,8 @@ class GradScaler(_TorchGradScaler):
         for state in states:
             # Of an optimizer that has not stepped: the next backward adds to them.
             _divide_folded(state, carry=scale)
+        self._records.may_share = len(self._states) > 1
         self._states = defaultdict(OptimizerState)
-        self._records.is_first_iteration = False
         if new_scale is None and self._policy.max_consecutive_skips is not None:
             self._refuse_endless_skips(self._policy.max_consecutive_skips)
 

@@ -10,8 +10,8 @@ iteration checks such a gradient without dividing it again. A new gradient is an
 tensor, or has another version after a backward added to it or ``zero_grad`` cleared it,
 and is divided like any other. A gradient that was changed in place after it was
 divided (clipped by hand) has another version, too: it is divided again, as by torch.
-Writing down costs a fifth of a microsecond a gradient, so it is done only where a
-second optimizer is known, or may appear: in the first iteration.
+Writing down costs a fifth of a microsecond a gradient, so it is done only in the first
+iteration and where the one before had several optimizers.
 """
 
 from __future__ import annotations

@@ -88,18 +88,15 @@ class OptimizerRecords:
     def __init__(self) -> None:
         self._records: dict[int, OptimizerRecord] = {}
         self._synced = 0
-        self.is_first_iteration = True
+        # Whether optimizers may hold each other's gradients: in the first iteration, and
+        # where the last one had several of them.
+        self.may_share = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copy of the scaler meets its optimizers anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-
-    @property
-    def may_share(self) -> bool:
-        """Whether another optimizer may hold some of one's gradients."""
-        return self.is_first_iteration or len(self._records) > 1
 
     def find(self, optimizer: Any) -> OptimizerRecord | None:
         """Return the record of an optimizer, None if it was never seen."""
