@@ -88,8 +88,8 @@ class OptimizerRecords:
     def __init__(self) -> None:
         self._records: dict[int, OptimizerRecord] = {}
         self._synced = 0
-        # Whether optimizers may hold each other's gradients: in the first iteration, and
-        # where the last one had several of them.
+        # Whether optimizers may hold each other's gradients: in the first iteration,
+        # and where the last one had several of them.
         self.may_share = True
 
     def __getstate__(self) -> dict[str, Any]:
