@@ -1,6 +1,6 @@
 """The command line: which options each command takes. No work is done here.
 
-What can be told to be wrong without torch is told here, before it is imported.
+Errors that need no torch to be found are raised here, before it is imported.
 """
 
 from __future__ import annotations

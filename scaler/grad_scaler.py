@@ -358,9 +358,10 @@ class GradScaler(_TorchGradScaler):
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
             if self._records.may_share:
                 written = divided_gradients(grads.tensors())
-                state.divided, state.folded = (
-                    (written, []) if divisor is None else ([], written)
-                )
+                if divisor is None:
+                    state.divided = written
+                else:
+                    state.divided, state.folded = [], written
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)
@@ -716,10 +717,7 @@ class GradScaler(_TorchGradScaler):
         summary = result.read()
         if summary.found_inf:
             _spread(torch.ones_like(self._scale), found)
-            if state.record is not None and summary.first_nonfinite:
-                self._history.last_overflow = overflow_of(
-                    summary.first_nonfinite, rank, state.optimizer
-                )
+            self._set_last_overflow(state, summary.first_nonfinite, rank)
         # What torch refuses on one rank is refused here when it holds for all of them.
         if not summary.was_scaled:
             raise AssertionError(
@@ -738,7 +736,10 @@ class GradScaler(_TorchGradScaler):
         if state.record is None or found_inf is None or not _is_true(found_inf):
             return
         code = first_nonfinite(state.optimizer, rank)
-        if code:
+        self._set_last_overflow(state, code, rank)
+
+    def _set_last_overflow(self, state: OptimizerState, code: int, rank: int) -> None:
+        if code and state.record is not None:
             self._history.last_overflow = overflow_of(code, rank, state.optimizer)
 
     @property
