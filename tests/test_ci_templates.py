@@ -75,6 +75,7 @@ def gate(site: Path, folder: Path, *options: str, **settings: str) -> tuple[int,
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_foreign_project_gates_its_own_scaler(site: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(GOOD)
     code, told = gate(site, tmp_path, "mine:Mine", *SMALL)

@@ -63,6 +63,7 @@ def test_a_run_that_was_cut_off_says_so() -> None:
     assert "**Incomplete:**" in page
 
 
+@pytest.mark.slow
 def test_judges_smoke_first_then_the_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

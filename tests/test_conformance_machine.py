@@ -69,7 +69,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("scaler", sorted(WRONG))
+SLOW = "AsksTwiceWhenBad"  # its ranks wait for each other until they are given up
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == SLOW)) for n in sorted(WRONG)],
+)
 def test_a_wrong_scaler_departs(tmp_path: Path, scaler: str) -> None:
     settings = {"scaler": f"{MODULE}:{scaler}", "world": 2}
     history = parse_history(WRONG[scaler], 2)

@@ -250,6 +250,7 @@ UNKNOWN_TO_PLAIN = {
 """Families in which the fixtures' plain scaler is not right."""
 
 
+@pytest.mark.slow
 def test_torchs_own_class_is_never_accused_on_one_rank(tmp_path: Path) -> None:
     families = [name for name in ALONE if name not in ("many", "autograd", "compiled")]
     code, output = judged(TORCH, tmp_path, families=families, budget_s=25)
@@ -257,6 +258,7 @@ def test_torchs_own_class_is_never_accused_on_one_rank(tmp_path: Path) -> None:
     assert int(output.splitlines()[-1].split()[0]) > 100, output
 
 
+@pytest.mark.slow
 def test_a_plain_scaler_is_never_accused(tmp_path: Path) -> None:
     families = [name for name in FAMILIES if name not in UNKNOWN_TO_PLAIN]
     code, output = judged(PLAIN, tmp_path, families=families, budget_s=25)

@@ -144,6 +144,7 @@ def test_a_failure_is_shown(
     assert words in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -283,6 +284,7 @@ def test_what_no_script_is_made_for_is_named() -> None:
         standalone_script(Scenario.parse("single/1/fp32/sgd/none"), "a b:c")
 
 
+@pytest.mark.slow
 def test_every_scenario_has_a_script() -> None:
     """``standalone_script`` compiles what it returns."""
     for scenario in select("default", Selection()):

@@ -140,6 +140,7 @@ def station_of(process: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.slow
 def test_the_same_report_as_on_the_pool(tmp_path: Path) -> None:
     judged = ["--scaler", OURS, "--scaler", TORCH]
     same = [*judged, *scenarios(*SAME)]

@@ -23,6 +23,7 @@ def row_of(page: str, name: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "preset"),
     [("`--quick`", "quick"), ("default", "default"), ("`--full`", "full")],

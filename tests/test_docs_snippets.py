@@ -201,6 +201,7 @@ def test_python(block: Block, project: Path) -> None:
     exec(code, {"__name__": "snippet", **names()})
 
 
+@pytest.mark.slow
 def test_snippets_that_are_tests(tmp_path: Path) -> None:
     for number, block in enumerate(runnable(TESTS)):
         (tmp_path / f"test_snippet_{number}.py").write_text(block.text)

@@ -35,7 +35,10 @@ def broken(runner: Runner, spec: str, text: str) -> dict[str, str]:
     return {v.law: v.finding.message for v in case.verdicts if v.status is Status.FAIL}
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "torch")) for n in RUNNABLE],
+)
 def test_adapter_passes_what_every_scaler_gets_right(runner: Runner, name: str) -> None:
     spec = need(name)
     for text in (*SMOKE, SCALE_HALVED):

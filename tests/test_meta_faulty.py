@@ -26,6 +26,9 @@ PLACES = (
     plain.NO_POWER_OF_TWO,
 )
 
+FEW = (plain.BURST, plain.LARGE, plain.SMALL, plain.LOWEST)
+"""Where few faulty scalers fail."""
+
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
@@ -67,7 +70,10 @@ def test_a_faulty_scaler_is_found_early_by_a_default_run(
 
 
 @pytest.mark.parametrize("scaler", RIGHT)
-@pytest.mark.parametrize("scenario", PLACES)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p in FEW)) for p in PLACES],
+)
 def test_a_right_scaler_is_never_accused_where_others_fail(
     runner: Runner, scaler: type[Any], scenario: str
 ) -> None:

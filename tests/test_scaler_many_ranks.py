@@ -43,7 +43,12 @@ MESSAGE = "allreduce over world of [2] int64"
 
 @pytest.mark.parametrize(
     ("mesh", "situations"),
-    list(zip(MESHES[256], [ALL, SOME, SOME, ALL], strict=True)),
+    [
+        pytest.param(mesh, situations, marks=[pytest.mark.slow] * (number > 1))
+        for number, (mesh, situations) in enumerate(
+            zip(MESHES[256], [ALL, SOME, SOME, ALL], strict=True)
+        )
+    ],
 )
 def test_256_ranks_issue_the_same(
     mesh: tuple[int, ...], situations: tuple[Situation, ...]
