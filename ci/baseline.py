@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ..conformance.report import CaseRecord, Header, Number, Report
+from ..conformance.status import UsageError
 from .ratios import Spread, spread_of, worst
 
 __all__ = [
@@ -33,7 +34,7 @@ __all__ = [
 BASELINE_VERSION = 1
 
 
-class BaselineError(ValueError):
+class BaselineError(UsageError):
     """A baseline cannot be used; the message says why and where."""
 
 

@@ -15,6 +15,7 @@ from datetime import date
 import msgspec
 
 from ..conformance.report import Report
+from ..conformance.status import UsageError
 from .baseline import Baseline
 from .checks import Finding, check_cases, check_vanished, check_whole
 from .expectations import Expectation
@@ -49,7 +50,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         if self.min_cases < 0:
-            raise ValueError(f"--min-cases takes 0 or more, got {self.min_cases}")
+            raise UsageError(f"--min-cases takes 0 or more, got {self.min_cases}")
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

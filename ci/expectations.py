@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..conformance.report import CaseRecord, Header
-from ..conformance.status import RANKING
+from ..conformance.status import RANKING, UsageError
 
 __all__ = [
     "Expectation",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class ExpectationError(ValueError):
+class ExpectationError(UsageError):
     """A file of expectations cannot be used; the message says why and where."""
 
 

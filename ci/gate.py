@@ -14,6 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from ..conformance.report import ReportError, read_report
+from ..conformance.status import UsageError
 from ..conformance.terminal import plain
 from .baseline import read_baseline
 from .decision import Decision, Terms, decide
@@ -28,13 +29,9 @@ USAGE = 2
 _JSON_VERSION = 1
 
 
-class _Usage(ValueError):
-    """The caller's fault, in one line."""
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _Usage(message)
+        raise UsageError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, error.code)
     except ReportError as error:  # of a repeated report; that of REPORT is a reason
         return _fail(error, Outcome.INVALID.value)
-    except (ValueError, OSError) as error:
+    except (UsageError, OSError) as error:
         return _fail(error, USAGE)
     except SystemExit as done:  # --help
         return int(done.code or 0)
@@ -100,10 +97,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(parsed: argparse.Namespace) -> None:
     if parsed.update_baseline and parsed.baseline is None:
-        raise _Usage("--update-baseline needs --baseline FILE, the file to write")
+        raise UsageError("--update-baseline needs --baseline FILE, the file to write")
     for name in ("yes", "repeat"):
         if getattr(parsed, name) and not parsed.update_baseline:
-            raise _Usage(f"--{name} goes with --update-baseline only")
+            raise UsageError(f"--{name} goes with --update-baseline only")
 
 
 def _gate(parsed: argparse.Namespace) -> int:
@@ -199,7 +196,7 @@ def _update(parsed: argparse.Namespace) -> int:
     if update(parsed.baseline, reports, ask, print):
         print(f"written: {parsed.baseline}")
         return Outcome.PASS.value
-    raise _Usage("the baseline is left as it was: answer y, or give --yes")
+    raise UsageError("the baseline is left as it was: answer y, or give --yes")
 
 
 def _agree(question: str) -> bool:

@@ -22,8 +22,8 @@ from ..conformance.peers import (
     not_judged,
     read_record,
 )
-from ..conformance.report import Report, VerdictRecord
-from ..conformance.status import RANKING
+from ..conformance.report import Report, ReportError, VerdictRecord
+from ..conformance.status import RANKING, UsageError
 from .markdown import escape
 
 __all__ = ["main", "render"]
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
         _write(parsed.out, render(_record(parsed)))
-    except (ValueError, OSError) as error:
+    except (UsageError, ReportError, OSError) as error:
         line = " ".join(str(error).split())
         print(f"gradparity who-passes: {line}", file=sys.stderr)
         return 2

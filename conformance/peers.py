@@ -25,6 +25,7 @@ from .catalogue import Selection
 from .confirm import Confirmation, confirm
 from .report import Report, read_report
 from .run import RunSettings, run
+from .status import UsageError
 
 __all__ = [
     "OURS",
@@ -71,11 +72,11 @@ def judge_peers(
         console: where progress is shown.
 
     Raises:
-        ValueError: an unknown peer or preset, or none that could be judged.
+        UsageError: an unknown peer or preset, or none that could be judged.
     """
     for name in names:
         if name not in PEERS:
-            raise ValueError(f"unknown peer {name!r}: expected {', '.join(PEERS)}")
+            raise UsageError(f"unknown peer {name!r}: expected {', '.join(PEERS)}")
     _write_versions(folder, dict(_versions(names)))
     found = _read_versions(folder)
     specs = [OURS, *(PEERS[n].spec for n in names if PEERS[n].package in found)]
@@ -83,7 +84,7 @@ def judge_peers(
     smoke = read_report(folder / "smoke" / "report.jsonl")
     left = [spec for spec in specs if spec not in _fallen(smoke)]
     if OURS not in left:
-        raise ValueError(f"our own scaler fails the smoke level: {_fallen(smoke)}")
+        raise UsageError(f"our own scaler fails the smoke level: {_fallen(smoke)}")
     _run(folder / "run", left, console, preset=preset)
     confirm_peers(folder)
     return read_record(folder)
