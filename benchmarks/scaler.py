@@ -45,7 +45,8 @@ from gradparity.benchmarks.scaler_tables import (
 from gradparity.benchmarks.simulated_ranks import Calls
 from gradparity.benchmarks.situations import Idle
 from gradparity.benchmarks.together import start_together
-from gradparity.multiprocess import Cluster, recorder
+from gradparity.multiprocess import Cluster
+from gradparity.multiprocess.rank import flight_recorder as recorder
 from gradparity.scaler import GradScaler
 
 Measured = dict[str, float]  # what was timed -> seconds

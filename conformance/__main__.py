@@ -13,13 +13,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..multiprocess.surroundings import on_torchrun
+from ..multiprocess.environment import on_torchrun
 from .arguments import COMMANDS as GROUP
 from .arguments import DEFAULT_SCALER, FORMATS, parse
 from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
-    from ..multiprocess.station import Station
+    from ..multiprocess.elastic.agent import Station
     from .catalogue import Selection
 
 __all__ = ["main"]

@@ -13,7 +13,7 @@ from .devices import Devices, device_names, visible_gpus
 from .report import Launcher
 
 if TYPE_CHECKING:
-    from ..multiprocess.station import Station
+    from ..multiprocess.elastic.agent import Station
 
 __all__ = ["Place", "Pool", "Ranks", "Torchrun", "place_of"]
 
@@ -142,7 +142,7 @@ class Torchrun(Place):
         )
 
     def _make(self, world: int) -> Ranks:
-        from ..multiprocess.station import StationCluster
+        from ..multiprocess.elastic.agent import StationCluster
 
         spec = self.devices.spec(world, self.timeout_s)
         return StationCluster(self.station, spec)

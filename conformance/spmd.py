@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..multiprocess import HarnessError
-from ..multiprocess.station import Ended, Station
+from ..multiprocess.elastic.agent import Ended, Station
 from .devices import visible_gpus
 from .report import append_footer
 

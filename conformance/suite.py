@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ..multiprocess.surroundings import on_torchrun
+from ..multiprocess.environment import on_torchrun
 from .catalogue import Selection
 from .devices import Devices
 from .page import write_page

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .errors import ForkserverError, HarnessError, NotPicklableError, WorldFailure
     from .outcomes import RankOutcome, RankState
+    from .rank.world import World, current_world
     from .spec import CallOptions, WorldSpec
-    from .world import World, current_world
 
 __all__ = [
     "CallOptions",
@@ -36,10 +36,10 @@ _HOMES = {
     "NotPicklableError": "errors",
     "RankOutcome": "outcomes",
     "RankState": "outcomes",
-    "World": "world",
+    "World": "rank.world",
     "WorldFailure": "errors",
     "WorldSpec": "spec",
-    "current_world": "world",
+    "current_world": "rank.world",
 }
 
 

@@ -9,20 +9,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from . import pickling
-from .blame import outcomes_of
-from .context import current_context
-from .crew import Crew
 from .errors import NotPicklableError, WorldFailure
 from .messages import Context, Run, Start
 from .outcomes import RankOutcome, RankState
-from .spec import (
-    Backend,
-    CallOptions,
-    Device,
-    Isolation,
-    WorldSpec,
-)
-from .watch import Watch
+from .parent.context import current_context
+from .parent.rank_processes import Crew
+from .parent.root_cause import outcomes_of
+from .parent.watch import Watch
+from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
 T = TypeVar("T")
 

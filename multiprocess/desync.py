@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from .trail import Collective
+from .rank.trail import Collective
 
 _TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
 _FREE_SHAPES = frozenset(

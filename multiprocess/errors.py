@@ -11,7 +11,7 @@ TypeError
 from __future__ import annotations
 
 from .outcomes import RankOutcome
-from .render import render_failure
+from .report import render_failure
 
 
 class HarnessError(RuntimeError):

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from .trail import Collective
+from .rank.trail import Collective
 
 
 class RankState(enum.Enum):

@@ -31,18 +31,20 @@ import torch.distributed as dist
 # A public name of torch.distributed, which does not export it to mypy.
 from torch._C._distributed_c10d import PrefixStore
 
-from . import linux, mail, trail, worker
-from . import world as world_module
-from .blame import outcomes_of
+from . import linux
+from .elastic import store as mail
+from .elastic.orders import pack, unpack
 from .errors import HarnessError, WorldFailure
-from .hygiene import restored_settings, seed_everything
 from .messages import Kind, Reply
-from .orders import pack, unpack
 from .outcomes import RankOutcome
-from .recorder import install, uninstall
+from .parent.root_cause import outcomes_of
+from .parent.watch import Fact
+from .rank import trail, worker
+from .rank import world as world_module
+from .rank.flight_recorder import install, uninstall
+from .rank.global_state import restored_settings, seed_everything
+from .rank.world import World
 from .spec import CallOptions, Isolation, WorldSpec
-from .watch import Fact
-from .world import World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -52,7 +54,7 @@ MEET_S = 600.0
 
 _REPORT_S = 20.0
 _POLL_S = 0.05
-_OWN_FRAME = re.compile(r"/multiprocess/(ranktest|torchrun)\.py")
+_OWN_FRAME = re.compile(r"/multiprocess/(pytest_plugin/remote|torchrun)\.py")
 _INTERRUPT = signal.SIGUSR2
 
 _numbers = itertools.count()

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from gradparity.conformance.report import Report, read_report
 from gradparity.multiprocess import Cluster
-from gradparity.multiprocess.broker import visible_gpus
+from gradparity.multiprocess.parent.slots import visible_gpus
 from gradparity.tests.script_server import Scripts, serving
 
 Once = Callable[[str, Callable[[Path], object]], Path]

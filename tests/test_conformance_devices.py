@@ -19,8 +19,9 @@ from gradparity.conformance.record import make_header, replay_command
 from gradparity.conformance.report import read_report
 from gradparity.conformance.scenario import Scenario
 from gradparity.fixtures import DATASETS, MODELS, OPTIMIZERS, Batch, loss
-from gradparity.multiprocess import Cluster, WorldSpec, worker
-from gradparity.multiprocess.orders import Card
+from gradparity.multiprocess import Cluster, WorldSpec
+from gradparity.multiprocess.elastic.orders import Card
+from gradparity.multiprocess.rank import worker
 
 OURS = "gradparity.scaler:GradScaler"
 CUDA = Devices(device="cuda")

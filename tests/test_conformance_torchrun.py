@@ -264,7 +264,7 @@ def test_bad_usage_is_told_once(tmp_path: Path) -> None:
 def test_a_large_value_goes_through_the_store(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "from gradparity.multiprocess import WorldSpec\n"
-        "from gradparity.multiprocess.station import Station, StationCluster\n"
+        "from gradparity.multiprocess.elastic.agent import Station, StationCluster\n"
         "with Station() as station:\n"
         "    if station.leads:\n"
         "        cluster = StationCluster(station, WorldSpec(size=2))\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.multiprocess import HarnessError
-from gradparity.multiprocess.broker import (
+from gradparity.multiprocess.parent.slots import (
     SLOTS_VARIABLE,
     Broker,
     cpu_broker,
@@ -23,7 +23,7 @@ from gradparity.multiprocess.broker import (
 HOLDER = """
 import sys, time
 from pathlib import Path
-from gradparity.multiprocess.broker import Broker
+from gradparity.multiprocess.parent.slots import Broker
 with Broker(names=sys.argv[2].split(","), folder=Path(sys.argv[1])).slots(2) as held:
     print(*held, flush=True)
     time.sleep(1000)

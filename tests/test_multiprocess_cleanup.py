@@ -22,19 +22,19 @@ RUN_S = 200.0
 Parent = subprocess.Popen[str]
 
 INHERIT = """
-from gradparity.multiprocess.surroundings import opened
+from gradparity.multiprocess.environment import opened
 began = opened()
-from gradparity.multiprocess.forkable import Scene
+from gradparity.multiprocess.pytest_plugin.forkable import Scene
 scene = Scene(opened=began)
 import torch
-from gradparity.multiprocess.launch import inherit_forkserver
+from gradparity.multiprocess.parent.forkserver_client import inherit_forkserver
 assert inherit_forkserver(scene, must=True)
 """
 
 PROGRAM = """
 import os, subprocess, sys, time
 from gradparity.multiprocess import Cluster, current_world
-from gradparity.multiprocess.launch import forkserver
+from gradparity.multiprocess.parent.forkserver_client import forkserver
 
 def child():
     return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.multiprocess import Cluster, WorldSpec
-from gradparity.multiprocess.crew import Crew
+from gradparity.multiprocess.parent.rank_processes import Crew
 from gradparity.tests.test_multiprocess_cleanup import alive, wait_until_gone
 
 

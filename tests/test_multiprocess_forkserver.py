@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradparity.multiprocess import Cluster, ForkserverError, launch
+from gradparity.multiprocess import Cluster, ForkserverError
+from gradparity.multiprocess.parent import forkserver_client as launch
 
 LOUD = "import os, sys; os.write(2, b'x' * (1 << 20)); sys.stderr.write('y' * 1000)"
 SLEEPER = """

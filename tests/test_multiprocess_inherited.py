@@ -50,7 +50,7 @@ def test_what_was_the_sessions_is_shed(world, tmp_path):
     for number in (signal.SIGUSR1, signal.SIGTERM):
         assert signal.getsignal(number) is signal.SIG_DFL
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert sys.breakpointhook.__module__ == "gradparity.multiprocess.worker"
+    assert sys.breakpointhook.__module__ == "gradparity.multiprocess.rank.worker"
     assert sys.unraisablehook is sys.__unraisablehook__
     assert "conftest" not in sys.modules
     assert not hasattr(sys.modules["__main__"], "__file__")
@@ -99,9 +99,9 @@ threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 OBSTACLES = """
 import contextlib, ctypes, mmap, os, subprocess, sys, tempfile, threading
-from gradparity.multiprocess.surroundings import opened
+from gradparity.multiprocess.environment import opened
 began = opened()
-from gradparity.multiprocess.forkable import Scene, obstacles
+from gradparity.multiprocess.pytest_plugin.forkable import Scene, obstacles
 scene = Scene(opened=began)
 import torch, torch.distributed as dist
 

@@ -11,12 +11,14 @@ import pytest
 # A public name of torch.distributed, which does not export it to mypy.
 from torch._C._distributed_c10d import HashStore
 
-from gradparity.multiprocess import HarnessError, mail, worker
+from gradparity.multiprocess import HarnessError
+from gradparity.multiprocess.elastic import store as mail
+from gradparity.multiprocess.elastic.orders import Card, Finish, Order, pack, unpack
 from gradparity.multiprocess.messages import Kind, Reply
-from gradparity.multiprocess.orders import Card, Finish, Order, pack, unpack
+from gradparity.multiprocess.parent.watch import Fact
+from gradparity.multiprocess.rank import worker
+from gradparity.multiprocess.rank.trail import Collective
 from gradparity.multiprocess.spec import CallOptions, WorldSpec
-from gradparity.multiprocess.trail import Collective
-from gradparity.multiprocess.watch import Fact
 
 SECRET = "0123456789abcdef"
 HIT: list[str] = []

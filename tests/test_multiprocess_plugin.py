@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 # Imported here, so that the sessions below find them and do not import them anew.
-from gradparity.multiprocess import examples, testcall, torchrun
+from gradparity.multiprocess import torchrun
+from gradparity.multiprocess.pytest_plugin import controller as testcall
+from gradparity.multiprocess.pytest_plugin import hypothesis as examples
 
 pytest_plugins = ["pytester"]
 PRELOADED = (examples, testcall, torchrun)
@@ -355,7 +357,7 @@ import sys
 
 def test_it():
     assert "torch" not in sys.modules
-    assert "gradparity.multiprocess.plugin" in sys.modules
+    assert "gradparity.multiprocess.pytest_plugin.plugin" in sys.modules
     assert "gradparity.multiprocess.cluster" not in sys.modules
 """)
     done = subprocess.run(

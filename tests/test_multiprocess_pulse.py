@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from gradparity.multiprocess.pulse import SILENCE_S, Listener
+from gradparity.multiprocess.elastic.pulse import SILENCE_S, Listener
 
 
 class Store:

@@ -10,9 +10,16 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from gradparity.multiprocess import Cluster, WorldFailure, current_world, recorder
+from gradparity.multiprocess import Cluster, WorldFailure, current_world
 from gradparity.multiprocess.desync import find_desync, find_missing
-from gradparity.multiprocess.trail import SLOTS, Collective, TrailWriter, create, read
+from gradparity.multiprocess.rank import flight_recorder as recorder
+from gradparity.multiprocess.rank.trail import (
+    SLOTS,
+    Collective,
+    TrailWriter,
+    create,
+    read,
+)
 
 
 @pytest.fixture(scope="module")

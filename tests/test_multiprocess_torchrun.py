@@ -120,7 +120,7 @@ with TorchrunCluster() as second:
 
 STATIONS = """
 from gradparity.multiprocess import WorldSpec
-from gradparity.multiprocess.station import Station, StationCluster
+from gradparity.multiprocess.elastic.agent import Station, StationCluster
 
 with Station() as station:
     if station.leads:

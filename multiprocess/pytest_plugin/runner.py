@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .broker import cpu_broker, gpu_broker, visible_gpus
-from .cluster import Cluster
-from .launch import forkserver
+from ..cluster import Cluster
+from ..environment import on_torchrun, unsupported
+from ..outcomes import RankOutcome
+from ..parent.forkserver_client import forkserver
+from ..parent.slots import cpu_broker, gpu_broker, visible_gpus
+from ..spec import CallOptions, WorldSpec
 from .marks import kind_of
-from .outcomes import RankOutcome
-from .spec import CallOptions, WorldSpec
-from .surroundings import on_torchrun, unsupported
 
 if TYPE_CHECKING:
-    from .torchrun import TorchrunCluster
+    from ..torchrun import TorchrunCluster
 
 _MOST_IDLE_RANKS = 16
 
@@ -56,7 +56,7 @@ class TorchrunRunner:
         if spec.size != made:
             raise UnsuitableWorld(f"needs {spec.size} ranks, torchrun made {made}")
         if self._cluster is None:
-            from .torchrun import TorchrunCluster
+            from ..torchrun import TorchrunCluster
 
             self._cluster = TorchrunCluster(backend=spec.backend, device=spec.device)
         if (spec.backend, spec.device) != (

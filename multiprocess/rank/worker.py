@@ -16,14 +16,17 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from . import linux, measuring, pickling, rewriting, trail, wire
-from .messages import NO_TERMINAL, Context, Kind, Meeting, Reply, Run, Start
+from .. import linux, pickling, wire
+from ..messages import NO_TERMINAL, Context, Kind, Meeting, Reply, Run, Start
+from . import assert_rewrite as rewriting
+from . import coverage as measuring
+from . import trail
 from .preloads import COSTLY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from .spec import WorldSpec
+    from ..spec import WorldSpec
     from .world import World
 
 _GROUP_TIMEOUT = datetime.timedelta(hours=2)
@@ -33,8 +36,8 @@ _MOST_GROUPS = 48
 """So many process groups are left behind by earlier calls before all are made anew."""
 
 _OUR_FILES = tuple(
-    __file__.replace("worker.py", name)
-    for name in ("worker.py", "ranktest.py", "torchrun.py")
+    __file__.replace("rank/worker.py", name)
+    for name in ("rank/worker.py", "pytest_plugin/remote.py", "torchrun.py")
 )
 """Their frames say nothing about what the function did."""
 
@@ -93,7 +96,7 @@ class _Rank:
     def _join(self, message: Start) -> None:
         import torch
 
-        from . import recorder
+        from . import flight_recorder as recorder
         from . import world as world_module
 
         spec, self._spec, self._rank = message.spec, message.spec, message.rank
@@ -120,7 +123,7 @@ class _Rank:
 
     def _open_store(self, prefix: str) -> Store:
         if self._meeting is not None:
-            from . import mail
+            from ..elastic import store as mail
 
             meeting = self._meeting
             within = f"{meeting.prefix}/{prefix}"
@@ -150,7 +153,7 @@ class _Rank:
         self._group = dist.group.WORLD
 
     def _run(self, message: Run) -> Reply:
-        from .hygiene import restored_settings, seed_everything
+        from .global_state import restored_settings, seed_everything
 
         if message.context is not None:
             self._take(message.context)
@@ -194,7 +197,7 @@ def _call(payload: bytes) -> object:
 
 
 def _pickled_result(value: object) -> bytes:
-    from .errors import NotPicklableError
+    from ..errors import NotPicklableError
 
     try:
         return pickling.dumps(value)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import linux, mail, pulse
-from .errors import HarnessError
+from .. import linux
+from ..errors import HarnessError
+from . import pulse
+from . import store as mail
 from .orders import Card, pack, unpack
 
 if TYPE_CHECKING:

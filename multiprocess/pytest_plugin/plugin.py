@@ -14,13 +14,13 @@ from typing import IO, TYPE_CHECKING, Any
 import pytest
 from _pytest.config import create_terminal_writer
 
-from .early import TorchWatch, mode
+from ..environment import is_reporter, on_torchrun, opened
 from .marks import MARKER_HELP, sizes_of, spec_of
-from .surroundings import is_reporter, on_torchrun, opened
+from .session_fork import TorchWatch, mode
 
 if TYPE_CHECKING:
-    from .runners import Runner
-    from .spec import WorldSpec
+    from ..spec import WorldSpec
+    from .runner import Runner
 
 _MARK = "world"
 _RUNNER = pytest.StashKey["Runner"]()
@@ -101,7 +101,7 @@ def pytest_pycollect_makemodule(
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Any:
     """Return this rank's world, in a test marked with ``@pytest.mark.world``."""
-    from .ranktest import WorldArgument
+    from .remote import WorldArgument
 
     if request.node.get_closest_marker(_MARK) is None:
         pytest.fail(
@@ -124,7 +124,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse what cannot run on ranks, rather than run it here."""
     if item.get_closest_marker(_MARK) is not None:
-        from .testcall import prepare
+        from .controller import prepare
 
         prepare(item)
 
@@ -138,7 +138,7 @@ def pytest_fixture_setup(
         return None
     if request.node.get_closest_marker(_MARK) is None:
         return None
-    from .testcall import rank_fixture
+    from .controller import rank_fixture
 
     return rank_fixture(fixturedef, request)
 
@@ -148,7 +148,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body on the ranks."""
     if pyfuncitem.get_closest_marker(_MARK) is None:
         return None
-    from .testcall import call_on_ranks
+    from .controller import call_on_ranks
 
     call_on_ranks(pyfuncitem, _spec(pyfuncitem), _runner(pyfuncitem.config))
     return True
@@ -161,7 +161,7 @@ def pytest_runtest_makereport(
     """Show a failed world by root cause and victims, not by the parent's traceback."""
     report = yield
     if item.get_closest_marker(_MARK) is not None and report.failed:
-        from .testcall import explain
+        from .controller import explain
 
         explain(item, call, report)
     return report
@@ -193,7 +193,7 @@ def _close_runner(config: pytest.Config) -> None:
 
 def _runner(config: pytest.Config) -> Runner:
     if _RUNNER not in config.stash:
-        from .runners import default_runner
+        from .runner import default_runner
 
         config.stash[_RUNNER] = default_runner()
     return config.stash[_RUNNER]

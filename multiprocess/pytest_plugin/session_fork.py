@@ -75,13 +75,13 @@ class TorchWatch:
         """
         self._unhook()
         if expected and mode() == "fork" and not self._forked:
-            from .errors import ForkserverError
+            from ..errors import ForkserverError
 
             raise ForkserverError(
                 f"{VARIABLE}=fork: torch was there before any world test was found"
             )
         if self._forked and not expected:
-            from .launch import stop_forkserver
+            from ..parent.forkserver_client import stop_forkserver
 
             stop_forkserver()
             self._forked = False
@@ -103,8 +103,8 @@ class TorchWatch:
             sys.meta_path.remove(self)
 
     def _follow(self, loader: Any) -> None:
+        from ..parent.forkserver_client import inherit_forkserver
         from .forkable import Scene
-        from .launch import inherit_forkserver
 
         load, scene = loader.exec_module, Scene(opened=self._opened)
 

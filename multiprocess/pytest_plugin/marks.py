@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from .spec import WorldSpec
+from ..spec import WorldSpec
 
 MARKER_HELP = (
     "world(size=2, backend='gloo', device='cpu', isolation='pool', timeout_s=60): "

@@ -13,9 +13,10 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from . import linux, trail
-from .crew import Crew, RankProcess
-from .messages import Kind, Reply
+from .. import linux
+from ..messages import Kind, Reply
+from ..rank import trail
+from .rank_processes import Crew, RankProcess
 
 _CRASH_GRACE_S = 0.25
 """Less than for an exception: who talked to the dead learns of it at once."""
@@ -24,11 +25,12 @@ _LOOK_S = 0.05
 """How often the store is asked for faults of ranks that others look after."""
 
 _HARNESS_FRAME = re.compile(
-    r'  File "(<string>|.*/multiprocess/(worker|forkserver|ranktest)\.py)", line \d+ '
+    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver)\.py'
+    r'|.*/multiprocess/pytest_plugin/remote\.py)", line \d+ '
 )
 """Below the function under test: the same in every stack, of interest to nobody."""
 
-_BOTTOM = re.compile(r'  File ".*/multiprocess/forkserver\.py", line \d+ in main$')
+_BOTTOM = re.compile(r'  File ".*/multiprocess/rank/forkserver\.py", line \d+ in main$')
 """Below it are frames of the session that the server was forked from."""
 
 

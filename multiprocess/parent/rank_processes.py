@@ -9,13 +9,14 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from . import linux, trail, wire
+from .. import linux, wire
+from ..environment import unsupported
+from ..errors import HarnessError
+from ..rank import trail
+from ..rank.forkserver import EXIT_STATUS
+from ..spec import WorldSpec
 from .capture import Capture
-from .errors import HarnessError
-from .forkserver import EXIT_STATUS
-from .launch import forkserver
-from .spec import WorldSpec
-from .surroundings import unsupported
+from .forkserver_client import forkserver
 
 LOST = 255
 """Exit code of a rank whose forkserver ended before it could tell."""

@@ -38,6 +38,7 @@ from typing import NoReturn
 from . import forkable
 
 _NAP_S = 0.002
+_OURS = __name__.removesuffix("pytest_plugin.shedding")
 
 
 class ForkedServer:
@@ -203,7 +204,7 @@ def _is_pytests(thing: object) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return f"{name}.".startswith(f"{__package__}.") or name == __package__.split(".")[0]
+    return f"{name}.".startswith(_OURS) or f"{name}." in _OURS
 
 
 def _show_warning(message: warnings.WarningMessage) -> None:

@@ -27,9 +27,9 @@ import torch.distributed as dist
 # Public names of torch.distributed, which does not export them to mypy.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from . import linux
-from .errors import HarnessError
-from .surroundings import cache_folder
+from .. import linux
+from ..environment import cache_folder
+from ..errors import HarnessError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
-from .errors import HarnessError
-from .spec import CallOptions, WorldSpec
-from .watch import Fact
+from ..errors import HarnessError
+from ..parent.watch import Fact
+from ..spec import CallOptions, WorldSpec
 
 T = TypeVar("T")
 

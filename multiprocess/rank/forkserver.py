@@ -24,7 +24,8 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from . import linux, worker
+from .. import linux
+from . import worker
 
 RANK_FDS = 5
 """Descriptors that come with a fork request: messages, output, stacks, store, trail."""

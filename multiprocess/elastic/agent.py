@@ -26,16 +26,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from . import mail, pickling, pulse
-from .blame import outcomes_of
-from .errors import HarnessError, WorldFailure
-from .messages import Kind
-from .muster import OthersRanks, OwnRanks
+from .. import pickling
+from ..errors import HarnessError, WorldFailure
+from ..messages import Kind
+from ..outcomes import RankOutcome
+from ..parent.root_cause import outcomes_of
+from ..parent.watch import Fact
+from ..spec import CallOptions, Isolation, WorldSpec
+from . import pulse
+from . import store as mail
+from .local_rank import OthersRanks, OwnRanks
+from .membership import ANSWER_S, MEET_S, Roll
 from .orders import Card, Finish, Order, pack, unpack
-from .outcomes import RankOutcome
-from .roll import ANSWER_S, MEET_S, Roll
-from .spec import CallOptions, Isolation, WorldSpec
-from .watch import Fact
 
 _REPORT_S = 20.0
 _LATENESS_S = 0.3

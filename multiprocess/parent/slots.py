@@ -18,8 +18,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .errors import HarnessError
-from .surroundings import cache_folder
+from ..environment import cache_folder
+from ..errors import HarnessError
 
 _POLL_S = 0.01
 

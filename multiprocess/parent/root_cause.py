@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from . import linux
-from .desync import find_dissenter
-from .messages import Kind, Reply
-from .outcomes import RankOutcome, RankState
+from .. import linux
+from ..desync import find_dissenter
+from ..messages import Kind, Reply
+from ..outcomes import RankOutcome, RankState
 from .watch import Fact
 
 _LOST_PEER = re.compile(

@@ -63,7 +63,7 @@ _FUNCTIONS = (
 
 _QUIET = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(functools.__file__) + os.sep,
 )
 """Code that calls collectives on behalf of the test."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from . import mail
+from . import store as mail
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import mail
-from .context import current_context
-from .crew import LOST, Crew
-from .messages import Kind, Meeting, Reply, Run, Start
+from ..messages import Kind, Meeting, Reply, Run, Start
+from ..parent.context import current_context
+from ..parent.rank_processes import LOST, Crew
+from ..parent.watch import Fact, Others, Watch
+from ..spec import WorldSpec
+from . import store as mail
 from .orders import Order
-from .spec import WorldSpec
-from .watch import Fact, Others, Watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

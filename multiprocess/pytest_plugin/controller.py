@@ -17,11 +17,13 @@ from _pytest._code.code import (
 )
 from _pytest.fixtures import resolve_fixture_function
 
-from . import pickling
-from .errors import WorldFailure
-from .messages import NO_TERMINAL
-from .outcomes import RankOutcome
-from .ranktest import (
+from .. import pickling
+from ..environment import unsupported
+from ..errors import WorldFailure
+from ..messages import NO_TERMINAL
+from ..outcomes import RankOutcome
+from ..spec import CallOptions, WorldSpec
+from .remote import (
     STAND_INS,
     Agreed,
     Body,
@@ -32,9 +34,7 @@ from .ranktest import (
     is_special,
     run_body,
 )
-from .runners import Runner, UnsuitableWorld
-from .spec import CallOptions, WorldSpec
-from .surroundings import unsupported
+from .runner import Runner, UnsuitableWorld
 
 _FAILURE = pytest.StashKey[WorldFailure]()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
@@ -61,7 +61,7 @@ def prepare(item: pytest.Item) -> None:
             pytrace=False,
         )
     if hasattr(item.obj, "hypothesis"):
-        from .examples import relax
+        from .hypothesis import relax
 
         relax(item.obj)
 
@@ -110,7 +110,7 @@ def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> Non
         _call(item, spec, runner, body)
 
     if hasattr(item.obj, "hypothesis"):
-        from .examples import draw_and_call
+        from .hypothesis import draw_and_call
 
         draw_and_call(item.obj, arguments, call)
     else:
@@ -163,7 +163,7 @@ def _leave(agreed: Agreed) -> NoReturn:
         pytest.skip(agreed.reason)
     if agreed.kind == "XFailed":
         pytest.xfail(agreed.reason)
-    from .examples import reject
+    from .hypothesis import reject
 
     reject()
 

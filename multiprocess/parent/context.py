@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from .measuring import settings_here
-from .messages import Context
+from ..messages import Context
+from ..rank.coverage import settings_here
 
 _PRIVATE = ("PYTEST_CURRENT_TEST",)
 """Changes with each test, and says nothing to a rank."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 PRELOAD = (
     "torch",
     "torch.distributed",
-    f"{__package__}.recorder",
-    f"{__package__}.hygiene",
+    f"{__package__}.flight_recorder",
+    f"{__package__}.global_state",
     f"{__package__}.world",
 )
 """What every rank needs."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import hypothesis
 
-from .surroundings import on_torchrun
+from ..environment import on_torchrun
 
 
 def relax(test: Any) -> None:

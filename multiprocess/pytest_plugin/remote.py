@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .world import World, current_world
+from ..rank.world import World, current_world
 
 AGREE_S = 0.7
 """How long a rank that skips waits for the others to do so too."""

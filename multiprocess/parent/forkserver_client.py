@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import ForkserverError
-from .preloads import COSTLY, PRELOAD
+from ..errors import ForkserverError
+from ..rank import forkserver as server
+from ..rank.preloads import COSTLY, PRELOAD
 
 if TYPE_CHECKING:
-    from .forkable import Scene
+    from ..pytest_plugin.forkable import Scene
 
 # The import path comes first: the parent may find this package by it alone.
 _BOOT = """
@@ -33,7 +34,7 @@ import json, sys
 fd = int(sys.argv.pop())
 sys.path[:] = json.loads(sys.argv.pop())
 sys.argv[:] = ["gradparity-rank"]
-from {package}.forkserver import main
+from {module} import main
 main(fd)
 """
 
@@ -265,7 +266,7 @@ def inherit_forkserver(scene: Scene, *, must: bool = False) -> bool:
     with _client_lock:
         if _client is not None:
             return False
-        from . import forkable, shedding
+        from ..pytest_plugin import forkable, shedding
 
         found = forkable.obstacles(scene)
         if not found:
@@ -282,9 +283,7 @@ def _serve(sock_fd: int) -> None:
     # In a copy of the parent, whose forkserver is not ours.
     global _client, _client_lock
     _client, _client_lock = None, threading.Lock()
-    from . import forkserver
-
-    forkserver.main(sock_fd)
+    server.main(sock_fd)
 
 
 def stop_forkserver() -> None:
@@ -325,7 +324,7 @@ def _position(folder: str) -> int:
 
 
 def _command(fd: int) -> list[str]:
-    boot = _BOOT.format(package=__package__)
+    boot = _BOOT.format(module=server.__name__)
     # -P: the current folder must not hide installed packages from the server.
     return [sys.executable, "-P", "-c", boot, json.dumps(sys.path), str(fd)]
 

@@ -1,0 +1,1 @@
+"""``@pytest.mark.world``: the body of a test runs on every rank."""

@@ -1,0 +1,1 @@
+"""What runs in the forkserver and in the ranks that it forks."""
