@@ -46,7 +46,7 @@ from gradparity.benchmarks.simulated_ranks import Calls
 from gradparity.benchmarks.situations import Idle
 from gradparity.benchmarks.together import start_together
 from gradparity.multiprocess import Cluster
-from gradparity.multiprocess.rank import flight_recorder as recorder
+from gradparity.multiprocess.rank import flight_recorder
 from gradparity.scaler import GradScaler
 
 Measured = dict[str, float]  # what was timed -> seconds
@@ -119,7 +119,7 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
     from torch.distributed.tensor import DTensor, Shard
 
     torch.set_num_threads(1)
-    recorder.uninstall()  # training has none
+    flight_recorder.uninstall()  # training has none
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def placed() -> Any:

@@ -13,13 +13,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..multiprocess.environment import on_torchrun
+from ..multiprocess.environment import needs_agent
 from .arguments import COMMANDS as GROUP
 from .arguments import DEFAULT_SCALER, FORMATS, parse
 from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
-    from ..multiprocess.elastic.agent import Station
+    from ..multiprocess.elastic.agent import Agent as Station
     from .catalogue import Selection
 
 __all__ = ["main"]
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 conformant, 1 violations, 2 usage, 3 harness failure, 4 inconclusive.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if on_torchrun():
+    if needs_agent():
         from .spmd import main_on_torchrun
 
         return main_on_torchrun(arguments, _main)

@@ -13,7 +13,7 @@ from .devices import Devices, device_names, visible_gpus
 from .report import Launcher
 
 if TYPE_CHECKING:
-    from ..multiprocess.elastic.agent import Station
+    from ..multiprocess.elastic.agent import Agent as Station
 
 __all__ = ["Place", "Pool", "Ranks", "Torchrun", "place_of"]
 
@@ -120,9 +120,9 @@ class Torchrun(Place):
 
     def check(self, worlds: Iterable[int]) -> None:
         """See :meth:`Place.check`; every machine of the job counts for itself."""
-        for card in self.station.cards():
-            way_out = f"start with --nproc-per-node {max(1, card.gpus)}"
-            self.devices.check(card.local_size, card.gpus, way_out)
+        for member in self.station.members():
+            way_out = f"start with --nproc-per-node {max(1, member.gpus)}"
+            self.devices.check(member.local_size, member.gpus, way_out)
 
     def not_runnable(self, world: int) -> str:
         """See :meth:`Place.not_runnable`."""
@@ -142,10 +142,10 @@ class Torchrun(Place):
         )
 
     def _make(self, world: int) -> Ranks:
-        from ..multiprocess.elastic.agent import StationCluster
+        from ..multiprocess.elastic.agent import AgentCluster
 
         spec = self.devices.spec(world, self.timeout_s)
-        return StationCluster(self.station, spec)
+        return AgentCluster(self.station, spec)
 
 
 def place_of(devices: Devices, timeout_s: float, station: Station | None) -> Place:

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from ..fixtures import WorkloadError
 from ..multiprocess import HarnessError
-from ..multiprocess.elastic.agent import Ended, Station
+from ..multiprocess.elastic.agent import Agent as Station
+from ..multiprocess.elastic.agent import Ended
 from .catalogue import Selection, select
 from .devices import Devices
 from .page import write_page

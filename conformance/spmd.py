@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..multiprocess import HarnessError
-from ..multiprocess.elastic.agent import Ended, Station
+from ..multiprocess.elastic.agent import Agent as Station
+from ..multiprocess.elastic.agent import Ended
 from .devices import visible_gpus
 from .report import append_footer
 

@@ -4,115 +4,32 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from . import pickling
 from .errors import NotPicklableError, WorldFailure
-from .messages import Context, Run, Start
+from .messages import Context, Run, Start, pickled
 from .outcomes import RankOutcome, RankState
-from .parent.context import current_context
-from .parent.rank_processes import Crew
-from .parent.root_cause import outcomes_of
+from .parent.rank_processes import RankProcesses, current_context
+from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Watch
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
 T = TypeVar("T")
 
 
-class Cluster:
-    """A world of ranks that stays warm between calls.
+class BaseCluster(ABC):
+    """A world of ranks; a subclass says how a call reaches them."""
 
-    The ranks are forked on first use (or by ``with``) from a server that has torch
-    preloaded. A world in which a call failed is thrown away; the next call gets a new
-    one. Calls from several threads wait for each other. The ranks end with ``close``,
-    or when nothing refers to the cluster any more.
-
-    Example:
-        >>> with Cluster(4) as cluster:
-        ...     cluster.run(lambda: current_world().rank)
-        [0, 1, 2, 3]
-    """
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        backend: Backend = "gloo",
-        device: Device = "cpu",
-        timeout_s: float = 60.0,
-        isolation: Isolation = "pool",
-        **settings: Any,
-    ) -> None:
-        """Describe the world; nothing is started yet.
-
-        Args:
-            size: Number of ranks.
-            backend: Backend of the default process group.
-            device: Where the ranks keep their tensors.
-            timeout_s: Default limit of one call.
-            isolation: Default of ``run``: "pool" keeps the process group, "group" makes
-                a fresh one for each call, "process" fresh ranks.
-            **settings: Further fields of ``WorldSpec``.
-        """
-        self.spec = WorldSpec(
-            size=size,
-            backend=backend,
-            device=device,
-            timeout_s=timeout_s,
-            isolation=isolation,
-            **settings,
-        )
-        self._crew: Crew | None = None
-        self._finalizer: weakref.finalize[..., Any] | None = None
-        self._sent: Context | None = None
-        self._lock = threading.RLock()
-
-    @classmethod
-    def of(cls, spec: WorldSpec) -> Self:
-        """Return a cluster for a spec made elsewhere."""
-        cluster = cls(spec.size)
-        cluster.spec = spec
-        return cluster
+    def __init__(self, spec: WorldSpec) -> None:
+        self.spec = spec
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return self.spec.size
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of the warm ranks, in rank order; empty when there are none."""
-        return () if self._crew is None else self._crew.pids
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Start the ranks, unless they are up.
-
-        Raises:
-            WorldFailure: A rank could not join its process group.
-        """
-        with self._lock:
-            self._warm_crew()
-
-    def close(self) -> None:
-        """End the ranks; a later call would start new ones."""
-        with self._lock:
-            crew = self._release()
-            if crew is not None:
-                crew.stop()
 
     def run(
         self,
@@ -158,70 +75,160 @@ class Cluster:
         )
         return self.submit(options, fn, *args, **kwargs)
 
+    @abstractmethod
     def submit(
         self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
         """Do as ``outcomes``, with the call's options as one value."""
-        payload = _pickled_call(fn, args, kwargs)
+
+
+class Cluster(BaseCluster):
+    """A world of ranks that stays warm between calls.
+
+    The ranks are forked on first use (or by ``with``) from a server that has torch
+    preloaded. A world in which a call failed is thrown away; the next call gets a new
+    one. Calls from several threads wait for each other. The ranks end with ``close``,
+    or when nothing refers to the cluster any more.
+
+    Example:
+        >>> with Cluster(4) as cluster:
+        ...     cluster.run(lambda: current_world().rank)
+        [0, 1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: Backend = "gloo",
+        device: Device = "cpu",
+        timeout_s: float = 60.0,
+        isolation: Isolation = "pool",
+        **settings: Any,
+    ) -> None:
+        """Describe the world; nothing is started yet.
+
+        Args:
+            size: Number of ranks.
+            backend: Backend of the default process group.
+            device: Where the ranks keep their tensors.
+            timeout_s: Default limit of one call.
+            isolation: Default of ``run``: "pool" keeps the process group, "group" makes
+                a fresh one for each call, "process" fresh ranks.
+            **settings: Further fields of ``WorldSpec``.
+        """
+        super().__init__(
+            WorldSpec(
+                size=size,
+                backend=backend,
+                device=device,
+                timeout_s=timeout_s,
+                isolation=isolation,
+                **settings,
+            )
+        )
+        self._ranks: RankProcesses | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._sent: Context | None = None
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of(cls, spec: WorldSpec) -> Self:
+        """Return a cluster for a spec made elsewhere."""
+        cluster = cls(spec.size)
+        cluster.spec = spec
+        return cluster
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the warm ranks, in rank order; empty when there are none."""
+        return () if self._ranks is None else self._ranks.pids
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the ranks, unless they are up.
+
+        Raises:
+            WorldFailure: A rank could not join its process group.
+        """
+        with self._lock:
+            self._warm_ranks()
+
+    def close(self) -> None:
+        """End the ranks; a later call would start new ones."""
+        with self._lock:
+            ranks = self._release()
+            if ranks is not None:
+                ranks.stop()
+
+    def submit(
+        self, options: CallOptions, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[RankOutcome, ...]:
+        """Do as ``outcomes``, with the call's options as one value."""
+        payload = pickled_call(fn, args, kwargs)
         with self._lock:
             if options.isolation == "process":
-                return self._run_apart(payload, options.timeout_s)
-            return self._run_warm(payload, options)
+                ranks = _started(self.spec, current_context())
+                try:
+                    return _call(ranks, payload, options.timeout_s, False, None)
+                finally:
+                    ranks.kill()
+            ranks = self._warm_ranks()
+            context = current_context()
+            changed = None if context == self._sent else context
+            self._sent = context
+            fresh = options.isolation == "group"
+            try:
+                return _call(ranks, payload, options.timeout_s, fresh, changed)
+            except BaseException as error:  # also ctrl-C
+                if options.keep_answered and all_answered(error):
+                    ranks.fresh_group = True
+                else:  # a world in the middle of a call is of no use
+                    self._release()
+                    ranks.kill()
+                raise
 
-    def _run_warm(
-        self, payload: bytes, options: CallOptions
-    ) -> tuple[RankOutcome, ...]:
-        crew = self._warm_crew()
-        fresh = options.isolation == "group"
-        try:
-            return _call(crew, payload, options.timeout_s, fresh, self._news())
-        except BaseException as error:  # also ctrl-C
-            if options.keep_answered and _all_answered(error):
-                crew.fresh_group = True
-            else:  # a world in the middle of a call is of no use
-                self._release()
-                crew.kill()
-            raise
-
-    def _run_apart(self, payload: bytes, limit_s: float) -> tuple[RankOutcome, ...]:
-        crew = _started(self.spec, current_context())
-        try:
-            return _call(crew, payload, limit_s, False, None)
-        finally:
-            crew.kill()
-
-    def _warm_crew(self) -> Crew:
-        if self._crew is not None and not self._crew.intact():
-            self._crew.kill()
+    def _warm_ranks(self) -> RankProcesses:
+        if self._ranks is not None and not self._ranks.intact():
+            self._ranks.kill()
             self._release()
-        if self._crew is None:
+        if self._ranks is None:
             self._sent = current_context()
-            self._crew = _started(self.spec, self._sent)
+            self._ranks = _started(self.spec, self._sent)
             # Of a cluster that nobody closed; at exit the forkserver ends all ranks.
-            self._finalizer = weakref.finalize(self, self._crew.kill)
+            self._finalizer = weakref.finalize(self, self._ranks.kill)
             self._finalizer.atexit = False
-        return self._crew
+        return self._ranks
 
-    def _release(self) -> Crew | None:
-        """Return the crew, which is no longer this cluster's."""
-        crew, self._crew = self._crew, None
+    def _release(self) -> RankProcesses | None:
+        """Return the ranks, which are no longer this cluster's."""
+        ranks, self._ranks = self._ranks, None
         if self._finalizer is not None:
             self._finalizer.detach()
-        return crew
-
-    def _news(self) -> Context | None:
-        now = current_context()
-        if now == self._sent:
-            return None
-        self._sent = now
-        return now
+        return ranks
 
 
-def _pickled_call(
+def pickled_call(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
+    """Return a call as the ranks take it.
+
+    Raises:
+        NotPicklableError: The function or an argument cannot travel.
+    """
     try:
-        return pickling.dumps((fn, args, kwargs))
+        return pickled((fn, args, kwargs))
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise NotPicklableError(
@@ -229,47 +236,49 @@ def _pickled_call(
         ) from error
 
 
-def _all_answered(error: BaseException) -> bool:
+def all_answered(error: BaseException) -> bool:
+    """Whether every rank is there for a next call although this one failed."""
     answers = (RankState.OK, RankState.RAISED)
     return isinstance(error, WorldFailure) and all(
         outcome.state in answers for outcome in error.outcomes
     )
 
 
-def _started(spec: WorldSpec, context: Context) -> Crew:
-    crew = Crew(spec)
+def _started(spec: WorldSpec, context: Context) -> RankProcesses:
+    ranks = RankProcesses(spec)
     try:
-        for rank in crew.ranks:
+        for rank in ranks.ranks:
             start = Start(spec=spec, rank=rank.rank, context=context)
             rank.send(start, spec.start_timeout_s)
-        _judged(crew, spec.start_timeout_s)
+        _outcomes(ranks, spec.start_timeout_s)
     except BaseException:
-        crew.kill()
+        ranks.kill()
         raise
-    return crew
+    return ranks
 
 
 def _call(
-    crew: Crew, payload: bytes, limit_s: float, fresh: bool, news: Context | None
+    ranks: RankProcesses,
+    payload: bytes,
+    limit_s: float,
+    fresh: bool,
+    changed: Context | None,
 ) -> tuple[RankOutcome, ...]:
-    crew.runs += 1
+    ranks.runs += 1
     run = Run(
         payload=payload,
-        number=crew.runs,
-        fresh_group=fresh or crew.fresh_group,
-        context=news,
+        number=ranks.runs,
+        fresh_group=fresh or ranks.fresh_group,
+        context=changed,
     )
-    for rank in crew.ranks:
+    for rank in ranks.ranks:
         rank.send(run, limit_s)
-    return _judged(crew, limit_s)
+    return _outcomes(ranks, limit_s)
 
 
-def _judged(crew: Crew, limit_s: float) -> tuple[RankOutcome, ...]:
-    facts = Watch(crew, limit_s, crew.spec.grace_s).facts()
-    # Later ranks shall find what these had to import.
-    crew.learn(name for f in facts if f.reply for name in f.reply.imported)
-    outcomes, root = outcomes_of(facts)
-    if root is not None:
-        raise WorldFailure(outcomes, outcomes[root])
-    crew.fresh_group = not all(fact.reply and fact.reply.reusable for fact in facts)
+def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
+    facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
+    ranks.preload_for_later(n for f in facts if f.reply for n in f.reply.imported)
+    outcomes = outcomes_or_raise(facts)
+    ranks.fresh_group = not all(fact.reply and fact.reply.reusable for fact in facts)
     return outcomes

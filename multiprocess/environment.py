@@ -1,4 +1,4 @@
-"""What this process runs in, told without importing torch."""
+"""What this process runs in, found out without importing torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import os
 import sys
 from pathlib import Path
 
+AGENT_VARIABLE = "GRADPARITY_AGENT"
+"""Environment variable: set in a process of torchrun that is the agent of its rank, and
+so in all its children, none of which is an agent again."""
+
 
 def on_torchrun() -> bool:
     """Whether torchrun made this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_reporter() -> bool:
-    """Whether this process speaks for the others."""
-    return not on_torchrun() or os.environ.get("RANK") == "0"
+def needs_agent() -> bool:
+    """Whether torchrun made this process, and it is not the agent of its rank yet."""
+    return on_torchrun() and AGENT_VARIABLE not in os.environ
 
 
 def unsupported() -> str:
@@ -25,24 +29,6 @@ def unsupported() -> str:
         f"ranks need Linux, and this is {sys.platform}: run the tests with "
         "@pytest.mark.world in a container or a virtual machine"
     )
-
-
-def opened() -> frozenset[str]:
-    """Return what this process's descriptors lead to; nothing without ``/proc``.
-
-    Called when the plugin is imported, which must not fail on any system.
-    """
-    try:
-        entries = os.listdir("/proc/self/fd")
-    except OSError:
-        return frozenset()
-    found = []
-    for entry in entries:
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except OSError:
-            continue  # the one that listed them
-    return frozenset(found)
 
 
 def cache_folder() -> Path:

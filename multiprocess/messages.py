@@ -1,10 +1,21 @@
-"""What parent and ranks say to each other; plain values that any pickle can carry."""
+"""What parent and ranks send each other: values, how they are pickled, how framed.
+
+A message is an eight-byte length and that many bytes of pickle. What a user hands in
+(functions, arguments, results, exceptions) is pickled by cloudpickle inside of it, so
+lambdas and closures travel, and a value that cannot is refused where it is known by
+name.
+"""
 
 from __future__ import annotations
 
 import enum
+import pickle
+import socket
+import struct
 from dataclasses import dataclass, field
 from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # it ships no types
 
 from .spec import WorldSpec
 
@@ -14,6 +25,9 @@ NO_TERMINAL = (
     "breakpoint() on the rank, and raise timeout_s"
 )
 """What to do for want of a debugger on a rank."""
+
+_LENGTH = struct.Struct("!Q")
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +40,12 @@ class Context:
     modules: dict[str, str] = field(default_factory=dict)
     """Modules whose asserts pytest rewrote: name to file."""
 
-    measured: tuple[tuple[str, Any], ...] = ()
+    coverage: tuple[tuple[str, Any], ...] = ()
     """How coverage.py measures the parent; empty when it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where ranks meet whose parents are several processes."""
 
     host: str
@@ -55,7 +69,7 @@ class Start:
     spec: WorldSpec
     rank: int
     context: Context
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     """None where one parent has all ranks: they meet in a file of its own."""
 
 
@@ -100,3 +114,62 @@ class Reply:
 
     reusable: bool = True
     """Whether the next call may use the process group as it is now."""
+
+
+def pickled(value: object) -> bytes:
+    """Pickle anything that cloudpickle can, lambdas and closures included."""
+    return bytes(cloudpickle.dumps(value))
+
+
+def send(sock: socket.socket, message: object) -> None:
+    """Send one message; blocks as long as the socket's own timeout allows."""
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    sock.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def receive(sock: socket.socket) -> Any:
+    """Wait for one message; ``None`` when the other side is gone."""
+    head = _read(sock, _LENGTH.size)
+    if head is None:
+        return None
+    body = _read(sock, _LENGTH.unpack(head)[0])
+    return None if body is None else pickle.loads(body)
+
+
+def _read(sock: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(_CHUNK, count - len(parts)))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+class Inbox:
+    """Collects messages from a socket without ever waiting for it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self.closed = False
+
+    def poll(self) -> list[Any]:
+        """Read what is there; return the messages that are complete."""
+        while not self.closed:
+            try:
+                part = self._sock.recv(_CHUNK, socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                break
+            except ConnectionError:
+                part = b""
+            self.closed = not part
+            self._buffer += part
+        found = []
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                break
+            found.append(pickle.loads(self._buffer[_LENGTH.size : end]))
+            del self._buffer[:end]
+        return found

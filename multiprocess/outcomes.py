@@ -1,4 +1,4 @@
-"""What became of one rank in one call."""
+"""What became of one rank in one call, and what it did last."""
 
 from __future__ import annotations
 
@@ -6,7 +6,28 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from .rank.trail import Collective
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as a rank issued it."""
+
+    group: str
+    """Name of the process group."""
+
+    number: int
+    """Position among this rank's collectives of that group, from 1."""
+
+    op: str
+    """Name of the operation."""
+
+    tensors: str
+    """Type and shape of the first tensor, and how many more there are."""
+
+    where: str
+    """File and line of the caller outside torch."""
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.op} {self.tensors} in {self.group}, {self.where}"
 
 
 class RankState(enum.Enum):

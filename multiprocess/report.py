@@ -1,17 +1,28 @@
-"""A failed world in words: root cause, victims, the rest, output rank by rank."""
+"""A failed world in words: root cause, victims, the rest, output rank by rank.
+
+Also where the ranks' collectives part, which the flight records of all ranks show.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .desync import find_desync, find_missing
-from .outcomes import RankOutcome, RankState
+from .outcomes import Collective, RankOutcome, RankState
 
 _LAST = 3
 """So many of each rank's collectives are shown."""
 
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
+
+_TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
+_FREE_SHAPES = frozenset(
+    {"allgather", "all_to_all_single", "alltoall", "alltoall_base", "gather", "scatter"}
+)
+"""Collectives whose tensors may differ from rank to rank."""
+
+Records = Mapping[int, Sequence[Collective]]
 
 
 def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
@@ -37,10 +48,10 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
 
 
 def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str]:
-    trails = {outcome.rank: outcome.collectives for outcome in outcomes}
-    parting = find_desync(trails)
+    records = {outcome.rank: outcome.collectives for outcome in outcomes}
+    parting = find_desync(records)
     if parting is None and root.state is RankState.HUNG:
-        parting = find_missing(trails)
+        parting = find_missing(records)
     if parting is not None:
         yield from ("", parting)
     waiting = [o for o in outcomes if not o.ok and o.collectives]
@@ -84,3 +95,82 @@ def _block(title: str, text: str) -> Iterator[str]:
         yield ""
         yield f"--- {title} ---"
         yield text.rstrip("\n")
+
+
+def find_desync(records: Records) -> str | None:
+    """Describe the first collective that the ranks issued differently.
+
+    Args:
+        records: Each rank's last collectives, oldest first.
+
+    Returns:
+        One line per rank under a heading, or None if no collective differs.
+    """
+    calls = _first_difference(records)
+    if not calls:
+        return None
+    first = next(iter(calls.values()))
+    title = f"the ranks disagree on collective #{first.number} of {first.group}:"
+    lines = [
+        f"  rank {rank}: {call.op} {call.tensors}, {call.where}"
+        for rank, call in sorted(calls.items())
+    ]
+    return "\n".join([title, *lines])
+
+
+def find_odd_rank(records: Records) -> tuple[int, str] | None:
+    """Return who issued that collective as the fewest did, and how it differs."""
+    calls = _first_difference(records)
+    if not calls:
+        return None
+    counts = Counter(_signature(call) for call in calls.values())
+    rank = min(calls, key=lambda r: (counts[_signature(calls[r])], r))
+    mine = calls.pop(rank)
+    others = [r for r in calls if _signature(calls[r]) != _signature(mine)]
+    other = max(others, key=lambda r: counts[_signature(calls[r])])
+    return rank, (
+        f"collective #{mine.number} of {mine.group} is {mine.op} {mine.tensors} here "
+        f"({mine.where}), and {calls[other].op} {calls[other].tensors} on rank {other}"
+    )
+
+
+def find_missing(records: Records) -> str | None:
+    """Describe the first collective that only some ranks issued."""
+    most: dict[str, dict[int, Collective]] = defaultdict(dict)
+    for rank, trail in records.items():
+        for call in trail:
+            if call.op not in _TWO_SIDED:
+                most[call.group][rank] = call
+    for group, last in sorted(most.items()):
+        if group != "the default group" and len(last) < 2:
+            continue  # nobody else is known to be in it
+        everybody = records if group == "the default group" else last
+        numbers = {r: last[r].number if r in last else 0 for r in everybody}
+        if len(set(numbers.values())) > 1:
+            title = f"the ranks issued different numbers of collectives in {group}:"
+            lines = [
+                f"  rank {r}: {n}, the last {last[r]}" if n else f"  rank {r}: none"
+                for r, n in sorted(numbers.items())
+            ]
+            return "\n".join([title, *lines])
+    return None
+
+
+def _first_difference(records: Records) -> dict[int, Collective]:
+    for _, calls in sorted(_by_position(records).items()):
+        if len({_signature(call) for call in calls.values()}) > 1:
+            return calls
+    return {}
+
+
+def _by_position(records: Records) -> dict[tuple[str, int], dict[int, Collective]]:
+    found: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
+    for rank, trail in records.items():
+        for call in trail:
+            if call.op not in _TWO_SIDED:
+                found[call.group, call.number][rank] = call
+    return found
+
+
+def _signature(call: Collective) -> tuple[str, str]:
+    return call.op, "" if call.op in _FREE_SHAPES else call.tensors

@@ -18,7 +18,7 @@ from typing import IO
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.standalone import standalone_script
-from gradparity.multiprocess.rank.preloads import COSTLY, PRELOAD
+from gradparity.multiprocess.rank.worker import COSTLY, PRELOAD
 
 LIMIT_S = 250
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

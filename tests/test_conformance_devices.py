@@ -20,7 +20,7 @@ from gradparity.conformance.report import read_report
 from gradparity.conformance.scenario import Scenario
 from gradparity.fixtures import DATASETS, MODELS, OPTIMIZERS, Batch, loss
 from gradparity.multiprocess import Cluster, WorldSpec
-from gradparity.multiprocess.elastic.orders import Card
+from gradparity.multiprocess.elastic.membership import Member
 from gradparity.multiprocess.rank import worker
 
 OURS = "gradparity.scaler:GradScaler"
@@ -103,8 +103,8 @@ class FakeStation:
     hosts: int = 2
     attempt: int = 0
 
-    def cards(self) -> list[Card]:
-        return [Card(place="", pid=1, gpus=n, local_size=2) for n in self.gpus]
+    def members(self) -> list[Member]:
+        return [Member(place="", pid=1, gpus=n, local_size=2) for n in self.gpus]
 
 
 def torchrun(devices: Devices, *gpus: int) -> Place:

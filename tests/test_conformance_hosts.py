@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.conformance.report import read_report
-from gradparity.multiprocess.elastic.pulse import SILENCE_S
+from gradparity.multiprocess.elastic.membership import SILENCE_S
 
 SLOW = """
 import os, pathlib, time

@@ -127,7 +127,7 @@ def all_gone(pids: list[int]) -> bool:
     return not any(alive(pid) for pid in pids)
 
 
-def station_of(process: subprocess.Popen[str], rank: int) -> int:
+def agent_of(process: subprocess.Popen[str], rank: int) -> int:
     """The process that torchrun made for ``rank``."""
     for child in descendants(process.pid):
         try:
@@ -208,7 +208,7 @@ def test_the_leader_is_killed_and_another_rank_says_so(tmp_path: Path) -> None:
     (tmp_path / "rank-1").unlink()
     wait_for(process, tmp_path / "rank-1", "step of the second scenario")
     family = descendants(process.pid)
-    os.kill(station_of(process, 0), signal.SIGKILL)
+    os.kill(agent_of(process, 0), signal.SIGKILL)
     code, output = ended(process)
     assert code == 1 and exit_codes(output) == {-9, 3}, output
     report = read_report(tmp_path / "r.jsonl")
@@ -239,7 +239,7 @@ def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
     report = tmp_path / "r.jsonl"
     wait_for_the_first_case(process, report)
     first = report.read_text().splitlines()[1]
-    os.kill(station_of(process, 1), signal.SIGKILL)
+    os.kill(agent_of(process, 1), signal.SIGKILL)
     code, output = ended(process)
     assert code == 0, output
     after = read_report(report)
@@ -264,14 +264,14 @@ def test_bad_usage_is_told_once(tmp_path: Path) -> None:
 def test_a_large_value_goes_through_the_store(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "from gradparity.multiprocess import WorldSpec\n"
-        "from gradparity.multiprocess.elastic.agent import Station, StationCluster\n"
-        "with Station() as station:\n"
-        "    if station.leads:\n"
-        "        cluster = StationCluster(station, WorldSpec(size=2))\n"
+        "from gradparity.multiprocess.elastic.agent import Agent, AgentCluster\n"
+        "with Agent() as agent:\n"
+        "    if agent.leads:\n"
+        "        cluster = AgentCluster(agent, WorldSpec(size=2))\n"
         "        print([len(x) for x in cluster.run(lambda: b'x' * (20 << 20))])\n"
-        "        station.finish(0)\n"
+        "        agent.finish(0)\n"
         "    else:\n"
-        "        station.follow()\n"
+        "        agent.follow()\n"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(

@@ -21,14 +21,13 @@ RUN_S = 200.0
 
 Parent = subprocess.Popen[str]
 
-INHERIT = """
-from gradparity.multiprocess.environment import opened
-began = opened()
-from gradparity.multiprocess.pytest_plugin.forkable import Scene
-scene = Scene(opened=began)
+SESSION_FORK = """
+from gradparity.multiprocess.pytest_plugin.session_fork import (
+    Snapshot, fork_server_off, open_targets,
+)
+before = Snapshot(opened=open_targets())
 import torch
-from gradparity.multiprocess.parent.forkserver_client import inherit_forkserver
-assert inherit_forkserver(scene, must=True)
+assert fork_server_off(before, must=True)
 """
 
 PROGRAM = """
@@ -49,7 +48,7 @@ print(forkserver().pid, *cluster.pids, *children, flush=True)
 """
 
 
-@pytest.fixture(params=["", INHERIT], ids=["fresh", "forked"])
+@pytest.fixture(params=["", SESSION_FORK], ids=["fresh", "forked"])
 def first(request: pytest.FixtureRequest) -> str:
     """How a program begins: its forkserver is fresh, or a fork of the program."""
     return str(request.param)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.multiprocess import Cluster, ForkserverError
-from gradparity.multiprocess.parent import forkserver_client as launch
+from gradparity.multiprocess.parent import forkserver_client
 
 LOUD = "import os, sys; os.write(2, b'x' * (1 << 20)); sys.stderr.write('y' * 1000)"
 SLEEPER = """
@@ -23,10 +23,10 @@ DIES = "import os; os.write(2, b'no such luck'); os._exit(7)"
 @pytest.fixture(autouse=True)
 def own_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Leave the server of other tests alone."""
-    monkeypatch.setattr(launch, "_client", None)
+    monkeypatch.setattr(forkserver_client, "_client", None)
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    launch.stop_forkserver()
+    forkserver_client.stop_forkserver()
 
 
 def test_it_may_write_much_when_it_imports(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_an_import_that_never_ends_is_given_up(tmp_path: Path) -> None:
     with Cluster(1) as cluster:  # torch has been imported
         cluster.run(lambda: 1)
     late = Cluster(1, preload=("sleeper",), start_timeout_s=0.5)
-    before = launch.forkserver().pid
+    before = forkserver_client.forkserver().pid
     with pytest.raises(ForkserverError) as caught:
         late.start()
     text = str(caught.value)
@@ -49,7 +49,7 @@ def test_an_import_that_never_ends_is_given_up(tmp_path: Path) -> None:
     assert f'{tmp_path}/sleeper.py", line 4 in sleeps' in text
     with Cluster(1) as cluster:
         assert cluster.run(lambda: 1) == [1]
-    assert launch.forkserver().pid != before
+    assert forkserver_client.forkserver().pid != before
 
 
 def test_a_failed_import_is_told_each_time_and_harms_nobody() -> None:
@@ -68,12 +68,12 @@ def test_what_it_said_before_it_died_is_shown(tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_be_started_leaves_no_descriptor() -> None:
-    def start(*_: object) -> launch.Server:
+    def start(*_: object) -> forkserver_client.Server:
         raise OSError("no process left")
 
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="no process left"):
-        launch.ForkserverClient(start)
+        forkserver_client.ForkserverClient(start)
     assert os.listdir("/proc/self/fd") == before
 
 

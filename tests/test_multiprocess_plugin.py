@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 # Imported here, so that the sessions below find them and do not import them anew.
-from gradparity.multiprocess import torchrun
-from gradparity.multiprocess.pytest_plugin import controller as testcall
-from gradparity.multiprocess.pytest_plugin import hypothesis as examples
+from gradparity.multiprocess.pytest_plugin import controller, hypothesis
 
 pytest_plugins = ["pytester"]
-PRELOADED = (examples, testcall, torchrun)
+PRELOADED = (controller, hypothesis)
 
 HEAD = """
 import os, time, warnings

@@ -90,49 +90,52 @@ with TorchrunCluster() as cluster:
 
 # What a cluster leaves to its program and to torchrun's store.
 CLOSED = """
-import time
+import os, signal, time
 import torch.distributed as dist
-from gradparity.multiprocess import current_world, torchrun
+from gradparity.multiprocess import current_world
 from gradparity.multiprocess.torchrun import TorchrunCluster
 
 all_reduce = dist.ProcessGroup.allreduce
-torchrun._REPORT_S = 0.5
+handler = signal.getsignal(signal.SIGTERM)
 
 def slow():
     if current_world().rank == 1:
         time.sleep(3)
 
 first = TorchrunCluster(timeout_s=1)
-store = first._store
+store = first._agent._store.raw
 first.run(slow, timeout_s=30)
 first.run(lambda: b"x" * (9 << 20))
-first.run(dist.get_rank)  # every rank has read all of the call before
-left = [key for key in ("fact/1/0", "fact/2/1", "fact/2/1/0") if store.check([key])]
-assert dist.ProcessGroup.allreduce is not all_reduce
+first.run(dist.get_rank)  # every process has read all of the call before
+keys = [f"{what}/{n}/{end}" for n in (1, 3) for what in ("start", "fact")
+        for end in ("1", "1/0")]
+keys += [f"message/{n}/{end}" for n in range(1, 5) for end in ("", "/0", "/1", "/2")]
+left = [key for key in keys if store.check([key])]
 first.close()
 first.close()
 assert dist.ProcessGroup.allreduce is all_reduce
+assert signal.getsignal(signal.SIGTERM) is handler
 with TorchrunCluster() as second:
     ranks = second.run(dist.get_rank)
     if second.rank == 0:
         print(ranks, left)
 """
 
-STATIONS = """
+AGENTS = """
 from gradparity.multiprocess import WorldSpec
-from gradparity.multiprocess.elastic.agent import Station, StationCluster
+from gradparity.multiprocess.elastic.agent import Agent, AgentCluster
 
-with Station() as station:
-    if station.leads:
-        cluster = StationCluster(station, WorldSpec(size=2))
+with Agent() as agent:
+    if agent.leads:
+        cluster = AgentCluster(agent, WorldSpec(size=2))
         for _ in range(3):
             cluster.run(len, b"x" * (5 << 20))
-        calls = range(1, station._calls + 1)
-        keys = [f"order/{n}/{end}" for n in calls for end in ("", "/0", "/1")]
-        print(len(calls), [key for key in keys if station._store.check([key])])
-        station.finish(0)
+        calls = range(1, agent._calls + 1)
+        keys = [f"message/{n}/{end}" for n in calls for end in ("", "/0", "/1")]
+        print(len(calls), [key for key in keys if agent._store.raw.check([key])])
+        agent.finish(0)
     else:
-        station.follow()
+        agent.follow()
 """
 
 
@@ -167,9 +170,7 @@ def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
     assert found["test_three"] == found["test_skip"] == ["skipped"]
 
 
-@pytest.mark.parametrize(
-    ("program", "says"), [(CLOSED, "[0, 1] []"), (STATIONS, "3 []")]
-)
+@pytest.mark.parametrize(("program", "says"), [(CLOSED, "[0, 1] []"), (AGENTS, "3 []")])
 def test_nothing_is_kept_of_what_is_done(
     tmp_path: Path, program: str, says: str
 ) -> None:

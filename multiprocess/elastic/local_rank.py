@@ -1,34 +1,102 @@
-"""A station's own rank of each world: forked, watched and ended here."""
+"""An agent's own rank of each world: forked, watched and ended here."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Self
 
-from ..messages import Kind, Meeting, Reply, Run, Start
-from ..parent.context import current_context
-from ..parent.rank_processes import LOST, Crew
-from ..parent.watch import Fact, Others, Watch
-from ..spec import WorldSpec
-from . import store as mail
-from .orders import Order
+from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
+from ..parent.rank_processes import LOST, RankProcesses, current_context
+from ..parent.watch import Fact, OtherRanks, Watch
+from ..spec import CallOptions, WorldSpec
+from .store import SignedStore
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+_MOST_WORLDS = 6
+"""So many worlds an agent keeps a rank of; the latest used ones."""
 
 
-class OwnRanks:
-    """The ranks that are this station's: at most one of each world."""
+@dataclass(frozen=True, kw_only=True)
+class ContextChange:
+    """What has changed in the leader since it became one, for the ranks of all hosts.
+
+    Only what has changed: folders and variables may differ from host to host.
+    """
+
+    cwd: str | None = None
+    path: tuple[str, ...] = ()
+    """Entries that were added to the import path."""
+
+    env: dict[str, str | None] = field(default_factory=dict)
+    """Variables that were set, or removed (None)."""
+
+    modules: dict[str, str] = field(default_factory=dict)
+    """Modules whose asserts pytest rewrote: name to file."""
+
+    @classmethod
+    def between(cls, before: Context, now: Context) -> Self:
+        """Return what has changed."""
+        names = {*before.env, *now.env}
+        return cls(
+            cwd=None if now.cwd == before.cwd else now.cwd,
+            path=tuple(entry for entry in now.path if entry not in before.path),
+            env={
+                name: now.env.get(name)
+                for name in names
+                if now.env.get(name) != before.env.get(name)
+            },
+            modules=now.modules,
+        )
+
+    def applied_to(self, own: Context) -> Context:
+        """Return an agent's own context with the leader's changes."""
+        env = {**own.env, **self.env}
+        return replace(
+            own,
+            cwd=self.cwd or own.cwd,
+            path=(*(p for p in self.path if p not in own.path), *own.path),
+            env={name: value for name, value in env.items() if value is not None},
+            modules=self.modules,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRequest:
+    """What the leader asks of the agents whose rank is in that world."""
+
+    spec: WorldSpec
+    options: CallOptions
+    payload: bytes
+    """Pickled ``(fn, args, kwargs)``."""
+
+    world: int
+    """Number of the world; one that is not known yet asks for new ranks."""
+
+    fresh_group: bool
+    context: ContextChange = field(default_factory=ContextChange)
+
+
+@dataclass
+class _World:
+    """The agent's rank in one world."""
+
+    number: int
+    processes: RankProcesses
+    context: Context
+    """What the rank was sent last."""
+
+
+class LocalRanks:
+    """The ranks that are this agent's: at most one of each world."""
 
     def __init__(self, rank: int, local_size: int, hosts: int, run: str) -> None:
         """Begin with none.
 
         Args:
-            rank: Of this station, and of its rank in every world.
-            local_size: Stations on this machine.
+            rank: Of this agent, and of its rank in every world.
+            local_size: Agents on this machine.
             hosts: Machines of the run.
             run: Prefix in torchrun's store of all that is this run's.
         """
@@ -37,73 +105,91 @@ class OwnRanks:
         self._local_size = local_size
         self._one_host = hosts == 1
         self._run = run
-        self._crews: dict[WorldSpec, tuple[int, Crew]] = {}
+        self._worlds: dict[WorldSpec, _World] = {}
 
-    def muster(self, order: Order, others: Others) -> Fact:
-        """Have the rank ready; say so, or what became of it."""
-        number, crew = self._crews.get(order.spec, (0, None))
-        if number == order.world and crew is not None:
-            if crew.intact():
+    def start(self, request: CallRequest, others: OtherRanks) -> Fact:
+        """Have the rank ready; return that, or what became of it."""
+        spec = request.spec
+        world = self._worlds.pop(spec, None)
+        if world is not None and world.number == request.world:
+            self._worlds[spec] = world  # last in order: latest used
+            if world.processes.intact():
                 ready = Reply(kind=Kind.READY, ended_at_s=time.time())
                 return Fact(rank=self._rank, reply=ready)
-            return Fact(rank=self._rank, exit_code=crew.ranks[0].exit_code or LOST)
-        self.disband(order.spec)
-        crew = Crew(order.spec, (self._rank,))
-        self._crews[order.spec] = order.world, crew
+            code = world.processes.ranks[0].exit_code
+            return Fact(rank=self._rank, exit_code=code or LOST)
+        if world is not None:
+            world.processes.kill()
+        while len(self._worlds) >= _MOST_WORLDS:
+            self.end(next(iter(self._worlds)))
+        processes = RankProcesses(spec, (self._rank,))
+        context = request.context.applied_to(current_context())
+        self._worlds[spec] = _World(request.world, processes, context)
         start = Start(
-            spec=order.spec,
+            spec=spec,
             rank=self._rank,
-            context=current_context(),
-            meeting=self._meeting(order.world),
+            context=context,
+            rendezvous=Rendezvous(
+                host=os.environ["MASTER_ADDR"],
+                port=int(os.environ["MASTER_PORT"]),
+                prefix=f"{self._run}/world{request.world}",
+                local_rank=self._local_rank,
+                local_size=self._local_size,
+                one_host=self._one_host,
+            ),
         )
-        crew.ranks[0].send(start, order.spec.start_timeout_s)
-        return self._watched(crew, order.spec.start_timeout_s, others)
+        processes.ranks[0].send(start, spec.start_timeout_s)
+        return self._watched(processes, spec.start_timeout_s, others)
 
-    def carry_out(self, order: Order, others: Others) -> Fact:
-        """Have the rank do what is ordered; say what was seen."""
-        _, crew = self._crews[order.spec]
-        crew.runs += 1
+    def run(self, request: CallRequest, others: OtherRanks) -> Fact:
+        """Have the rank do what is asked; return what was seen."""
+        world = self._worlds[request.spec]
+        processes, context = (
+            world.processes,
+            request.context.applied_to(current_context()),
+        )
+        processes.runs += 1
         run = Run(
-            payload=order.payload,
-            number=crew.runs,
-            fresh_group=order.fresh_group,
-            context=None,
+            payload=request.payload,
+            number=processes.runs,
+            fresh_group=request.fresh_group,
+            context=None if context == world.context else context,
         )
-        crew.ranks[0].send(run, order.options.timeout_s)
-        return self._watched(crew, order.options.timeout_s, others)
+        world.context = context
+        processes.ranks[0].send(run, request.options.timeout_s)
+        return self._watched(processes, request.options.timeout_s, others)
 
-    def disband(self, spec: WorldSpec) -> None:
+    def end(self, spec: WorldSpec) -> None:
         """End the rank of that world, if there is one."""
-        _, crew = self._crews.pop(spec, (0, None))
-        if crew is not None:
-            crew.kill()
+        world = self._worlds.pop(spec, None)
+        if world is not None:
+            world.processes.kill()
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """End the ranks of all worlds."""
-        for spec in list(self._crews):
-            self.disband(spec)
+        for spec in list(self._worlds):
+            self.end(spec)
 
-    def _watched(self, crew: Crew, limit_s: float, others: Others) -> Fact:
-        (fact,) = Watch(crew, limit_s, crew.spec.grace_s, others).facts()
-        if fact.reply is None:
-            self.disband(crew.spec)  # nobody will ask for a rank that hangs
-        return _on_common_clock(fact)
+    def _watched(
+        self, processes: RankProcesses, limit_s: float, others: OtherRanks
+    ) -> Fact:
+        spec = processes.spec
+        (fact,) = Watch(processes, limit_s, spec.grace_s, others).facts()
+        # The ranks may be on several machines: wall time is their only common clock.
+        ahead_s = time.time() - time.monotonic()
+        reply = fact.reply
+        if reply is None:
+            self.end(spec)  # nobody will ask for a rank that hangs
+        else:
+            processes.preload_for_later(reply.imported)
+            reply = replace(reply, ended_at_s=reply.ended_at_s + ahead_s)
+        return replace(fact, reply=reply, ended_at_s=fact.ended_at_s + ahead_s)
 
-    def _meeting(self, world: int) -> Meeting:
-        return Meeting(
-            host=os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
-            prefix=f"{self._run}/world{world}",
-            local_rank=self._local_rank,
-            local_size=self._local_size,
-            one_host=self._one_host,
-        )
 
+class RemoteRanks:
+    """The ranks of the other agents, as far as the store tells of them."""
 
-class OthersRanks:
-    """The ranks of the other stations, as far as the store tells of them."""
-
-    def __init__(self, store: Store, key: str, check: Callable[[], None]) -> None:
+    def __init__(self, store: SignedStore, key: str, check: Callable[[], None]) -> None:
         self._store = store
         self._key = key
         self._check = check
@@ -112,19 +198,10 @@ class OthersRanks:
     def failed(self) -> bool:
         """Whether one of them has failed; raises when the run is over."""
         self._check()
-        self._failed = self._failed or mail.wait(self._store, self._key, 0.0)
+        self._failed = self._failed or self._store.wait(self._key, 0.0)
         return self._failed
 
-    def tell(self) -> None:
-        """Have them know that one of ours has failed."""
+    def report_fault(self) -> None:
+        """Let their agents know that one of ours has failed."""
         self._failed = True
-        mail.flag(self._store, self._key)
-
-
-def _on_common_clock(fact: Fact) -> Fact:
-    """With times that ranks of several machines have in common."""
-    ahead_s = time.time() - time.monotonic()
-    reply = fact.reply
-    if reply is not None:
-        reply = replace(reply, ended_at_s=reply.ended_at_s + ahead_s)
-    return replace(fact, reply=reply, ended_at_s=fact.ended_at_s + ahead_s)
+        self._store.set_flag(self._key)

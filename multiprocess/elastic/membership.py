@@ -1,95 +1,135 @@
-"""Who of the stations is there, who is gone, and what is known of either.
+"""Which agents of a run are there, which are gone, and what is known of either.
 
-Each leaves a card when it enlists, flags ``here/RANK`` when the roll is called, and its
-cause under ``cause/RANK`` when it ends by an error.
+Each agent leaves a ``Member`` record when it joins, beats once a second from then on,
+flags ``here/RANK`` when it is told to end, and leaves its error under ``cause/RANK``.
+
+A link that is cut says nothing: a connection over it waits for a quarter of an hour
+before it fails. So each side has a limit of its own:
+
+- the leader, and torchrun's store beside it, miss the heartbeats of who is cut off;
+- who is cut off has a connection to the store over which nothing is acknowledged any
+  more (``rank.worker.connect`` has the kernel give it up).
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from .. import linux
 from ..errors import HarnessError
-from . import pulse
-from . import store as mail
-from .orders import Card, pack, unpack
+from .store import SignedStore, pack, unpack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 MEET_S = 600.0
-"""How long the stations wait for each other at the start."""
+"""How long the agents wait for each other at the start."""
 
 ANSWER_S = 2.0
-"""How long a station may take to answer the roll."""
+"""How long an agent may take to say that it is still here."""
+
+SILENCE_S = 15.0
+"""So long an agent may be unheard: many beats, also on a machine that is busy."""
+
+_TOGETHER_S = 5.0
+"""So far apart the last beats may be of agents that fell silent at once."""
+
+_BEAT_S = 1.0
+_MOST_BETWEEN_LOOKS_S = 2.0
+"""The leader may have slept, or have been stopped: that is nobody's silence."""
 
 
-class Roll:
-    """The stations of one run, as one of them sees the others."""
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """What an agent tells of itself when it joins."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    place: str
+    """Agents with the same place can see each other's processes."""
+
+    pid: int
+    gpus: int
+    """CUDA devices that it can see."""
+
+    local_size: int
+    """Ranks on its machine."""
+
+    host: str = "?"
+    """What torchrun and the kernel call its machine."""
+
+
+class Membership:
+    """The agents of one run, as one of them sees the others."""
+
+    def __init__(self, store: SignedStore, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
 
-    def enlist(self, gpus: int, local_size: int) -> None:
-        """Leave this station's card."""
-        agent = os.environ.get("GROUP_RANK", "0")
-        card = Card(
+    def join(self, gpus: int, local_size: int) -> None:
+        """Leave this agent's record."""
+        node = os.environ.get("GROUP_RANK", "0")
+        member = Member(
             place=_place(),
             pid=os.getpid(),
             gpus=gpus,
             local_size=local_size,
-            host=f"{agent} ({socket.gethostname()})",
+            host=f"{node} ({socket.gethostname()})",
         )
-        mail.put(self._store, f"card/{self._rank}", pack(card))
+        self._store.put(f"member/{self._rank}", pack(member))
 
-    def cards(self, look: Callable[[], None]) -> list[Card]:
-        """Every station's card, in rank order; ``look`` is called while it waits.
+    def members(self, check: Callable[[], None]) -> list[Member]:
+        """Every agent's record, in rank order; ``check`` is called while it waits.
 
         Raises:
             HarnessError: One did not come.
         """
         found = []
         for rank in range(self._size):
-            card = self._card(rank, MEET_S, look)
-            if card is None:
+            member = self._member(rank, MEET_S, check)
+            if member is None:
                 raise HarnessError(f"rank {rank} did not come within {MEET_S:g} s")
-            found.append(card)
+            found.append(member)
         return found
 
-    def call(self) -> str:
-        """Answer the roll and name who does not."""
-        mail.flag(self._store, f"here/{self._rank}")
+    def why_ended(self) -> str:
+        """Say that this agent is here, and name the agents that do not say so.
+
+        torchrun has asked this process to end, as it does when another one has ended.
+        """
+        self._store.set_flag(f"here/{self._rank}")
         until = time.monotonic() + ANSWER_S
         silent = [
             rank
             for rank in range(self._size)
-            if not self._answers(rank, max(0.0, until - time.monotonic()))
+            if not self._is_here(rank, max(0.0, until - time.monotonic()))
         ]
         if not silent:
             return "ended by torchrun (SIGTERM) on all ranks"
-        # who is known to be gone before who may be on a host that hears of it later
+        # Known to be gone comes before unheard: another host may hear of it later.
         found = sorted(silent, key=lambda rank: not self.is_gone(rank))
         causes = [f"rank {rank}: {self.state(rank)}" for rank in found]
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def first_left(self) -> int:
-        """The first station that has answered the roll."""
-        return next(rank for rank in range(self._size) if self._answers(rank, 0.0))
+        """The first agent that has said that it is here."""
+        return next(rank for rank in range(self._size) if self._is_here(rank, 0.0))
 
-    def confess(self, cause: str) -> None:
-        """Leave the reason why this station ends."""
-        mail.put(self._store, f"cause/{self._rank}", cause.encode())
+    def report_error(self, cause: str) -> None:
+        """Leave the reason why this agent ends."""
+        self._store.put(f"cause/{self._rank}", cause.encode())
 
     def state(self, rank: int) -> str:
-        """What is known of the station of ``rank``, in words."""
-        cause = mail.read(self._store, f"cause/{rank}", 0.0)
+        """What is known of the agent of ``rank``, in words."""
+        cause = self._store.read(f"cause/{rank}", 0.0)
         if cause is not None:
             return cause.decode()
         if self.is_gone(rank):
@@ -98,36 +138,93 @@ class Roll:
 
     def is_gone(self, rank: int) -> bool:
         """Whether its process has ended, as far as this machine can see."""
-        card = self._card(rank, 0.0)
-        if card is None or card.place != _place():
+        member = self._member(rank, 0.0)
+        if member is None or member.place != _place():
             return False  # not to be seen from here
-        return linux.process_state(card.pid) in ("", "Z")
+        return linux.process_state(member.pid) in ("", "Z")
 
-    def unheard(self, silent: Sequence[int]) -> str:
+    def describe_silent(self, silent: Sequence[int]) -> str:
         """Say that these ranks are not heard any more, host by host."""
         by_host: dict[str, list[int]] = {}
         for rank in silent:
-            card = self._card(rank, 0.0)
-            by_host.setdefault(card.host if card else "?", []).append(rank)
-        who = "; ".join(
+            member = self._member(rank, 0.0)
+            by_host.setdefault(member.host if member else "?", []).append(rank)
+        which = "; ".join(
             f"host {host}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             for host, ranks in by_host.items()
         )
         return (
-            f"not heard for {pulse.SILENCE_S:g} s: {who}; the link is cut, or the host "
+            f"not heard for {SILENCE_S:g} s: {which}; the link is cut, or the host "
             "is down"
         )
 
-    def _answers(self, rank: int, limit_s: float) -> bool:
-        return mail.wait(self._store, f"here/{rank}", limit_s)
+    def _is_here(self, rank: int, limit_s: float) -> bool:
+        return self._store.wait(f"here/{rank}", limit_s)
 
-    def _card(
-        self, rank: int, limit_s: float, look: Callable[[], None] = lambda: None
-    ) -> Card | None:
-        found = mail.read(self._store, f"card/{rank}", limit_s, look)
-        return None if found is None else unpack(found, Card)
+    def _member(
+        self, rank: int, limit_s: float, check: Callable[[], None] = lambda: None
+    ) -> Member | None:
+        found = self._store.read(f"member/{rank}", limit_s, check)
+        return None if found is None else unpack(found, Member)
 
 
 def _place() -> str:
+    # The same kernel and the same numbers of processes: containers of one machine
+    # differ in the second.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+class Heartbeat(threading.Thread):
+    """An agent's beats, over a connection of their own: the main one may be waiting."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(name="gradparity-heartbeat", daemon=True)
+        self._key = f"beat/{rank}"
+        self._store = store
+        self._over = threading.Event()
+        self._store.set(self._key, "0")  # before anybody listens
+
+    def run(self) -> None:
+        """Beat until the end, or until nobody can hear it."""
+        number = 0
+        while not self._over.wait(_BEAT_S):
+            number += 1
+            try:
+                self._store.set(self._key, str(number))
+            except dist.DistError:
+                return  # the main thread finds out by itself
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._over.set()
+
+
+class HeartbeatMonitor:
+    """The leader's count of how long each of the others has been silent."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self._store = store
+        self._keys = [f"beat/{rank}" for rank in range(1, size)]
+        self._heard: list[bytes] = []
+        self._silent_s = [0.0] * len(self._keys)
+        self._looked = time.monotonic()
+
+    def silent(self) -> list[int]:
+        """Ranks whose agent has not been heard for :data:`SILENCE_S`.
+
+        None yet, while another is about to join them: one cause is told once.
+        """
+        since = time.monotonic() - self._looked
+        if self._keys and since >= _BEAT_S and self._store.check(self._keys):
+            self._looked += since
+            since = min(since, _MOST_BETWEEN_LOOKS_S)
+            before, self._heard = self._heard, self._store.multi_get(self._keys)
+            for index, beat in enumerate(self._heard):
+                same = bool(before) and before[index] == beat
+                self._silent_s[index] = self._silent_s[index] + since if same else 0.0
+        silent = [q for q in self._silent_s if q > SILENCE_S - _TOGETHER_S]
+        if any(silent_s <= SILENCE_S for silent_s in silent):
+            return []
+        everyone = enumerate(self._silent_s, start=1)
+        return [rank for rank, silent_s in everyone if silent_s > SILENCE_S]

@@ -1,10 +1,11 @@
-"""Bytes of any size from rank to rank over torchrun's store, signed.
+"""torchrun's store: values of any size from process to process, signed.
 
 torch's ``TCPStore`` drops the connection of who sends more than 8 MiB at once.
 
 Whoever reaches its port can read and write it, and some of what crosses it is pickled:
 functions, their results, exceptions. So each value bears an HMAC-SHA256 of itself and
-of its key, and one that is not signed with this run's secret is refused unread.
+of its key, and one that is not signed with this run's secret is refused unread. What
+need not be pickled is MessagePack, checked against its type when it is read.
 """
 
 from __future__ import annotations
@@ -18,26 +19,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
-# Public names of torch.distributed, which does not export them to mypy.
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-from .. import linux
 from ..environment import cache_folder
 from ..errors import HarnessError
+from ..rank.worker import connect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
+
 _CHUNK = 4 << 20
-_CONNECT_S = 60.0
-ACKNOWLEDGED_S = 15.0
-"""So long the host of the store may acknowledge nothing before it counts as cut off."""
 
 SECRET_VARIABLE = "GRADPARITY_SECRET"
 """Environment variable: what values are signed with; the same on all hosts of a run."""
@@ -48,29 +45,23 @@ _SHORTEST_NAP_S = 0.001
 _LONGEST_NAP_S = 0.05
 
 
-def torchrun_store(name: str) -> Store:
+def torchrun_store(name: str) -> SignedStore:
     """Return the store that torchrun's agents hold, below ``name`` and the attempt."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return connect(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        f"gradparity/{attempt}/{os.environ['WORLD_SIZE']}/{name}",
-        serves=os.environ["RANK"] == "0" and not agent,
+    env = os.environ
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return SignedStore(
+        connect(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            f"gradparity/{attempt}/{env['WORLD_SIZE']}/{name}",
+            serves=env["RANK"] == "0" and not agent,
+        )
     )
 
 
-def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
-    """Connect to the store at ``host``, or be it."""
-    limit = timedelta(seconds=_CONNECT_S)
-    before = linux.sockets()
-    store = TCPStore(host, port, is_master=serves, timeout=limit)
-    linux.give_up_unacknowledged(ACKNOWLEDGED_S, kept=before)
-    return PrefixStore(prefix, store)
-
-
 @contextmanager
-def answering() -> Iterator[None]:
+def _answering() -> Iterator[None]:
     """Say what it means when the store does not answer.
 
     Raises:
@@ -86,82 +77,113 @@ def answering() -> Iterator[None]:
         raise HarnessError(text) from error
 
 
-@answering()
-def put(store: Store, key: str, value: bytes) -> None:
-    """Store ``value``, signed; who waits for ``key`` finds all of it."""
-    parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
-    for number, part in enumerate(parts):
-        store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # takes bytes too
-    store.set(key, f"{len(parts)} {_signature(key, value)}")
+class SignedStore:
+    """A store of torch's with values of any size; raises ``HarnessError`` if gone."""
+
+    def __init__(self, store: Store) -> None:
+        self.raw = store
+
+    @_answering()
+    def put(self, key: str, value: bytes) -> None:
+        """Store ``value``, signed; who waits for ``key`` finds all of it."""
+        parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
+        for number, part in enumerate(parts):
+            self.raw.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # takes bytes too
+        self.raw.set(key, f"{len(parts)} {_signature(key, value)}")
+
+    @_answering()
+    def set_flag(self, key: str, word: str = "") -> None:
+        """Store a word, which is neither signed nor cut in parts."""
+        self.raw.set(key, word)
+
+    @_answering()
+    def flag(self, key: str) -> str:
+        """Return the word of a flag that is there."""
+        return self.raw.get(key).decode()
+
+    @_answering()
+    def read(
+        self,
+        key: str,
+        limit_s: float,
+        check: Callable[[], None] = lambda: None,
+        *,
+        readers: int = 0,
+    ) -> bytes | None:
+        """Wait for what :meth:`put` stores under ``key``.
+
+        Args:
+            key: Under which name.
+            limit_s: How long to wait.
+            check: Called again and again meanwhile; what it raises ends the waiting.
+            readers: How many processes read it, the last of which removes it; 0 leaves
+                it there.
+
+        Returns:
+            The value; None when it did not come in time.
+
+        Raises:
+            HarnessError: It is not signed with this process's secret.
+        """
+        if not self.wait(key, limit_s, check):
+            return None
+        value = b"".join(self.raw.get(name) for name in self._parts(key))
+        signature = self.raw.get(key).partition(b" ")[2]
+        if not hmac.compare_digest(signature, _signature(key, value).encode()):
+            raise HarnessError(
+                f"{key} in torchrun's store is not signed with the secret of rank "
+                f"{os.environ.get('RANK', '?')}: all hosts of a run need the same file "
+                f"{_secret_file()}, or the same {SECRET_VARIABLE} in their environment "
+                "(`openssl rand -hex 32` makes one). If they have, somebody else "
+                "writes to the store."
+            )
+        if readers and self.raw.add(f"{key}/readers", 1) == readers:
+            for name in (*self._parts(key), key, f"{key}/readers"):
+                self.raw.delete_key(name)
+        return value
+
+    @_answering()
+    def wait(
+        self, key: str, limit_s: float, check: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Wait until ``key`` is there; False when it did not come in time.
+
+        Polled, because a thread in the store's own ``wait`` handles no signal.
+        """
+        until = time.monotonic() + limit_s
+        nap_s = _SHORTEST_NAP_S
+        while not self.raw.check([key]):
+            check()
+            if time.monotonic() >= until:
+                return False
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return True
+
+    def _parts(self, key: str) -> list[str]:
+        count = self.raw.get(key).partition(b" ")[0]
+        known = int(count) if count.isdigit() else 0  # the signature says if it is true
+        return [f"{key}/{number}" for number in range(known)]
 
 
-@answering()
-def flag(store: Store, key: str, value: str = "") -> None:
-    """Store a word, which needs no parts."""
-    store.set(key, value)
+def pack(value: object) -> bytes:
+    """Return what :func:`unpack` reads."""
+    return msgspec.msgpack.encode(value)
 
 
-@answering()
-def read(
-    store: Store, key: str, limit_s: float, look: Callable[[], None] = lambda: None
-) -> bytes | None:
-    """Wait for what :func:`put` stores under ``key``.
-
-    Args:
-        store: Where.
-        key: Under which name.
-        limit_s: How long to wait.
-        look: Called again and again meanwhile; what it raises ends the waiting.
-
-    Returns:
-        The value; None when it did not come in time.
+def unpack(packed: bytes, kind: type[T]) -> T:
+    """Return the ``kind`` of thing that was packed.
 
     Raises:
-        HarnessError: It is not signed with this process's secret.
+        HarnessError: It is something else.
     """
-    if not wait(store, key, limit_s, look):
-        return None
-    value = b"".join(store.get(name) for name in _parts(store, key))
-    signature = store.get(key).partition(b" ")[2]
-    if not hmac.compare_digest(signature, _signature(key, value).encode()):
+    try:
+        return msgspec.msgpack.decode(packed, type=kind)
+    except msgspec.DecodeError as error:
         raise HarnessError(
-            f"{key} in torchrun's store is not signed with the secret of rank "
-            f"{os.environ.get('RANK', '?')}: all hosts of a run need the same file "
-            f"{_secret_file()}, or the same {SECRET_VARIABLE} in their environment "
-            "(`openssl rand -hex 32` makes one). If they have, somebody else writes to "
-            "the store."
-        )
-    return value
-
-
-def read_by_all(
-    store: Store,
-    key: str,
-    readers: int,
-    limit_s: float,
-    look: Callable[[], None] = lambda: None,
-) -> bytes | None:
-    """Do as :func:`read`; the last of ``readers`` processes removes the value."""
-    value = read(store, key, limit_s, look)
-    if value is not None:
-        with answering():
-            if store.add(f"{key}/readers", 1) == readers:
-                remove(store, key)
-                store.delete_key(f"{key}/readers")
-    return value
-
-
-@answering()
-def remove(store: Store, key: str) -> None:
-    """Give back what :func:`put` stored under ``key``."""
-    for name in (*_parts(store, key), key):
-        store.delete_key(name)
-
-
-def _parts(store: Store, key: str) -> list[str]:
-    count = store.get(key).partition(b" ")[0]
-    known = int(count) if count.isdigit() else 0  # what it is, the signature says
-    return [f"{key}/{number}" for number in range(known)]
+            f"torchrun's store holds what is no {kind}: {error}; all hosts need the "
+            "same version of gradparity"
+        ) from error
 
 
 def _signature(key: str, value: bytes) -> str:
@@ -185,7 +207,14 @@ def _secret() -> bytes:
     path = _secret_file()
     try:
         if not path.exists():
-            _make_secret(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Written aside and linked, so nobody reads half of it, and the first of
+            # several ranks that make one wins. The file is its owner's alone.
+            with tempfile.NamedTemporaryFile(dir=path.parent) as file:
+                file.write(secrets.token_bytes(32))
+                file.flush()
+                with contextlib.suppress(FileExistsError):
+                    os.link(file.name, path)
         return path.read_bytes()
     except OSError as error:
         raise HarnessError(
@@ -196,32 +225,3 @@ def _secret() -> bytes:
 
 def _secret_file() -> Path:
     return cache_folder() / "secret"
-
-
-def _make_secret(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # its owner's alone
-        file.write(secrets.token_bytes(32))
-        file.flush()
-        with contextlib.suppress(FileExistsError):  # another rank was quicker
-            os.link(file.name, path)
-
-
-@answering()
-def wait(
-    store: Store, key: str, limit_s: float, look: Callable[[], None] = lambda: None
-) -> bool:
-    """Wait until ``key`` is there; False when it did not come in time.
-
-    Asked for again and again, because a thread in the store's own ``wait`` hears no
-    signal.
-    """
-    until = time.monotonic() + limit_s
-    nap_s = _SHORTEST_NAP_S
-    while not store.check([key]):
-        look()
-        if time.monotonic() >= until:
-            return False
-        time.sleep(nap_s)
-        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-    return True

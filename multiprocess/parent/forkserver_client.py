@@ -17,16 +17,12 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ..errors import ForkserverError
 from ..rank import forkserver as server
-from ..rank.preloads import COSTLY, PRELOAD
-
-if TYPE_CHECKING:
-    from ..pytest_plugin.forkable import Scene
+from ..rank.worker import COSTLY, PRELOAD
 
 # The import path comes first: the parent may find this package by it alone.
 _BOOT = """
@@ -39,7 +35,7 @@ main(fd)
 """
 
 _END_S = 5.0
-_MOST_SAID = 64 * 1024
+_MOST_ERRORS = 64 * 1024
 """So much of the end of what the server wrote is shown."""
 
 
@@ -66,13 +62,17 @@ def fresh_server(sock: socket.socket, errors_fd: int) -> Server:
         sock: Its end of the connection.
         errors_fd: Where its stderr goes.
     """
+    boot = _BOOT.format(module=server.__name__)
+    fd = sock.fileno()
+    # -P: the current folder must not hide installed packages from the server.
     return subprocess.Popen(
-        _command(sock.fileno()),
-        pass_fds=(sock.fileno(),),
+        [sys.executable, "-P", "-c", boot, json.dumps(sys.path), str(fd)],
+        pass_fds=(fd,),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors_fd,
-        env=_environment(),
+        # One thread while preloading: a server with threads cannot be forked safely.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         start_new_session=True,  # ctrl-C is for the parent alone
     )
 
@@ -126,7 +126,7 @@ class ForkserverClient:
             wanted = dict.fromkeys((*modules, *_costly_here()))
             missing = [name for name in wanted if name not in self._imported]
             if missing:
-                self._settle(limit_s)
+                self._await_import(limit_s)
                 self._send_import(missing)
 
     def fork(self, fds: Sequence[int], limit_s: float) -> tuple[int, int | None]:
@@ -143,7 +143,7 @@ class ForkserverClient:
             ForkserverError: The server could not, or did not answer.
         """
         with self._lock:
-            self._settle(limit_s)
+            self._await_import(limit_s)
             serial = self._send({"do": "fork"}, fds)
             answer, found = self._answer(serial, limit_s, "forking a rank")
         if "error" in answer:
@@ -164,11 +164,11 @@ class ForkserverClient:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
 
-    def _said(self) -> str:
+    def _errors(self) -> str:
         size = os.fstat(self._errors_fd).st_size
-        start = max(0, size - _MOST_SAID)
-        said = os.pread(self._errors_fd, _MOST_SAID, start)
-        return said.decode("utf-8", "backslashreplace").rstrip()
+        start = max(0, size - _MOST_ERRORS)
+        written = os.pread(self._errors_fd, _MOST_ERRORS, start)
+        return written.decode("utf-8", "backslashreplace").rstrip()
 
     def _send_import(self, modules: Iterable[str]) -> None:
         names = list(modules)
@@ -176,7 +176,7 @@ class ForkserverClient:
         self._pending = self._send(request), names
         self._imported.update(names)
 
-    def _settle(self, limit_s: float) -> None:
+    def _await_import(self, limit_s: float) -> None:
         # Awaited as late as possible: the parent works while the server imports.
         if self._pending is None:
             return
@@ -185,7 +185,7 @@ class ForkserverClient:
         self._pending = None  # answered: nobody may wait for it again
         if "error" in answer:
             self._imported.difference_update(names)
-            raise ForkserverError(_with_hidden(answer["error"]))
+            raise ForkserverError(_with_hiding_files(answer["error"]))
 
     def _send(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
         self._serial += 1
@@ -225,13 +225,13 @@ class ForkserverClient:
         self._wait()
         return ForkserverError(
             f"the forkserver gave no answer for {limit_s:g} s while {doing}, and was "
-            f"ended; start_timeout_s of the world sets the limit\n{self._said()}"
+            f"ended; start_timeout_s of the world sets the limit\n{self._errors()}"
         )
 
     def _ended(self) -> ForkserverError:
         self._wait()
         text = f"the forkserver ended with code {self._process.returncode}"
-        return ForkserverError(_with_hidden(f"{text}\n{self._said()}"))
+        return ForkserverError(_with_hiding_files(f"{text}\n{self._errors()}"))
 
 
 _client: ForkserverClient | None = None
@@ -249,38 +249,22 @@ def forkserver() -> ForkserverClient:
         return _client
 
 
-def inherit_forkserver(scene: Scene, *, must: bool = False) -> bool:
-    """Make the forkserver a fork of this process, if that is safe and there is none.
+def start_forkserver(start: Callable[[socket.socket, int], Server]) -> bool:
+    """Start this process's forkserver by ``start``, unless there is one.
 
     Args:
-        scene: How things were before torch was loaded.
-        must: Whether it is an error when it is not safe.
-
-    Returns:
-        Whether it was made.
-
-    Raises:
-        ForkserverError: It must be, and is not.
+        start: As :func:`fresh_server`; it may raise ``OSError``.
     """
     global _client
     with _client_lock:
         if _client is not None:
             return False
-        from ..pytest_plugin import forkable, shedding
-
-        found = forkable.obstacles(scene)
-        if not found:
-            try:
-                _client = ForkserverClient(partial(shedding.fork_server, scene, _serve))
-            except OSError as error:
-                found = [str(error)]
-    if found and must:
-        raise ForkserverError(f"this process may not be forked: {'; '.join(found)}")
-    return not found
+        _client = ForkserverClient(start)
+        return True
 
 
-def _serve(sock_fd: int) -> None:
-    # In a copy of the parent, whose forkserver is not ours.
+def serve_in_fork(sock_fd: int) -> NoReturn:
+    """Be the forkserver, in a fork of the parent, whose own client is not ours."""
     global _client, _client_lock
     _client, _client_lock = None, threading.Lock()
     server.main(sock_fd)
@@ -299,7 +283,7 @@ def _costly_here() -> tuple[str, ...]:
     return tuple(name for name in COSTLY if name in sys.modules)
 
 
-def _with_hidden(text: str) -> str:
+def _with_hiding_files(text: str) -> str:
     """Add to the first line of an error which files hide a module of the server's.
 
     A folder that came to the import path late, as the current one does by a command,
@@ -309,7 +293,9 @@ def _with_hidden(text: str) -> str:
     ours = {name.partition(".")[0] for name in (*PRELOAD, *COSTLY)}
     needed = sys.stdlib_module_names | ours
     found = []
-    for entry in sys.path[: _position(sysconfig.get_path("stdlib"))]:
+    stdlib = sysconfig.get_path("stdlib")
+    before = sys.path.index(stdlib) if stdlib in sys.path else len(sys.path)
+    for entry in sys.path[:before]:
         folder = Path(entry).absolute()
         for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
             name = file.parent.name if file.stem == "__init__" else file.stem
@@ -317,21 +303,6 @@ def _with_hidden(text: str) -> str:
                 found.append(f"{file} hides the module {name}: rename it")
     first, _, rest = text.partition("\n")
     return "\n".join(["; ".join([first, *found[:3]]), rest])
-
-
-def _position(folder: str) -> int:
-    return sys.path.index(folder) if folder in sys.path else len(sys.path)
-
-
-def _command(fd: int) -> list[str]:
-    boot = _BOOT.format(module=server.__name__)
-    # -P: the current folder must not hide installed packages from the server.
-    return [sys.executable, "-P", "-c", boot, json.dumps(sys.path), str(fd)]
-
-
-def _environment() -> dict[str, str]:
-    # One thread while preloading: a server with threads cannot be forked safely.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 atexit.register(stop_forkserver)

@@ -1,4 +1,8 @@
-"""The processes of one world, as the parent holds them."""
+"""The processes of one world, as the parent holds them.
+
+Each rank has a socket for messages and three pipes: its exit status (written by the
+forkserver, which is its parent), its output and its stacks.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,18 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from .. import linux, wire
+from .. import linux, messages
 from ..environment import unsupported
 from ..errors import HarnessError
-from ..rank import trail
+from ..messages import Context
+from ..outcomes import Collective
+from ..rank import assert_rewrite, coverage, flight_records
 from ..rank.forkserver import EXIT_STATUS
 from ..spec import WorldSpec
-from .capture import Capture
 from .forkserver_client import forkserver
 
 LOST = 255
@@ -23,6 +29,69 @@ LOST = 255
 
 _STOP_S = 1.0
 _KILL_S = 5.0
+_CHUNK = 1 << 16
+
+_PRIVATE = ("PYTEST_CURRENT_TEST",)
+"""Changes with each test, and says nothing to a rank."""
+
+
+def current_context() -> Context:
+    """Return what ranks take over from this process, as it is now."""
+    cwd = os.getcwd()
+    return Context(
+        cwd=cwd,
+        path=tuple(entry or cwd for entry in sys.path if isinstance(entry, str)),
+        env={name: v for name, v in os.environ.items() if name not in _PRIVATE},
+        modules=assert_rewrite.rewritten_modules(),
+        coverage=coverage.current_settings(),
+    )
+
+
+class Capture:
+    """What a rank writes, read from a pipe, bounded in memory: its head and its tail.
+
+    A pipe and not a file: a full disk loses nothing, and nothing is left to clean up.
+    """
+
+    def __init__(self, read_fd: int, limit: int) -> None:
+        os.set_blocking(read_fd, False)
+        self.fd = read_fd
+        self._limit = limit
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._dropped = 0
+
+    def drain(self, most: int = 1 << 24) -> bool:
+        """Read what is there, about ``most`` bytes at most; False at the end."""
+        while most > 0:
+            try:
+                part = os.read(self.fd, _CHUNK)
+            except BlockingIOError:
+                return True
+            if not part:
+                return False
+            most -= len(part)
+            room = self._limit - len(self._head)
+            self._head += part[:room]
+            self._tail += part[room:]
+            excess = len(self._tail) - self._limit
+            if excess > 0:
+                del self._tail[:excess]
+                self._dropped += excess
+        return True
+
+    def take(self) -> str:
+        """Return what was kept and forget it."""
+        middle = b""
+        if self._dropped:
+            middle = f"\n[... {self._dropped} bytes left out ...]\n".encode()
+        text = bytes(self._head) + middle + bytes(self._tail)
+        self._head, self._tail, self._dropped = bytearray(), bytearray(), 0
+        return text.decode("utf-8", "backslashreplace")
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self.fd)
 
 
 class RankProcess:
@@ -37,7 +106,7 @@ class RankProcess:
         output_r, output_w = os.pipe()
         stacks_r, stacks_w = os.pipe()
         self.sock = ours
-        self.inbox = wire.Inbox(ours)
+        self.inbox = messages.Inbox(ours)
         self.exit_fd = exit_r
         self.output = Capture(output_r, spec.output_limit)
         self.stacks = Capture(stacks_r, spec.output_limit)
@@ -50,6 +119,8 @@ class RankProcess:
             self.close()
             raise
         finally:
+            # A copy kept here would hide the rank's end: a pipe ends with its last
+            # writer.
             for fd in handed:
                 os.close(fd)
 
@@ -62,7 +133,7 @@ class RankProcess:
         """Send a message; a rank that is gone or does not listen is found out later."""
         self.sock.settimeout(limit_s)
         try:
-            wire.send(self.sock, message)
+            messages.send(self.sock, message)
         except (OSError, TimeoutError):
             pass  # its exit pipe, or the deadline, says so
         finally:
@@ -96,7 +167,7 @@ class RankProcess:
             os.close(self.pidfd)
 
 
-class Crew:
+class RankProcesses:
     """The ranks of one world that this process looks after, ready for messages."""
 
     def __init__(self, spec: WorldSpec, ranks: Sequence[int] | None = None) -> None:
@@ -115,8 +186,8 @@ class Crew:
         self.ranks: list[RankProcess] = []
         forkserver().preload(spec.preload, spec.start_timeout_s)
         self._store_fd = os.memfd_create("gradparity-store", os.MFD_CLOEXEC)
-        self._trail_fd = trail.create(spec.size)
-        self._shared = [self._store_fd, self._trail_fd]
+        self._records_fd = flight_records.create(spec.size)
+        self._shared = [self._store_fd, self._records_fd]
         try:
             for rank in range(spec.size) if ranks is None else ranks:
                 self.ranks.append(RankProcess(rank, self._shared, spec))
@@ -129,12 +200,12 @@ class Crew:
         """Process ids in rank order."""
         return tuple(rank.pid for rank in self.ranks)
 
-    def collectives(self, rank: int) -> tuple[trail.Collective, ...]:
+    def collectives(self, rank: int) -> tuple[Collective, ...]:
         """Return the last collectives of one rank, oldest first."""
-        return trail.read(self._trail_fd, rank)
+        return flight_records.read(self._records_fd, rank)
 
-    def learn(self, modules: Iterable[str]) -> None:
-        """Have the forkserver import modules before it forks again."""
+    def preload_for_later(self, modules: Iterable[str]) -> None:
+        """Have the forkserver import what these ranks had to import themselves."""
         found = set(modules)
         if found:
             forkserver().preload(sorted(found), self.spec.start_timeout_s)
@@ -159,6 +230,8 @@ class Crew:
                 # the rank end and before the number can be used again.
                 rank.signal(signal.SIGKILL)
             self._collect_exits(_KILL_S)
+        # Popped, not looped over: a second kill must not close numbers that have been
+        # given to other descriptors meanwhile.
         while self.ranks:
             self.ranks.pop().close()
         while self._shared:
@@ -167,12 +240,26 @@ class Crew:
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
         """Have ranks write their stacks, also stopped ones, into their captures."""
         for rank in ranks:
+            # The handler is faulthandler's, in C: it runs although the interpreter is
+            # stuck in native code. A stopped process handles signals only once it is
+            # continued, and then the one that came first.
             rank.signal(linux.STACKS_SIGNAL, linux.signal_main_thread)
             rank.signal(signal.SIGCONT)
+        silent = {rank.rank for rank in ranks}
+        deadline = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(rank.stacks.fd, selectors.EVENT_READ, rank)
-            _read_stacks(selector, {rank.rank for rank in ranks}, limit_s)
+            while (left := deadline - time.monotonic()) > 0:
+                # All have begun to write: a short silence means that they have
+                # finished.
+                events = selector.select(left if silent else min(left, 0.03))
+                if not events and not silent:
+                    return
+                for key, _ in events:
+                    silent.discard(key.data.rank)
+                    if not key.data.stacks.drain():
+                        selector.unregister(key.fd)
 
     def _collect_exits(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
@@ -180,36 +267,18 @@ class Crew:
             for rank in self.ranks:
                 if rank.alive:
                     selector.register(rank.exit_fd, selectors.EVENT_READ, rank)
+                    # Drained, or a rank that writes to a full pipe would never end.
                     selector.register(rank.output.fd, selectors.EVENT_READ, rank)
             while selector.get_map():
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 for key, _ in events:
-                    _end_or_drain(selector, key)
+                    ended: RankProcess = key.data
+                    if key.fd == ended.exit_fd:
+                        ended.read_exit()
+                        selector.unregister(ended.exit_fd)
+                        if ended.output.fd in selector.get_map():
+                            selector.unregister(ended.output.fd)
+                    elif ended.alive and not ended.output.drain():
+                        selector.unregister(ended.output.fd)
                 if not events:
                     return
-
-
-def _end_or_drain(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    rank: RankProcess = key.data
-    if key.fd == rank.exit_fd:
-        rank.read_exit()
-        selector.unregister(rank.exit_fd)
-        if rank.output.fd in selector.get_map():
-            selector.unregister(rank.output.fd)
-    elif rank.alive and not rank.output.drain():
-        selector.unregister(rank.output.fd)
-
-
-def _read_stacks(
-    selector: selectors.BaseSelector, silent: set[int], limit_s: float
-) -> None:
-    deadline = time.monotonic() + limit_s
-    while (left := deadline - time.monotonic()) > 0:
-        # All have begun to write: a short silence means that they have finished.
-        events = selector.select(left if silent else min(left, 0.03))
-        if not events and not silent:
-            return
-        for key, _ in events:
-            silent.discard(key.data.rank)
-            if not key.data.stacks.drain():
-                selector.unregister(key.fd)

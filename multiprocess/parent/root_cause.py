@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from .. import linux
-from ..desync import find_dissenter
+from ..errors import WorldFailure
 from ..messages import Kind, Reply
 from ..outcomes import RankOutcome, RankState
+from ..report import find_odd_rank
 from .watch import Fact
 
 _LOST_PEER = re.compile(
@@ -36,12 +38,24 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     if root is None:
         return tuple(first), None
     if waits_in_collective(first[root].stacks):  # as all that hang: who is the odd one?
-        found = find_dissenter({o.rank: o.collectives for o in first})
+        found = find_odd_rank({o.rank: o.collectives for o in first})
         if found is not None and first[found[0]].state is RankState.HUNG:
             root, how = found
             message = f"{first[root].message}: {how}"
             first[root] = replace(first[root], message=message)
     return tuple(_as_victim(o, first[root]) for o in first), root
+
+
+def outcomes_or_raise(facts: Sequence[Fact]) -> tuple[RankOutcome, ...]:
+    """Judge one call; return every rank's outcome if all ranks returned.
+
+    Raises:
+        WorldFailure: They did not.
+    """
+    outcomes, root = outcomes_of(facts)
+    if root is not None:
+        raise WorldFailure(outcomes, outcomes[root])
+    return outcomes
 
 
 def waits_in_collective(stacks: str) -> bool:
@@ -74,18 +88,38 @@ def _outcome(fact: Fact) -> RankOutcome:
     )
     if fact.reply is not None:
         return _answered(blank, fact.reply)
-    if fact.exit_code is not None:
-        return _ended(blank, fact.exit_code)
-    return _unanswered(blank, fact)
+    code = fact.exit_code
+    if code is not None and code < 0:
+        name = linux.signal_name(-code)
+        return replace(blank, state=RankState.KILLED, signal=name, message=name)
+    if code is not None:
+        message = f"exit code {code}"
+        return replace(blank, state=RankState.EXITED, exit_code=code, message=message)
+    what = "still running"
+    if fact.stopped:
+        what = "stopped by a signal"
+    elif waits_in_collective(fact.stacks):
+        what = "waiting in a collective"
+    return replace(
+        blank,
+        state=RankState.HUNG,
+        signal="SIGSTOP" if fact.stopped else None,
+        message=f"{what} after {fact.waited_s:.1f} s",
+    )
 
 
 def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
     blank = replace(blank, ended_at_s=reply.ended_at_s)
     if reply.kind is Kind.RAISED:
+        exception = None
+        if reply.exception is not None:
+            # Its type, text and traceback have come as text.
+            with suppress(Exception):
+                exception = pickle.loads(reply.exception)
         return replace(
             blank,
             state=RankState.RAISED,
-            exception=_exception(reply.exception),
+            exception=exception,
             error_type=reply.error_type,
             message=reply.message,
             traceback=reply.traceback,
@@ -100,39 +134,6 @@ def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
             message=f"the result cannot be unpickled in the parent: {error}",
         )
     return replace(blank, value=value)
-
-
-def _exception(pickled: bytes | None) -> BaseException | None:
-    if pickled is None:
-        return None
-    try:
-        found = pickle.loads(pickled)
-    except Exception:  # its type, text and traceback have come as text
-        return None
-    return found if isinstance(found, BaseException) else None
-
-
-def _ended(blank: RankOutcome, code: int) -> RankOutcome:
-    if code < 0:
-        name = linux.signal_name(-code)
-        return replace(blank, state=RankState.KILLED, signal=name, message=name)
-    return replace(
-        blank, state=RankState.EXITED, exit_code=code, message=f"exit code {code}"
-    )
-
-
-def _unanswered(blank: RankOutcome, fact: Fact) -> RankOutcome:
-    what = "still running"
-    if fact.stopped:
-        what = "stopped by a signal"
-    elif waits_in_collective(fact.stacks):
-        what = "waiting in a collective"
-    return replace(
-        blank,
-        state=RankState.HUNG,
-        signal="SIGSTOP" if fact.stopped else None,
-        message=f"{what} after {fact.waited_s:.1f} s",
-    )
 
 
 def _root(outcomes: Sequence[RankOutcome]) -> int | None:

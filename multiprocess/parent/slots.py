@@ -24,14 +24,14 @@ from ..errors import HarnessError
 _POLL_S = 0.01
 
 SLOTS_VARIABLE = "GRADPARITY_CPU_SLOTS"
-"""Environment variable: CPU slots of this machine; 0 switches the broker off."""
+"""Environment variable: CPU slots of this machine; 0 switches them off."""
 
 _RANKS_PER_CORE = 4
 """Ranks of tests mostly wait for each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broker:
+class SlotPool:
     """Hands out named slots; every process with the same folder shares them."""
 
     names: Sequence[str]
@@ -47,7 +47,7 @@ class Broker:
     """What else the caller can do when other runs keep the slots."""
 
     @contextlib.contextmanager
-    def slots(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
+    def hold(self, wanted: int, limit_s: float = 600.0) -> Iterator[tuple[str, ...]]:
         """Hold ``wanted`` slots, or all where there are fewer.
 
         Args:
@@ -125,28 +125,28 @@ class Broker:
         )
 
 
-def cpu_broker() -> Broker:
-    """Return the broker of this machine's CPU slots.
+def cpu_slots() -> SlotPool:
+    """Return this machine's CPU slots.
 
     They make runs quicker, not right: a full disk or a home that cannot be written
     costs the slots and no test.
     """
     count = int(os.environ.get(SLOTS_VARIABLE, _cores() * _RANKS_PER_CORE))
-    return Broker(
+    return SlotPool(
         names=[f"cpu{index}" for index in range(count)],
         optional=True,
         way_out=f"do without slots by {SLOTS_VARIABLE}=0",
     )
 
 
-def gpu_broker(visible: Sequence[str]) -> Broker:
-    """Return the broker of the GPUs that the caller may use.
+def gpu_slots(visible: Sequence[str]) -> SlotPool:
+    """Return the slots of the GPUs that the caller may use.
 
     Args:
         visible: Their names, as in ``CUDA_VISIBLE_DEVICES``: a slot is a device, not a
             position in anybody's list.
     """
-    return Broker(
+    return SlotPool(
         names=[f"gpu-{name}" for name in visible],
         way_out="choose free devices by CUDA_VISIBLE_DEVICES",
     )

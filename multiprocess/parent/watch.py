@@ -15,8 +15,8 @@ from typing import Protocol
 
 from .. import linux
 from ..messages import Kind, Reply
-from ..rank import trail
-from .rank_processes import Crew, RankProcess
+from ..outcomes import Collective
+from .rank_processes import RankProcess, RankProcesses
 
 _CRASH_GRACE_S = 0.25
 """Less than for an exception: who talked to the dead learns of it at once."""
@@ -45,27 +45,31 @@ class Fact:
     stopped: bool = False
     waited_s: float = 0.0
     stacks: str = ""
-    collectives: tuple[trail.Collective, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     output: str = ""
 
 
-class Others(Protocol):
+class OtherRanks(Protocol):
     """The ranks of this world that other processes look after."""
 
     def failed(self) -> bool:
         """Whether one of them has failed."""
 
-    def tell(self) -> None:
+    def report_fault(self) -> None:
         """Have them know that one of ours has failed."""
 
 
 class Watch:
-    """Observes one call on a crew."""
+    """Observes one call on the ranks of a world."""
 
     def __init__(
-        self, crew: Crew, limit_s: float, grace_s: float, others: Others | None = None
+        self,
+        processes: RankProcesses,
+        limit_s: float,
+        grace_s: float,
+        others: OtherRanks | None = None,
     ) -> None:
-        self._crew = crew
+        self._processes = processes
         self._others = others
         self._began = time.monotonic()
         self._until = self._began + limit_s
@@ -73,7 +77,7 @@ class Watch:
         self._replies: dict[int, Reply] = {}
         self._stopped: set[int] = set()
         self._selector = selectors.DefaultSelector()
-        for rank in crew.ranks:
+        for rank in processes.ranks:
             for fd in (rank.sock.fileno(), rank.exit_fd, rank.output.fd):
                 self._selector.register(fd, selectors.EVENT_READ, rank)
 
@@ -86,8 +90,8 @@ class Watch:
             self._stopped = {
                 rank.rank for rank in left if linux.process_state(rank.pid) == "T"
             }
-            self._crew.dump_stacks(left)
-        return tuple(self._fact(rank) for rank in self._crew.ranks)
+            self._processes.dump_stacks(left)
+        return tuple(self._fact(rank) for rank in self._processes.ranks)
 
     def _wait(self) -> None:
         while self._unfinished():
@@ -125,7 +129,7 @@ class Watch:
     def _fault(self, grace_s: float) -> None:
         self._end_by(grace_s)
         if self._others is not None:
-            self._others.tell()
+            self._others.report_fault()
 
     def _end_by(self, grace_s: float) -> None:
         self._until = min(self._until, time.monotonic() + grace_s)
@@ -133,7 +137,7 @@ class Watch:
     def _unfinished(self) -> list[RankProcess]:
         return [
             rank
-            for rank in self._crew.ranks
+            for rank in self._processes.ranks
             if rank.alive and rank.rank not in self._replies
         ]
 
@@ -148,7 +152,7 @@ class Watch:
             stopped=rank.rank in self._stopped,
             waited_s=time.monotonic() - self._began,
             stacks=_without_harness(rank.stacks.take()),
-            collectives=self._crew.collectives(rank.rank),
+            collectives=self._processes.collectives(rank.rank),
             output=rank.output.take(),
         )
 

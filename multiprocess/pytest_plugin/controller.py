@@ -17,21 +17,20 @@ from _pytest._code.code import (
 )
 from _pytest.fixtures import resolve_fixture_function
 
-from .. import pickling
 from ..environment import unsupported
 from ..errors import WorldFailure
-from ..messages import NO_TERMINAL
+from ..messages import NO_TERMINAL, pickled
 from ..outcomes import RankOutcome
 from ..spec import CallOptions, WorldSpec
 from .remote import (
-    STAND_INS,
-    Agreed,
+    PER_RANK_FIXTURES,
+    AgreedOutcome,
     Body,
+    PerRankFixture,
     RankFixture,
     RankRequest,
-    StandIn,
     WorldArgument,
-    is_special,
+    is_outcome_exception,
     run_body,
 )
 from .runner import Runner, UnsuitableWorld
@@ -61,9 +60,9 @@ def prepare(item: pytest.Item) -> None:
             pytrace=False,
         )
     if hasattr(item.obj, "hypothesis"):
-        from .hypothesis import relax
+        from .hypothesis import adapt_settings
 
-        relax(item.obj)
+        adapt_settings(item.obj)
 
 
 def rank_fixture(
@@ -153,11 +152,11 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         raise _for_pytest(failure) from None
     _show_output(outcomes)
     for outcome in outcomes:
-        if isinstance(outcome.value, Agreed):
-            _leave(outcome.value)
+        if isinstance(outcome.value, AgreedOutcome):
+            _raise_agreed(outcome.value)
 
 
-def _leave(agreed: Agreed) -> NoReturn:
+def _raise_agreed(agreed: AgreedOutcome) -> NoReturn:
     __tracebackhide__ = True
     if agreed.kind == "Skipped":
         pytest.skip(agreed.reason)
@@ -178,7 +177,7 @@ def _for_pytest(failure: WorldFailure) -> BaseException:
 
 
 def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
-    if not any(is_special(outcome.error_type) for outcome in outcomes):
+    if not any(is_outcome_exception(outcome.error_type) for outcome in outcomes):
         return ""
     lines = [f"  {outcome.headline}" for outcome in outcomes]
     return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])
@@ -193,8 +192,8 @@ def _show_output(outcomes: tuple[RankOutcome, ...]) -> None:
 def _sendable(name: str, value: Any) -> Any:
     if isinstance(value, RankFixture | WorldArgument):
         return value
-    if name in STAND_INS:
-        return StandIn(name)
+    if name in PER_RANK_FIXTURES:
+        return PerRankFixture(name)
     return value
 
 
@@ -202,9 +201,9 @@ def _check_travels(body: Body) -> None:
     for name, value in body.arguments.items():
         if name in _PARENT_ONLY:
             _refuse_fixture(name, "belongs to the parent")
-        if not isinstance(value, RankFixture | WorldArgument | StandIn):
+        if not isinstance(value, RankFixture | WorldArgument | PerRankFixture):
             try:
-                pickling.dumps(value)
+                pickled(value)
             except Exception as error:
                 _refuse_fixture(name, f"cannot be pickled: {error}")
 

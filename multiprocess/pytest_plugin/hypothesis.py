@@ -11,10 +11,8 @@ from typing import Any, NoReturn
 
 import hypothesis
 
-from ..environment import on_torchrun
 
-
-def relax(test: Any) -> None:
+def adapt_settings(test: Any) -> None:
     """Adapt a test's settings to a world."""
     owner = getattr(test, "__func__", test)
     own = getattr(owner, "_hypothesis_internal_use_settings", None)
@@ -22,9 +20,6 @@ def relax(test: Any) -> None:
     fixtures = hypothesis.HealthCheck.function_scoped_fixture
     owner._hypothesis_internal_use_settings = hypothesis.settings(
         settings,
-        # Under torchrun each rank draws: the same, if nothing is left to chance.
-        derandomize=on_torchrun() or settings.derandomize,
-        database=None if on_torchrun() else settings.database,
         # A world that is rebuilt after a failure would count as a slow example.
         deadline=None,
         # Fixtures that ask for `world` are evaluated for each example.

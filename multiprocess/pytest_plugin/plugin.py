@@ -6,68 +6,74 @@ what runs worlds is imported when the first test asks for one.
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest.config import create_terminal_writer
 
-from ..environment import is_reporter, on_torchrun, opened
-from .marks import MARKER_HELP, sizes_of, spec_of
-from .session_fork import TorchWatch, mode
+from ..environment import needs_agent
+from ..spec import WorldSpec
+from .session_fork import TorchImportHook, mode, open_targets
 
 if TYPE_CHECKING:
-    from ..spec import WorldSpec
+    from ..elastic.agent import Agent
     from .runner import Runner
 
+MARKER_HELP = (
+    "world(size=2, backend='gloo', device='cpu', isolation='pool', timeout_s=60): "
+    "run the test's body on every rank of a world; size may be a list of sizes"
+)
+
+DEFAULT_SIZE = 2
+
 _MARK = "world"
+_ALLOWED = frozenset(field.name for field in fields(WorldSpec))
 _RUNNER = pytest.StashKey["Runner"]()
-_NOWHERE = pytest.StashKey[IO[str]]()
 _SPEC = pytest.StashKey["WorldSpec"]()
-_WATCH = pytest.StashKey[TorchWatch]()
-_OPENED = opened()
+_TORCH_HOOK = pytest.StashKey[TorchImportHook]()
+_AGENT: pytest.StashKey[Agent] = pytest.StashKey()
+_EXIT_CODE = pytest.StashKey[int]()
+_OPENED = open_targets()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Under torchrun rank 0 runs the session, and the others look after their ranks."""
+    if not needs_agent():
+        return None
+    from .runner import follow, lead
+
+    if os.environ["RANK"] != "0":
+        return follow()
+    config.stash[_AGENT] = lead()
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; under torchrun let rank 0 alone report."""
+    """Register the marker."""
     config.addinivalue_line("markers", MARKER_HELP)
     try:
         mode()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[_WATCH] = TorchWatch(_OPENED)
-    if not is_reporter():
-        config.option.xmlpath = None  # one JUnit file
+    config.stash[_TORCH_HOOK] = TorchImportHook(_OPENED)
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Silence the ranks that do not report."""
-    if not is_reporter():
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            nowhere = session.config.stash[_NOWHERE] = open(os.devnull, "w")
-            reporter._tw = create_terminal_writer(session.config, nowhere)
-
-
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
-    """Largest worlds first under xdist; under torchrun, ordinary tests on one rank."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Largest worlds first under xdist."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_size, reverse=True)
-    if not is_reporter():
-        ordinary = [item for item in items if not item.get_closest_marker(_MARK)]
-        items[:] = [item for item in items if item.get_closest_marker(_MARK)]
-        config.hook.pytest_deselected(items=ordinary)
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A rank that was left without tests has not failed."""
-    if not is_reporter() and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = pytest.ExitCode.OK
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the exit code for the other processes of torchrun."""
+    session.config.stash[_EXIT_CODE] = int(session.exitstatus)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -93,8 +99,9 @@ def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
     """Have the import of torch, by this module or a later one, serve the ranks too."""
-    if not (parent.config.option.collectonly or on_torchrun()):
-        parent.config.stash[_WATCH].look_at(module_path)
+    config = parent.config
+    if not (config.option.collectonly or _AGENT in config.stash):
+        config.stash[_TORCH_HOOK].watch_module(module_path)
     return None  # pytest makes it
 
 
@@ -112,12 +119,13 @@ def world(request: pytest.FixtureRequest) -> Any:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare for the worlds to come, while pytest goes on."""
+    config = session.config
     worlds = any(item.get_closest_marker(_MARK) for item in session.items)
-    if session.config.option.collectonly or not worlds:
-        session.config.stash[_WATCH].stop()
+    if config.option.collectonly or not worlds:
+        config.stash[_TORCH_HOOK].stop()
     else:
-        session.config.stash[_WATCH].stop(expected=not on_torchrun())
-        _runner(session.config).expect()
+        config.stash[_TORCH_HOOK].stop(expected=_AGENT not in config.stash)
+        _runner(config).expect()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -179,10 +187,14 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End all ranks, also when no test was run."""
     _close_runner(config)
-    if _WATCH in config.stash:
-        config.stash[_WATCH].stop()  # a later session here may have other modules
-    if _NOWHERE in config.stash:
-        config.stash[_NOWHERE].close()
+    if _TORCH_HOOK in config.stash:
+        config.stash[_TORCH_HOOK].stop()  # a later session here has other modules
+    if _AGENT in config.stash:
+        from .runner import finish
+
+        # As late as can be: torchrun ends this process when another has ended.
+        finish(config.stash[_AGENT], config.stash.get(_EXIT_CODE, 0))
+        del config.stash[_AGENT]
 
 
 def _close_runner(config: pytest.Config) -> None:
@@ -193,9 +205,10 @@ def _close_runner(config: pytest.Config) -> None:
 
 def _runner(config: pytest.Config) -> Runner:
     if _RUNNER not in config.stash:
-        from .runner import default_runner
+        from .runner import AgentRunner, PoolRunner
 
-        config.stash[_RUNNER] = default_runner()
+        agent = config.stash.get(_AGENT, None)
+        config.stash[_RUNNER] = PoolRunner() if agent is None else AgentRunner(agent)
     return config.stash[_RUNNER]
 
 
@@ -215,3 +228,33 @@ def _spec(item: pytest.Item) -> WorldSpec:
         assert marker is not None
         item.stash[_SPEC] = spec_of(_size(item), marker.kwargs)
     return item.stash[_SPEC]
+
+
+def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[int]:
+    """Return the world sizes that a marker asks for.
+
+    Raises:
+        TypeError: More than one positional argument.
+    """
+    if len(args) > 1 or (args and "size" in settings):
+        raise TypeError("@pytest.mark.world takes one size; name the other settings")
+    size = args[0] if args else settings.get("size", DEFAULT_SIZE)
+    return list(size) if isinstance(size, list | tuple) else [size]
+
+
+def spec_of(size: int, settings: Mapping[str, Any]) -> WorldSpec:
+    """Return what a marker asks for at one size.
+
+    Raises:
+        TypeError: A setting that does not exist.
+        ValueError: A setting with a wrong value.
+    """
+    unknown = sorted(set(settings) - _ALLOWED)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], _ALLOWED, n=1)
+        raise TypeError(
+            f"@pytest.mark.world has no setting {', '.join(unknown)}; "
+            + "".join(f"did you mean {name}? " for name in close)
+            + f"It has {', '.join(sorted(_ALLOWED))}"
+        )
+    return WorldSpec(**{**settings, "size": size})

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..rank.world import World, current_world
 
-AGREE_S = 0.7
+_AGREE_S = 0.7
 """How long a rank that skips waits for the others to do so too."""
 
 
@@ -45,7 +45,7 @@ class RankRequest:
 
 
 @dataclass(frozen=True)
-class StandIn:
+class PerRankFixture:
     """A fixture of pytest's that every rank gets one of its own of."""
 
     name: str
@@ -64,7 +64,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class AgreedOutcome:
     """All ranks left the test in the same special way: skip, xfail, unsatisfied."""
 
     kind: str
@@ -74,7 +74,7 @@ class Agreed:
     """Its text."""
 
 
-def run_body(body: Body) -> Agreed | None:
+def run_body(body: Body) -> AgreedOutcome | None:
     """Run a test's body on this rank."""
     world = current_world()
     with contextlib.ExitStack() as stack:
@@ -85,14 +85,14 @@ def run_body(body: Body) -> Agreed | None:
                 resolver.value(fixture)
             arguments = {n: resolver.value(v) for n, v in body.arguments.items()}
             body.fn(*body.args, **arguments)
-        except _special() as special:
+        except _outcome_exceptions() as special:
             if not _all_agree(world, special):
                 raise
-            return Agreed(type(special).__name__, str(special))
+            return AgreedOutcome(type(special).__name__, str(special))
     return None
 
 
-def is_special(error_type: str | None) -> bool:
+def is_outcome_exception(error_type: str | None) -> bool:
     """Whether an exception, named by its type, is no failure by itself."""
     return (error_type or "").rpartition(".")[2] in (
         "Skipped",
@@ -113,14 +113,14 @@ class _Resolver:
         """Return the argument for one sent value."""
         if isinstance(sent, WorldArgument):
             return self._world
-        if isinstance(sent, StandIn):
-            return self._once(sent, lambda: _STAND_INS[sent.name](self._stack))
+        if isinstance(sent, PerRankFixture):
+            return self._once(sent, lambda: _PER_RANK_FIXTURES[sent.name](self._stack))
         if isinstance(sent, RankFixture):
             return self._once(sent, lambda: self._evaluate(sent))
         return sent
 
     def _once(self, sent: Any, make: Callable[[], Any]) -> Any:
-        key: Any = sent.name if isinstance(sent, StandIn) else id(sent)
+        key: Any = sent.name if isinstance(sent, PerRankFixture) else id(sent)
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -185,12 +185,12 @@ def _monkeypatch(stack: contextlib.ExitStack) -> Any:
     return stack.enter_context(pytest.MonkeyPatch.context())
 
 
-_STAND_INS: dict[str, Callable[[contextlib.ExitStack], Any]] = {
+_PER_RANK_FIXTURES: dict[str, Callable[[contextlib.ExitStack], Any]] = {
     "capsys": _capture,
     "monkeypatch": _monkeypatch,
 }
 
-STAND_INS = frozenset(_STAND_INS)
+PER_RANK_FIXTURES = frozenset(_PER_RANK_FIXTURES)
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def _filters(filters: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _special() -> tuple[type[BaseException], ...]:
+def _outcome_exceptions() -> tuple[type[BaseException], ...]:
     pytest = sys.modules.get("pytest")
     found: list[type[BaseException]] = []
     if pytest is not None:
@@ -220,7 +220,7 @@ def _all_agree(world: World, special: BaseException) -> bool:
 
     kind = type(special).__name__
     world.store.set(f"special/{world.rank}", kind)
-    deadline = time.monotonic() + AGREE_S
+    deadline = time.monotonic() + _AGREE_S
     for rank in range(world.size):
         left_s = max(0.01, deadline - time.monotonic())
         try:

@@ -1,24 +1,26 @@
-"""Where a test's body runs: on a pool of clusters, or on the ranks of torchrun."""
+"""Where a test's body runs: on a pool of clusters, or on torchrun's ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import pytest
+
 from ..cluster import Cluster
-from ..environment import on_torchrun, unsupported
+from ..environment import unsupported
+from ..errors import HarnessError
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
-from ..parent.slots import cpu_broker, gpu_broker, visible_gpus
+from ..parent.slots import cpu_slots, gpu_slots, visible_gpus
 from ..spec import CallOptions, WorldSpec
-from .marks import kind_of
 
 if TYPE_CHECKING:
-    from ..torchrun import TorchrunCluster
+    from ..elastic.agent import Agent, AgentCluster
 
 _MOST_IDLE_RANKS = 16
 
@@ -42,37 +44,35 @@ class Runner(Protocol):
         """End all ranks that this runner started."""
 
 
-class TorchrunRunner:
-    """Runs on the ranks that torchrun made; other sizes are no failure, but a skip."""
+class AgentRunner:
+    """Runs on the ranks that torchrun's agents have; larger worlds are skipped."""
 
-    def __init__(self) -> None:
-        self._cluster: TorchrunCluster | None = None
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._clusters: dict[WorldSpec, AgentCluster] = {}
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
-        made = int(os.environ["WORLD_SIZE"])
-        if spec.size != made:
+        made = self._agent.size
+        if spec.size > made:
             raise UnsuitableWorld(f"needs {spec.size} ranks, torchrun made {made}")
-        if self._cluster is None:
-            from ..torchrun import TorchrunCluster
+        from ..elastic.agent import AgentCluster, Ended
 
-            self._cluster = TorchrunCluster(backend=spec.backend, device=spec.device)
-        if (spec.backend, spec.device) != (
-            self._cluster.spec.backend,
-            self._cluster.spec.device,
-        ):
-            raise UnsuitableWorld("torchrun's ranks already use another backend")
-        return self._cluster.submit(options, fn, *args)
+        kind = _kind_of(spec)
+        if kind not in self._clusters:
+            self._clusters[kind] = AgentCluster(self._agent, kind)
+        try:
+            return self._clusters[kind].submit(options, fn, *args)
+        except (Ended, HarnessError) as error:  # no world can be had any more
+            pytest.exit(f"{error}", returncode=3)
 
     def expect(self) -> None:
-        """Do nothing: the ranks are there."""
+        """Do nothing: the agents have begun to."""
 
     def close(self) -> None:
-        """Leave the process group."""
-        if self._cluster is not None:
-            self._cluster.close()
+        """Do nothing: the ranks end with their agents."""
 
 
 class PoolRunner:
@@ -86,11 +86,11 @@ class PoolRunner:
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
         with contextlib.ExitStack() as held:
-            held.enter_context(cpu_broker().slots(spec.size))
+            held.enter_context(cpu_slots().hold(spec.size))
             if spec.device == "cuda":
                 names = held.enter_context(_gpus(spec))
                 spec = replace(spec, visible_devices=names)
-            return self._cluster(kind_of(spec)).submit(options, fn, *args)
+            return self._cluster(_kind_of(spec)).submit(options, fn, *args)
 
     def expect(self) -> None:
         """Have the forkserver import torch while the session goes on."""
@@ -119,9 +119,42 @@ def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
     wanted = 1 if spec.share_devices else spec.size
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
-    return gpu_broker(visible).slots(wanted)
+    return gpu_slots(visible).hold(wanted)
 
 
-def default_runner() -> Runner:
-    """Return the runner that this process's surroundings ask for."""
-    return TorchrunRunner() if on_torchrun() else PoolRunner()
+def _kind_of(spec: WorldSpec) -> WorldSpec:
+    """Return the spec without what may differ between calls on one cluster."""
+    return replace(spec, timeout_s=60.0, isolation="pool")
+
+
+def lead() -> Agent:
+    """Be the agent of rank 0, whose session this is; :func:`finish` ends that."""
+    from ..elastic.agent import Agent
+
+    return Agent().__enter__()
+
+
+def follow() -> int:
+    """Look after this process's ranks for rank 0's session; return the exit code."""
+    from ..elastic.agent import Agent, Ended
+
+    with Agent() as agent:
+        try:
+            return agent.follow()
+        except HarnessError as error:
+            print(f"gradparity: rank {agent.rank}: {error}", file=sys.stderr)
+        except Ended as ended:
+            if not agent.stands_in():
+                return agent.wait_for_the_end()
+            print(f"gradparity: {ended}", file=sys.stderr)
+            agent.reported()
+        except KeyboardInterrupt:
+            return int(pytest.ExitCode.INTERRUPTED)
+    return int(pytest.ExitCode.INTERNAL_ERROR)
+
+
+def finish(agent: Agent, code: int) -> None:
+    """End the session's ranks and let the other agents go."""
+    with agent, contextlib.suppress(HarnessError):  # torchrun's own agent may be gone
+        agent.reported()
+        agent.finish(code)

@@ -1,4 +1,4 @@
-"""Import in a rank the modules whose asserts pytest rewrote in the parent, likewise.
+"""A rank imports with pytest's assert the modules that the parent imported so.
 
 Without this a failing assert on a rank would say "AssertionError" and no numbers, and a
 test module that only pytest knows how to find could not be imported at all.
@@ -20,7 +20,12 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path)
         tree = ast.parse(source, filename=self.path)
-        _rewrite(tree, source, self.path)
+        try:
+            from _pytest.assertion.rewrite import rewrite_asserts
+        except ImportError:
+            pass  # plain asserts do
+        else:
+            rewrite_asserts(tree, source, self.path)
         code: CodeType = compile(tree, self.path, "exec", dont_inherit=True)
         return code
 
@@ -47,16 +52,35 @@ class _Finder:
 _finder = _Finder()
 
 
-def take_modules(files: Mapping[str, str]) -> None:
-    """From now on import these modules from these files, with pytest's assert."""
+def import_rewritten(files: Mapping[str, str]) -> None:
+    """In a rank: import these modules from these files, with pytest's assert."""
     _finder.files = files
     if files and _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
-def _rewrite(tree: ast.Module, source: bytes, path: str) -> None:
-    try:
-        from _pytest.assertion.rewrite import rewrite_asserts
-    except ImportError:
-        return  # plain asserts do
-    rewrite_asserts(tree, source, path)
+_rewritten: dict[str, str] = {}
+_seen_modules: tuple[object, ...] = ()
+"""How many modules there were, and the latest one, when they were looked through."""
+
+
+def rewritten_modules() -> dict[str, str]:
+    """In the parent: return the modules that pytest has rewritten, name to file."""
+    global _seen_modules, _rewritten
+    # Asked before each call: looking through some thousand modules takes longer than a
+    # call, so they are only when one has been added.
+    latest = next(reversed(sys.modules.values()))
+    seen = len(sys.modules), id(latest), getattr(latest, "__file__", None)
+    if "_pytest.assertion.rewrite" in sys.modules and _seen_modules != seen:
+        _seen_modules = seen
+        _rewritten = {
+            name: module.__file__
+            for name, module in list(sys.modules.items())
+            if _is_rewritten(module) and module.__file__
+        }
+    return _rewritten
+
+
+def _is_rewritten(module: object) -> bool:
+    loader = getattr(getattr(module, "__spec__", None), "loader", None)
+    return type(loader).__name__ == "AssertionRewritingHook"

@@ -29,7 +29,7 @@ _SETTINGS = (
 Settings = tuple[tuple[str, Any], ...]
 
 
-def settings_here() -> Settings:
+def current_settings() -> Settings:
     """Return how this process is measured; empty when it is not."""
     coverage = sys.modules.get("coverage")
     current = coverage and coverage.Coverage.current()
@@ -40,14 +40,14 @@ def settings_here() -> Settings:
     return tuple(found.items())
 
 
-class Measuring:
-    """Measures one rank as its parent is measured."""
+class RankCoverage:
+    """Coverage of one rank, measured as its parent is."""
 
     def __init__(self) -> None:
         self._settings: Settings = ()
         self._coverage: Any = None
 
-    def follow(self, settings: Settings) -> None:
+    def apply(self, settings: Settings) -> None:
         """Start, go on, or end, as the parent has."""
         if settings == self._settings:
             return

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
-from .trail import TrailWriter
+from .flight_records import RecordWriter
 
 _METHODS = (
     "_allgather_base",
@@ -75,7 +75,7 @@ class _Nesting(threading.local):
     inside = False
 
 
-def install(writer: TrailWriter) -> None:
+def install(writer: RecordWriter) -> None:
     """Note every later collective of this process in ``writer``."""
     nesting = _Nesting()
     for name in _METHODS:
@@ -98,7 +98,7 @@ def _wrap(
     owner: Any,
     name: str,
     group_of: Callable[[tuple[Any, ...], dict[str, Any]], str],
-    writer: TrailWriter,
+    writer: RecordWriter,
     nesting: _Nesting,
 ) -> None:
     wrapped = getattr(owner, name, None)

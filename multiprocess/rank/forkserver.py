@@ -28,7 +28,8 @@ from .. import linux
 from . import worker
 
 RANK_FDS = 5
-"""Descriptors that come with a fork request: messages, output, stacks, store, trail."""
+"""Descriptors that come with a fork request, after the exit pipe: messages, output,
+stacks, store, flight records."""
 
 EXIT_STATUS = struct.Struct("!i")
 """What is written on an exit pipe: exit code, or minus the signal."""

@@ -10,18 +10,16 @@ import dataclasses
 import datetime
 import faulthandler
 import os
+import pickle
 import socket
 import sys
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from .. import linux, pickling, wire
-from ..messages import NO_TERMINAL, Context, Kind, Meeting, Reply, Run, Start
-from . import assert_rewrite as rewriting
-from . import coverage as measuring
-from . import trail
-from .preloads import COSTLY
+from .. import linux, messages
+from ..messages import NO_TERMINAL, Context, Kind, Rendezvous, Reply, Run, Start
+from . import assert_rewrite, coverage, flight_records
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -29,15 +27,46 @@ if TYPE_CHECKING:
     from ..spec import WorldSpec
     from .world import World
 
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    f"{__package__}.flight_recorder",
+    f"{__package__}.global_state",
+    f"{__package__}.world",
+)
+"""What every rank needs: the forkserver imports it once."""
+
+COSTLY = (
+    "_pytest.assertion.rewrite",
+    "coverage",
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+)
+"""What some ranks need and takes long to import: preloaded when the parent has it, or
+when ranks turned out to need it."""
+
+ACKNOWLEDGED_S = 15.0
+"""So long the host of the store may acknowledge nothing before it counts as cut off."""
+
+_CONNECT_S = 60.0
+
 _GROUP_TIMEOUT = datetime.timedelta(hours=2)
-"""Beyond any deadline of the parent: it knows who hangs, the group only who waits."""
+"""Longer than any deadline of the parent: only the parent can tell the rank that hangs
+from those that wait for it."""
 
 _MOST_GROUPS = 48
 """So many process groups are left behind by earlier calls before all are made anew."""
 
-_OUR_FILES = tuple(
-    __file__.replace("rank/worker.py", name)
-    for name in ("rank/worker.py", "pytest_plugin/remote.py", "torchrun.py")
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_OUR_FILES = (
+    __file__,
+    os.path.join(_PACKAGE, "pytest_plugin", "remote.py"),
 )
 """Their frames say nothing about what the function did."""
 
@@ -45,18 +74,43 @@ _FOREIGN_ENVIRONMENT = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
 
 
 def main(
-    sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int, trail_fd: int
+    sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int, records_fd: int
 ) -> int:
     """Live as a rank; return the exit code."""
-    _take_streams(output_fd)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(output_fd)
+    for fd in (1, 2):
+        os.set_inheritable(fd, True)  # children of the rank write there, too
+    sys.stdout = _text_stream(1)
+    sys.stderr = _text_stream(2)
+    # Both write the stacks from C, without the interpreter's lock: of a crash, and on a
+    # signal of the parent, also where native code holds the lock.
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
     sys.breakpointhook = _breakpoint
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(sock, store_fd, trail_fd)
-        while (message := wire.receive(sock)) is not None:
-            wire.send(sock, rank.answer(message))
+        rank = _Rank(store_fd, records_fd)
+        while (message := messages.receive(sock)) is not None:
+            messages.send(sock, rank.answer(message))
     return 0
+
+
+def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
+    """Connect to torchrun's store at ``host``, or be it."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    limit = datetime.timedelta(seconds=_CONNECT_S)
+    before = linux.sockets()
+    store = TCPStore(host, port, is_master=serves, timeout=limit)
+    linux.give_up_unacknowledged(ACKNOWLEDGED_S, kept=before)
+    return PrefixStore(prefix, store)
+
+
+def _text_stream(fd: int) -> Any:
+    return open(
+        fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:
@@ -69,14 +123,13 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
 class _Rank:
     """One rank's state between messages."""
 
-    def __init__(self, sock: socket.socket, store_fd: int, trail_fd: int) -> None:
-        self._sock = sock
+    def __init__(self, store_fd: int, records_fd: int) -> None:
         self._store_fd = store_fd
-        self._trail_fd = trail_fd
+        self._records_fd = records_fd
         self._known = _costly_modules()
         self._groups_made = 0
         self._runs = 0
-        self._measuring = measuring.Measuring()
+        self._coverage = coverage.RankCoverage()
 
     def answer(self, message: Start | Run) -> Reply:
         """Do what the message asks; whatever goes wrong becomes the reply."""
@@ -89,45 +142,60 @@ class _Rank:
         except BaseException as error:
             reply = _raised(error, reusable=False)
         finally:
-            self._measuring.save()
-            _flush()
+            # Before the answer: the parent may kill this process once it has it.
+            self._coverage.save()
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except (ValueError, OSError):
+                    pass  # the function closed it
         return reply
 
     def _join(self, message: Start) -> None:
         import torch
 
-        from . import flight_recorder as recorder
+        from . import flight_recorder
         from . import world as world_module
 
         spec, self._spec, self._rank = message.spec, message.spec, message.rank
-        self._meeting = message.meeting
+        rendezvous = self._rendezvous = message.rendezvous
         self._take(message.context)
-        os.environ.update(_rank_environment(spec, message.rank, self._meeting))
         torch.set_num_threads(spec.threads)
         self._world: World = world_module.World(
             rank=message.rank,
             size=spec.size,
             backend=spec.backend,
-            device=_device(spec, _local_rank(message.rank, self._meeting)),
+            device=_device(
+                spec, message.rank if rendezvous is None else rendezvous.local_rank
+            ),
             seed=spec.seed,
             make_store=lambda: self._open_store(f"run{self._runs}"),
         )
         world_module._set_current(self._world)
-        self._trail = trail.TrailWriter(self._trail_fd, message.rank, spec.size)
-        recorder.install(self._trail)
+        self._records = flight_records.RecordWriter(
+            self._records_fd, message.rank, spec.size
+        )
+        flight_recorder.install(self._records)
         self._make_group()
 
     def _take(self, context: Context) -> None:
-        _take_context(context)
-        self._measuring.follow(context.measured)
+        """Be, from now on, where the parent is: folder, paths, environment."""
+        os.chdir(context.cwd)
+        sys.path[:] = context.path
+        os.environ.clear()
+        os.environ.update(
+            (name, value)
+            for name, value in context.env.items()
+            if not name.startswith(_FOREIGN_ENVIRONMENT)
+        )
+        os.environ.update(_rank_environment(self._spec, self._rank, self._rendezvous))
+        assert_rewrite.import_rewritten(context.modules)
+        self._coverage.apply(context.coverage)
 
     def _open_store(self, prefix: str) -> Store:
-        if self._meeting is not None:
-            from ..elastic import store as mail
-
-            meeting = self._meeting
-            within = f"{meeting.prefix}/{prefix}"
-            return mail.connect(meeting.host, meeting.port, within)
+        if self._rendezvous is not None:
+            meet = self._rendezvous
+            return connect(meet.host, meet.port, f"{meet.prefix}/{prefix}")
         # Public names of torch.distributed, which does not export them to mypy.
         from torch._C._distributed_c10d import FileStore, PrefixStore
 
@@ -153,54 +221,42 @@ class _Rank:
         self._group = dist.group.WORLD
 
     def _run(self, message: Run) -> Reply:
+        import torch.distributed as dist
+
         from .global_state import restored_settings, seed_everything
 
         if message.context is not None:
             self._take(message.context)
-            found = _rank_environment(self._spec, self._rank, self._meeting)
-            os.environ.update(found)
         if message.fresh_group:
             self._make_group()
         self._runs = message.number
-        self._trail.clear()
+        self._records.clear()
         self._world._new_call()
         with restored_settings():
             seed_everything(self._spec.seed)
             try:
-                value = _call(message.payload)
-                reply = _reply(Kind.OK, value=_pickled_result(value))
+                fn, args, kwargs = pickle.loads(message.payload)
+                reply = _reply(Kind.OK, value=_pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
                 reply = _raised(error, reusable=True)
-        return dataclasses.replace(
-            reply,
-            reusable=self._reusable(),
-            imported=tuple(sorted(_costly_modules() - self._known)),
-        )
-
-    def _reusable(self) -> bool:
-        import torch.distributed as dist
-
-        return (
+        reusable = (
             dist.is_initialized()
             and dist.group.WORLD is self._group
             and len(dist.distributed_c10d._world.pg_map) < _MOST_GROUPS
         )
+        imported = tuple(sorted(_costly_modules() - self._known))
+        return dataclasses.replace(reply, reusable=reusable, imported=imported)
 
 
 def _costly_modules() -> frozenset[str]:
     return frozenset(name for name in COSTLY if name in sys.modules)
 
 
-def _call(payload: bytes) -> object:
-    fn, args, kwargs = pickling.loads(payload)
-    return fn(*args, **kwargs)
-
-
 def _pickled_result(value: object) -> bytes:
     from ..errors import NotPicklableError
 
     try:
-        return pickling.dumps(value)
+        return messages.pickled(value)
     except Exception as error:
         kind = type(value).__qualname__
         raise NotPicklableError(
@@ -218,35 +274,29 @@ def _raised(error: BaseException, reusable: bool) -> Reply:
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
+    exception: bytes | None
+    try:
+        exception = messages.pickled(error)
+        pickle.loads(exception)  # many exceptions pickle but do not come back
+    except Exception:  # its type, text and traceback go as text
+        exception = None
+    try:
+        text = str(error)
+    except Exception as worse:
+        text = f"(its text cannot be had: {type(worse).__name__})"
     return _reply(
         Kind.RAISED,
-        exception=_pickled_exception(error),
+        exception=exception,
         error_type=name,
-        message=_encodable(_text(error)),
+        message=_encodable(text),
         traceback=_encodable(_traceback(error)),
         reusable=reusable,
     )
 
 
-def _pickled_exception(error: BaseException) -> bytes | None:
-    try:
-        pickled = pickling.dumps(error)
-        pickling.loads(pickled)  # many exceptions pickle but do not come back
-    except Exception:  # its type, text and traceback go as text
-        return None
-    return pickled
-
-
 def _encodable(text: str) -> str:
     """Without lone surrogates, as in names of files that are no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as worse:
-        return f"(its text cannot be had: {type(worse).__name__})"
 
 
 def _traceback(error: BaseException) -> str:
@@ -259,80 +309,38 @@ def _traceback(error: BaseException) -> str:
         return "".join(traceback.format_tb(frames))
 
 
-def _take_streams(output_fd: int) -> None:
-    os.dup2(output_fd, 1)
-    os.dup2(output_fd, 2)
-    os.close(output_fd)
-    for fd in (1, 2):
-        os.set_inheritable(fd, True)
-    sys.stdout = _text_stream(1)
-    sys.stderr = _text_stream(2)
-
-
-def _text_stream(fd: int) -> Any:
-    return open(
-        fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (ValueError, OSError):
-            pass  # the function closed it
-
-
-def _take_context(context: Context) -> None:
-    os.chdir(context.cwd)
-    sys.path[:] = context.path
-    os.environ.clear()
-    os.environ.update(
-        (name, value)
-        for name, value in context.env.items()
-        if not name.startswith(_FOREIGN_ENVIRONMENT)
-    )
-    rewriting.take_modules(context.modules)
-
-
-def _local_rank(rank: int, meeting: Meeting | None) -> int:
-    return rank if meeting is None else meeting.local_rank
-
-
 def _rank_environment(
-    spec: WorldSpec, rank: int, meeting: Meeting | None
+    spec: WorldSpec, rank: int, rendezvous: Rendezvous | None
 ) -> dict[str, str]:
+    local_rank = rank if rendezvous is None else rendezvous.local_rank
     found = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(_local_rank(rank, meeting)),
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(spec.size),
-        "LOCAL_WORLD_SIZE": str(meeting.local_size if meeting else spec.size),
+        "LOCAL_WORLD_SIZE": str(rendezvous.local_size if rendezvous else spec.size),
     }
     if spec.visible_devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
-    here = meeting is None or meeting.one_host
-    if here and "GLOO_SOCKET_IFNAME" not in os.environ and _has_loopback():
-        found["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+    if rendezvous is None or rendezvous.one_host:
+        loopback = any(name == "lo" for _, name in socket.if_nameindex())
+        if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+            found["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
     return found
 
 
-def _has_loopback() -> bool:
-    return any(name == "lo" for _, name in socket.if_nameindex())
-
-
-def _device(spec: WorldSpec, rank: int) -> Any:
+def _device(spec: WorldSpec, local_rank: int) -> Any:
     import torch
 
     if spec.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise RuntimeError(f"rank {rank} has no CUDA device: none is visible")
-    if rank >= count and not spec.share_devices:
+        raise RuntimeError(f"rank {local_rank} has no CUDA device: none is visible")
+    if local_rank >= count and not spec.share_devices:
         raise RuntimeError(
-            f"rank {rank} has no CUDA device of its own: {count} visible. "
+            f"rank {local_rank} has no CUDA device of its own: {count} visible. "
             "share_devices=True lets ranks with backend gloo share them."
         )
-    device = torch.device("cuda", rank % count)
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device

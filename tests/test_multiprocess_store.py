@@ -12,12 +12,20 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from gradparity.multiprocess import HarnessError
-from gradparity.multiprocess.elastic import store as mail
-from gradparity.multiprocess.elastic.orders import Card, Finish, Order, pack, unpack
+from gradparity.multiprocess.elastic import store as store_module
+from gradparity.multiprocess.elastic.agent import Message
+from gradparity.multiprocess.elastic.local_rank import CallRequest, ContextChange
+from gradparity.multiprocess.elastic.membership import Member
+from gradparity.multiprocess.elastic.store import (
+    SECRET_VARIABLE,
+    SignedStore,
+    pack,
+    unpack,
+)
 from gradparity.multiprocess.messages import Kind, Reply
+from gradparity.multiprocess.outcomes import Collective
 from gradparity.multiprocess.parent.watch import Fact
 from gradparity.multiprocess.rank import worker
-from gradparity.multiprocess.rank.trail import Collective
 from gradparity.multiprocess.spec import CallOptions, WorldSpec
 
 SECRET = "0123456789abcdef"
@@ -33,64 +41,64 @@ class Bomb:
 
 @pytest.fixture(autouse=True)
 def own_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.delenv(mail.SECRET_VARIABLE, raising=False)
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mail._secret.cache_clear()
+    store_module._secret.cache_clear()
     HIT.clear()
     yield
-    mail._secret.cache_clear()
+    store_module._secret.cache_clear()
 
 
 @pytest.mark.parametrize("size", [0, 1, 9 << 20])
 def test_a_value_travels_and_the_last_reader_removes_it(size: int) -> None:
-    store, value = HashStore(), b"x" * size
-    before = store.num_keys()
-    mail.put(store, "key", value)
-    assert mail.read_by_all(store, "key", 2, 0.0) == value
-    assert mail.read_by_all(store, "key", 2, 0.0) == value
-    assert store.num_keys() == before
-    assert mail.read(store, "key", 0.0) is None
+    store, value = SignedStore(HashStore()), b"x" * size
+    before = store.raw.num_keys()
+    store.put("key", value)
+    assert store.read("key", 0.0, readers=2) == value
+    assert store.read("key", 0.0, readers=2) == value
+    assert store.raw.num_keys() == before
+    assert store.read("key", 0.0) is None
 
 
 @pytest.mark.parametrize("count", ["1", "1 ", "1 " + "0" * 64, "-1", "x", ""])
 def test_what_a_stranger_stores_is_refused_unread(count: str) -> None:
-    store = HashStore()
-    store.set("order/1//0", pickle.dumps(Bomb()))  # type: ignore[arg-type]
-    store.set("order/1/", count)
-    with pytest.raises(HarnessError, match=r"order/1/ in .* is not signed"):
-        mail.read(store, "order/1/", 0.0)
+    store = SignedStore(HashStore())
+    store.raw.set("message/1//0", pickle.dumps(Bomb()))  # type: ignore[arg-type]
+    store.raw.set("message/1/", count)
+    with pytest.raises(HarnessError, match=r"message/1/ in .* is not signed"):
+        store.read("message/1/", 0.0)
     assert HIT == []
 
 
 def test_a_value_is_signed_for_its_key_and_its_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store = HashStore()
-    mail.put(store, "order/1/", b"run this")
+    store = SignedStore(HashStore())
+    store.put("message/1/", b"run this")
     for part in ("", "/0"):
-        copied = store.get(f"order/1/{part}")
-        store.set(f"order/2/{part}", copied)  # type: ignore[arg-type]
-    with pytest.raises(HarnessError, match="order/2/"):
-        mail.read(store, "order/2/", 0.0)
+        copied = store.raw.get(f"message/1/{part}")
+        store.raw.set(f"message/2/{part}", copied)  # type: ignore[arg-type]
+    with pytest.raises(HarnessError, match="message/2/"):
+        store.read("message/2/", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    with pytest.raises(HarnessError, match="order/1/"):
-        mail.read(store, "order/1/", 0.0)
+    with pytest.raises(HarnessError, match="message/1/"):
+        store.read("message/1/", 0.0)
 
 
 def test_hosts_with_other_secrets_are_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    store = HashStore()
-    mail.put(store, "card/0", b"hello")
+    store = SignedStore(HashStore())
+    store.put("member/0", b"hello")
     secret = tmp_path / "gradparity" / "secret"
     assert secret.stat().st_mode & 0o777 == 0o600
     assert os.listdir(secret.parent) == ["secret"]
-    mail._secret.cache_clear()
-    assert mail.read(store, "card/0", 0.0) == b"hello"  # by another process of the host
-    mail._secret.cache_clear()
-    monkeypatch.setenv(mail.SECRET_VARIABLE, SECRET)
-    with pytest.raises(HarnessError, match=mail.SECRET_VARIABLE) as caught:
-        mail.read(store, "card/0", 0.0)
+    store_module._secret.cache_clear()
+    assert store.read("member/0", 0.0) == b"hello"  # by another process of the host
+    store_module._secret.cache_clear()
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    with pytest.raises(HarnessError, match=SECRET_VARIABLE) as caught:
+        store.read("member/0", 0.0)
     assert str(secret) in str(caught.value)
 
 
@@ -98,11 +106,11 @@ def test_a_short_secret_and_no_secret_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "gradparity").touch()  # no folder
-    with pytest.raises(HarnessError, match=mail.SECRET_VARIABLE):
-        mail.put(HashStore(), "key", b"")
-    monkeypatch.setenv(mail.SECRET_VARIABLE, SECRET[1:])
+    with pytest.raises(HarnessError, match=SECRET_VARIABLE):
+        SignedStore(HashStore()).put("key", b"")
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET[1:])
     with pytest.raises(HarnessError, match="at least 16 characters"):
-        mail.put(HashStore(), "key", b"")
+        SignedStore(HashStore()).put("key", b"")
 
 
 def raised() -> Reply:
@@ -116,17 +124,19 @@ def raised() -> Reply:
     ("value", "kind"),
     [
         (
-            Order(
+            CallRequest(
                 spec=WorldSpec(size=2, preload=("a", "b")),
                 options=CallOptions(timeout_s=3.0),
                 payload=b"\x80\xff",
                 world=1,
                 fresh_group=False,
+                context=ContextChange(env={"A": "1", "B": None}),
             ),
-            Order | Finish,
+            Message,
         ),
-        (3, Order | Finish),
-        (Card(place="here", pid=1, gpus=0, local_size=2), Card),
+        (3, Message),
+        ([Fact(rank=0), Fact(rank=1, exit_code=3)], Message),
+        (Member(place="here", pid=1, gpus=0, local_size=2), Member),
         (
             Fact(
                 rank=1,
@@ -145,7 +155,7 @@ def test_what_is_packed_comes_back(value: Any, kind: Any) -> None:
     assert unpack(pack(value), kind) == value
 
 
-@pytest.mark.parametrize("kind", [Order | Finish, Card, Fact])
+@pytest.mark.parametrize("kind", [Message, Member, Fact])
 def test_what_is_not_packed_is_refused(kind: Any) -> None:
     for packed in (pickle.dumps(Bomb()), b"", pack(Fact(rank=0))[:-1]):
         with pytest.raises(HarnessError, match="same version"):

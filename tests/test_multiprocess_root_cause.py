@@ -6,9 +6,9 @@ import pytest
 
 from gradparity.multiprocess import RankState, WorldFailure
 from gradparity.multiprocess.messages import Kind, Reply
+from gradparity.multiprocess.outcomes import Collective
 from gradparity.multiprocess.parent.root_cause import outcomes_of, waits_in_collective
 from gradparity.multiprocess.parent.watch import Fact
-from gradparity.multiprocess.rank.trail import Collective
 
 OK, RAISED, EXITED = RankState.OK, RankState.RAISED, RankState.EXITED
 KILLED, HUNG, VICTIM = RankState.KILLED, RankState.HUNG, RankState.VICTIM

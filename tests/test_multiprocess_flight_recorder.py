@@ -11,15 +11,15 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from gradparity.multiprocess import Cluster, WorldFailure, current_world
-from gradparity.multiprocess.desync import find_desync, find_missing
-from gradparity.multiprocess.rank import flight_recorder as recorder
-from gradparity.multiprocess.rank.trail import (
+from gradparity.multiprocess.outcomes import Collective
+from gradparity.multiprocess.rank import flight_recorder
+from gradparity.multiprocess.rank.flight_records import (
     SLOTS,
-    Collective,
-    TrailWriter,
+    RecordWriter,
     create,
     read,
 )
+from gradparity.multiprocess.report import find_desync, find_missing
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_missing_collective_is_named(cluster: Cluster) -> None:
     assert "different numbers of collectives in the default group" in text
     assert "rank 0: 2, the last #2 broadcast float32[4]" in text
     assert "rank 1: 1, the last #1 allreduce float64[2]" in text
-    assert "test_multiprocess_recorder.py:" in text
+    assert "test_multiprocess_flight_recorder.py:" in text
 
 
 def test_different_collectives_are_named(cluster: Cluster) -> None:
@@ -64,8 +64,9 @@ def test_different_collectives_are_named(cluster: Cluster) -> None:
         cluster.run(act, timeout_s=2)
     text = str(caught.value)
     assert "the ranks disagree on collective #1 of the default group:" in text
-    assert "  rank 0: allreduce float32[2], test_multiprocess_recorder.py:" in text
-    assert "  rank 1: allreduce float32[3], test_multiprocess_recorder.py:" in text
+    here = "test_multiprocess_flight_recorder.py:"
+    assert f"  rank 0: allreduce float32[2], {here}" in text
+    assert f"  rank 1: allreduce float32[3], {here}" in text
 
 
 def test_the_line_is_the_callers(cluster: Cluster) -> None:
@@ -81,7 +82,7 @@ def test_the_line_is_the_callers(cluster: Cluster) -> None:
 def test_nothing_is_noted_once_it_is_off(cluster: Cluster) -> None:
     def act() -> Any:
         dist.all_reduce(torch.ones(1))
-        recorder.uninstall()
+        flight_recorder.uninstall()
         mesh = current_world().mesh((2,), ("data",))
         value = torch.ones(1)
         dist.all_reduce(value)
@@ -109,7 +110,7 @@ def test_records_of_earlier_calls_are_forgotten(cluster: Cluster) -> None:
 
 def test_the_ring_keeps_the_last() -> None:
     fd = create(2)
-    writer = TrailWriter(fd, 1, 2)
+    writer = RecordWriter(fd, 1, 2)
     for index in range(SLOTS + 5):
         writer.record("g", f"op{index}", "-", "here" * 100)
     assert [c.op for c in read(fd, 1)] == [f"op{i}" for i in range(5, SLOTS + 5)]
@@ -117,7 +118,7 @@ def test_the_ring_keeps_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trails", "finds"),
+    ("records", "finds"),
     [
         ({0: [call(1)], 1: [call(1)]}, False),
         ({0: [call(1)], 1: [call(1, "broadcast")]}, True),
@@ -127,8 +128,8 @@ def test_the_ring_keeps_the_last() -> None:
         ({0: [call(1), call(2)], 1: [call(1)]}, False),
     ],
 )
-def test_only_a_real_difference_is_a_desync(trails: Any, finds: bool) -> None:
-    assert (find_desync(trails) is not None) is finds
+def test_only_a_real_difference_is_a_desync(records: Any, finds: bool) -> None:
+    assert (find_desync(records) is not None) is finds
 
 
 def test_a_rank_without_collectives_is_missing() -> None:

@@ -10,7 +10,8 @@ import json
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+
+from ..outcomes import Collective
 
 SLOTS = 16
 _SLOT = 256
@@ -19,37 +20,14 @@ _HEAD = 16
 REGION = _HEAD + SLOTS * _SLOT
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective as a rank issued it."""
-
-    group: str
-    """Name of the process group."""
-
-    number: int
-    """Position among this rank's collectives of that group, from 1."""
-
-    op: str
-    """Name of the operation."""
-
-    tensors: str
-    """Type and shape of the first tensor, and how many more there are."""
-
-    where: str
-    """File and line of the caller outside torch."""
-
-    def __str__(self) -> str:
-        return f"#{self.number} {self.op} {self.tensors} in {self.group}, {self.where}"
-
-
 def create(size: int) -> int:
     """Make the memory for ``size`` ranks; return its descriptor."""
-    fd = os.memfd_create("gradparity-trail", os.MFD_CLOEXEC)
+    fd = os.memfd_create("gradparity-flight-records", os.MFD_CLOEXEC)
     os.ftruncate(fd, size * REGION)
     return fd
 
 
-class TrailWriter:
+class RecordWriter:
     """A rank's end."""
 
     def __init__(self, fd: int, rank: int, size: int) -> None:

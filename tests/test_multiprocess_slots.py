@@ -14,40 +14,40 @@ import pytest
 from gradparity.multiprocess import HarnessError
 from gradparity.multiprocess.parent.slots import (
     SLOTS_VARIABLE,
-    Broker,
-    cpu_broker,
-    gpu_broker,
+    SlotPool,
+    cpu_slots,
+    gpu_slots,
     visible_gpus,
 )
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from gradparity.multiprocess.parent.slots import Broker
-with Broker(names=sys.argv[2].split(","), folder=Path(sys.argv[1])).slots(2) as held:
+from gradparity.multiprocess.parent.slots import SlotPool
+with SlotPool(names=sys.argv[2].split(","), folder=Path(sys.argv[1])).hold(2) as held:
     print(*held, flush=True)
     time.sleep(1000)
 """
 
 
-def broker(folder: Path, count: int = 3) -> Broker:
-    return Broker(names=[f"cpu{i}" for i in range(count)], folder=folder)
+def pool(folder: Path, count: int = 3) -> SlotPool:
+    return SlotPool(names=[f"cpu{i}" for i in range(count)], folder=folder)
 
 
 def test_two_worlds_never_hold_the_same_slot(tmp_path: Path) -> None:
-    shared = broker(tmp_path, 4)
-    with shared.slots(2) as first, shared.slots(2) as second:
+    shared = pool(tmp_path, 4)
+    with shared.hold(2) as first, shared.hold(2) as second:
         assert len({*first, *second}) == 4
 
 
 def test_a_large_world_takes_all_and_runs_alone(tmp_path: Path) -> None:
-    shared = broker(tmp_path)
-    with shared.slots(64) as held:
+    shared = pool(tmp_path)
+    with shared.hold(64) as held:
         assert len(held) == 3
         with pytest.raises(HarnessError, match="other runs hold them"):
-            with shared.slots(1, limit_s=0.1):
+            with shared.hold(1, limit_s=0.1):
                 pass
-    with shared.slots(3) as held:
+    with shared.hold(3) as held:
         assert len(held) == 3
 
 
@@ -56,24 +56,24 @@ def test_slots_of_a_killed_process_are_free(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline().split() == ["cpu0", "cpu1"]
-        with broker(tmp_path).slots(1) as held:
+        with pool(tmp_path).hold(1) as held:
             assert held == ("cpu2",)
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-    with broker(tmp_path).slots(3, limit_s=20) as held:
+    with pool(tmp_path).hold(3, limit_s=20) as held:
         assert len(held) == 3
 
 
 def test_worlds_that_need_more_than_half_do_not_block_each_other(
     tmp_path: Path,
 ) -> None:
-    shared = broker(tmp_path)
+    shared = pool(tmp_path)
     inside: list[int] = []
     most: list[int] = []
 
     def work() -> None:
         for _ in range(5):
-            with shared.slots(2, limit_s=60):
+            with shared.hold(2, limit_s=60):
                 inside.append(1)
                 most.append(len(inside))
                 time.sleep(0.002)
@@ -94,9 +94,9 @@ def test_hosts_with_one_home_do_not_share_slots(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(SLOTS_VARIABLE, "2")
     monkeypatch.setattr(socket, "gethostname", lambda: "one")
-    with cpu_broker().slots(2):
+    with cpu_slots().hold(2):
         monkeypatch.setattr(socket, "gethostname", lambda: "two")
-        with cpu_broker().slots(2, limit_s=0.1) as held:
+        with cpu_slots().hold(2, limit_s=0.1) as held:
             assert held == ("cpu0", "cpu1")
 
 
@@ -107,19 +107,21 @@ def test_who_waits_in_vain_is_told_the_way_out(
     monkeypatch.setenv(SLOTS_VARIABLE, "1")
     monkeypatch.setattr(socket, "gethostname", lambda: "one")
     for shared, way_out in (
-        (cpu_broker(), f"{SLOTS_VARIABLE}=0"),
-        (gpu_broker(["7"]), "CUDA_VISIBLE_DEVICES"),
+        (cpu_slots(), f"{SLOTS_VARIABLE}=0"),
+        (gpu_slots(["7"]), "CUDA_VISIBLE_DEVICES"),
     ):
-        with shared.slots(1), pytest.raises(HarnessError) as caught:
-            with shared.slots(1, limit_s=0.1):
+        with shared.hold(1), pytest.raises(HarnessError) as caught:
+            with shared.hold(1, limit_s=0.1):
                 pass
         assert f"fuser -v {tmp_path}/gradparity/slots/one/*.lock" in str(caught.value)
         assert str(caught.value).endswith(f"{way_out}.")
 
 
-def test_no_slots_means_no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_slots_none_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(SLOTS_VARIABLE, "0")
-    with cpu_broker().slots(8) as held:
+    with cpu_slots().hold(8) as held:
         assert held == ()
 
 
@@ -129,10 +131,10 @@ def test_slots_are_a_wish_for_cores_and_a_must_for_gpus(
     no_folder = tmp_path / "file"
     no_folder.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
-    with cpu_broker().slots(2) as held:
+    with cpu_slots().hold(2) as held:
         assert held == ()
     with pytest.raises(HarnessError, match="XDG_CACHE_HOME"):
-        with gpu_broker(["0"]).slots(1):
+        with gpu_slots(["0"]).hold(1):
             pass
 
 
@@ -141,6 +143,6 @@ def test_gpus_are_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_gpus(2) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3")
     assert visible_gpus(8) == ["5", "3"]
-    assert list(gpu_broker(["5", "3"]).names) == ["gpu-5", "gpu-3"]
+    assert list(gpu_slots(["5", "3"]).names) == ["gpu-5", "gpu-3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus(8) == []

@@ -99,14 +99,14 @@ threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 OBSTACLES = """
 import contextlib, ctypes, mmap, os, subprocess, sys, tempfile, threading
-from gradparity.multiprocess.environment import opened
-began = opened()
-from gradparity.multiprocess.pytest_plugin.forkable import Scene, obstacles
-scene = Scene(opened=began)
+from gradparity.multiprocess.pytest_plugin.session_fork import (
+    Snapshot, obstacles, open_targets,
+)
+before = Snapshot(opened=open_targets())
 import torch, torch.distributed as dist
 
 def found(words):
-    text = "; ".join(obstacles(scene))
+    text = "; ".join(obstacles(before))
     assert (words in text) if words else not text, (words, text)
 
 @contextlib.contextmanager

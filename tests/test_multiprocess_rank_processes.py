@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.multiprocess import Cluster, WorldSpec
-from gradparity.multiprocess.parent.rank_processes import Crew
+from gradparity.multiprocess.parent.rank_processes import RankProcesses
 from gradparity.tests.test_multiprocess_cleanup import alive, wait_until_gone
 
 
@@ -17,11 +17,11 @@ def descriptors() -> set[str]:
 
 
 def test_a_second_kill_closes_nothing() -> None:
-    crew = Crew(WorldSpec(size=1))
-    crew.kill()
+    processes = RankProcesses(WorldSpec(size=1))
+    processes.kill()
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]  # its numbers again
     try:
-        crew.kill()
+        processes.kill()
         for fd in others:
             os.fstat(fd)
     finally:
@@ -32,8 +32,8 @@ def test_a_second_kill_closes_nothing() -> None:
 def test_a_rank_that_is_gone_is_not_killed_by_its_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    crew = Crew(WorldSpec(size=1))
-    (pid,) = crew.pids
+    processes = RankProcesses(WorldSpec(size=1))
+    (pid,) = processes.pids
     os.kill(pid, signal.SIGKILL)
     wait_until_gone({pid})
     while Path(f"/proc/{pid}").exists():  # until the forkserver has waited for it
@@ -41,8 +41,8 @@ def test_a_rank_that_is_gone_is_not_killed_by_its_number(
     hit: list[int] = []
     for name in ("kill", "killpg"):
         monkeypatch.setattr(os, name, lambda pid, number: hit.append(pid))
-    crew.dump_stacks(crew.ranks, 0.1)
-    crew.kill()
+    processes.dump_stacks(processes.ranks, 0.1)
+    processes.kill()
     assert hit == []
 
 
