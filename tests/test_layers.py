@@ -62,3 +62,55 @@ def test_arrows(path: Path) -> None:
 )
 def test_a_forbidden_arrow_would_be_seen(source: str, room: str) -> None:
     assert room in set(imported_rooms(source, ROOT / "scaler" / "made_up.py"))
+
+
+# The folders inside multiprocess, and the modules on top of it: who may import whom.
+# What lies on top comes in two kinds: what all folders share, and what a user calls.
+SHARED = {"environment", "errors", "linux", "messages", "outcomes", "report", "spec"}
+FOLDERS = {
+    "rank": SHARED,
+    "parent": SHARED | {"rank"},
+    "cluster": SHARED | {"parent"},
+    "elastic": SHARED | {"cluster", "parent", "rank"},
+    "torchrun": SHARED | {"cluster", "elastic", "parent"},
+    "pytest_plugin": SHARED | {"cluster", "elastic", "parent", "rank"},
+    **dict.fromkeys(SHARED, SHARED),
+}
+MULTIPROCESS = [p for p in MODULES if p.relative_to(ROOT).parts[0] == "multiprocess"]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of ours that ``path`` imports anywhere, by their path below the root."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            home = path.parents[node.level - 1].joinpath(
+                *(node.module or "").split(".")
+            )
+            for module in (home, *(home / alias.name for alias in node.names)):
+                if module.with_suffix(".py").is_file():
+                    found.add(str(module.relative_to(ROOT)))
+    return found
+
+
+@pytest.mark.parametrize("path", MULTIPROCESS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows_inside_multiprocess(path: Path) -> None:
+    own = path.relative_to(ROOT / "multiprocess").parts[0].removesuffix(".py")
+    found = {name.split("/")[1] for name in imports_of(path)}
+    if own != "__init__":  # the face hands on what lies below
+        assert found - {own} <= FOLDERS[own]
+
+
+def test_no_circle_inside_multiprocess() -> None:
+    left = {
+        str(p.relative_to(ROOT).with_suffix("")): imports_of(p) for p in MULTIPROCESS
+    }
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, "modules that import each other, or need those that do"
+
+
+def test_an_import_inside_multiprocess_is_seen() -> None:
+    server = ROOT / "multiprocess" / "rank" / "forkserver.py"
+    assert imports_of(server) == {"multiprocess/linux", "multiprocess/rank/worker"}

@@ -10,7 +10,7 @@ import pytest
 STANDALONE = ("--standalone", "--nproc-per-node", "2")
 
 TESTS = """
-import time
+import os, signal, subprocess, sys, time
 import pytest, torch, torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
@@ -63,6 +63,57 @@ def test_examples_are_the_same_on_all_ranks(world, n):
 @pytest.mark.world(size=3)
 def test_three(world):
     pass
+
+@pytest.mark.world(size=1)
+def test_one(world):
+    assert dist.get_world_size() == 1
+
+@pytest.mark.world(size=2)
+def test_killed(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total(world)
+
+@pytest.mark.world(size=2)
+def test_assert(world):
+    assert [world.rank, 5] == [0, 5]
+
+@pytest.fixture(scope="session")
+def token():
+    return os.urandom(8)
+
+@pytest.fixture
+def changed(tmp_path):
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    os.environ["CHANGED"] = "1"
+    yield tmp_path
+    os.chdir(before)
+    del os.environ["CHANGED"]
+
+@pytest.mark.world(size=2)
+def test_fixtures_run_once_in_the_parent(world, token, changed):
+    assert os.environ["CHANGED"] == "1" and os.getcwd() == str(changed)
+    found = [None, None]
+    dist.all_gather_object(found, token)
+    assert found == [token, token]
+
+@pytest.mark.world(size=2)
+def test_what_changed_is_undone(world):
+    assert "CHANGED" not in os.environ
+
+INNER = '''
+import os, pytest
+@pytest.mark.world(size=2)
+def test_inner(world):
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+'''
+
+def test_a_session_in_a_test_has_ranks_of_its_own(tmp_path):
+    (tmp_path / "test_inner.py").write_text(INNER)
+    command = [sys.executable, "-m", "pytest", "-q", "test_inner.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 @pytest.mark.world(size=2)
 def test_skip(world):
@@ -155,10 +206,12 @@ def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--junitxml=j.xml")
     done = torchrun(tmp_path, *arguments, "test_it.py")
     assert done.returncode != 0
-    assert done.stdout.count("3 failed, 4 passed, 2 skipped") == 1, done.stdout
+    assert done.stdout.count("5 failed, 8 passed, 2 skipped") == 1, done.stdout
     assert "root cause: rank 1: raised ValueError: boo" in done.stdout
     assert "root cause: rank 1: hung, still running" in done.stdout
     assert "root cause: rank 1: hung, waiting in a collective" in done.stdout
+    assert "root cause: rank 1: killed by SIGKILL" in done.stdout
+    assert "assert [1, 5] == [0, 5]" in done.stdout  # pytest's assert, on a rank
     found = {}
     for case in ElementTree.parse(tmp_path / "j.xml").iter("testcase"):
         found[case.get("name")] = [child.tag for child in case]
@@ -166,8 +219,38 @@ def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
         "test_raise",
         "test_hang",
         "test_one_too_many",
+        "test_killed",
+        "test_assert",
     }
     assert found["test_three"] == found["test_skip"] == ["skipped"]
+
+
+AGENT_KILLED = """
+import os, signal
+import pytest
+
+def parent_of(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+
+@pytest.mark.world(size=2)
+def test_the_agent_of_rank_1_is_killed(world):
+    if world.rank == 1:
+        os.kill(parent_of(os.getppid()), signal.SIGKILL)
+    import torch.distributed as dist
+    dist.barrier()
+
+def test_never_reached():
+    pass
+"""
+
+
+def test_a_session_ends_when_another_process_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(AGENT_KILLED)
+    arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "test_it.py")
+    done = torchrun(tmp_path, *arguments)
+    assert done.returncode != 0
+    assert "Exit: rank 1: its process is gone" in done.stdout, done.stdout + done.stderr
+    assert "passed" not in done.stdout
 
 
 @pytest.mark.parametrize(("program", "says"), [(CLOSED, "[0, 1] []"), (AGENTS, "3 []")])
