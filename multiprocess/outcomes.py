@@ -46,7 +46,7 @@ class RankState(enum.Enum):
     """A signal that the harness did not send ended the process."""
 
     HUNG = "hung"
-    """The limit passed and nobody else was to blame."""
+    """The limit passed, and no other rank had failed."""
 
     VICTIM = "victim"
     """Another rank failed first: this one waited for it or lost its connection."""

@@ -49,11 +49,11 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
 
 def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str]:
     records = {outcome.rank: outcome.collectives for outcome in outcomes}
-    parting = find_desync(records)
-    if parting is None and root.state is RankState.HUNG:
-        parting = find_missing(records)
-    if parting is not None:
-        yield from ("", parting)
+    difference = find_desync(records)
+    if difference is None and root.state is RankState.HUNG:
+        difference = find_missing(records)
+    if difference is not None:
+        yield from ("", difference)
     waiting = [o for o in outcomes if not o.ok and o.collectives]
     if waiting:
         yield from ("", "last collectives:")
@@ -63,15 +63,15 @@ def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterat
 
 
 def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
-    told: dict[str, int] = {}
+    shown: dict[str, int] = {}
     for outcome in outcomes:
         yield ""
         yield f"{title}: {outcome.headline}"
         details = _details(outcome)
-        if details and details in told:
-            yield f"  (as rank {told[details]})"
+        if details and details in shown:
+            yield f"  (as rank {shown[details]})"
         else:
-            told[details] = outcome.rank
+            shown[details] = outcome.rank
             yield from _indent(details)
 
 
@@ -119,7 +119,7 @@ def find_desync(records: Records) -> str | None:
 
 
 def find_odd_rank(records: Records) -> tuple[int, str] | None:
-    """Return who issued that collective as the fewest did, and how it differs."""
+    """Return the rank that issued it as the fewest did, and how it differs."""
     calls = _first_difference(records)
     if not calls:
         return None
@@ -137,13 +137,13 @@ def find_odd_rank(records: Records) -> tuple[int, str] | None:
 def find_missing(records: Records) -> str | None:
     """Describe the first collective that only some ranks issued."""
     most: dict[str, dict[int, Collective]] = defaultdict(dict)
-    for rank, trail in records.items():
-        for call in trail:
+    for rank, issued in records.items():
+        for call in issued:
             if call.op not in _TWO_SIDED:
                 most[call.group][rank] = call
     for group, last in sorted(most.items()):
         if group != "the default group" and len(last) < 2:
-            continue  # nobody else is known to be in it
+            continue  # no other rank is known to be in it
         everybody = records if group == "the default group" else last
         numbers = {r: last[r].number if r in last else 0 for r in everybody}
         if len(set(numbers.values())) > 1:
@@ -165,8 +165,8 @@ def _first_difference(records: Records) -> dict[int, Collective]:
 
 def _by_position(records: Records) -> dict[tuple[str, int], dict[int, Collective]]:
     found: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
-    for rank, trail in records.items():
-        for call in trail:
+    for rank, issued in records.items():
+        for call in issued:
             if call.op not in _TWO_SIDED:
                 found[call.group, call.number][rank] = call
     return found

@@ -1,7 +1,7 @@
 """``TorchrunCluster``: a world of torchrun's ranks, for a program that all of them run.
 
 Every process of torchrun makes the same calls in the same order. Each is the agent of
-one rank (:mod:`.elastic.agent`), which is a child of it; rank 0's leads, and tells the
+one rank (:mod:`.elastic.agent`), which is a child of it; rank 0's leads, and sends the
 others what came of each call.
 """
 

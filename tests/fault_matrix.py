@@ -1,4 +1,4 @@
-"""The fault matrix: what rank 1 does wrong, what is told of it, and how soon.
+"""The fault matrix: what rank 1 does wrong, what is reported, and how soon.
 
 The tests hold each row in a world of 3; ``gradparity bench harness`` times it.
 """

@@ -9,13 +9,13 @@ from gradparity.multiprocess.elastic.membership import SILENCE_S, HeartbeatMonit
 
 
 class Store:
-    """Beats of ranks 1 and 2, as the test has them."""
+    """Heartbeats of ranks 1 and 2, as the test has them."""
 
     def __init__(self) -> None:
         self.beats = [0, 0]
 
     def check(self, keys: list[str]) -> bool:
-        return keys == ["beat/1", "beat/2"]
+        return keys == ["heartbeat/1", "heartbeat/2"]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [str(beat).encode() for beat in self.beats]
@@ -30,15 +30,15 @@ class Clock:
         self.store = Store()
         self.monitor = HeartbeatMonitor(cast(Any, self.store), 3)
 
-    def heard(self, *beating: int, seconds: int) -> list[list[int]]:
-        """What is told in each of the next seconds, in which these ranks beat."""
-        told = []
+    def pass_time(self, *beating: int, seconds: int) -> list[list[int]]:
+        """The silent ranks in each of the next seconds, in which ``beating`` beat."""
+        found = []
         for _ in range(seconds):
             self.now += 1.0
             for rank in beating:
                 self.store.beats[rank - 1] += 1
-            told.append(self.monitor.silent())
-        return told
+            found.append(self.monitor.silent())
+        return found
 
 
 @pytest.fixture
@@ -50,31 +50,31 @@ LIMIT = int(SILENCE_S)
 
 
 def test_an_agent_that_beats_is_heard(clock: Clock) -> None:
-    assert not any(clock.heard(1, 2, seconds=3 * LIMIT))
+    assert not any(clock.pass_time(1, 2, seconds=3 * LIMIT))
 
 
 def test_one_that_falls_silent_is_named_after_the_limit(clock: Clock) -> None:
-    clock.heard(1, 2, seconds=5)
-    told = clock.heard(1, seconds=LIMIT + 1)
-    assert told[-1] == [2] and not any(told[:-1])
+    clock.pass_time(1, 2, seconds=5)
+    found = clock.pass_time(1, seconds=LIMIT + 1)
+    assert found[-1] == [2] and not any(found[:-1])
 
 
 def test_those_that_fall_silent_at_once_are_named_together(clock: Clock) -> None:
-    clock.heard(1, 2, seconds=5)
-    clock.heard(1, seconds=3)  # the last beat of rank 1 came through, of rank 2 not
-    told = clock.heard(seconds=LIMIT + 1)
-    assert told[-1] == [1, 2] and not any(told[:-1])
+    clock.pass_time(1, 2, seconds=5)
+    clock.pass_time(1, seconds=3)  # the last beat of rank 1 came through, of rank 2 not
+    found = clock.pass_time(seconds=LIMIT + 1)
+    assert found[-1] == [1, 2] and not any(found[:-1])
 
 
 def test_one_that_was_only_late_is_not_named_with_the_silent(clock: Clock) -> None:
-    clock.heard(1, 2, seconds=5)
-    clock.heard(1, seconds=3)
-    assert not any(clock.heard(seconds=LIMIT - 1))
-    assert clock.heard(1, seconds=1) == [[2]]
+    clock.pass_time(1, 2, seconds=5)
+    clock.pass_time(1, seconds=3)
+    assert not any(clock.pass_time(seconds=LIMIT - 1))
+    assert clock.pass_time(1, seconds=1) == [[2]]
 
 
 def test_a_leader_that_slept_accuses_nobody(clock: Clock) -> None:
-    clock.heard(1, 2, seconds=5)
+    clock.pass_time(1, 2, seconds=5)
     clock.now += 100.0
     assert clock.monitor.silent() == []
-    assert not any(clock.heard(1, 2, seconds=LIMIT))
+    assert not any(clock.pass_time(1, 2, seconds=LIMIT))

@@ -1,4 +1,4 @@
-"""Who failed first: pure functions on made-up facts."""
+"""Which rank failed first: pure functions on made-up facts."""
 
 from dataclasses import replace
 
@@ -114,7 +114,7 @@ def test_of_ranks_that_all_wait_the_odd_one_is_the_root(
     assert "root cause: rank" in str(WorldFailure(outcomes, outcomes[root]))
 
 
-TOLD = """Traceback (most recent call last):
+CHAINED = """Traceback (most recent call last):
   File "/lib/train.py", line 3, in step
     loss.backward()
 {torch}: {message}
@@ -144,7 +144,7 @@ def test_an_error_that_a_lost_peer_led_to_is_a_victims(
         ended_at_s=1.0,
         error_type="TrainingError",
         message="step 3 failed",
-        traceback=TOLD.format(torch=torch, message=message),
+        traceback=CHAINED.format(torch=torch, message=message),
     )
     outcomes, root = outcomes_of([Fact(rank=0, reply=reply), ended(1, 2.0, 9)])
     assert outcomes[0].state is state

@@ -1,4 +1,4 @@
-"""The forkserver that is a fork of the pytest session: when, and what it sheds."""
+"""The forkserver that is a fork of the pytest session: when, and what it resets."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ def test_modules_are_imported_by_each_rank_after_it_joined(world):
     assert (RANK, JOINED) == (str(world.rank), True)
 
 @pytest.mark.world(size=2)
-def test_what_was_the_sessions_is_shed(world, tmp_path):
+def test_what_was_the_sessions_is_reset(world, tmp_path):
     for number in (signal.SIGUSR1, signal.SIGTERM):
         assert signal.getsignal(number) is signal.SIG_DFL
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -184,7 +184,7 @@ def session(
     )
 
 
-def test_a_fork_of_the_session_sheds_what_is_the_sessions(tmp_path: Path) -> None:
+def test_a_fork_of_the_session_resets_what_is_the_sessions(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TEST)
     done = session(tmp_path, "test_it.py")

@@ -1,7 +1,7 @@
 """Agent: a process of torchrun that starts, watches and ends one rank of each world.
 
 The rank itself is a child, forked as those of a ``Cluster`` are: whatever becomes of
-it, even in native code, the agent sees it end or ends it, and can tell.
+it, even in native code, the agent sees it end or ends it, and can report that.
 
 1. All agents join in torchrun's store. Rank 0's leads: its ``AgentCluster`` takes
    calls; the others ``follow``.
@@ -155,7 +155,7 @@ class Agent:
             HarnessError: Agents are no longer heard; the leader finds out.
         """
         if self._terminated:
-            self._terminated = False  # said once; the rest is an orderly end
+            self._terminated = False  # raised once; the rest is an orderly end
             raise Ended(self._membership.why_ended())
         silent = self._monitor.silent() if self._monitor else []
         if silent:
@@ -207,7 +207,7 @@ class Agent:
     def finish(self, code: int) -> None:
         """Let the followers go; the leader's last call."""
         self.post(code)
-        # torchrun ends all when the first has failed: it should not be told of -15
+        # torchrun ends all when the first has failed, and would report -15 for these.
         until = time.monotonic() + ANSWER_S
         for rank in range(1, self.size):
             self._store.wait(f"bye/{rank}", max(0.0, until - time.monotonic()))
@@ -258,7 +258,7 @@ class Agent:
                 return message
 
     def follow_call(self) -> list[Fact] | int:
-        """Take part until the leader says what came of a call, or that it is done."""
+        """Take part until the leader posts what came of a call, or its last message."""
         try:
             while True:
                 message = self._next_message()
@@ -273,7 +273,7 @@ class Agent:
             raise
 
     def report_error(self, error: BaseException) -> None:
-        """Leave the reason why this process ends, for the leader to tell."""
+        """Leave the reason why this process ends, for the leader to report."""
         text = f"its process raised {type(error).__name__}: {error}"
         self._membership.report_error(text)
 

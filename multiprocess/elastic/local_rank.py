@@ -187,7 +187,7 @@ class LocalRanks:
 
 
 class RemoteRanks:
-    """The ranks of the other agents, as far as the store tells of them."""
+    """The ranks of the other agents, as far as the store shows them."""
 
     def __init__(self, store: SignedStore, key: str, check: Callable[[], None]) -> None:
         self._store = store

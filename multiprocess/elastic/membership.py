@@ -1,14 +1,16 @@
 """Which agents of a run are there, which are gone, and what is known of either.
 
-Each agent leaves a ``Member`` record when it joins, beats once a second from then on,
-flags ``here/RANK`` when it is told to end, and leaves its error under ``cause/RANK``.
+Each agent leaves a ``Member`` record when it joins, sends a heartbeat once a second
+from then on, flags ``here/RANK`` when it is asked to end, and leaves its error under
+``cause/RANK``.
 
 A link that is cut says nothing: a connection over it waits for a quarter of an hour
 before it fails. So each side has a limit of its own:
 
-- the leader, and torchrun's store beside it, miss the heartbeats of who is cut off;
-- who is cut off has a connection to the store over which nothing is acknowledged any
-  more (``rank.worker.connect`` has the kernel give it up).
+- the leader, beside torchrun's store, misses the heartbeats of an agent that is cut
+  off;
+- an agent that is cut off has a connection to the store over which nothing is
+  acknowledged any more (``rank.worker.connect`` has the kernel give it up).
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ ANSWER_S = 2.0
 """How long an agent may take to say that it is still here."""
 
 SILENCE_S = 15.0
-"""So long an agent may be unheard: many beats, also on a machine that is busy."""
+"""How long an agent may be silent: many heartbeats, also on a busy machine."""
 
 _TOGETHER_S = 5.0
-"""So far apart the last beats may be of agents that fell silent at once."""
+"""How far apart the last heartbeats of agents may be that fell silent at once."""
 
-_BEAT_S = 1.0
+_INTERVAL_S = 1.0
 _MOST_BETWEEN_LOOKS_S = 2.0
-"""The leader may have slept, or have been stopped: that is nobody's silence."""
+"""The leader may have slept, or have been stopped: no agent was silent then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What an agent tells of itself when it joins."""
+    """What an agent reports of itself when it joins."""
 
     place: str
     """Agents with the same place can see each other's processes."""
@@ -114,7 +116,7 @@ class Membership:
         ]
         if not silent:
             return "ended by torchrun (SIGTERM) on all ranks"
-        # Known to be gone comes before unheard: another host may hear of it later.
+        # Known to be gone comes before silent: another host may hear of SIGTERM later.
         found = sorted(silent, key=lambda rank: not self.is_gone(rank))
         causes = [f"rank {rank}: {self.state(rank)}" for rank in found]
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
@@ -176,19 +178,19 @@ def _place() -> str:
 
 
 class Heartbeat(threading.Thread):
-    """An agent's beats, over a connection of their own: the main one may be waiting."""
+    """An agent's heartbeats, over their own connection: the main one may be waiting."""
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(name="gradparity-heartbeat", daemon=True)
-        self._key = f"beat/{rank}"
+        self._key = f"heartbeat/{rank}"
         self._store = store
         self._over = threading.Event()
-        self._store.set(self._key, "0")  # before anybody listens
+        self._store.set(self._key, "0")  # before the leader looks
 
     def run(self) -> None:
-        """Beat until the end, or until nobody can hear it."""
+        """Send heartbeats until the end, or until the store is gone."""
         number = 0
-        while not self._over.wait(_BEAT_S):
+        while not self._over.wait(_INTERVAL_S):
             number += 1
             try:
                 self._store.set(self._key, str(number))
@@ -196,7 +198,7 @@ class Heartbeat(threading.Thread):
                 return  # the main thread finds out by itself
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Send no more heartbeats."""
         self._over.set()
 
 
@@ -205,7 +207,7 @@ class HeartbeatMonitor:
 
     def __init__(self, store: Store, size: int) -> None:
         self._store = store
-        self._keys = [f"beat/{rank}" for rank in range(1, size)]
+        self._keys = [f"heartbeat/{rank}" for rank in range(1, size)]
         self._heard: list[bytes] = []
         self._silent_s = [0.0] * len(self._keys)
         self._looked = time.monotonic()
@@ -213,15 +215,15 @@ class HeartbeatMonitor:
     def silent(self) -> list[int]:
         """Ranks whose agent has not been heard for :data:`SILENCE_S`.
 
-        None yet, while another is about to join them: one cause is told once.
+        None yet, while another is about to join them: one cause is reported once.
         """
         since = time.monotonic() - self._looked
-        if self._keys and since >= _BEAT_S and self._store.check(self._keys):
+        if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):
             self._looked += since
             since = min(since, _MOST_BETWEEN_LOOKS_S)
             before, self._heard = self._heard, self._store.multi_get(self._keys)
-            for index, beat in enumerate(self._heard):
-                same = bool(before) and before[index] == beat
+            for index, count in enumerate(self._heard):
+                same = bool(before) and before[index] == count
                 self._silent_s[index] = self._silent_s[index] + since if same else 0.0
         silent = [q for q in self._silent_s if q > SILENCE_S - _TOGETHER_S]
         if any(silent_s <= SILENCE_S for silent_s in silent):

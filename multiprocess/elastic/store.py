@@ -1,6 +1,6 @@
 """torchrun's store: values of any size from process to process, signed.
 
-torch's ``TCPStore`` drops the connection of who sends more than 8 MiB at once.
+torch's ``TCPStore`` drops a connection over which more than 8 MiB are sent at once.
 
 Whoever reaches its port can read and write it, and some of what crosses it is pickled:
 functions, their results, exceptions. So each value bears an HMAC-SHA256 of itself and
@@ -85,7 +85,7 @@ class SignedStore:
 
     @_answering()
     def put(self, key: str, value: bytes) -> None:
-        """Store ``value``, signed; who waits for ``key`` finds all of it."""
+        """Store ``value``, signed; a reader that waits for ``key`` finds all of it."""
         parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
         for number, part in enumerate(parts):
             self.raw.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # takes bytes too

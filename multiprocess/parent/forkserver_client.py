@@ -88,8 +88,8 @@ class ForkserverClient:
         self._imported: set[str] = set()
         self._serial = 0
         self._pending: tuple[int, list[str]] | None = None
-        # Memory and not a pipe: nobody reads it unless the server fails, and who
-        # writes to a full pipe waits.
+        # Memory and not a pipe: it is read only if the server fails, and a writer to a
+        # full pipe would wait.
         self._errors_fd = os.memfd_create("gradparity-errors", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock = ours

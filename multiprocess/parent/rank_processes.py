@@ -25,7 +25,7 @@ from ..spec import WorldSpec
 from .forkserver_client import forkserver
 
 LOST = 255
-"""Exit code of a rank whose forkserver ended before it could tell."""
+"""Exit code of a rank whose forkserver ended before it could report one."""
 
 _STOP_S = 1.0
 _KILL_S = 5.0

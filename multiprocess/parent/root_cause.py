@@ -1,4 +1,4 @@
-"""Who failed first, and who only suffered: pure functions from facts to outcomes."""
+"""Which rank failed first, and which only suffered: from facts to outcomes, pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _RAISED = re.compile(r"^\s*(RuntimeError|torch\.distributed\.\S+): ", re.MULTILINE)
-"""Where a traceback tells an exception of torch, also one that led to another."""
+"""Where a traceback names an exception of torch, also one that led to another."""
 _IN_TORCH = re.compile(r'File "[^"]*/torch/(distributed|_ops|utils/_contextlib)')
 _FIRST_FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
 
@@ -37,7 +37,7 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     root = _root(first)
     if root is None:
         return tuple(first), None
-    if waits_in_collective(first[root].stacks):  # as all that hang: who is the odd one?
+    if waits_in_collective(first[root].stacks):  # so all that hang do: find the odd one
         found = find_odd_rank({o.rank: o.collectives for o in first})
         if found is not None and first[found[0]].state is RankState.HUNG:
             root, how = found
@@ -72,9 +72,9 @@ def lost_peer(outcome: RankOutcome) -> bool:
     """
     if outcome.state is not RankState.RAISED:
         return False
-    told = f"{outcome.error_type}: {outcome.message}\n{outcome.traceback or ''}"
-    raised = _RAISED.split(told)[2::2]  # what follows each name, up to the next one
-    return any(_LOST_PEER.search(text.split("\n  File ")[0]) for text in raised)
+    text = f"{outcome.error_type}: {outcome.message}\n{outcome.traceback or ''}"
+    raised = _RAISED.split(text)[2::2]  # what follows each name, up to the next one
+    return any(_LOST_PEER.search(part.split("\n  File ")[0]) for part in raised)
 
 
 def _outcome(fact: Fact) -> RankOutcome:

@@ -2,7 +2,8 @@
 
 The parent waits on the ranks' messages, exits and output at once. The first fault
 starts a short grace in which the others may end by themselves; one deadline holds for
-the whole world. Who is left is made to dump its stacks. Nothing is judged here.
+the whole world. The ranks that are left are made to dump their stacks.
+Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..outcomes import Collective
 from .rank_processes import RankProcess, RankProcesses
 
 _CRASH_GRACE_S = 0.25
-"""Less than for an exception: who talked to the dead learns of it at once."""
+"""Shorter than after an exception: connections to a dead process break at once."""
 
 _LOOK_S = 0.05
 """How often the store is asked for faults of ranks that others look after."""

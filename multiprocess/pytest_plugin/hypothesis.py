@@ -50,5 +50,5 @@ def draw_and_call(
 
 
 def reject() -> NoReturn:
-    """Tell hypothesis that the ranks had no use for this example."""
+    """Have hypothesis discard this example, which the ranks did not accept."""
     hypothesis.reject()

@@ -153,7 +153,7 @@ class TorchImportHook:
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find torch where it always is, with a loader that tells when it is done."""
+        """Find torch where it always is, with a loader that reports when it is done."""
         if name != "torch":
             return None
         self._unhook()
@@ -393,8 +393,8 @@ def _become_server(before: Snapshot, sock_fd: int, errors_fd: int) -> NoReturn:
 
 def _reset_descriptors(sock_fd: int, errors_fd: int) -> None:
     # Each but the server's socket becomes one that cannot be used. Its number stays
-    # taken: who still holds it closes nothing of ours, and an accidental read or write
-    # fails rather than reaching the session.
+    # taken: an object that still holds it closes nothing of ours, and an accidental
+    # read or write fails rather than reaching the session.
     null, dead = os.open(os.devnull, os.O_RDWR), os.open("/", os.O_PATH)
     for fd, source in ((0, null), (1, null), (2, errors_fd)):
         os.dup2(source, fd, inheritable=True)

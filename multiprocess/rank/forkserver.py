@@ -4,7 +4,7 @@ It runs in a process of its own, knows its client by one socket only, and:
 
 1. takes the client's import path, imports the modules to preload, says "ready";
 2. forks one rank per request; the rank's pipes travel with the request;
-3. tells how each rank ended, on that rank's exit pipe;
+3. writes how each rank ended on that rank's exit pipe;
 4. kills every rank and ends when the client is gone, however it went.
 """
 
@@ -169,7 +169,7 @@ class ForkServer:
             _kill_strays()
 
     def _end(self) -> NoReturn:
-        # Who dies leaves its children to us: again and again until nobody is left.
+        # A process that dies leaves its children to us: repeat until none is left.
         deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
             _kill_strays()
@@ -182,7 +182,7 @@ class ForkServer:
 
 
 def _kill_strays() -> None:
-    # No rank is left: who is still our child was orphaned by one.
+    # No rank is left: each child that we still have was orphaned by one.
     for pid in linux.children():
         linux.kill_tree(pid)
 

@@ -305,7 +305,7 @@ def _traceback(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except Exception:  # its own text raises: the frames are what there is to tell
+    except Exception:  # its own text raises: only the frames are left
         return "".join(traceback.format_tb(frames))
 
 
