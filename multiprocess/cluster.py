@@ -179,12 +179,14 @@ class Cluster(BaseCluster):
         payload = pickled_call(fn, args, kwargs)
         with self._lock:
             if options.isolation == "process":
+                # Beside the warm ranks, which stay for the next call.
                 ranks = _started(self.spec, current_context())
                 try:
                     return _call(ranks, payload, options.timeout_s, False, None)
                 finally:
                     ranks.kill()
             ranks = self._warm_ranks()
+            # The ranks follow the parent: folder and environment are those of now.
             context = current_context()
             changed = None if context == self._sent else context
             self._sent = context
@@ -252,7 +254,7 @@ def _started(spec: WorldSpec, context: Context) -> RankProcesses:
             rank.send(start, spec.start_timeout_s)
         _outcomes(ranks, spec.start_timeout_s)
     except BaseException:
-        ranks.kill()
+        ranks.kill()  # also on ctrl-C: nothing else knows of them yet
         raise
     return ranks
 

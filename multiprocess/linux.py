@@ -21,7 +21,8 @@ STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    # Asked after, not before: a parent that ended in between would not be noticed.
+    if os.getppid() != parent:
         os._exit(1)
 
 

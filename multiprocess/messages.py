@@ -156,6 +156,8 @@ class Inbox:
 
     def poll(self) -> list[Any]:
         """Read what is there; return the messages that are complete."""
+        # MSG_DONTWAIT and not a socket that never blocks: sending must block, up to the
+        # socket's own limit.
         while not self.closed:
             try:
                 part = self._sock.recv(_CHUNK, socket.MSG_DONTWAIT)

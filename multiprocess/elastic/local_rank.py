@@ -120,6 +120,8 @@ class LocalRanks:
             return Fact(rank=self._rank, exit_code=code or LOST)
         if world is not None:
             world.processes.kill()
+        # The leader does not know. If it asks for one of them again it hears that the
+        # rank is lost, and has all agents make a new one.
         while len(self._worlds) >= _MOST_WORLDS:
             self.end(next(iter(self._worlds)))
         processes = RankProcesses(spec, (self._rank,))

@@ -142,6 +142,8 @@ def _root(outcomes: Sequence[RankOutcome]) -> int | None:
     ended = [o for o in failed if o.state is not RankState.HUNG]
     own = [o for o in ended if not lost_peer(o)]
     stuck = [o for o in hung if not waits_in_collective(o.stacks)]
+    # A rank that failed by itself explains those that waited for it, and one that is
+    # stuck elsewhere those that wait in a collective. Only then come the others.
     for group in (own, stuck, ended, hung):  # the first that is not empty
         if group:
             return min(group, key=lambda o: o.ended_at_s).rank

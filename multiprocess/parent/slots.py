@@ -60,6 +60,7 @@ class SlotPool:
         Raises:
             HarnessError: Others held them for too long, or no lock can be made.
         """
+        # More than there are: a larger world takes all of them, and so runs alone.
         count = min(wanted, len(self.names))
         with contextlib.ExitStack() as held:
             try:
@@ -76,40 +77,27 @@ class SlotPool:
         deadline = time.monotonic() + limit_s
         taken: list[str] = []
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._gate(limit_s):
-            while len(taken) < count:
-                free = [name for name in self.names if name not in taken]
-                taken += self._free(held, free, count - len(taken))
-                if len(taken) < count:
-                    if time.monotonic() > deadline:
-                        raise self._starved(count, limit_s)
-                    time.sleep(_POLL_S)
-        return tuple(taken)
-
-    def _free(
-        self, held: contextlib.ExitStack, names: Sequence[str], most: int
-    ) -> list[str]:
-        taken: list[str] = []
-        for name in names:
-            if len(taken) == most:
-                break
-            lock = FileLock(self.folder / f"{name}.lock")
-            try:
-                held.enter_context(lock.acquire(timeout=0))
-            except Timeout:
-                continue
-            taken.append(name)
-        return taken
-
-    @contextlib.contextmanager
-    def _gate(self, limit_s: float) -> Iterator[None]:
-        lock = FileLock(self.folder / "gate.lock")
+        # Held while waiting, too: two worlds that each hold half of the slots and wait
+        # for the rest would wait for ever.
+        gate = FileLock(self.folder / "gate.lock")
         try:
-            proxy = lock.acquire(timeout=limit_s, poll_interval=_POLL_S)
+            gated = gate.acquire(timeout=limit_s, poll_interval=_POLL_S)
         except Timeout:
             raise self._starved(1, limit_s) from None
-        with proxy:
-            yield
+        with gated:
+            while True:
+                for name in self.names:
+                    if name in taken or len(taken) == count:
+                        continue
+                    lock = FileLock(self.folder / f"{name}.lock")
+                    with contextlib.suppress(Timeout):  # another world has it
+                        held.enter_context(lock.acquire(timeout=0))
+                        taken.append(name)
+                if len(taken) == count:
+                    return tuple(taken)
+                if time.monotonic() > deadline:
+                    raise self._starved(count, limit_s)
+                time.sleep(_POLL_S)
 
     def _starved(self, count: int, limit_s: float) -> HarnessError:
         return HarnessError(
@@ -131,7 +119,9 @@ def cpu_slots() -> SlotPool:
     They make runs quicker, not right: a full disk or a home that cannot be written
     costs the slots and no test.
     """
-    count = int(os.environ.get(SLOTS_VARIABLE, _cores() * _RANKS_PER_CORE))
+    count = int(
+        os.environ.get(SLOTS_VARIABLE, len(os.sched_getaffinity(0)) * _RANKS_PER_CORE)
+    )
     return SlotPool(
         names=[f"cpu{index}" for index in range(count)],
         optional=True,
@@ -179,7 +169,3 @@ def _installed_gpus() -> int:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

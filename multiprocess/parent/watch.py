@@ -88,6 +88,7 @@ class Watch:
             self._wait()
         left = self._unfinished()
         if left:
+            # Looked at before the stacks are asked for: that continues a stopped rank.
             self._stopped = {
                 rank.rank for rank in left if linux.process_state(rank.pid) == "T"
             }
@@ -99,7 +100,7 @@ class Watch:
             left_s = self._until - time.monotonic()
             if left_s <= 0:
                 return
-            if self._others is not None:
+            if self._others is not None:  # no descriptor becomes ready for their faults
                 left_s = min(left_s, _LOOK_S)
             for key, _ in self._selector.select(left_s):
                 self._take(key)
@@ -115,7 +116,7 @@ class Watch:
             if rank.rank not in self._replies:
                 self._fault(min(_CRASH_GRACE_S, self._grace_s))
         elif key.fd == rank.output.fd:
-            if not rank.output.drain():
+            if not rank.output.drain():  # closed by the rank: it would stay ready
                 self._selector.unregister(key.fd)
         elif not self._read_reply(rank):
             self._selector.unregister(key.fd)
@@ -143,6 +144,7 @@ class Watch:
         ]
 
     def _fact(self, rank: RankProcess) -> Fact:
+        # What came after the last look, or while nobody looked at the pipe.
         rank.output.drain()
         rank.stacks.drain()
         return Fact(

@@ -83,6 +83,7 @@ def rank_fixture(
         values["request"] = RankRequest(getattr(request, "param", None))
     fn = resolve_fixture_function(fixturedef, request)
     plan = RankFixture(fixturedef.argname, fn, values)
+    # As pytest does with a value: another fixture that asks for it finds the plan.
     fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
     request.node.stash.setdefault(_RANK_FIXTURES, []).append(plan)
     return plan

@@ -47,6 +47,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return None
     from .runner import follow, lead
 
+    # Before any plugin has opened a report or printed a header: these processes have
+    # no session, so nothing is collected, reported or written twice.
     if os.environ["RANK"] != "0":
         return follow()
     config.stash[_AGENT] = lead()
@@ -66,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Largest worlds first under xdist."""
+    # A world waits until enough slots are free. A large one that comes last would do so
+    # while the other workers have nothing left to do.
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_size, reverse=True)
 

@@ -219,6 +219,7 @@ def _all_agree(world: World, special: BaseException) -> bool:
     import datetime
 
     kind = type(special).__name__
+    # Over the store: a collective would hang where another rank has passed.
     world.store.set(f"special/{world.rank}", kind)
     deadline = time.monotonic() + _AGREE_S
     for rank in range(world.size):

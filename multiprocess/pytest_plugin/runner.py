@@ -105,6 +105,7 @@ class PoolRunner:
 
     def _cluster(self, kind: WorldSpec) -> Cluster:
         cluster = self._clusters.pop(kind, None) or Cluster.of(kind)
+        # Warm ranks take memory: those of the kinds used longest ago are ended.
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
         for other in list(self._clusters.values()):

@@ -51,7 +51,7 @@ class RankCoverage:
         """Start, go on, or end, as the parent has."""
         if settings == self._settings:
             return
-        self.save()
+        self.save()  # what was measured by the settings so far
         if self._coverage is not None:
             self._coverage.stop()
         self._settings = settings

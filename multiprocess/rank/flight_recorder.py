@@ -107,10 +107,13 @@ def _wrap(
 
     @functools.wraps(wrapped)
     def noted(*args: Any, **kwargs: Any) -> Any:
+        # One method of a group may call another: the outer one is what was issued. A
+        # compiler that traces through here must not see a write to memory.
         if nesting.inside or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
         nesting.inside = True
         try:
+            # Before the call, which may never return: then it is the last record.
             writer.record(
                 group_of(args, kwargs), name, _tensors(args), _caller(sys._getframe(1))
             )
@@ -118,6 +121,7 @@ def _wrap(
         finally:
             nesting.inside = False
 
+    # Put back later as it is in the class, not as getattr returns it, bound.
     _wrapped.append((owner, name, vars(owner)[name]))
     setattr(owner, name, noted)
 

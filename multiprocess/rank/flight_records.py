@@ -49,6 +49,7 @@ class RecordWriter:
         text = json.dumps(fields).encode()[:_SLOT]
         at = self._start + _HEAD + self._count % SLOTS * _SLOT
         self._memory[at : at + _SLOT] = text.ljust(_SLOT)
+        # The count last: a reader that comes between finds the records before this one.
         self._count += 1
         _COUNT.pack_into(self._memory, self._start, self._count)
 

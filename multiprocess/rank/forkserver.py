@@ -51,29 +51,33 @@ class ForkServer:
 
     def serve(self) -> NoReturn:
         """Answer requests; never returns."""
-        self._install_signals()
+        # A signal is awaited as the sockets are: its number arrives in a pipe, and is
+        # handled between two requests. The handler itself has nothing to do, but
+        # without one the kernel would ignore SIGCHLD and nothing would be written.
+        for fd in (self._wake_r, self._wake_w):
+            os.set_blocking(fd, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the client's to handle
+        # From a client that waited in vain: the stack says what for.
+        faulthandler.register(signal.SIGTERM, chain=True)
+        # A daemon that a rank leaves behind becomes our child, so it can be found.
         linux.adopt_orphans()
         selector = selectors.DefaultSelector()
         selector.register(self._sock, selectors.EVENT_READ)
         selector.register(self._wake_r, selectors.EVENT_READ)
         self._selector = selector
+        # End of file on the socket says that the client has ended, unless a child of
+        # the client's has inherited the other end: so its number is checked, too.
         while os.getppid() == self._client:
             for key, _ in selector.select(_CLIENT_CHECK_S):
                 if key.fileobj is self._sock:
                     self._request()
                 else:
+                    # Emptied before looking: a rank that ends meanwhile writes again.
                     os.read(self._wake_r, 1 << 16)
                     self._reap()
         self._end()
-
-    def _install_signals(self) -> None:
-        for fd in (self._wake_r, self._wake_w):
-            os.set_blocking(fd, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # From a client that waited in vain: the stack says what for.
-        faulthandler.register(signal.SIGTERM, chain=True)
-        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
 
     def _request(self) -> None:
         try:
@@ -126,6 +130,7 @@ class ForkServer:
     def _become_rank(self, exit_w: int, rank_fds: list[int]) -> NoReturn:
         code = 1
         try:
+            # First of all: a signal of this process must not wake the server.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -135,6 +140,8 @@ class ForkServer:
             linux.die_with_parent(server)
             linux.be_first_out_of_memory()
             linux.wait_for_turn()
+            # What is the server's. A copy of another rank's exit pipe would keep that
+            # open after the server has closed its own.
             self._selector.close()
             self._sock.close()
             _close([exit_w, self._wake_r, self._wake_w, *self._exit_fds.values()])
@@ -142,7 +149,9 @@ class ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(code)
+            os._exit(
+                code
+            )  # the frames below, and what they would end, are the server's
 
     def _reap(self) -> None:
         while True:
@@ -152,21 +161,19 @@ class ForkServer:
                 return
             if ended is None:
                 return
-            # Still a zombie: its number cannot belong to anybody else yet.
+            # Still a zombie (WNOWAIT): its number cannot belong to another process or
+            # group yet, so what is left of its group is killed before it is waited for.
             linux.kill_tree(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
-            self._tell(ended.si_pid, os.waitstatus_to_exitcode(status))
-
-    def _tell(self, pid: int, code: int) -> None:
-        fd = self._exit_fds.pop(pid, None)
-        if fd is not None:
-            try:
-                os.write(fd, EXIT_STATUS.pack(code))
-            except BrokenPipeError:
-                pass  # the client lost interest
-            os.close(fd)
-        if not self._exit_fds:
-            _kill_strays()
+            fd = self._exit_fds.pop(ended.si_pid, None)
+            if fd is not None:  # else an orphan that we have adopted
+                try:
+                    os.write(fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                except BrokenPipeError:
+                    pass  # the client lost interest
+                os.close(fd)
+            if not self._exit_fds:
+                _kill_strays()
 
     def _end(self) -> NoReturn:
         # A process that dies leaves its children to us: repeat until none is left.

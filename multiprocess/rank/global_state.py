@@ -47,10 +47,11 @@ def restored_settings() -> Iterator[None]:
         try:
             yield
         finally:
+            # An alarm that the call has set would strike in the next one.
             signal.alarm(0)
             torch.set_default_device(None)
             for (get, put), value in zip(_SETTINGS, before, strict=True):
-                if get() != value:
+                if get() != value:  # some setters cost more than a whole call
                     put(value)
 
 
@@ -58,6 +59,7 @@ def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
+    # Not imported for this: a rank that does not use NumPy draws nothing from it.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)

@@ -208,6 +208,8 @@ class _Rank:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Keys of an earlier group in the same store would be taken for this one's, so
+        # each has a prefix of its own. Meshes hold groups: they go, too.
         self._world._new_group()
         self._groups_made += 1
         dist.init_process_group(
@@ -239,6 +241,7 @@ class _Rank:
                 reply = _reply(Kind.OK, value=_pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
                 reply = _raised(error, reusable=True)
+        # A call may destroy the group, or replace it: the next one must not find that.
         reusable = (
             dist.is_initialized()
             and dist.group.WORLD is self._group
