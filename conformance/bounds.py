@@ -70,6 +70,8 @@ class Yardstick:
     gradient: Sequence[dict[str, Pair]]
     update: Sequence[dict[str, Pair]]
     loss: Sequence[dict[str, Pair]]
+    norm: Sequence[dict[str, Pair]] = ()
+    """Of the norm of the whole unscaled gradient before it is clipped."""
 
 
 def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
@@ -99,6 +101,12 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
             updates, noisy, roundoff, skipped, _weighted(_hidden(truth), weights)
         ),
         loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, always),
+        norm=_bound(
+            _norms(truth),
+            [_norms(r) for r in runs],
+            roundoff,
+            [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
+        ),
     )
 
 
@@ -127,6 +135,10 @@ def _hidden(truth: Reference) -> list[Tensors]:
 
 def _losses(run: Reference) -> list[Tensors]:
     return [{"loss": np.array([x])} for x in run.losses]
+
+
+def _norms(run: Reference) -> list[Tensors]:
+    return [{"norm": np.array([x])} for x in run.norms]
 
 
 def _weights(
@@ -173,7 +185,8 @@ def _bound(
         for name, tensor in tensors.items():
             # where nobody uses the gradient, it need not be finite
             if name not in skipped[step]:
-                errors = [sizes(run[step][name] - tensor) for run in runs]
+                # of a router that tips, a run may lack what another one has
+                errors = [sizes(run[step].get(name, 0.0) - tensor) for run in runs]
                 # a reference that overflowed on its own says nothing about noise
                 finite = [e for e in errors if np.isfinite(e).all()]
                 known = worst.get(name, (0.0, 0.0))

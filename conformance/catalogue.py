@@ -32,7 +32,7 @@ from ..fixtures import (
 )
 from .constraints import PAIRS, why_not
 from .covering import cover, most_new_first, subsets
-from .recipes import BARE_RECIPES, RECIPES
+from .recipes import BARE_RECIPES, OWN_RECIPES, recipes_of
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
 from .status import UsageError
@@ -144,7 +144,11 @@ def columns(selection: Selection) -> dict[str, list[str]]:
     chosen = {
         "topology": selection.layouts(kit.topologies),
         "data": selection.models,
-        "recipe": list(BARE_RECIPES if selection.bare else RECIPES),
+        "recipe": [
+            name
+            for name in recipes_of(kit)
+            if name in BARE_RECIPES or not selection.bare
+        ],
         "when": list(WHEN),
         "precision": list(selection.precisions or PRECISIONS),
         "optimizer": list(selection.optimizers or kit.optimizers),
@@ -198,7 +202,7 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     # only fp16 overflows by itself
     ("precision", "when"): lambda p, when: when != "natural" or p.startswith("fp16"),
     # a disabled scaler has no answer to bad gradients
-    ("recipe", "when"): lambda r, when: RECIPES[r].enabled or when == "never",
+    ("recipe", "when"): lambda r, when: OWN_RECIPES[r].enabled or when == "never",
     # the columns of a planted fault have a meaning where one is planted
     ("when", "target"): _where_planted,
     ("when", "ranks"): _where_planted,

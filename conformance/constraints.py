@@ -7,16 +7,19 @@ why two choices do not go together, or the empty string.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from ..fixtures import (
     MULTI_TENSOR,
     PRECISIONS,
     TOPOLOGIES,
+    CannotError,
     Kit,
     is_workload,
+    kit_of,
     split_names,
 )
-from .recipes import RECIPES
+from .recipes import OWN_RECIPES, RECIPES
 
 __all__ = ["PAIRS", "other_world", "why_not"]
 
@@ -104,14 +107,17 @@ PAIRS: Mapping[tuple[str, str], Reason] = {
 """(field, field) of a scenario -> why two values do not go together."""
 
 
-_OTHERS_MODEL = (
-    "two-losses",
-    "frozen",
-    "compiled",
-    "accumulate-no-sync",
-    "resume-elsewhere",
+_OTHERS_MODEL = {
+    "two-losses": "it takes the output of the model to be logits",
+    "compiled": "compiling somebody else's model may take minutes",
+    "resume-elsewhere": "another world would have to lay the workload out, too",
+}
+"""Recipes that know the models or layouts of fixtures, and why."""
+_OWN_STEP = (
+    *("plain", "accumulate", "accumulate-uneven"),
+    *("manual-scale", "disabled", "primed"),
 )
-"""Recipes that know the models, layouts or optimizers' states of fixtures."""
+"""Recipes in which ``train_step`` makes all calls itself."""
 
 
 def _own_precision(kit: Kit, topology: str, precision: str) -> str:
@@ -125,16 +131,36 @@ def _own_precision(kit: Kit, topology: str, precision: str) -> str:
 
 
 def _own_recipe(kit: Kit, topology: str, recipe: str) -> str:
+    named, chosen = f"recipe {recipe!r}", OWN_RECIPES[recipe]
     if recipe in _OTHERS_MODEL:
-        return f"recipe {recipe!r} is not for workloads of one's own"
-    if RECIPES[recipe].optimizers == 1:
+        return f"{named} is not for workloads of one's own: {_OTHERS_MODEL[recipe]}"
+    if kit.train_step is not None and recipe not in _OWN_STEP:
+        return f"{named} needs the judge's own loop, and the workload has a train_step"
+    if chosen.parts > 1 and kit.micro_batches is not None and not chosen.defer_sync:
+        return f"{named} cuts rows, and the workload has micro_batches in every recipe"
+    if chosen.parts > 1 and kit.micro_batches is None and kit.shard is None:
+        return _uncut(kit, topology, recipe)
+    if chosen.optimizers == 1:
         return ""
     if not all(split_names(n for n, _ in kit.model().named_parameters())):
         return (
-            f"recipe {recipe!r} parts experts from the rest, else biases from weights: "
+            f"{named} parts experts from the rest, else biases from weights: "
             "the model has not both"
         )
     return ""
+
+
+def _uncut(kit: Kit, topology: str, recipe: str) -> str:
+    try:
+        OWN_RECIPES[recipe].sizes(_rows(kit.name) // kit.topologies[topology].shares)
+    except CannotError as error:
+        return f"recipe {recipe!r}: {error}"
+    return ""
+
+
+@cache
+def _rows(workload: str) -> int:
+    return kit_of(workload).batch(0, 0).rows
 
 
 _OWN_PAIRS: Mapping[tuple[str, str], Callable[[Kit, str, str], str]] = {

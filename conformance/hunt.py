@@ -31,7 +31,7 @@ from .catalogue import (
 )
 from .law import Status
 from .machine import Departure, MachineSettings, machine
-from .recipes import RECIPES
+from .recipes import OWN_RECIPES
 from .record import replay_command
 from .runner import Case, Runner
 from .scenario import Scenario
@@ -109,7 +109,7 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
         open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
-    fewest = 2 if RECIPES[row["recipe"]].elsewhere else 1  # one on each world
+    fewest = 2 if OWN_RECIPES[row["recipe"]].elsewhere else 1  # one on each world
     steps = draw(st.integers(fewest, MOST_STEPS))
     scenario = to_scenario(
         row,

@@ -16,7 +16,7 @@ from ..fixtures.peers import PEERS
 from . import laws as laws
 from .catalogue import PRESETS, Selection, select
 from .law import LAWS
-from .recipes import RECIPES
+from .recipes import OWN_RECIPES
 from .scenario import Scenario
 from .status import UsageError, did_you_mean
 
@@ -54,7 +54,7 @@ def _data() -> Iterator[str]:
 
 
 def _recipes() -> Iterator[str]:
-    return (f"{name:18} {recipe.text}" for name, recipe in RECIPES.items())
+    return (f"{name:18} {recipe.text}" for name, recipe in OWN_RECIPES.items())
 
 
 def _faults() -> Iterator[str]:

@@ -27,10 +27,12 @@ from ..fixtures import local
 from .trace import Collective
 
 __all__ = [
+    "NO_STATE",
     "CallLog",
     "digest",
     "gradient_places",
     "non_finite",
+    "numbers_laid_out_as",
     "optimizer_digest",
     "partial_ranks",
 ]
@@ -58,6 +60,10 @@ def optimizer_digest(optimizer: Optimizer) -> str:
                 parts.append(f"{number} {key}".encode())
                 parts.append(_bits(value))
     return _hash(parts)
+
+
+NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()
+"""The digest of an optimizer that remembers nothing."""
 
 
 def _is_zero(value: object) -> bool:
@@ -103,13 +109,13 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
         return index
     # The placements tell places in the tensor that torch knows. If they give those of
     # the parameter, that tensor is the full one, and they give the gradient's, too.
-    if not np.array_equal(_numbers_laid_out_as(parameter), index):
+    if not np.array_equal(numbers_laid_out_as(parameter), index):
         raise ValueError(
             f"the gradient is laid out as {_sharding(gradient)}, its parameter as "
             f"{_sharding(parameter)}, and that is a part of the model's own: which "
             "elements of it the gradient has cannot be told; give both one layout"
         )
-    return _numbers_laid_out_as(gradient)
+    return numbers_laid_out_as(gradient)
 
 
 def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
@@ -120,7 +126,8 @@ def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None
     return tensor.device_mesh, tuple(whole)
 
 
-def _numbers_laid_out_as(tensor: Tensor) -> Places:
+def numbers_laid_out_as(tensor: Tensor) -> Places:
+    """Place of each local element of ``tensor`` in the flat full one."""
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
     if sharding := _sharding(tensor):
         numbers = local(distribute_tensor(numbers, *sharding, src_data_rank=None))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..fixtures import is_workload
 from .bounds import HEAD_ROOM, Yardstick, make_yardstick, sizes
-from .reference import Schedule
+from .reference import Idle, Reference, Schedule
 from .scenario import Scenario
 from .trace import RankTrace, StepTrace
 
@@ -69,6 +70,10 @@ class Parity:
     """Largest ratio of each parameter."""
     reference_loss: list[float] = field(default_factory=list)
     """Loss of the fp64 truth at each step."""
+    reference_norm: list[float] = field(default_factory=list)
+    """Its norm of the whole unscaled gradient at each step, before it is clipped."""
+    norm_bound: list[float] = field(default_factory=list)
+    """By how much such a norm may be off; infinite where nothing is known."""
 
     def add(self, row: ParityRow) -> None:
         """Take one comparison in, or count it where there is no finite bound."""
@@ -133,13 +138,55 @@ def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
         legs: one complete trace a rank, for each world that it was on.
     """
     schedule = demanded_schedule(*legs)
+    if is_workload(scenario.data):
+        idle = tuple(_idle(seen) for seen in _steps(legs))
+        schedule = replace(schedule, idle=idle)
     yardstick = make_yardstick(scenario, schedule)
+    _check_counts(scenario, legs, yardstick.truth)
     parity = Parity(
-        per_step=[0.0] * scenario.steps, reference_loss=list(yardstick.truth.losses)
+        per_step=[0.0] * scenario.steps,
+        reference_loss=list(yardstick.truth.losses),
+        reference_norm=list(yardstick.truth.norms),
+        norm_bound=[step["norm"][0] for step in yardstick.norm],
     )
     for row in _rows(schedule, legs, yardstick):
         parity.add(row)
     return parity
+
+
+def _idle(seen: Seen) -> Idle:
+    """How the optimizers were handed the parameters that no gradient reached."""
+    names = dict.fromkeys(name for trace, _ in seen for name in trace.index)
+    zeros, absent = set(), set()
+    for name in names:
+        held = [at for trace, at in seen if len(trace.index.get(name, ()))]
+        had = [at.gradients[name] for at in held if name in at.gradients]
+        if not had:
+            absent.add(name)
+        elif len(had) == len(held) and not any(values.any() for values in had):
+            zeros.add(name)
+    return Idle(zeros=frozenset(zeros), absent=frozenset(absent))
+
+
+def _check_counts(
+    scenario: Scenario, legs: Iterable[Sequence[RankTrace]], truth: Reference
+) -> None:
+    """See that the counts of all ranks add up to that of the whole batch.
+
+    Raises:
+        WorkloadError: if rows or tokens were left out, or seen twice.
+    """
+    for seen, whole in zip(_steps(legs), truth.counts, strict=False):
+        for trace, at in seen:
+            if at.count is None or whole is None or at.count == whole:
+                continue
+            what = "leave a hole" if at.count < whole else "overlap"
+            raise scenario.kit.refuse(
+                "shard" if scenario.kit.shard else "loss",
+                f"the parts of all ranks {what}: their counts add up to {at.count:g} "
+                f"on rank {trace.rank} at step {at.step}, that of the whole batch is "
+                f"{whole:g}",
+            )
 
 
 def _rows(
@@ -151,16 +198,9 @@ def _rows(
     ):
         yield from _loss_rows(step, seen, yardstick)
         for trace, at in seen:
-            wanted = truth.gradients[step].keys() - skipped
             for name, index in trace.index.items():
-                if name in wanted:
-                    had = name in at.gradients
-                    yield from _compare(
-                        ("gradient", step, name, trace.rank),
-                        _summed(seen, trace, at, name) if had else None,
-                        (truth.gradients[step][name], trace.places(at, name)),
-                        yardstick.gradient[step][name],
-                    )
+                if name not in skipped:
+                    yield from _gradient_rows(step, seen, trace, at, name, yardstick)
                 weight = yardstick.weights[step][name][index]
                 if not weight.any():
                     continue  # see [Note: Weights of updates] in bounds
@@ -171,6 +211,30 @@ def _rows(
                     (truth.updates[step][name], index),
                     yardstick.update[step][name],
                 )
+
+
+def _gradient_rows(
+    step: int,
+    seen: Seen,
+    trace: RankTrace,
+    at: StepTrace,
+    name: str,
+    yardstick: Yardstick,
+) -> Iterator[ParityRow]:
+    """No gradient and one of zeros are both right where no gradient is due."""
+    true, had = yardstick.truth.gradients[step].get(name), name in at.gradients
+    if true is None and not had:
+        return
+    places = trace.places(at, name)
+    bound = (0.0, 0.0) if true is None else yardstick.gradient[step][name]
+    whole = np.zeros(len(yardstick.weights[step][name])) if true is None else true
+    nothing = None if whole.any() else np.zeros(len(places))
+    yield from _compare(
+        ("gradient", step, name, trace.rank),
+        _summed(seen, trace, at, name) if had else nothing,
+        (whole, places),
+        bound,
+    )
 
 
 def _summed(
@@ -197,10 +261,10 @@ def _summed(
 
 
 def _loss_rows(step: int, seen: Seen, yardstick: Yardstick) -> Iterator[ParityRow]:
-    known = [at.loss for _, at in seen if at.loss is not None]
-    if known:
-        # equal shares of rows: the mean over ranks is the mean over the batch
-        mean = np.array([sum(known) / len(known)])
+    known = [(at.loss, at.weight) for _, at in seen if at.loss is not None]
+    total = sum(weight for _, weight in known)
+    if total:
+        mean = np.array([sum(loss * weight for loss, weight in known) / total])
         yield from _compare(
             ("loss", step, "loss", 0),
             mean,

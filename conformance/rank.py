@@ -13,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..fixtures import (
     LOSS,
+    Batch,
     Strike,
     WorkloadError,
     aim,
@@ -33,7 +35,9 @@ from .checked import all_say_right, checked_collective
 from .devices import settle
 from .engine import Engine, Prepare, build_engine, shard_id
 from .handover import optimizer_states, restore
+from .held import held_parts
 from .observe import (
+    NO_STATE,
     CallLog,
     digest,
     gradient_places,
@@ -41,6 +45,7 @@ from .observe import (
     optimizer_digest,
     partial_ranks,
 )
+from .own_step import OptimizerCalls, WatchedScaler, as_number, parameters_of
 from .probe import probe
 from .recipes import MANUAL_STEP
 from .scenario import Scenario
@@ -101,9 +106,10 @@ def observe_rank(
         index=engine.index,
         shards={name: shard_id(index) for name, index in engine.index.items()},
         owned=engine.owned,
-        start={name: _floats(local(p)) for name, p in engine.parameters.items()},
+        start={name: _floats(part) for name, part in engine.held().items()},
     )
     judged = _Judged(engine, trace)
+    own = _OwnStep(engine, judged) if engine.scenario.kit.train_step else None
     strikes = _aim(engine, trace)
     if factory is not None:
         judged.construct(factory)
@@ -111,7 +117,8 @@ def observe_rank(
         trace.steps.append(StepTrace(step=step))
         if scenario.parsed_recipe.resume and step == scenario.seam:
             judged.resume(saved)
-        _observe_step(engine, judged, trace, strikes)
+        _observe_step(engine, judged, trace, strikes, own)
+    trace.owned = engine.owned
     if keep:
         trace.saved = judged.saved()
     trace.misuse = judged.misuse()
@@ -234,15 +241,20 @@ class _Judged:
             with self.watch("step"):
                 self.scaler.step(optimizer)
 
+    def manual_scale(self, step: int) -> float | None:
+        """What ``update`` is given in a step."""
+        return self.recipe.new_scale if step == MANUAL_STEP else None
+
     def update(self, step: int) -> None:
-        manual = self.recipe.new_scale if step == MANUAL_STEP else None
+        manual = self.manual_scale(step)
         if self.scaler is not None:
             with self.watch("update"):
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:
         """Calls in a wrong order; they depend on no recipe, so on plain runs only."""
-        if self.scaler is None or self.engine.scenario.recipe != "plain":
+        scenario = self.engine.scenario
+        if self.scaler is None or scenario.recipe != "plain" or scenario.kit.train_step:
             return []
         # gradients of a backward of their own: those of the last step carry its scale,
         # which only a rank that scaled a loss can know once update() has moved it
@@ -263,20 +275,40 @@ class _Judged:
 
 
 def _observe_step(
-    engine: Engine, judged: _Judged, trace: RankTrace, strikes: tuple[Strike, ...]
+    engine: Engine,
+    judged: _Judged,
+    trace: RankTrace,
+    strikes: tuple[Strike, ...],
+    own: _OwnStep | None,
 ) -> None:
     seen = trace.steps[-1]
+    if own is None:
+        _judges_step(engine, judged, seen, strikes)
+    else:
+        own.run(seen, strikes)
+    for scheduler in engine.schedulers:
+        scheduler.step()
+    seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
+    seen.complete = True
+    if not all_say_right(seen):
+        raise JudgedError(trace)
+
+
+def _judges_step(
+    engine: Engine, judged: _Judged, seen: StepTrace, strikes: tuple[Strike, ...]
+) -> None:
+    rank = dist.get_rank()
 
     def prepare(losses: list[Tensor], part: int, parts: int) -> list[Tensor]:
-        where = (trace.rank, seen.step)
-        bad, struck = inject_loss(strikes, losses[0], where, (part, parts))
+        bad, struck = inject_loss(strikes, losses[0], (rank, seen.step), (part, parts))
         seen.faults += struck
         return judged.scale([bad, *losses[1:]])
 
     seen.loss = _backward(engine, seen.step, prepare)
+    seen.count = engine.count
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)
-    seen.faults += inject(strikes, gradients, trace.rank, seen.step)
+    seen.faults += inject(strikes, gradients, rank, seen.step)
     seen.decisions = _undecided(engine, gradients, seen.scale_before)
     before = _effect(engine)
     log = CallLog()
@@ -287,12 +319,147 @@ def _observe_step(
     seen.collectives = log.collectives
     seen.scale_after, seen.growth_after = judged.state()
     _look_at_effect(engine, seen, before)
-    for scheduler in engine.schedulers:
-        scheduler.step()
-    seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
-    seen.complete = True
-    if not all_say_right(seen):
-        raise JudgedError(trace)
+
+
+class _OwnStep:
+    """Runs ``train_step`` and sees the same of it as of the judge's own loop."""
+
+    def __init__(self, engine: Engine, judged: _Judged) -> None:
+        self.engine = engine
+        self.judged = judged
+        self.kit = engine.scenario.kit
+        self.calls = OptimizerCalls(self.kit, self._look_at_gradients)
+        self.seen = StepTrace(step=-1)
+        self.strikes: tuple[Strike, ...] = ()
+        self.non_finite: dict[str, bool] | None = None
+        """Name -> whether its raw gradient is bad; None until a scaler reads them."""
+        self.unknown = engine.owned[0]
+        """Names whose optimizer was not seen yet, or steps copies of its own."""
+        self.called: list[list[str]] = []
+        self.scaled = self.parts = 0
+
+    def run(self, seen: StepTrace, strikes: tuple[Strike, ...]) -> None:
+        engine, judged, kit = self.engine, self.judged, self.kit
+        self.seen, self.strikes, self.non_finite = seen, strikes, None
+        self.called.clear()
+        self.scaled = 0
+        micro_batches = engine.micro_batches(_global_batch(engine, seen.step))
+        self.parts = len(micro_batches)
+        seen.scale_before, seen.growth_before = judged.state()
+        before, log = _effect(engine), CallLog()
+        precision = engine.scenario.parsed_precision
+        with self.calls.watching(), precision.autocast(engine.device.type):
+            loss, norm = self._train(micro_batches, log)
+        seen.collectives = log.collectives
+        seen.loss = as_number(kit, "loss", loss)
+        seen.reported_norm = as_number(kit, "norm", norm)
+        seen.weight = engine.weight_of(micro_batches)
+        seen.scale_after, seen.growth_after = judged.state()
+        if kit.gradients is not None:
+            self._keep_told_gradients()
+        self._decide()
+        _look_at_effect(engine, seen, before)
+        changed = [d.parameters_changed for d in seen.decisions]
+        if judged.scaler is None and not self.calls.seen and False in changed:
+            text = "stepped never: no optimizer of torch was called and no weight has"
+            raise kit.refuse("train_step", f"{text} changed in step {seen.step}")
+
+    def _train(self, micro_batches: list[Batch], log: CallLog) -> tuple[Any, Any]:
+        assert self.kit.train_step is not None
+        scaler = self.judged.scaler
+        if scaler is not None:
+            scaler = WatchedScaler(
+                scaler,
+                watch=partial(self._watch, log),
+                spoil=self._spoil,
+                look=self._before_the_scaler,
+                new_scale=self.judged.manual_scale(self.seen.step),
+            )
+        try:
+            return self.kit.train_step(self.engine.module, micro_batches, scaler)
+        except WorkloadError as error:
+            if isinstance(error.__cause__, JudgedError):  # of a call of the scaler
+                raise error.__cause__ from None
+            raise
+
+    @contextmanager
+    def _watch(self, log: CallLog, call: str) -> Iterator[None]:
+        with self.judged.watch(call):
+            if call in ("unscale_", "step", "update"):
+                with log:
+                    yield
+            else:
+                yield
+
+    def _spoil(self, loss: Tensor) -> Tensor:
+        where, at = (dist.get_rank(), self.seen.step), (self.scaled, self.parts)
+        self.scaled += 1
+        loss, struck = inject_loss(self.strikes, loss, where, at)
+        self.seen.faults += struck
+        return loss
+
+    def _before_the_scaler(self, optimizer: Any) -> None:
+        """Plant faults and look at raw gradients, once a step."""
+        self._enter(optimizer)
+        if self.non_finite is None:
+            engine, seen = self.engine, self.seen
+            gradients = _local_gradients(engine)
+            seen.faults += inject(self.strikes, gradients, dist.get_rank(), seen.step)
+            self.non_finite = {
+                name: non_finite(gradient, seen.scale_before)
+                for name, gradient in gradients.items()
+            }
+
+    def _enter(self, optimizer: Any) -> list[str]:
+        """Names of an optimizer's parameters; a new one decides for itself."""
+        engine, mine = self.engine, {id(p) for p in parameters_of(optimizer)}
+        names = [n for n, p in engine.parameters.items() if id(p) in mine]
+        if isinstance(optimizer, torch.optim.Optimizer) and not any(
+            optimizer is known for known in engine.optimizers
+        ):
+            engine.optimizers.append(optimizer)
+        if names and names not in engine.owned:
+            self.unknown[:] = [n for n in self.unknown if n not in names]
+            engine.owned.append(names)
+        known = [owned for owned in engine.owned if owned == names]
+        return known[0] if known else self.unknown
+
+    def _look_at_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy what an optimizer uses, at the moment it is called."""
+        engine, seen = self.engine, self.seen
+        names = self._enter(optimizer)
+        self.called.append(names)
+        if self.kit.gradients is not None:
+            return
+        scale, gradients = _divisor(optimizer), _local_gradients(engine)
+        for name in names:
+            if name in gradients and name not in seen.gradients:
+                _keep_gradient(engine, seen, name, gradients[name], scale)
+
+    def _keep_told_gradients(self) -> None:
+        engine, seen = self.engine, self.seen
+        assert self.kit.gradients is not None
+        told = self.kit.gradients(engine.module)
+        for name, part in held_parts(self.kit, "gradients", told, engine.whole).items():
+            seen.places[name] = part.places
+            seen.partial[name], parts = partial_ranks(part.tensor)
+            seen.gradients[name] = _floats(local(part.tensor) / parts)
+
+    def _decide(self) -> None:
+        """What each optimizer did; parameters whose optimizer is not known go first."""
+        seen, bad = self.seen, dict(self.non_finite or {})
+        if not self.unknown and not seen.step:  # later their numbers are in use
+            self.engine.owned.remove(self.unknown)
+        for name, values in seen.gradients.items():
+            if name not in bad:
+                bad[name] = not np.isfinite(values).all()
+        seen.decisions = [
+            Decision(
+                non_finite=[n for n in names if bad.get(n)],
+                optimizer_called=any(names is called for called in self.called),
+            )
+            for names in self.engine.owned
+        ]
 
 
 def _undecided(
@@ -313,12 +480,16 @@ def _backward(engine: Engine, step: int, prepare: Prepare) -> float | None:
     """Loss of one step on this rank; its gradients replace those before."""
     for optimizer in engine.optimizers:
         optimizer.zero_grad()
+    return engine.forward_backward(_global_batch(engine, step), prepare)
+
+
+def _global_batch(engine: Engine, step: int) -> Batch:
     kit = engine.scenario.kit
     batch = kit.batch(step, engine.scenario.seed)
     if is_workload(kit.name):
         tensors = {f"tensor {i}": t for i, t in enumerate(batch.tensors)}
         same_everywhere(kit, "batch", tensors)
-    return engine.forward_backward(batch.to(engine.device), prepare)
+    return batch.to(engine.device)
 
 
 def _local_gradients(engine: Engine) -> dict[str, Tensor]:
@@ -335,10 +506,7 @@ def _gradients_at_optimizers(engine: Engine, seen: StepTrace) -> Iterator[None]:
 
     def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
         seen.decisions[number].optimizer_called = True
-        # a fused optimizer is handed the scale and divides by it in its kernel
-        divisor = getattr(optimizer, "grad_scale", None)
-        scale = 1.0 if divisor is None else float(local(divisor))
-        gradients = _local_gradients(engine)
+        scale, gradients = _divisor(optimizer), _local_gradients(engine)
         for name in engine.owned[number]:
             if name in gradients:
                 _keep_gradient(engine, seen, name, gradients[name], scale)
@@ -348,6 +516,12 @@ def _gradients_at_optimizers(engine: Engine, seen: StepTrace) -> Iterator[None]:
             hook = partial(lambda n, o, *_: watch(n, o), number)
             hooks.callback(optimizer.register_step_pre_hook(hook).remove)
         yield
+
+
+def _divisor(optimizer: torch.optim.Optimizer) -> float:
+    """What a fused optimizer, which is handed the scale, divides by in its kernel."""
+    divisor = getattr(optimizer, "grad_scale", None)
+    return 1.0 if divisor is None else float(local(divisor))
 
 
 def _keep_gradient(
@@ -368,20 +542,25 @@ def _floats(tensor: Tensor) -> Floats:
 
 
 def _effect(engine: Engine) -> tuple[dict[str, str], list[str]]:
-    digests = {name: digest(p) for name, p in engine.parameters.items()}
+    digests = {name: digest(part) for name, part in engine.held().items()}
     return digests, [optimizer_digest(optimizer) for optimizer in engine.optimizers]
 
 
 def _look_at_effect(
     engine: Engine, seen: StepTrace, before: tuple[dict[str, str], list[str]]
 ) -> None:
-    seen.digests, states = _effect(engine)
+    held = engine.held()
+    seen.digests = {name: digest(part) for name, part in held.items()}
+    states = [optimizer_digest(optimizer) for optimizer in engine.optimizers]
+    # of one that was first seen in this step nothing was known before
+    states_before = before[1] + [NO_STATE] * (len(states) - len(before[1]))
     for number, decision in enumerate(seen.decisions):
         moving = [name for name in engine.owned[number] if engine.trains(name)]
         if moving:
             changed = [seen.digests[name] != before[0][name] for name in moving]
             decision.parameters_changed = any(changed)
-        decision.state_changed = states[number] != before[1][number]
-    seen.parameters = {
-        name: _floats(local(parameter)) for name, parameter in engine.parameters.items()
-    }
+        if len(states) == len(seen.decisions):
+            decision.state_changed = states[number] != states_before[number]
+        else:
+            decision.state_changed = states != states_before
+    seen.parameters = {name: _floats(part) for name, part in held.items()}

@@ -6,13 +6,13 @@ by it. All else must leave the result as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from ..fixtures import Topology
+from ..fixtures import CannotError, Kit, Topology, is_workload
 
 __all__ = [
     "BARE_RECIPES",
@@ -20,13 +20,13 @@ __all__ = [
     "CLIP_VALUE",
     "LR_DECAY",
     "MANUAL_STEP",
+    "OWN_RECIPES",
     "RECIPES",
     "Recipe",
     "Training",
-    "is_frozen",
+    "frozen_names",
+    "recipes_of",
 ]
-
-Loss = Callable[[Any, Any], Tensor]
 
 CLIP_VALUE = 2.0**-8
 """Bound of clipping by value: some gradients of every model here exceed it."""
@@ -51,15 +51,13 @@ class Training:
     losses: int = 1
     """Losses; a second one is the z-loss."""
 
-    def losses_of(self, loss: Loss, output: Any, targets: Any) -> list[Tensor]:
+    def losses_of(self, first: Tensor, output: Any) -> list[Tensor]:
         """The 0-d losses of a micro-batch.
 
         Args:
-            loss: (output, targets) -> the first of them.
+            first: the loss of the workload.
             output: of the model; logits where there is a second loss.
-            targets: as ``loss`` takes them.
         """
-        first = loss(output, targets)
         if self.losses == 1:
             return [first]
         logits: Tensor = output
@@ -78,6 +76,8 @@ class Recipe:
     """Call ``unscale_`` before ``step``."""
     parts: int = 1
     """Backward passes a step."""
+    uneven: bool = False
+    """Parts have unequal numbers of rows."""
     defer_sync: bool = False
     """Gradients are synchronised in the last pass only."""
     optimizers: int = 1
@@ -94,6 +94,25 @@ class Recipe:
     """Before the first step every rank calls ``scale`` once, on zero."""
     compile: bool = False
     """The model is compiled (without code generation, which is not in question)."""
+
+    def sizes(self, rows: int) -> list[int]:
+        """How many of the rows of a rank each backward pass has.
+
+        Raises:
+            CannotError: if so many rows cannot be cut so.
+        """
+        first = (rows + 1) // 2
+        last = max(1, rows // 6)
+        sizes = (
+            [first, rows - first - last, last]
+            if self.uneven
+            else [rows // self.parts] * self.parts
+        )
+        if min(sizes) < 1 or sum(sizes) != rows or self.uneven == (len({*sizes}) == 1):
+            kind = "unequal" if self.uneven else "equal"
+            text = f"{rows} rows of a rank cannot be cut in {self.parts} {kind} parts"
+            raise CannotError(text)
+        return sizes
 
     def refuses(self, topology: Topology) -> str:
         """Why it cannot run on ``topology``, or the empty string."""
@@ -165,9 +184,19 @@ RECIPES: dict[str, Recipe] = {
 }
 """Training recipes by name."""
 
+OWN_RECIPES: dict[str, Recipe] = {
+    **RECIPES,
+    "accumulate-uneven": Recipe(
+        text="three backward passes a step, of unequal numbers of rows",
+        parts=3,
+        uneven=True,
+    ),
+}
+"""Those of a user's own workload."""
+
 BARE_RECIPES = tuple(
     name
-    for name, recipe in RECIPES.items()
+    for name, recipe in OWN_RECIPES.items()
     if recipe.enabled
     and recipe.new_scale is None
     and not recipe.primed
@@ -178,10 +207,23 @@ BARE_RECIPES = tuple(
 MANUAL_STEP = 2
 """The step, from 0, whose ``update`` is given a scale where a recipe says so."""
 
+
+def recipes_of(kit: Kit) -> dict[str, Recipe]:
+    """The recipes that there are for a workload, built in or not."""
+    return OWN_RECIPES if is_workload(kit.name) else RECIPES
+
+
 _SECOND_HALF = ("down.", "head.", "blocks.1.", "norm.")
 
 
-def is_frozen(parameter: str, model: str) -> bool:
-    """Whether a parameter belongs to the second half of a model."""
-    later = _SECOND_HALF if model.startswith("text") else _SECOND_HALF[:2]
-    return parameter.startswith(later)
+def frozen_names(kit: Kit, names: Sequence[str]) -> set[str]:
+    """The parameters of the second half of a model.
+
+    Args:
+        kit: what is trained.
+        names: of all parameters, in the model's order.
+    """
+    if is_workload(kit.name):
+        return {*names[(len(names) + 1) // 2 :]}
+    later = _SECOND_HALF if kit.name.startswith("text") else _SECOND_HALF[:2]
+    return {name for name in names if name.startswith(later)}

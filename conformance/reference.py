@@ -8,7 +8,7 @@ may show, and the bounds of ``parity`` are made of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..fixtures import (
+    OWN,
     PRECISIONS,
     Batch,
     Precision,
@@ -27,12 +28,26 @@ from ..fixtures import (
 from .engine import initial_model
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training
 from .scenario import Scenario
+from .workload import ROUNDING
 
-__all__ = ["Limits", "Reference", "Schedule", "Variant", "train_reference"]
+__all__ = ["Idle", "Limits", "Reference", "Schedule", "Variant", "train_reference"]
 
 Doubles = NDArray[np.float64]
 Limits = tuple[tuple[tuple[str, float], ...], ...]
 """Per step: (parameter, size of a gradient's element); hashable, as runs are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """How the sharded run's optimizer was handed parameters that were not used.
+
+    Both are right, and yet weight decay and momentum act on zeros alone.
+    """
+
+    zeros: frozenset[str] = frozenset()
+    """Their gradients were zeros on every rank."""
+    absent: frozenset[str] = frozenset()
+    """They had no gradient on any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +58,8 @@ class Schedule:
     """Per step: the parameters that the rule demands to be left as they are."""
     scales: tuple[float, ...]
     """Per step: the scale of the loss; only half precision feels it."""
+    idle: tuple[Idle, ...] = ()
+    """Per step: parameters that no gradient reached; of a user's own workload."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,10 @@ class Reference:
     """Parameter minus its initial value, after the step."""
     start: dict[str, Doubles]
     """Parameters before the first step."""
+    norms: tuple[float, ...] = ()
+    """Per step: the norm of the whole unscaled gradient, before it is clipped."""
+    counts: tuple[float | None, ...] = ()
+    """Per step: what sums were divided by, where the loss is (sum, count)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +85,8 @@ class Variant:
     double: bool = False
     """Compute in fp64; else in the scenario's precision."""
     reverse_rows: bool = False
-    """Reverse the rows of each batch: another order of reduction."""
+    """Reverse the rows of each batch, and the order of a workload's own micro-batches:
+    another order of reduction."""
     parts: int = 1
     """Split each batch into so many accumulated parts."""
     contrary: Limits = ()
@@ -105,8 +127,9 @@ def train_reference(
         magnitude=scenario.magnitude,
         training=scenario.parsed_recipe.training,
     )
+    idle = schedule.idle or (Idle(),) * scenario.steps
     return _train(
-        key, precision.name if half else "fp32", schedule.skipped, scales, variant
+        key, precision.name if half else "fp32", schedule.skipped, scales, idle, variant
     )
 
 
@@ -118,8 +141,8 @@ class _Key:
     optimizer: str
     steps: int
     seed: int
-    magnitude: float
-    training: Training
+    magnitude: float = 1.0
+    training: Training = field(default_factory=Training)
 
 
 @lru_cache(maxsize=KEPT)
@@ -128,13 +151,19 @@ def _train(
     precision_name: str,
     skipped: tuple[frozenset[str], ...],
     scales: tuple[float, ...],
+    idle: tuple[Idle, ...],
     variant: Variant,
 ) -> Reference:
     run = _Run(key, precision_name, variant)
     for step in range(key.steps):
-        run.step(step, skipped[step], scales[step])
+        run.step(step, skipped[step], scales[step], idle[step])
     return Reference(
-        tuple(run.losses), tuple(run.gradients), tuple(run.updates), run.start
+        losses=tuple(run.losses),
+        gradients=tuple(run.gradients),
+        updates=tuple(run.updates),
+        start=run.start,
+        norms=tuple(run.norms),
+        counts=tuple(run.counts),
     )
 
 
@@ -157,18 +186,28 @@ class _Run:
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
+        self.norms: list[float] = []
+        self.counts: list[float | None] = []
+        self.rows_apart: bool | None = None
 
-    def step(self, step: int, skipped: frozenset[str], scale: float) -> None:
+    def step(
+        self, step: int, skipped: frozenset[str], scale: float, idle: Idle
+    ) -> None:
         batch = self._batch(step)
         self.model.zero_grad()
-        parts = self.variant.parts
-        losses = [
-            self._pass(batch.shard(i, parts), scale / parts) for i in range(parts)
-        ]
+        parts = self._parts(batch)
+        passes = [self._objective(part) for part in parts]
+        weights = self._weights(batch, parts, [count for _, count in passes])
+        for (value, _), weight in zip(passes, weights, strict=True):
+            (value * (scale * weight)).backward()
         self._unscale(scale)
+        self.norms.append(self._norm())
         self._clip()
-        self.losses.append(sum(losses) / parts)
+        self.losses.append(
+            sum(v.item() * w for (v, _), w in zip(passes, weights, strict=True))
+        )
         named = dict(self.model.named_parameters())
+        self._idle(named, idle)
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
@@ -188,28 +227,71 @@ class _Run:
             if gradient is not None:
                 gradient[gradient.abs() <= limit] *= -1
 
+    def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
+        for name in idle.zeros | idle.absent:
+            gradient = named[name].grad
+            if gradient is None or not gradient.any():
+                zeros = torch.zeros_like(named[name])
+                named[name].grad = zeros if name in idle.zeros else None
+
+    def _norm(self) -> float:
+        squares = [
+            p.grad.double().square().sum()
+            for p in self.model.parameters()
+            if p.grad is not None
+        ]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
     def _clip(self) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.key.training.clip == "value":
             torch.nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
         elif self.key.training.clip == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+        elif self.kit.clip_norm is not None:
+            # as torch.nn.utils.clip_grad_norm_ computes the factor
+            factor = min(1.0, self.kit.clip_norm / (self.norms[-1] + 1e-6))
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad *= factor
 
     def _batch(self, step: int) -> Batch:
         batch = self.kit.batch(step, self.key.seed)
         if self.variant.double:
             batch = batch.map(lambda t: t.double() if t.is_floating_point() else t)
-        if self.variant.reverse_rows:
-            batch = batch.map(lambda t: t.flip(0))
         return batch
 
-    def _pass(self, batch: Batch, factor: float) -> float:
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The micro-batches of one step."""
+        own, variant = self.kit.micro_batches, self.variant
+        if own is None:
+            return _in_rows([batch], variant)
+        parts = own(batch)
+        if self.rows_apart is None:
+            self.rows_apart = _rows_apart(self.key.data)
+        return (
+            _in_rows(parts, variant) if self.rows_apart else _shuffled(parts, variant)
+        )
+
+    def _weights(
+        self, batch: Batch, parts: list[Batch], counts: list[float | None]
+    ) -> list[float]:
+        """What the loss of each part counts in that of the step."""
+        known = [count for count in counts if count is not None]
+        self.counts.append(sum(known) if known else None)
+        if not known:
+            return [part.elements / batch.elements for part in parts]
+        if not sum(known):
+            text = f"the counts of the batch add up to 0 at step {len(self.counts) - 1}"
+            raise self.kit.refuse("loss", text)
+        return [1.0 / sum(known)] * len(parts)
+
+    def _objective(self, part: Batch) -> tuple[Tensor, float | None]:
         with self.precision.autocast("cpu"):
-            output = self._forward(batch.inputs)
-            losses = self.key.training.losses_of(self.kit.loss, output, batch.targets)
-        value = torch.stack(losses).sum() * self.key.magnitude
-        (value * factor).backward()
-        return value.item()
+            output = self._forward(part.inputs)
+            first, count = self.kit.objective(output, part.targets)
+            losses = self.key.training.losses_of(first, output)
+        return torch.stack(losses).sum() * self.key.magnitude, count
 
     def _forward(self, inputs: Any) -> Any:
         dtype = self.precision.parameter_dtype
@@ -232,3 +314,38 @@ class _Run:
             n: t.detach().double().reshape(-1).numpy().copy()
             for n, t in tensors.items()
         }
+
+
+def _in_rows(parts: list[Batch], variant: Variant) -> list[Batch]:
+    if variant.reverse_rows:
+        parts = [part.map(lambda t: t.flip(0)) for part in parts[::-1]]
+    return [rows for part in parts for rows in part.in_parts(variant.parts)]
+
+
+def _shuffled(parts: list[Batch], variant: Variant) -> list[Batch]:
+    """Whole micro-batches in another order for each variant."""
+    if variant.reverse_rows:
+        parts = parts[::-1]
+    return [
+        part for first in range(variant.parts) for part in parts[first :: variant.parts]
+    ]
+
+
+@lru_cache
+def _rows_apart(data: str) -> bool:
+    """Whether rows of a workload's own micro-batches may be reversed and cut.
+
+    They need not be rows: several sequences may be packed in one. Then the loss of what
+    is cut is another, and would be taken for the noise of the right one.
+    """
+    losses = []
+    for variant in (TRUTH, Variant(double=True, reverse_rows=True, parts=4)):
+        key = _Key(data=data, optimizer=OWN, steps=1, seed=0)
+        run = _Run(key, "fp32", variant)
+        run.rows_apart = True
+        try:
+            run.step(0, frozenset(), 1.0, Idle())
+        except (ValueError, RuntimeError, IndexError):
+            return False
+        losses.append(run.losses[0])
+    return abs(losses[0] - losses[1]) <= ROUNDING * abs(losses[0])

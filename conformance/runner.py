@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Self
 
 import torch
 
-from ..fixtures import WorkloadError, is_workload
+from ..fixtures import CannotError, WorkloadError, is_workload
 from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
 from .devices import Devices
@@ -30,7 +30,7 @@ from .rank import JudgedError, observe_rank
 from .scenario import Scenario
 from .spec import NO_SCALER
 from .status import case_status
-from .trace import Problem, RankTrace, Saved
+from .trace import Decision, Problem, RankTrace, Saved
 from .workload import check_whole
 
 __all__ = ["Case", "Runner"]
@@ -118,6 +118,9 @@ class Runner:
         except WorkloadError as error:  # its layout, seen from all ranks together
             problem = str(error)
         except WorldFailure as failure:
+            cannot = _cannot(failure, scenario)
+            if cannot:
+                return _not_run(spec, scenario, cannot)
             problem = _root_cause(failure)
         except Exception as error:  # the judge's own fault: told, and the run goes on
             _LOGGER.exception("the judge broke in %s", scenario.id)
@@ -211,8 +214,19 @@ class Runner:
             results = self.place.ranks(leg.world).run(
                 observe_rank, leg, spec, self.folder, saved, more
             )
+            _align(results)
             saved = gathered(results) if more else None
             yield tuple(results)
+
+
+def _align(traces: Sequence[RankTrace]) -> None:
+    """Give all ranks as many decisions: a rank need not have every optimizer."""
+    most = max((len(t.owned) for t in traces), default=0)
+    for trace in traces:
+        trace.owned += [[] for _ in range(most - len(trace.owned))]
+        for seen in trace.steps:
+            missing = most - len(seen.decisions) if seen.complete else 0
+            seen.decisions += [Decision() for _ in range(missing)]
 
 
 def _without_scaler(scenario: Scenario) -> Scenario:
@@ -306,6 +320,22 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
     trace = outcome.exception.trace
     trace.problem = None
     return trace
+
+
+def _cannot(failure: WorldFailure, scenario: Scenario) -> str:
+    """Why a workload could not do what it was asked, or the empty string.
+
+    It did not ask itself for a mesh with an axis at size 1, nor for parameters that do
+    not train: what ``parallelize`` raises then is no fault.
+    """
+    error = failure.root.exception
+    unasked = (
+        scenario.parsed_topology.narrowed or scenario.parsed_recipe.training.frozen
+    )
+    refused = isinstance(error, WorkloadError) and error.call == "parallelize"
+    if isinstance(error, CannotError) or (unasked and refused):
+        return f"not tried: {' '.join(str(error).split())}"[:600]
+    return ""
 
 
 def _root_cause(failure: WorldFailure) -> str:

@@ -29,7 +29,7 @@ from ..fixtures import (
     parse_faults,
 )
 from .constraints import other_world, why_not
-from .recipes import BARE_RECIPES, RECIPES, Recipe
+from .recipes import BARE_RECIPES, Recipe, recipes_of
 from .status import UsageError, as_usage
 
 __all__ = ["Scenario"]
@@ -59,7 +59,7 @@ class Scenario:
     order: str = field(default="model", metadata={"key": "order"})
     """A key of ``fixtures.ORDERS``: how parameters reach the optimizer."""
     recipe: str = field(default="plain", metadata={"key": "recipe"})
-    """A key of ``recipes.RECIPES``."""
+    """A key of ``recipes.RECIPES``, or of ``OWN_RECIPES`` for a user's workload."""
     magnitude: float = field(default=1.0, metadata={"key": "magnitude"})
     """Factor of the loss: makes tiny or huge gradients; a power of two is exact."""
     init_scale: float = field(default=1024.0, metadata={"key": "scale"})
@@ -110,7 +110,7 @@ class Scenario:
     @property
     def parsed_recipe(self) -> Recipe:
         """The recipe itself."""
-        return RECIPES[self.recipe]
+        return recipes_of(self.kit)[self.recipe]
 
     @property
     def id(self) -> str:
@@ -206,7 +206,7 @@ class Scenario:
             "precision": PRECISIONS,
             "optimizer": self.kit.optimizers,
             "order": ORDERS,
-            "recipe": RECIPES,
+            "recipe": recipes_of(self.kit),
         }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..fixtures import LOSS, PLACES, Fault, is_workload, parse_faults
+from .held import WRAPPERS
 from .scenario import Scenario
 from .spec import NO_SCALER
 from .standalone_legs import chosen, lines
@@ -36,7 +37,6 @@ from .standalone_parts import (
     schedule,
 )
 from .status import UsageError
-from .workload import WRAPPERS
 
 __all__ = ["standalone_script", "write_standalone"]
 

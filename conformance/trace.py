@@ -87,7 +87,13 @@ class StepTrace:
     complete: bool = False
     """Whether the step was observed to its end."""
     loss: float | None = None
-    """Mean loss over this rank's rows; None where the rank does not compute one."""
+    """This rank's loss, or None; the mean of all by their weights is the batch's."""
+    weight: float = 1.0
+    """What it counts in that mean."""
+    count: float | None = None
+    """What the sums of all ranks were divided by, where the loss is (sum, count)."""
+    reported_norm: float | None = None
+    """The norm of the whole unscaled gradient before clipping, as the stack reports."""
     scale_before: float = 1.0
     scale_after: float = 1.0
     growth_before: int | None = 0

@@ -9,9 +9,8 @@ the layout holds the model's own parameters, whole.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -20,17 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..fixtures import Batch, Kit, is_workload, kit_of, local
+from .held import full_name
 from .observe import digest
 from .scenario import Scenario
 from .trace import RankTrace
 
 __all__ = [
-    "WRAPPERS",
+    "ROUNDING",
     "check_layout",
+    "check_share",
     "check_whole",
     "check_workload",
     "check_workloads",
-    "full_name",
     "same_everywhere",
 ]
 
@@ -40,36 +40,6 @@ PARTS = 4
 """A batch is split in so many parts to see what rounding does to a correct run."""
 ROUNDING = 2.0**-30
 """What the order of a sum in fp64 may change, by far; what no mean shows is larger."""
-WRAPPERS = (
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_orig_mod",
-    "module",
-)
-"""What wrappers put into the names of parameters."""
-
-
-def full_name(name: str, whole: Container[str]) -> str:
-    """The name in the full model of a parameter of a wrapped one.
-
-    A model may have a layer called ``module`` itself: no more is left out than leads to
-    a name that it has.
-
-    Args:
-        name: a parameter's name once the model is laid out.
-        whole: the names that the full model has.
-
-    Returns:
-        ``name`` itself where nothing that wrappers do leads to a name in ``whole``.
-    """
-    parts = name.split(".")
-    wrapped = [place for place, part in enumerate(parts) if part in WRAPPERS]
-    for count in range(len(wrapped) + 1):
-        for out in combinations(wrapped, count):
-            found = ".".join(p for place, p in enumerate(parts) if place not in out)
-            if found in whole:
-                return found
-    return name
 
 
 # - On a rank
@@ -115,6 +85,8 @@ def check_layout(
     """
     if not isinstance(module, nn.Module):
         text = f"returned {type(module).__name__}, expected the module to call"
+        if kit.train_step is not None:
+            text += ": a stack of another type needs weights(stack)"
         raise kit.refuse("parallelize", text)
     held = {full_name(n, whole): p for n, p in module.named_parameters()}
     unknown = [n for n in held if n not in whole]
@@ -147,6 +119,48 @@ def _check_numbers(kit: Kit, name: str, parameter: nn.Parameter, count: int) -> 
             f"changed the values of {name}: it is to lay the model out as it is, and "
             "to initialise, copy or scale nothing",
         )
+
+
+def check_share(
+    kit: Kit, batch: Batch, share: Batch, groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """See that the shares of all ranks of data together are the global batch.
+
+    Args:
+        kit: the workload.
+        batch: the global batch.
+        share: this rank's part of it.
+        groups: those of the mesh's axes along which ranks see different parts.
+
+    Raises:
+        WorkloadError: on every rank alike, where elements are missing or seen twice.
+    """
+    found = torch.tensor([share.elements, _content(share)])
+    for group in groups:
+        dist.all_reduce(found, group=group)  # whole numbers, which wrap around
+    count, content = found.tolist()
+    if count != batch.elements:
+        what = "leave a hole" if count < batch.elements else "overlap"
+        raise kit.refuse(
+            "shard",
+            f"the parts of all ranks {what}: together they have {count} elements of "
+            f"the targets, the batch has {batch.elements}; where some are padding, let "
+            "the loss be (sum, count)",
+        )
+    if content != _content(batch):
+        text = "the parts of all ranks overlap and leave a hole: together they have as"
+        raise kit.refuse("shard", f"{text} many elements as the batch, but not its own")
+
+
+def _content(batch: Batch) -> int:
+    """A digest of what is compared, whatever its order; that of parts adds up."""
+    total = 0
+    for tensor in batch.counted:
+        bits = tensor.detach().cpu().double().reshape(-1).numpy().view(np.uint64)
+        mixed = (bits ^ (bits >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        total += int((mixed ^ (mixed >> np.uint64(32))).sum().view(np.int64))
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def check_whole(scenario: Scenario, traces: Sequence[RankTrace]) -> None:
@@ -234,37 +248,27 @@ def _batch(kit: Kit) -> Batch:
             "seeded with both",
         )
     for name, topology in kit.topologies.items():
-        shape = topology.mesh_shape(topology.default_world)
-        parts = 1
-        for axis, size in shape.items():
-            parts *= size if axis in topology.data_axes else 1
-        for count in (PARTS, 2 * parts):
-            if batch.rows % count:
-                raise kit.refuse(
-                    "batch",
-                    f"has {batch.rows} rows, which {count} does not divide: {name} "
-                    f"has {parts} parts of data with 2 micro-batches each, references "
-                    f"take {PARTS}",
-                )
+        if kit.shard is None and batch.rows % topology.shares:
+            raise kit.refuse(
+                "batch",
+                f"has {batch.rows} rows, which {topology.shares} does not divide: so "
+                f"many ranks of {name} see different rows; write shard(batch, mesh) "
+                "where they are not split equally",
+            )
     return batch
 
 
 def _check_loss(kit: Kit, model: nn.Module, batch: Batch) -> None:
-    value, again = (_loss(kit, model, batch) for _ in range(2))
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        got = (
-            f"a tensor of shape {list(value.shape)}, {value.dtype}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
-        raise kit.refuse("loss", f"returned {got}, expected a 0-d floating tensor")
+    (value, count), again = (_objective(kit, model, [batch]) for _ in range(2))
     if not bool(torch.isfinite(value)):
         raise kit.refuse("loss", f"is {value.item()} on the first batch")
-    if value.item() != again.item():
+    if count == 0:
+        raise kit.refuse("loss", "the count of the whole first batch is 0")
+    if (value.item(), count) != (again[0].item(), again[1]):
         raise kit.refuse(
             "forward",
-            f"gave the losses {value.item():g} and {again.item():g} for one batch: a "
-            "random forward (dropout) cannot be compared; turn it off",
+            f"gave the losses {value.item():g} and {again[0].item():g} for one batch: "
+            "a random forward (dropout) cannot be compared; turn it off",
         )
     if not value.requires_grad:
         raise kit.refuse("loss", "is not connected with any parameter")
@@ -272,41 +276,67 @@ def _check_loss(kit: Kit, model: nn.Module, batch: Batch) -> None:
         value.backward()
 
 
-def _loss(kit: Kit, model: nn.Module, batch: Batch) -> Any:
-    with kit.calling("forward"):
-        output = model(batch.inputs)
-    return kit.loss(output, batch.targets)
+def _objective(
+    kit: Kit, model: nn.Module, parts: Iterable[Batch]
+) -> tuple[Tensor, float | None]:
+    """The mean of means, weighted by rows, and None; or sum and count of them all."""
+    found, parts = [], [*parts]
+    for part in parts:
+        with kit.calling("forward"):
+            output = model(part.inputs)
+        found.append(kit.objective(output, part.targets))
+    counts = [count for _, count in found if count is not None]
+    if counts:
+        return torch.stack([value for value, _ in found]).sum(), sum(counts)
+    weights = [part.elements for part in parts]
+    values = [v * w for (v, _), w in zip(found, weights, strict=True)]
+    return torch.stack(values).sum() / sum(weights), None
 
 
 def _check_gradients(kit: Kit, model: nn.Module) -> None:
-    lost = [
-        n for n, p in model.named_parameters() if p.requires_grad and p.grad is None
-    ]
-    if lost:
-        raise kit.refuse(
-            "backward",
-            f"gave no gradient to {', '.join(lost[:4])}: use it, or set its "
-            "requires_grad to False",
-        )
+    """A parameter may be left unused, or wait for another batch; not all of them."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if all(p.grad is None or not p.grad.any() for _, p in named):
+        text = f"gave no gradient but zero to any of {', '.join(n for n, _ in named)}"
+        raise kit.refuse("backward", text)
     model.zero_grad()
 
 
 def _check_mean(kit: Kit, model: nn.Module, batch: Batch) -> None:
-    """Ranks see parts of the rows: their losses must average to that of the whole."""
+    """What ranks and micro-batches see must make up the loss of the whole."""
     wide = batch.map(lambda t: t.double() if t.is_floating_point() else t)
     model = model.double()
+    own = kit.micro_batches
     with torch.no_grad():
-        whole = _loss(kit, model, wide).item()
-        parts = [_loss(kit, model, wide.shard(i, PARTS)).item() for i in range(PARTS)]
-    mean = sum(parts) / PARTS
-    if abs(mean - whole) > ROUNDING * max(map(abs, [whole, *parts])):
-        raise kit.refuse(
-            "loss",
-            f"is {whole:.9g} for the batch and {mean:.9g} on average over its "
-            f"{PARTS} parts, in fp64: data parallel training averages over rows, so "
-            "the loss must be a mean over them (no sum, no batch norm, no fp32 inside)",
-        )
+        if own is not None:
+            _check_made_up(kit, model, wide, own(wide), "micro_batches")
+        else:
+            _check_made_up(kit, model, wide, wide.in_parts(PARTS), "loss")
     model.float()
+
+
+def _check_made_up(
+    kit: Kit, model: nn.Module, whole: Batch, parts: list[Batch], call: str
+) -> None:
+    value, count = _objective(kit, model, [whole])
+    made, of_parts = _objective(kit, model, parts)
+    largest = max(abs(value.item()), abs(made.item()))
+    if count is not None:
+        if count != of_parts or abs(value - made) > ROUNDING * largest * len(parts):
+            raise kit.refuse(
+                call,
+                f"the batch has the sum {value.item():.9g} and the count {count:g}, "
+                f"its {len(parts)} parts together {made.item():.9g} and {of_parts:g}, "
+                "in fp64: sums and counts of parts must add up",
+            )
+    elif abs(value - made) > ROUNDING * largest:
+        raise kit.refuse(
+            call,
+            f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
+            f"over its {len(parts)} parts, in fp64: data parallel training averages "
+            "over rows, so the loss must be a mean over them (no sum, no batch norm, "
+            "no fp32 inside), or (sum, count)",
+        )
 
 
 def _check_optimizer(kit: Kit, model: nn.Module) -> None:

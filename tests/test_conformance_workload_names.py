@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.workload import full_name
+from gradparity.conformance.held import full_name
 from gradparity.fixtures.faulty import PlainScaler
 from gradparity.tests.script_server import Scripts
 from gradparity.tests.stacks import Right
