@@ -92,9 +92,9 @@ def _decides(case: CaseRecord) -> Iterator[Finding]:
     """A case that no baseline knows owes a decision: skipped by all proves nothing.
 
     Where a law is inconclusive or broken, its own verdict tells; where a baseline knows
-    the case, each law that got worse tells.
+    the case, each law that got worse tells. What a workload cannot do is skipped.
     """
-    if {v.status for v in case.verdicts} <= {"skipped"}:
+    if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
         yield Finding(
             judgement=Judgement(case=case, law=DECIDED, status="inconclusive"),

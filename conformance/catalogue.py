@@ -42,6 +42,7 @@ __all__ = [
     "Selection",
     "columns",
     "fits",
+    "not_tried",
     "select",
     "split_parameter",
     "to_scenario",
@@ -96,6 +97,7 @@ def _parity(selection: Selection) -> Iterator[Scenario]:
             topology = selection.kit.topologies[name]
             if selection.workload or data in topology.models:
                 yield from _three_runs(topology, data, selection)
+    yield from _narrowed(selection)
 
 
 def _three_runs(
@@ -276,7 +278,8 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
     """Every topology with every way of going bad; other pairs on the way."""
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
-    return _in_order([*_covering(selection, wanted), *limits])
+    own = [*_narrowed(selection), *_accumulating(selection)]
+    return _in_order([*_covering(selection, wanted), *limits, *own])
 
 
 def _default(selection: Selection) -> Iterable[Scenario]:
@@ -301,6 +304,44 @@ def _covering(
 def _extremes(selection: Selection) -> Iterator[Scenario]:
     yield from _limits(selection, MAIN_TOPOLOGIES)
     yield from _long_runs(selection)
+    yield from _narrowed(selection)
+
+
+def _narrowed(selection: Selection) -> Iterator[Scenario]:
+    """Each mesh of a workload once with each axis at size 1."""
+    for name, topology in selection.kit.topologies.items():
+        fits_in = selection.world is None or topology.mesh_takes(selection.world)
+        if topology.narrowed and fits_in and not selection.topologies:
+            yield from _plain_runs(selection, topology=name)
+
+
+def _accumulating(selection: Selection) -> Iterator[Scenario]:
+    """Where most wrong gradients are, a workload is always tried."""
+    if selection.workload:
+        for name in selection.layouts(selection.kit.topologies):
+            for recipe in ("accumulate", "accumulate-no-sync", "accumulate-uneven"):
+                if name != "single":
+                    yield from _plain_runs(selection, topology=name, recipe=recipe)
+
+
+def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
+    """A workload's plainest run with these choices, if they go together."""
+    row = _PLAINEST | {"data": selection.workload, "optimizer": OWN, "when": "never"}
+    if not why_not(selection.kit, row | choices):
+        yield to_scenario(row | choices, selection)
+
+
+def not_tried(selection: Selection) -> list[str]:
+    """Why recipes are left out of the presets of a user's own workload."""
+    if not selection.workload:
+        return []
+    kit, names = selection.kit, columns(selection)
+    recipes: dict[str, dict[str, None]] = {}
+    for recipe in names["recipe"]:
+        for topology in names["topology"]:
+            text = why_not(kit, {"topology": topology, "recipe": recipe})
+            recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
+    return [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
 
 
 def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:

@@ -131,30 +131,30 @@ def _own_precision(kit: Kit, topology: str, precision: str) -> str:
 
 
 def _own_recipe(kit: Kit, topology: str, recipe: str) -> str:
-    named, chosen = f"recipe {recipe!r}", OWN_RECIPES[recipe]
+    reason = _own_reason(kit, topology, recipe)
+    return f"recipe {recipe!r}: {reason}" if reason else ""
+
+
+def _own_reason(kit: Kit, topology: str, recipe: str) -> str:
+    chosen = OWN_RECIPES[recipe]
     if recipe in _OTHERS_MODEL:
-        return f"{named} is not for workloads of one's own: {_OTHERS_MODEL[recipe]}"
+        return f"not for workloads of one's own: {_OTHERS_MODEL[recipe]}"
     if kit.train_step is not None and recipe not in _OWN_STEP:
-        return f"{named} needs the judge's own loop, and the workload has a train_step"
+        return "it needs the judge's own loop, and the workload has a train_step"
     if chosen.parts > 1 and kit.micro_batches is not None and not chosen.defer_sync:
-        return f"{named} cuts rows, and the workload has micro_batches in every recipe"
+        return "it cuts rows, and the workload has micro_batches, in every recipe"
     if chosen.parts > 1 and kit.micro_batches is None and kit.shard is None:
-        return _uncut(kit, topology, recipe)
+        try:
+            chosen.sizes(_rows(kit.name) // kit.topologies[topology].shares)
+        except CannotError as error:
+            return str(error)
     if chosen.optimizers == 1:
         return ""
-    if not all(split_names(n for n, _ in kit.model().named_parameters())):
+    if not all(split_names(name for name, _ in kit.model().named_parameters())):
         return (
-            f"{named} parts experts from the rest, else biases from weights: "
-            "the model has not both"
+            "it parts experts from the rest, else biases from weights: the model has "
+            "not both"
         )
-    return ""
-
-
-def _uncut(kit: Kit, topology: str, recipe: str) -> str:
-    try:
-        OWN_RECIPES[recipe].sizes(_rows(kit.name) // kit.topologies[topology].shares)
-    except CannotError as error:
-        return f"recipe {recipe!r}: {error}"
     return ""
 
 

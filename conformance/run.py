@@ -14,7 +14,7 @@ from ..fixtures import WorkloadError
 from ..multiprocess import HarnessError
 from ..multiprocess.elastic.agent import Agent as Station
 from ..multiprocess.elastic.agent import Ended
-from .catalogue import Selection, select
+from .catalogue import Selection, not_tried, select
 from .devices import Devices
 from .page import write_page
 from .place import place_of
@@ -200,6 +200,13 @@ def _show(settings: RunSettings, console: Console) -> None:
     if not settings.quiet:
         print_report(console, report)
     lines = [plain(text) for text in report.header.launcher.restarts]
+    skipped = [
+        f"{r.scenario}: {r.verdicts[0].message}"
+        for r in report.cases
+        if r.status == "skipped"
+    ]
+    left_out = [] if settings.scenarios else not_tried(settings.selection)
+    lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
     lines.append(f"report: {path}")
     if settings.report is None or settings.out is not None:
         page = write_page(report, settings.out or path.parent)

@@ -54,12 +54,16 @@ class Case:
     seconds: float
     problem: str = ""
     """Why the harness broke, naming the rank; else empty. No law is judged then."""
+    skipped: bool = False
+    """Whether the workload cannot do what the scenario asks of it."""
 
     @property
     def status(self) -> Status:
         """The worst verdict; skipped laws do not count, and alone prove nothing."""
         if self.problem:
             return Status.ERROR
+        if self.skipped:
+            return Status.SKIPPED
         return Status(case_status(v.status for v in self.verdicts))
 
 
@@ -120,7 +124,7 @@ class Runner:
         except WorldFailure as failure:
             cannot = _cannot(failure, scenario)
             if cannot:
-                return _not_run(spec, scenario, cannot)
+                return replace(_not_run(spec, scenario, cannot), skipped=True)
             problem = _root_cause(failure)
         except Exception as error:  # the judge's own fault: told, and the run goes on
             _LOGGER.exception("the judge broke in %s", scenario.id)
@@ -334,7 +338,7 @@ def _cannot(failure: WorldFailure, scenario: Scenario) -> str:
     )
     refused = isinstance(error, WorkloadError) and error.call == "parallelize"
     if isinstance(error, CannotError) or (unasked and refused):
-        return f"not tried: {' '.join(str(error).split())}"[:600]
+        return " ".join(str(error).split())[:600]
     return ""
 
 

@@ -69,10 +69,16 @@ class Selection:
         return self.layouts(self.kit.topologies if self.workload else MAIN_TOPOLOGIES)
 
     def layouts(self, usual: Iterable[str]) -> list[str]:
-        """The topologies asked for, or those of ``usual`` that the world can hold."""
-        if self.topologies or self.world is None:
-            return list(self.topologies or usual)
+        """The topologies asked for, or those of ``usual`` that the world can hold.
+
+        Meshes with an axis at size 1 that no workload asked for are tried apart.
+        """
+        if self.topologies:
+            return list(self.topologies)
         made = self.kit.topologies
+        usual = [name for name in usual if not made[name].narrowed]
+        if self.world is None:
+            return usual
         return [name for name in usual if made[name].mesh_takes(self.world)]
 
     def trains(self, model: str) -> bool:
