@@ -8,7 +8,7 @@ look at the effect, and one checked collective.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -318,7 +318,7 @@ def _judges_step(
         judged.update(seen.step)
     seen.collectives = log.collectives
     seen.scale_after, seen.growth_after = judged.state()
-    _look_at_effect(engine, seen, before)
+    _look_at_effect(engine, seen, before, range(len(engine.optimizers)))
 
 
 class _OwnStep:
@@ -358,7 +358,12 @@ class _OwnStep:
         if kit.gradients is not None:
             self._keep_told_gradients()
         self._decide()
-        _look_at_effect(engine, seen, before)
+        owned = [self._enter(optimizer) for optimizer in engine.optimizers]
+        deciding = [
+            next(n for n, names in enumerate(engine.owned) if names is mine)
+            for mine in owned
+        ]
+        _look_at_effect(engine, seen, before, deciding)
         changed = [d.parameters_changed for d in seen.decisions]
         if judged.scaler is None and not self.calls.seen and False in changed:
             text = "stepped never: no optimizer of torch was called and no weight has"
@@ -413,16 +418,19 @@ class _OwnStep:
     def _enter(self, optimizer: Any) -> list[str]:
         """Names of an optimizer's parameters; a new one decides for itself."""
         engine, mine = self.engine, {id(p) for p in parameters_of(optimizer)}
-        names = [n for n, p in engine.parameters.items() if id(p) in mine]
         if isinstance(optimizer, torch.optim.Optimizer) and not any(
             optimizer is known for known in engine.optimizers
         ):
             engine.optimizers.append(optimizer)
-        if names and names not in engine.owned:
-            self.unknown[:] = [n for n in self.unknown if n not in names]
-            engine.owned.append(names)
-        known = [owned for owned in engine.owned if owned == names]
-        return known[0] if known else self.unknown
+        names = [n for n, p in engine.parameters.items() if id(p) in mine]
+        if not names:
+            return self.unknown
+        for owned in engine.owned:
+            if owned == names and owned is not self.unknown:
+                return owned
+        self.unknown[:] = [n for n in self.unknown if n not in names]
+        engine.owned.append(names)
+        return names
 
     def _look_at_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy what an optimizer uses, at the moment it is called."""
@@ -449,7 +457,7 @@ class _OwnStep:
         """What each optimizer did; parameters whose optimizer is not known go first."""
         seen, bad = self.seen, dict(self.non_finite or {})
         if not self.unknown and not seen.step:  # later their numbers are in use
-            self.engine.owned.remove(self.unknown)
+            del self.engine.owned[0]
         for name, values in seen.gradients.items():
             if name not in bad:
                 bad[name] = not np.isfinite(values).all()
@@ -547,20 +555,22 @@ def _effect(engine: Engine) -> tuple[dict[str, str], list[str]]:
 
 
 def _look_at_effect(
-    engine: Engine, seen: StepTrace, before: tuple[dict[str, str], list[str]]
+    engine: Engine,
+    seen: StepTrace,
+    before: tuple[dict[str, str], list[str]],
+    deciding: Sequence[int],
 ) -> None:
+    """See what has changed; ``deciding`` tells the decision of each optimizer."""
     held = engine.held()
     seen.digests = {name: digest(part) for name, part in held.items()}
-    states = [optimizer_digest(optimizer) for optimizer in engine.optimizers]
-    # of one that was first seen in this step nothing was known before
-    states_before = before[1] + [NO_STATE] * (len(states) - len(before[1]))
     for number, decision in enumerate(seen.decisions):
         moving = [name for name in engine.owned[number] if engine.trains(name)]
         if moving:
             changed = [seen.digests[name] != before[0][name] for name in moving]
             decision.parameters_changed = any(changed)
-        if len(states) == len(seen.decisions):
-            decision.state_changed = states[number] != states_before[number]
-        else:
-            decision.state_changed = states != states_before
+    states = [optimizer_digest(optimizer) for optimizer in engine.optimizers]
+    # of one that was first seen in this step nothing was known before
+    known = before[1] + [NO_STATE] * (len(states) - len(before[1]))
+    for number, state, earlier in zip(deciding, states, known, strict=True):
+        seen.decisions[number].state_changed |= state != earlier
     seen.parameters = {name: _floats(part) for name, part in held.items()}

@@ -309,7 +309,16 @@ def _check_mean(kit: Kit, model: nn.Module, batch: Batch) -> None:
     own = kit.micro_batches
     with torch.no_grad():
         if own is not None:
-            _check_made_up(kit, model, wide, own(wide), "micro_batches")
+            parts = own(wide)
+            elements = sum(part.elements for part in parts)
+            if not kit.counted and elements != wide.elements:
+                raise kit.refuse(
+                    "micro_batches",
+                    f"leave out rows or repeat them: together they have {elements} "
+                    f"elements of the targets, the batch has {wide.elements}; where "
+                    "some are padding, let the loss be (sum, count)",
+                )
+            _check_made_up(kit, model, wide, parts, "micro_batches")
         else:
             _check_made_up(kit, model, wide, wide.in_parts(PARTS), "loss")
     model.float()
