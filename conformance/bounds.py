@@ -28,6 +28,13 @@ some percent. In half precision, where the noise of a gradient is large enough f
 to happen by chance, one more reference gives the optimizer every element that is no
 larger than the noise with the other sign. In fp32 no such element was ever seen to
 turn, and a bound that allowed for it would hide what it is there to find.
+
+[Note: Whole matrices]
+An optimizer that makes a matrix orthogonal (Muon) mixes all elements: its updates are
+compared as they are, and their noise is that of further references: gradients are
+changed by as much as correct ones differ, and what the optimizer computes in half
+precision is rounded once more. What follows from such a step counts as noise, too, as
+in the contrary run.
 """
 
 from __future__ import annotations
@@ -39,6 +46,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .elementwise import not_elementwise
 from .reference import (
     NOISY,
     TRUTH,
@@ -53,6 +61,8 @@ from .scenario import Scenario
 __all__ = ["HEAD_ROOM", "Yardstick", "make_yardstick", "sizes"]
 
 HEAD_ROOM = 8.0
+NUDGED = 3
+"""Further references where an optimizer looks at whole matrices."""
 Doubles = NDArray[np.float64]
 Tensors = dict[str, Doubles]
 Pair = tuple[float, float]
@@ -90,7 +100,16 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
         gradient = _bound(
             truth.gradients, [r.gradients for r in runs], roundoff, skipped
         )
-    weights = _weights(truth, gradient, skipped, adaptive=adaptive)
+    matrices = not_elementwise(scenario.data, scenario.optimizer)
+    if matrices:  # see [Note: Whole matrices]
+        limits = _noise(gradient)
+        for seed in range(1, NUDGED + 1):
+            other = Variant(nudged=seed, limits=limits)
+            runs.append(train_reference(scenario, schedule, other))
+        gradient = _bound(
+            truth.gradients, [r.gradients for r in runs], roundoff, skipped
+        )
+    weights = _weights(truth, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
     return Yardstick(
@@ -145,6 +164,7 @@ def _weights(
     truth: Reference,
     bounds: Sequence[dict[str, Pair]],
     skipped: Sequence[frozenset[str]],
+    matrices: frozenset[str],
     *,
     adaptive: bool,
 ) -> list[Tensors]:
@@ -153,7 +173,8 @@ def _weights(
     smallest: Tensors = {}
     steps = []
     for step, gradients in enumerate(truth.gradients):
-        for n in gradients.keys() - skipped[step] if adaptive else ():
+        due = gradients.keys() - skipped[step] - matrices
+        for n in due if adaptive else ():
             size = np.abs(gradients[n])
             size[~(size > bounds[step][n][1])] = 0.0
             smallest[n] = np.minimum(smallest.get(n, np.inf), size)

@@ -8,6 +8,7 @@ may show, and the bounds of ``parity`` are made of it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,7 @@ from ..fixtures import (
     Precision,
     kit_of,
 )
+from .elementwise import HalfNoise, not_elementwise
 from .engine import initial_model
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training
 from .scenario import Scenario
@@ -91,6 +93,10 @@ class Variant:
     """Split each batch into so many accumulated parts."""
     contrary: Limits = ()
     """The optimizer is given elements below these limits with the other sign."""
+    nudged: int = 0
+    """Where not 0, the seed of noise that is given to the optimizer of whole matrices:
+    of these limits in the gradients, and in what it computes in half precision."""
+    limits: Limits = ()
 
 
 TRUTH = Variant(double=True)
@@ -189,6 +195,7 @@ class _Run:
         self.norms: list[float] = []
         self.counts: list[float | None] = []
         self.rows_apart: bool | None = None
+        self.generator = torch.Generator().manual_seed(variant.nudged)
 
     def step(
         self, step: int, skipped: frozenset[str], scale: float, idle: Idle
@@ -214,7 +221,8 @@ class _Run:
         self._contradict(named, step)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
-                optimizer.step()
+                with self._nudged(name, named[name], step):
+                    optimizer.step()
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
                     group["lr"] *= LR_DECAY
@@ -226,6 +234,19 @@ class _Run:
             gradient = named[name].grad
             if gradient is not None:
                 gradient[gradient.abs() <= limit] *= -1
+
+    def _nudged(
+        self, name: str, parameter: nn.Parameter, step: int
+    ) -> AbstractContextManager[Any]:
+        """The context in which an optimizer steps."""
+        variant, gradient = self.variant, parameter.grad
+        matrices = not_elementwise(self.key.data, self.key.optimizer)
+        if not variant.nudged or gradient is None or name not in matrices:
+            return nullcontext()
+        limit = dict(variant.limits[step]).get(name, 0.0)
+        noise = torch.rand(gradient.shape, generator=self.generator)
+        gradient += limit * (2 * noise - 1)
+        return HalfNoise(self.generator)
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:

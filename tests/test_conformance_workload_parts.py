@@ -576,13 +576,9 @@ def test_six_rows_of_three_a_rank_cannot_be_halved() -> None:
     recipes = {s.recipe for s in select("quick", chosen)}
     assert "plain" in recipes and not {*ACCUMULATE} & recipes
     told = not_tried(chosen)
-    assert (
-        "accumulate, accumulate-no-sync: 3 rows of a rank cannot be cut in 2 equal parts"
-        in told
-    )
-    assert (
-        "accumulate-uneven: 3 rows of a rank cannot be cut in 3 unequal parts" in told
-    )
+    why = "3 rows of a rank cannot be cut in"
+    assert f"accumulate, accumulate-no-sync: {why} 2 equal parts" in told
+    assert f"accumulate-uneven: {why} 3 unequal parts" in told
 
 
 def test_what_the_layout_cannot_do_is_skipped_with_its_reason(
