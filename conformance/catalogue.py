@@ -27,6 +27,7 @@ from ..fixtures import (
     PRECISIONS,
     TOPOLOGIES,
     Topology,
+    WorkloadError,
     dataset_of,
     kit_of,
 )
@@ -35,7 +36,8 @@ from .covering import cover, most_new_first, subsets
 from .recipes import BARE_RECIPES, OWN_RECIPES, recipes_of
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
-from .status import UsageError
+from .status import UsageError, as_usage
+from .workload import check_workload
 
 __all__ = [
     "PRESETS",
@@ -422,9 +424,12 @@ def select(preset: str, selection: Selection) -> list[Scenario]:
 
     Raises:
         UsageError: for unknown names, a world size that no chosen topology can take,
-            or a selection that leaves nothing.
+            a workload that breaks its protocol, or a selection that leaves nothing.
     """
     check_names("preset", [preset], PRESETS)
+    with as_usage(WorkloadError):  # what goes together may depend on its batches
+        if selection.workload:
+            check_workload(selection.workload)
     found = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
     if not found:
         raise UsageError(f"the selection leaves no scenario of preset {preset!r}")

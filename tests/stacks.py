@@ -381,7 +381,7 @@ class UnevenBatch(Right):
 
 
 class SixRows(Right):
-    """A batch that ranks and micro-batches cannot share."""
+    """A batch that micro-batches cannot share."""
 
     def batch(self, step: int, seed: int) -> Batch:
         x, y = super().batch(step, seed)
@@ -430,24 +430,11 @@ class Dropout(Right):
         return nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
 
 
-class UnusedLayer(Right):
-    """A layer that no gradient reaches."""
+class UsesNothing(Right):
+    """A loss of which no parameter is a cause."""
 
-    def model(self) -> nn.Module:
-        found = super().model()
-        found.spare = nn.Linear(2, 2)
-        return _Uses(found)
-
-
-class _Uses(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.used, self.spare = inner[0], inner.spare  # type: ignore[index]  # a Sequential
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.used(x))
-        return found
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(output * 0, targets)
 
 
 class HalfModel(Right):
