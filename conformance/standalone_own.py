@@ -9,12 +9,18 @@ from __future__ import annotations
 from ..fixtures import parse_faults
 from .scenario import Scenario
 from .standalone_parts import calls, import_policy, passes, policy
+from .status import UsageError
 
 __all__ = ["own_values"]
 
 
 def own_values(scenario: Scenario) -> dict[str, object]:
-    """What the template takes from a workload that is the user's own."""
+    """What the template takes from a workload that is the user's own.
+
+    Raises:
+        UsageError: for what only gradparity's own loop does.
+    """
+    _refuse(scenario)
     module, _, attribute = scenario.data.partition(":")
     root, dot, rest = attribute.partition(".")
     takes_policy = scenario.parsed_topology.fully_shards
@@ -40,6 +46,20 @@ def own_values(scenario: Scenario) -> dict[str, object]:
         "calls": calls(scenario),
         "schedule": [],
     }
+
+
+def _refuse(scenario: Scenario) -> None:
+    kit, recipe = scenario.kit, scenario.parsed_recipe
+    own = ("train_step", "weights", "gradients", "shard", "micro_batches")
+    needs = [name for name in own if getattr(kit, name) is not None]
+    needs += ["a loss that is (sum, count)"] if kit.counted else []
+    if recipe.uneven or recipe.defer_sync or recipe.training.frozen:
+        needs.append(f"recipe {scenario.recipe!r}")
+    if needs:
+        raise UsageError(
+            f"no standalone script for {scenario.data}: {', '.join(needs)} needs "
+            "gradparity's own loop; give its replay command instead"
+        )
 
 
 def _layout(scenario: Scenario, takes_policy: bool) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.standalone import standalone_script
+from gradparity.conformance.status import UsageError
 from gradparity.tests import stacks
 from gradparity.tests.script_server import Scripts, alone
 
@@ -103,3 +104,24 @@ def test_gradients_are_compared_where_nothing_spoils_them(
     )
     assert ("def astray" in text) == there
     assert "Needs torch and gradparity. Exit" in text
+
+
+@pytest.mark.parametrize(
+    ("scenario", "needs"),
+    [
+        ("test_conformance_workload_steps:Trains", "train_step, weights"),
+        ("test_conformance_workload_parts:Counted", "a loss that is (sum, count)"),
+        ("test_conformance_workload_parts:Cuts", "micro_batches"),
+        (
+            "test_conformance_workload_parts:Ddp,recipe=accumulate-uneven",
+            "recipe 'accumulate-uneven'",
+        ),
+    ],
+)
+def test_what_needs_the_own_loop_is_refused_in_one_line(
+    scenario: str, needs: str
+) -> None:
+    text = f"dp2/2/fp32/own/none/data=gradparity.tests.{scenario}"
+    with pytest.raises(UsageError, match=r"needs gradparity's own loop") as told:
+        standalone_script(Scenario.parse(text), "none")
+    assert f": {needs} needs" in str(told.value)
