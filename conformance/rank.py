@@ -119,6 +119,8 @@ def observe_rank(
             judged.resume(saved)
         _observe_step(engine, judged, trace, strikes, own)
     trace.owned = engine.owned
+    if own is not None:
+        own.check_gradients(trace)
     if keep:
         trace.saved = judged.saved()
     trace.misuse = judged.misuse()
@@ -368,6 +370,16 @@ class _OwnStep:
         if judged.scaler is None and not self.calls.seen and False in changed:
             text = "stepped never: no optimizer of torch was called and no weight has"
             raise kit.refuse("train_step", f"{text} changed in step {seen.step}")
+
+    def check_gradients(self, trace: RankTrace) -> None:
+        """See that the gradients of a whole run were not out of sight."""
+        called = any(d.optimizer_called for s in trace.steps for d in s.decisions)
+        hidden = self.kit.gradients is None and not any(
+            seen.gradients for seen in trace.steps
+        )
+        if hidden and called and any(map(self.engine.trains, self.engine.index)):
+            text = "an optimizer was called, and no parameter had a grad: write"
+            raise self.kit.refuse("gradients", f"{text} gradients(stack)")
 
     def _train(self, micro_batches: list[Batch], log: CallLog) -> tuple[Any, Any]:
         assert self.kit.train_step is not None

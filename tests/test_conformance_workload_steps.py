@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import parallel as tp
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Case, Runner, Scenario
@@ -82,6 +83,35 @@ class TrainsSharded(Trains):
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         fully_shard(model, mesh=mesh)
         return Engine(model, self.optimizer([*model.named_parameters()]))
+
+
+class TrainsOnTwoAxes(TrainsSharded):
+    """No fault: shards of shards, of which ranks hold no single block."""
+
+    meshes = ({"dp": 2, "tp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+        tp.parallelize_module(model, mesh["tp"], plan)
+        return super().parallelize(model, mesh["dp"])
+
+    def clip(self, stack: Engine) -> Any:
+        return None
+
+    clip_norm = None  # type: ignore[assignment]  # as absent
+
+
+class Renames(Right):
+    """No fault: a module to call, whose parameters have other names."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+        return nn.Sequential(made)
+
+    def weights(self, stack: nn.Module) -> Any:
+        return {n.removeprefix("0."): p for n, p in stack.named_parameters()}
 
 
 class TrainsAModule(Trains):
@@ -345,6 +375,23 @@ class LosesShards(FlatShards):
         return {n: w for n, w in super().weights(stack).items() if n != "2.weight"}
 
 
+class StepsCopies(FlatShards):
+    """Its optimizer steps what nobody sees, and it tells of no gradients."""
+
+    gradients = None  # type: ignore[assignment]  # as absent
+
+    def weights(self, stack: Engine) -> Any:
+        found = super().weights(stack)
+        return {n: (shard.detach().clone(), at) for n, (shard, at) in found.items()}
+
+
+class WeightsNotParameters(Renames):
+    """There is no train_step, and ``weights`` gives copies."""
+
+    def weights(self, stack: nn.Module) -> Any:
+        return {n: p.detach().clone() for n, p in super().weights(stack).items()}
+
+
 class WeightsAreAList(Trains):
     """``weights`` returns no dict."""
 
@@ -437,6 +484,17 @@ def test_right_steps_pass(runner: Runner, stack: type, recipe: str) -> None:
     assert not parity.not_compared
 
 
+def test_weights_are_read_by_name_and_layout_whoever_trains(runner: Runner) -> None:
+    for stack, place in ((TrainsOnTwoAxes, "dp2-tp2/4"), (Renames, "dp2/2")):
+        text = f"{place}/fp32/own/none/steps=2,data={MODULE}:{stack.__name__}"
+        found = runner.run("none", Scenario.parse(text))
+        assert found.status == "pass", (stack, found.problem, failed(found))
+        assert found.evidence is not None and found.evidence.parity is not None
+        ranks = found.evidence.scenario.world
+        assert found.evidence.parity.compared["update"] == 4 * 4 * ranks
+        assert not found.evidence.parity.not_compared
+
+
 def test_the_norm_that_a_stack_reports_is_kept(runner: Runner) -> None:
     for stack in (Trains, TrainsSharded, FlatShards):
         found = case(runner, stack)
@@ -517,6 +575,11 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner) -> None:
         (WrongSlices, "weights: gave 0.bias with 4 elements, and its slices"),
         (OtherSlices, "parallelize: changed the values of 0.bias: 4 of 4 elements"),
         (LosesShards, "parallelize: no rank holds 32 of 32 elements of 2.weight"),
+        (
+            StepsCopies,
+            "gradients: an optimizer was called, and no parameter had a grad",
+        ),
+        (WeightsNotParameters, "weights: gave 0.weight, which is no nn.Parameter"),
         (WeightsAreAList, "weights: returned list, expected a dict of name -> tensor"),
         (RunsFromItsWeights, "parallelize: changed the values of 2.bias"),
         (HidesAllFromTheJudge, "a stack of another type needs weights(stack)"),
