@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,14 +22,16 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..fixtures import local
-from .trace import Collective
+from .trace import Collective, Reduction
 
 __all__ = [
     "NO_STATE",
     "CallLog",
+    "ReductionLog",
     "digest",
     "gradient_places",
     "non_finite",
@@ -188,7 +191,122 @@ class CallLog(TorchDispatchMode):
             if declared.name in ("process_group", "group_name"):  # waiting has none
                 call = func.overloadpacket.__name__.rstrip("_")
                 sent = "" if "barrier" in call else _shape(args)
-                self.collectives.append(Collective(f"{call}{sent}", _ranks(value)))
+                self._note(Collective(f"{call}{sent}", _ranks(value)), args)
+
+    def _note(self, collective: Collective, _args: tuple[Any, ...]) -> None:
+        self.collectives.append(collective)
+
+
+class ReductionLog(CallLog):
+    """Notes the reductions of gradients, from the first backward on to the step.
+
+    Gradients of activations are reduced in backward, too, in the dtype of the compute,
+    and that is right. They are told apart by where autograd is ([Note: Whose gradient
+    is reduced]), not by their size, which a parameter may share.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reductions: list[Reduction] = []
+        self._late: list[Reduction] = []
+        """Issued since the last backward: what follows tells whether it was that."""
+        self._stepped = True
+
+    def __enter__(self) -> Self:
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self._end())
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._hook.remove()
+        self._end()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note whether this is backward, log ``func`` and run it."""
+        if _in_backward():
+            # between two backward passes lies the forward pass of the second one
+            self._late.clear()
+            self._stepped = False
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _end(self) -> None:
+        self.reductions += self._late
+        self._late.clear()
+        self._stepped = True
+
+    def _note(self, collective: Collective, args: tuple[Any, ...]) -> None:
+        if self._stepped or "reduce" not in collective.call:
+            return
+        into = self.reductions if _in_backward() else self._late
+        # a reduce-scatter has its output before its input
+        for tensor in [*_tensors(args[1:2])] or [*_tensors(args[:1])]:
+            if tensor.is_floating_point() and _is_of_parameter(tensor.shape):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                into.append(
+                    Reduction(
+                        collective=collective, dtype=dtype, elements=tensor.numel()
+                    )
+                )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_of_parameter(shape: tuple[int, ...]) -> bool:
+    """Whether what is being reduced is the gradient of a parameter.
+
+    [Note: Whose gradient is reduced]
+    Hooks on gradients run in no node of the graph, or in the one that accumulates into
+    a parameter; a pass through the model that is computed again runs with gradients
+    enabled. In any other node a reduction is taken to be of what flows through it, the
+    gradient of an activation, unless
+    - it has the shape of what the node hands on to one parameter alone, and nothing
+      else that it hands on has so many dims: a function that reduces for its parameter;
+    - the node hands on what it is given, and that has other dims: it is there for a
+      hook (``fully_shard`` makes such ones).
+    Where this cannot be told it is no gradient of a parameter: nobody is accused.
+    """
+    if not _in_backward():
+        return math.prod(shape) > 1  # a norm, a count or a flag is none
+    if torch.is_grad_enabled():
+        return False
+    node = torch._C._current_autograd_node()
+    if node is None or hasattr(node, "variable"):
+        return True
+    given = [tuple(m.shape) for m in node._input_metadata]
+    parameters, others = [], []
+    for onward, place in node.next_functions:
+        if onward is not None:
+            handed = tuple(onward._input_metadata[place].shape)
+            (parameters if _ends_in_parameter(onward) else others).append(handed)
+    if any(len(handed) == len(shape) for handed in others):
+        return False
+    alike = [h for h in parameters if len(h) == len(shape)]
+    if any(math.prod(handed) == math.prod(shape) for handed in alike):
+        return True
+    return bool(given) and given == others
+
+
+def _ends_in_parameter(node: Any) -> bool:
+    """Whether a gradient goes from here to one parameter, and keeps its elements."""
+    count = math.prod(node._input_metadata[0].shape)
+    while not hasattr(node, "variable"):
+        if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+            return False
+        ((node, place),) = node.next_functions
+        if math.prod(node._input_metadata[place].shape) != count:
+            return False
+    return True
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

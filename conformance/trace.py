@@ -19,6 +19,7 @@ __all__ = [
     "Misuse",
     "Problem",
     "RankTrace",
+    "Reduction",
     "Saved",
     "StepTrace",
 ]
@@ -65,6 +66,17 @@ class Collective:
         return f"{self.call} over ranks {', '.join(map(str, self.ranks))}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """An all-reduce or reduce-scatter that a rank issued for gradients."""
+
+    collective: Collective
+    dtype: str
+    """As torch calls it, for example ``float32``."""
+    elements: int
+    """Of the tensor that was handed over."""
+
+
 @dataclass(kw_only=True)
 class Decision:
     """What one optimizer did in one step on one rank."""
@@ -107,6 +119,8 @@ class StepTrace:
     """Parameter name -> digest of its local elements after the step."""
     collectives: list[Collective] = field(default_factory=list)
     """Collectives issued inside the scaler's calls, in order."""
+    reductions: list[Reduction] = field(default_factory=list)
+    """Reductions of gradients, where a dtype is promised: from backward to the step."""
     checked_sum: tuple[float, float] | None = None
     """Result and expectation of the checked all-reduce after the step; the result is
     nan where it did not come back in time."""
@@ -162,6 +176,8 @@ class RankTrace:
     """Parameter name -> digest of ``index``: equal digests mean replicas."""
     owned: list[list[str]] = field(default_factory=list)
     """Per optimizer: names of its parameters."""
+    reduce_dtype: str = ""
+    """In which dtype the workload promises to reduce gradients; empty: no promise."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
     steps: list[StepTrace] = field(default_factory=list)
