@@ -284,7 +284,8 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     if node is None or hasattr(node, "variable"):
         return True
     given = [tuple(m.shape) for m in node._input_metadata]
-    parameters, others = [], []
+    parameters: list[tuple[int, ...]] = []
+    others: list[tuple[int, ...]] = []
     for onward, place in node.next_functions:
         if onward is not None:
             handed = tuple(onward._input_metadata[place].shape)

@@ -17,11 +17,20 @@ from numpy.typing import NDArray
 
 from ..fixtures import is_workload
 from .bounds import HEAD_ROOM, Yardstick, make_yardstick, sizes
+from .recipes import clip_norm_of
 from .reference import Idle, Reference, Schedule
 from .scenario import Scenario
 from .trace import RankTrace, StepTrace
 
-__all__ = ["HEAD_ROOM", "Parity", "ParityRow", "demanded_schedule", "measure_parity"]
+__all__ = [
+    "HEAD_ROOM",
+    "ClipRow",
+    "Parity",
+    "ParityRow",
+    "demanded_schedule",
+    "measure_parity",
+    "summed",
+]
 
 Doubles = NDArray[np.float64]
 Seen = Sequence[tuple[RankTrace, StepTrace]]
@@ -52,6 +61,23 @@ class ParityRow:
         return self.error / self.bound if self.bound else float("inf")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClipRow:
+    """By which factor a rank's gradient of a parameter was clipped."""
+
+    step: int
+    parameter: str
+    rank: int
+    factor: float
+    """Of the truth's gradient before it is clipped, by least squares."""
+    due: float
+    """The factor by which the truth clips."""
+    bound: float
+    """By how much the factor may be off."""
+    tells: bool
+    """Whether the gradient is the truth's times a factor, and not lost in noise."""
+
+
 @dataclass(kw_only=True)
 class Parity:
     """The measured parity of one run."""
@@ -74,6 +100,10 @@ class Parity:
     """Its norm of the whole unscaled gradient at each step, before it is clipped."""
     norm_bound: list[float] = field(default_factory=list)
     """By how much such a norm may be off; infinite where nothing is known."""
+    clip_norm: float | None = None
+    """The norm to which gradients are to be clipped, if they are."""
+    clipped: list[ClipRow] = field(default_factory=list)
+    """Of each gradient of the steps in which none is bad, where they are clipped."""
 
     def add(self, row: ParityRow) -> None:
         """Take one comparison in, or count it where there is no finite bound."""
@@ -148,7 +178,13 @@ def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
         reference_loss=list(yardstick.truth.losses),
         reference_norm=list(yardstick.truth.norms),
         norm_bound=[step["norm"][0] for step in yardstick.norm],
+        clip_norm=clip_norm_of(scenario.kit, scenario.parsed_recipe.training),
     )
+    if parity.clip_norm is not None:
+        factors = [
+            min(1.0, parity.clip_norm / (n + 1e-6)) for n in yardstick.truth.norms
+        ]
+        parity.clipped += _clip_rows(factors, schedule, legs, yardstick)
     for row in _rows(schedule, legs, yardstick):
         parity.add(row)
     return parity
@@ -231,13 +267,47 @@ def _gradient_rows(
     nothing = None if whole.any() else np.zeros(len(places))
     yield from _compare(
         ("gradient", step, name, trace.rank),
-        _summed(seen, trace, at, name) if had else nothing,
+        summed(seen, trace, at, name) if had else nothing,
         (whole, places),
         bound,
     )
 
 
-def _summed(
+def _clip_rows(
+    factors: Sequence[float],
+    schedule: Schedule,
+    legs: Iterable[Sequence[RankTrace]],
+    yardstick: Yardstick,
+) -> Iterator[ClipRow]:
+    """What each gradient is of the truth's, as it was before it was clipped."""
+    steps = zip(_steps(legs), factors, schedule.skipped, strict=True)
+    for step, (seen, due, skipped) in enumerate(steps):
+        for trace, at in seen if not skipped else ():
+            for name, true in yardstick.truth.gradients[step].items():
+                if name not in at.gradients:
+                    continue
+                whole = true[trace.places(at, name)] / due
+                size = float(np.linalg.norm(whole))
+                noise, _ = yardstick.gradient[step][name]
+                if not size or not np.isfinite(noise):
+                    continue
+                values = summed(seen, trace, at, name).astype(np.float64)
+                factor = float(values @ whole) / size**2
+                rest = float(np.linalg.norm(values - factor * whole))
+                # noise is clipped with what it is in
+                parallel = rest <= noise * max(1.0, abs(factor) / due)
+                yield ClipRow(
+                    step=step,
+                    parameter=name,
+                    rank=trace.rank,
+                    factor=factor,
+                    due=due,
+                    bound=noise / size,
+                    tells=parallel and noise / size < due / 2,
+                )
+
+
+def summed(
     seen: Seen, trace: RankTrace, at: StepTrace, name: str
 ) -> NDArray[np.floating]:
     """The gradient of ``trace``, summed over the ranks on which it is partial.

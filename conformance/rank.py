@@ -39,6 +39,7 @@ from .held import held_parts
 from .observe import (
     NO_STATE,
     CallLog,
+    ReductionLog,
     digest,
     gradient_places,
     non_finite,
@@ -108,6 +109,7 @@ def observe_rank(
         owned=engine.owned,
         start={name: _floats(part) for name, part in engine.held().items()},
     )
+    trace.reduce_dtype = str(_promised(scenario) or "").removeprefix("torch.")
     judged = _Judged(engine, trace)
     own = _OwnStep(engine, judged) if engine.scenario.kit.train_step else None
     strikes = _aim(engine, trace)
@@ -125,6 +127,14 @@ def observe_rank(
         trace.saved = judged.saved()
     trace.misuse = judged.misuse()
     return trace
+
+
+def _promised(scenario: Scenario) -> torch.dtype | None:
+    """In which dtype a workload promises to reduce gradients, if it does."""
+    usual = scenario.kit.reduce_dtype
+    handed = scenario.parsed_topology.fully_shards  # the policy, which then says so
+    policy = scenario.parsed_precision.reduce_dtype if handed else None
+    return usual and (policy or usual)
 
 
 def _aim(engine: Engine, trace: RankTrace) -> tuple[Strike, ...]:
@@ -306,7 +316,8 @@ def _judges_step(
         seen.faults += struck
         return judged.scale([bad, *losses[1:]])
 
-    seen.loss = _backward(engine, seen.step, prepare)
+    with _reductions(engine, seen):
+        seen.loss = _backward(engine, seen.step, prepare)
     seen.count = engine.count
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)
@@ -393,7 +404,8 @@ class _OwnStep:
                 new_scale=self.judged.manual_scale(self.seen.step),
             )
         try:
-            return self.kit.train_step(self.engine.module, micro_batches, scaler)
+            with _reductions(self.engine, self.seen):
+                return self.kit.train_step(self.engine.module, micro_batches, scaler)
         except WorkloadError as error:
             if isinstance(error.__cause__, JudgedError):  # of a call of the scaler
                 raise error.__cause__ from None
@@ -480,6 +492,17 @@ class _OwnStep:
             )
             for names in self.engine.owned
         ]
+
+
+@contextmanager
+def _reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
+    """Note in which dtypes gradients are reduced, where a dtype is promised."""
+    if _promised(engine.scenario) is None:
+        yield
+        return
+    with ReductionLog() as log:
+        yield
+    seen.reductions = log.reductions
 
 
 def _undecided(

@@ -24,6 +24,7 @@ __all__ = [
     "RECIPES",
     "Recipe",
     "Training",
+    "clip_norm_of",
     "frozen_names",
     "recipes_of",
 ]
@@ -211,6 +212,13 @@ MANUAL_STEP = 2
 def recipes_of(kit: Kit) -> dict[str, Recipe]:
     """The recipes that there are for a workload, built in or not."""
     return OWN_RECIPES if is_workload(kit.name) else RECIPES
+
+
+def clip_norm_of(kit: Kit, training: Training) -> float | None:
+    """The norm to which gradients are clipped: by the recipe or by ``train_step``."""
+    if training.clip == "norm":
+        return CLIP_NORM
+    return None if training.clip else kit.clip_norm
 
 
 _SECOND_HALF = ("down.", "head.", "blocks.1.", "norm.")

@@ -174,9 +174,9 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return functional.all_reduce(gradient.bfloat16(), "sum", dist.group.WORLD).to(  # type: ignore[no-any-return]
-            gradient.dtype
-        )
+        world = dist.distributed_c10d._get_default_group()
+        total: Tensor = functional.all_reduce(gradient.bfloat16(), "sum", world)
+        return total.float()
 
 
 class Scaled(torch.autograd.Function):
@@ -207,7 +207,7 @@ class Written(nn.Module):
             self.last.weight.register_hook(halved)
         if where == "after":
             self.last.weight.register_post_accumulate_grad_hook(
-                lambda p: dist.all_reduce(p.grad.bfloat16())  # type: ignore[union-attr]
+                lambda p: dist.all_reduce(p.grad.bfloat16())
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from . import transparency as transparency  # isort: skip
 from . import parity as parity  # isort: skip
 from . import collectives as collectives  # isort: skip
 from . import misuse as misuse  # isort: skip
+from . import norm as norm  # isort: skip
 from . import reduction as reduction  # isort: skip
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "collectives",
     "liveness",
     "misuse",
+    "norm",
     "parity",
     "reduction",
     "scale",
