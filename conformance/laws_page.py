@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ..fixtures.faulty import FAULTY
+from ..fixtures.faulty.stacks import FAULTY_STACKS
 from . import laws as laws
 from .law import LAWS, Law
 
@@ -18,8 +19,8 @@ __all__ = ["main", "render"]
 _HEAD = """\
 # Laws
 
-What every right scaler keeps, by chapter. Made by `make docs` from `conformance/laws/`:
-change it there. A law that compared nothing is `inconclusive`, never a pass.
+What every right scaler keeps, and every right stack, by chapter. Made by `make docs`
+from `conformance/laws/`: change it there. A law that compared nothing is `inconclusive`, never a pass.
 `gradparity explain LAW` says the same in the terminal. What a scaler must offer to be
 judged at all is in [judged-scaler.md](judged-scaler.md).
 """
@@ -70,6 +71,7 @@ def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
     yield f"{law.text}\n"
     yield f"*Why:* {law.reason}\n"
-    faulty = [f"`{s.__name__}`" for s, how in FAULTY.items() if how.law == law.id]
+    every = [*FAULTY.items(), *FAULTY_STACKS.items()]
+    faulty = [f"`{made.__name__}`" for made, how in every if how.law == law.id]
     if faulty:
         yield f"*Broken on purpose by:* {', '.join(faulty)}\n"

@@ -6,12 +6,13 @@ import numpy as np
 
 from gradparity.conformance import Evidence, Scenario, Status, judge
 from gradparity.conformance.law import Finding
-from gradparity.conformance.parity import Parity, ParityRow
+from gradparity.conformance.parity import ClipRow, Parity, ParityRow
 from gradparity.conformance.trace import (
     Collective,
     Decision,
     Misuse,
     RankTrace,
+    Reduction,
     StepTrace,
 )
 
@@ -26,6 +27,7 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         coordinate={"dp": rank},
         index={"w": np.arange(2)},
         shards={"w": "same"},
+        reduce_dtype="float32",
     )
     scale, growth, digest = 8.0, 0, "start"
     for step in range(SCENARIO.steps):
@@ -43,6 +45,14 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         seen.decisions = [decision]
         seen.digests = {"w": digest}
         seen.collectives = [Collective("allreduce[6:float64]", (0, 1, 2, 3))]
+        seen.reductions = [
+            Reduction(
+                collective=Collective("allreduce[2:float32]", (0, 1)),
+                dtype="float32",
+                elements=2,
+            )
+        ]
+        seen.reported_norm = 0.5
         seen.checked_sum = (3.0, 3.0)
         seen.gradients = {"w": np.array([1e-7, -0.5], np.float32)}
         trace.steps.append(seen)
@@ -54,7 +64,14 @@ def evidence(
     *, bad: bool = False, size: int = 2, scenario: Scenario = SCENARIO
 ) -> Evidence:
     ranks = tuple(rank_trace(r, bad=bad) for r in range(size))
-    parity = Parity(per_step=[0.0] * SCENARIO.steps)
+    parity = parity_without_rows()
+    parity.clip_norm = 0.25
+    parity.clipped = [
+        clip_row(rank=rank, step=step)
+        for step in range(SCENARIO.steps)
+        for rank in range(size)
+        if not (bad and step == BAD_STEP)
+    ]
     for kind in ("gradient", "update", "loss"):
         parity.add(row(kind, error=0.5))
     return Evidence(
@@ -71,6 +88,28 @@ def row(kind: str, error: float) -> ParityRow:
         measure="norm",
         error=error,
         bound=1.0,
+    )
+
+
+def parity_without_rows() -> Parity:
+    """Norms are known, and nothing else was compared."""
+    steps = SCENARIO.steps
+    return Parity(
+        per_step=[0.0] * steps,
+        reference_norm=[0.5] * steps,
+        norm_bound=[1e-6] * steps,
+    )
+
+
+def clip_row(*, rank: int, step: int, factor: float = 0.5) -> ClipRow:
+    return ClipRow(
+        step=step,
+        parameter="w",
+        rank=rank,
+        factor=factor,
+        due=0.5,
+        bound=1e-6,
+        tells=True,
     )
 
 

@@ -12,7 +12,14 @@ from gradparity.conformance.laws.transparency import SUBNORMAL
 from gradparity.conformance.parity import Parity, _compare
 from gradparity.conformance.recipes import MANUAL_STEP
 from gradparity.conformance.trace import Collective, Problem
-from gradparity.tests.made_up import BAD_STEP, SCENARIO, evidence, finding, row
+from gradparity.tests.made_up import (
+    BAD_STEP,
+    SCENARIO,
+    evidence,
+    finding,
+    parity_without_rows,
+    row,
+)
 
 COUNTS = {
     "liveness.completes": "12 rank-steps completed",
@@ -35,6 +42,9 @@ COUNTS = {
     "collectives.same-sequence": "12 sequences compared",
     "collectives.no-crosstalk": "12 checked collectives",
     "misuse.refused": "3 calls in a wrong order refused",
+    "norm.reported": "9 norms within their bound",
+    "norm.factor": "9 gradients clipped by their factor",
+    "dtype.reduction": "12 reductions of gradients in the promised dtype",
 }
 
 
@@ -55,6 +65,8 @@ NUMBERS = {
     "parity.update": (1, 0),
     "parity.loss": (1, 0),
     "misuse.refused": (3, 0),
+    "norm.reported": (9, 0),
+    "norm.factor": (9, 0),
 }
 
 
@@ -221,7 +233,7 @@ def test_wrong_calls_that_one_rank_did_not_get_to_are_not_excused() -> None:
 
 
 def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
-    parity = Parity(per_step=[0.0] * SCENARIO.steps)
+    parity = parity_without_rows()
     for kind, error in rows:
         parity.add(row(kind, error=error))
     return Evidence(scenario=of.scenario, ranks=of.ranks, bare=of.bare, parity=parity)

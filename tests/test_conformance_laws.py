@@ -1,6 +1,7 @@
 """Laws on made-up traces: each passes what is right and fails on its own fault."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status, judge
-from gradparity.conformance.parity import Parity
 from gradparity.conformance.trace import Decision, Misuse, Problem
-from gradparity.tests.made_up import BAD_STEP, SCENARIO, evidence, row
+from gradparity.tests.made_up import (
+    BAD_STEP,
+    SCENARIO,
+    evidence,
+    parity_without_rows,
+    row,
+)
 
 
 def statuses(of: Evidence) -> dict[str, Status]:
@@ -108,6 +114,21 @@ def _changed_between_steps(e: Evidence) -> None:
         trace.steps[2].scale_before *= 2
 
 
+def _norm(e: Evidence) -> None:
+    e.ranks[1].steps[2].reported_norm = 0.4
+
+
+def _factor(e: Evidence) -> None:
+    assert e.parity is not None
+    rank_1 = e.parity.clipped[5]
+    e.parity.clipped[5] = replace(rank_1, factor=1.0)
+
+
+def _narrow(e: Evidence) -> None:
+    (reduction,) = e.ranks[1].steps[2].reductions
+    e.ranks[1].steps[2].reductions = [replace(reduction, dtype="bfloat16")]
+
+
 FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("agreement.scale", _scale, False),
     ("agreement.growth", _growth, False),
@@ -128,6 +149,9 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("parity.gradient", _parity("gradient"), False),
     ("parity.update", _parity("update"), False),
     ("parity.loss", _parity("loss"), False),
+    ("norm.reported", _norm, False),
+    ("norm.factor", _factor, False),
+    ("dtype.reduction", _narrow, False),
 ]
 
 
@@ -174,7 +198,7 @@ def test_nothing_compared_is_never_a_pass() -> None:
 
 def test_parity_that_compared_nothing_is_inconclusive() -> None:
     unknown = Evidence(
-        scenario=SCENARIO, ranks=evidence().ranks, parity=Parity(per_step=[0.0] * 4)
+        scenario=SCENARIO, ranks=evidence().ranks, parity=parity_without_rows()
     )
     found = statuses(unknown)
     assert found["parity.gradient"] is Status.INCONCLUSIVE
@@ -319,6 +343,9 @@ def test_only_exact_scaling_is_transparent(settings: str, compared: bool) -> Non
         ("collectives.same-sequence", _sequence, False, 0, (1,)),
         ("collectives.no-crosstalk", _crosstalk, False, 3, (0,)),
         ("liveness.completes", _raised, False, 3, (1,)),
+        ("norm.reported", _norm, False, 2, (1,)),
+        ("norm.factor", _factor, False, 2, (1,)),
+        ("dtype.reduction", _narrow, False, 2, (1,)),
     ],
 )
 def test_a_finding_names_the_step_and_the_ranks(

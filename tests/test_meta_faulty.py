@@ -9,6 +9,7 @@ from gradparity.conformance import LAWS, Case, Runner, Scenario, Status
 from gradparity.conformance.catalogue import Selection, select
 from gradparity.fixtures import faulty
 from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
+from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
 
 MODULE = "gradparity.fixtures.faulty"
 # the recorded run of `gradparity mutants` has many more, see docs/mutants.md
@@ -80,8 +81,9 @@ def test_a_right_scaler_is_never_accused_where_others_fail(
     assert accusations(judged(runner, scaler, scenario)) == {}
 
 
-def test_every_law_has_a_scaler_that_breaks_it() -> None:
-    assert {broken.law for broken in FAULTY.values()} == set(LAWS)
+def test_every_law_has_a_scaler_or_a_stack_that_breaks_it() -> None:
+    every = [*FAULTY.values(), *FAULTY_STACKS.values()]
+    assert {broken.law for broken in every} == set(LAWS)
 
 
 def test_there_are_enough_of_both_and_each_says_what_it_is() -> None:

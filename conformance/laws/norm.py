@@ -58,7 +58,7 @@ def reported(evidence: Evidence) -> Finding:
             continue  # the step is to be skipped: its norm is not finite
         due, bound = parity.reference_norm[step], parity.norm_bound[step]
         told = _reports(evidence, seen)
-        if not math.isfinite(bound):
+        if not math.isfinite(bound) or _has_departed(parity, step):
             missed += len(report)
             continue
         missed += len(report) - len(told)
@@ -76,11 +76,20 @@ def reported(evidence: Evidence) -> Finding:
         return skipped("every step had a bad gradient: there is no norm")
     if compared < ENOUGH * (compared + missed):
         return replace(
-            inconclusive(f"{compared} of {compared + missed} norms could be compared"),
+            inconclusive(
+                f"{compared} of {compared + missed} norms could be compared: elsewhere "
+                "the references are not finite, or the weights depart from the truth"
+            ),
             compared=compared,
             not_compared=missed,
         )
     return count_or_inconclusive(compared, "norms within their bound", missed)
+
+
+def _has_departed(parity: Parity, step: int) -> bool:
+    """Whether the weights are no longer those that the truth has at ``step``."""
+    first = parity.first_bad.get("update")
+    return first is not None and first.step < step
 
 
 def _reports(evidence: Evidence, seen: Sequence[StepTrace]) -> dict[int, float]:
@@ -183,7 +192,8 @@ def factor(evidence: Evidence) -> Finding:
         told = [row for row in rows if row.tells]
         wrong = [row for row in told if not abs(row.factor - row.due) <= row.bound]
         missed += len(rows) - len(told)
-        if wrong and not _is_clipping(evidence, seen, told):
+        lost = _has_departed(parity, step)
+        if lost or (wrong and not _is_clipping(evidence, seen, told)):
             missed += len(told)
             continue
         compared += len(told)

@@ -69,7 +69,7 @@ def _holds(dtype: str, promised: str) -> bool:
 def _narrower(
     step: int, trace: RankTrace, seen: Reduction, parameters: list[str], compared: int
 ) -> Finding:
-    whose = f", as many elements as {' or '.join(parameters)}" if parameters else ""
+    whose = f", as many elements as {' or '.join(parameters[:4])}" if parameters else ""
     return Finding(
         status=Status.FAIL,
         message=f"step {step}: rank {trace.rank} reduced gradients in {seen.dtype}, "
