@@ -15,6 +15,7 @@ from .status import Status, rank_list, worst_of
 from .trace import Decision, RankTrace, StepTrace
 
 __all__ = [
+    "ENOUGH",
     "LAWS",
     "Evidence",
     "Finding",
@@ -91,6 +92,8 @@ class Evidence:
                 yield step, each
 
 
+ENOUGH = 0.5
+"""The part of the comparisons that were due which a pass must at least rest on."""
 Judge = Callable[[Evidence], Finding]
 
 

@@ -20,7 +20,8 @@ _HEAD = """\
 # Laws
 
 What every right scaler keeps, and every right stack, by chapter. Made by `make docs`
-from `conformance/laws/`: change it there. A law that compared nothing is `inconclusive`, never a pass.
+from `conformance/laws/`: change it there. A law that compared nothing is
+`inconclusive`, never a pass.
 `gradparity explain LAW` says the same in the terminal. What a scaler must offer to be
 judged at all is in [judged-scaler.md](judged-scaler.md).
 """

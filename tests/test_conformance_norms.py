@@ -84,6 +84,18 @@ def test_a_finding_says_which_factor_came_and_which_was_due(runner: Runner) -> N
     assert (found.step, found.ranks, found.cause) == (0, (0, 1, 2, 3), "not clipped")
 
 
+@pytest.mark.parametrize(
+    "stack", [stacks.LeavesReplicasUnclipped, stacks.CompressesGradients]
+)
+def test_the_cause_is_told_before_what_follows_from_it(
+    runner: Runner, stack: type[Any]
+) -> None:
+    broken = FAULTY_STACKS[stack]
+    failed = [v.law for v in judged(runner, broken.at).verdicts if v.status == "fail"]
+    assert failed[0] == broken.law
+    assert "parity.gradient" in failed
+
+
 def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
     """A scaler whose unscale_ does nothing; clipping hides it, the norm does not."""
     scaler = "gradparity.fixtures.faulty:LeavesExplicitUnscaleOut"

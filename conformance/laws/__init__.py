@@ -5,11 +5,11 @@ from . import agreement as agreement  # isort: skip
 from . import skip as skip  # isort: skip
 from . import scale as scale  # isort: skip
 from . import transparency as transparency  # isort: skip
+from . import reduction as reduction  # isort: skip
+from . import norm as norm  # isort: skip
 from . import parity as parity  # isort: skip
 from . import collectives as collectives  # isort: skip
 from . import misuse as misuse  # isort: skip
-from . import norm as norm  # isort: skip
-from . import reduction as reduction  # isort: skip
 
 __all__ = [
     "agreement",

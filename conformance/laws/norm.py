@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..law import (
+    ENOUGH,
     Evidence,
     Finding,
     Status,
@@ -21,7 +22,6 @@ from ..law import (
 )
 from ..parity import ClipRow, Parity, summed
 from ..trace import StepTrace
-from .parity import ENOUGH
 
 _STOPPED = "the run stopped before its norms could be compared"
 _DEPART = "the gradients themselves depart from the fp64 truth"

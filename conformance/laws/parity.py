@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..law import Evidence, Finding, Status, inconclusive, law, skipped
+from ..law import ENOUGH, Evidence, Finding, Status, inconclusive, law, skipped
 from ..parity import ParityRow
 
 REASON = (
     "A scaler that unscales wrongly, late or twice trains another model; the bound is "
     "made of the error that correct runs themselves have (docs/parity.md)."
 )
-ENOUGH = 0.5
-"""The part of the comparisons that were due which a pass must at least rest on."""
 
 
 def _parity(evidence: Evidence, kind: str) -> Finding:
