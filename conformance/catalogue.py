@@ -33,6 +33,7 @@ from ..fixtures import (
 )
 from .constraints import PAIRS, why_not
 from .covering import cover, most_new_first, subsets
+from .randomness import draws_in_forward
 from .recipes import BARE_RECIPES, OWN_RECIPES, recipes_of
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
@@ -100,6 +101,24 @@ def _parity(selection: Selection) -> Iterator[Scenario]:
             if selection.workload or data in topology.models:
                 yield from _three_runs(topology, data, selection)
     yield from _narrowed(selection)
+    yield from _random_runs(selection)
+
+
+def _random_runs(selection: Selection) -> Iterator[Scenario]:
+    """Each layout of a workload with its random layers on, where it has any."""
+    data = selection.workload
+    for name in selection.main_topologies() if draws_in_forward(data) else ():
+        topology = selection.kit.topologies[name]
+        yield Scenario(
+            topology=name,
+            world=selection.world or topology.default_world,
+            precision="fp32",
+            optimizer=OWN,
+            data=data,
+            recipe="random",
+            seed=selection.seed,
+            steps=4,
+        )
 
 
 def _three_runs(
@@ -280,7 +299,7 @@ def _quick(selection: Selection) -> Iterable[Scenario]:
     """Every topology with every way of going bad; other pairs on the way."""
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
-    own = [*_narrowed(selection), *_accumulating(selection)]
+    own = [*_narrowed(selection), *_accumulating(selection), *_random_runs(selection)]
     return _in_order([*_covering(selection, wanted), *limits, *own])
 
 

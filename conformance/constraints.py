@@ -19,6 +19,7 @@ from ..fixtures import (
     kit_of,
     split_names,
 )
+from .randomness import draws_in_forward
 from .recipes import OWN_RECIPES, RECIPES
 
 __all__ = ["PAIRS", "other_world", "why_not"]
@@ -115,7 +116,7 @@ _OTHERS_MODEL = {
 """Recipes that know the models or layouts of fixtures, and why."""
 _OWN_STEP = (
     *("plain", "accumulate", "accumulate-uneven"),
-    *("manual-scale", "disabled", "primed"),
+    *("manual-scale", "disabled", "primed", "random"),
 )
 """Recipes in which ``train_step`` makes all calls itself."""
 
@@ -141,6 +142,8 @@ def _own_reason(kit: Kit, topology: str, recipe: str) -> str:
         return f"not for workloads of one's own: {_OTHERS_MODEL[recipe]}"
     if kit.train_step is not None and recipe not in _OWN_STEP:
         return "it needs the judge's own loop, and the workload has a train_step"
+    if chosen.training.random and not draws_in_forward(kit.name):
+        return f"it needs random layers, and {kit.name} has none"
     if chosen.parts > 1 and kit.micro_batches is not None and not chosen.defer_sync:
         return "it cuts rows, and the workload has micro_batches, in every recipe"
     if chosen.parts > 1 and kit.micro_batches is None and kit.shard is None:

@@ -43,6 +43,7 @@ from ..fixtures import (
     without_gradient_sync,
 )
 from .held import check_values, full_name, held_parts
+from .randomness import turn_off_random_layers
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
 from .scenario import Scenario
 from .workload import check_layout, check_share, same_everywhere
@@ -361,6 +362,8 @@ def initial_model(data: str, seed: int, training: Training) -> nn.Module:
         names = [name for name, _ in model.named_parameters()]
         for name in frozen_names(kit_of(data), names):
             model.get_parameter(name).requires_grad_(False)
+    if not training.random:
+        turn_off_random_layers(model)
     return model
 
 
@@ -378,6 +381,8 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         _fill_with_element_numbers(model)
     policy = scenario.parsed_precision.policy()
     module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
+    if not training.random:  # parallelize may have made them anew
+        turn_off_random_layers(module)
     parameters: dict[str, nn.Parameter]
     if tells is not None:
         held = held_parts(kit, "weights", tells(module), values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ from .observe import (
 )
 from .own_step import OptimizerCalls, WatchedScaler, as_number, parameters_of
 from .probe import probe
+from .randomness import DrawLog
 from .recipes import MANUAL_STEP
 from .scenario import Scenario
 from .spec import growth_tracker, load_scaler
@@ -316,7 +317,7 @@ def _judges_step(
         seen.faults += struck
         return judged.scale([bad, *losses[1:]])
 
-    with _reductions(engine, seen):
+    with _reductions(engine, seen), _watched_passes(engine, seen):
         seen.loss = _backward(engine, seen.step, prepare)
     seen.count = engine.count
     seen.scale_before, seen.growth_before = judged.state()
@@ -332,6 +333,16 @@ def _judges_step(
     seen.collectives = log.collectives
     seen.scale_after, seen.growth_after = judged.state()
     _look_at_effect(engine, seen, before, range(len(engine.optimizers)))
+
+
+@contextmanager
+def _watched_passes(engine: Engine, seen: StepTrace) -> Iterator[None]:
+    """Note which random numbers the passes of a step draw."""
+    generator, log = torch.get_rng_state(), DrawLog()
+    with log if engine.scenario.parsed_recipe.training.random else nullcontext():
+        yield
+    seen.draws = log.draws
+    seen.drew = not torch.equal(generator, torch.get_rng_state())
 
 
 class _OwnStep:
@@ -361,7 +372,8 @@ class _OwnStep:
         seen.scale_before, seen.growth_before = judged.state()
         before, log = _effect(engine), CallLog()
         precision = engine.scenario.parsed_precision
-        with self.calls.watching(), precision.autocast(engine.device.type):
+        autocast = precision.autocast(engine.device.type)
+        with self.calls.watching(), autocast, _watched_passes(engine, seen):
             loss, norm = self._train(micro_batches, log)
         seen.collectives = log.collectives
         seen.loss = as_number(kit, "loss", loss)

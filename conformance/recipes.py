@@ -51,6 +51,8 @@ class Training:
     """The learning rate falls each step."""
     losses: int = 1
     """Losses; a second one is the z-loss."""
+    random: bool = False
+    """Random layers stay on; there is then no reference to compare with."""
 
     def losses_of(self, first: Tensor, output: Any) -> list[Tensor]:
         """The 0-d losses of a micro-batch.
@@ -191,6 +193,11 @@ OWN_RECIPES: dict[str, Recipe] = {
         text="three backward passes a step, of unequal numbers of rows",
         parts=3,
         uneven=True,
+    ),
+    "random": Recipe(
+        text="random layers are on, and what they draw is compared; in every other "
+        "recipe they are off, and gradients are compared",
+        training=Training(random=True),
     ),
 }
 """Those of a user's own workload."""

@@ -148,7 +148,8 @@ class Runner:
         check_whole(scenario, legs[-1])
         complete = all(t.came_to(scenario.steps - 1) for t in legs[-1])
         parity: Parity | None = None
-        if complete and measured:
+        random = scenario.parsed_recipe.training.random
+        if complete and measured and not random:
             with _threads(self.place.threads):
                 parity = measure_parity(scenario, *legs)
         bare: Legs | None = None

@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..fixtures import LOSS, PLACES, Fault, is_workload, parse_faults
 from .held import WRAPPERS
+from .randomness import draws_in_forward
 from .scenario import Scenario
 from .spec import NO_SCALER
 from .standalone_legs import chosen, lines
@@ -55,6 +56,8 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     own = is_workload(scenario.data)
     if not own:
         _refuse(scenario)
+    elif draws_in_forward(scenario.data):
+        raise UsageError("no standalone script for a workload with random layers")
     named = [s for s in (scaler_spec, scenario.data) if is_workload(s)]
     packages = dict.fromkeys(re.split("[.:]", name)[0] for name in named)
     text = _template().render(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Collective",
     "Decision",
+    "Draw",
     "Misuse",
     "Problem",
     "RankTrace",
@@ -78,6 +79,33 @@ class Reduction:
 
 
 @dataclass(kw_only=True)
+class Draw:
+    """Random numbers that a forward drew on a rank."""
+
+    module: str
+    """Name of the innermost module that was being called."""
+    call: str
+    """The operator and the shape that it filled."""
+    numbers: str
+    """Digest of the numbers as they were drawn."""
+    bits: float
+    """Random bits among them, at least."""
+    recomputed: bool = False
+    """Drawn in backward, by a forward that runs again."""
+    used: str = ""
+    """Digest of the numbers as they were applied; empty where they were not."""
+    applied: str = ""
+    """Digest of what they were applied to; equal digests mean the same activation."""
+    varied: bool = False
+    """Whether ranks cannot hold it by accident, as they may hold one of zeros."""
+    by_row: bool = False
+    """Whether each row of the activation has numbers of its own."""
+
+    def __str__(self) -> str:
+        return f"{self.call} in module {self.module}" if self.module else self.call
+
+
+@dataclass(kw_only=True)
 class Decision:
     """What one optimizer did in one step on one rank."""
 
@@ -133,6 +161,10 @@ class StepTrace:
     """Parameter name -> ranks over which its gradient is still to be summed, if any."""
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
+    draws: list[Draw] = field(default_factory=list)
+    """Random numbers drawn in forward, in order, where random layers are on."""
+    drew: bool = False
+    """Whether anything drew random numbers in the passes."""
 
     @property
     def non_finite(self) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..fixtures import Batch, Kit, is_workload, kit_of, local
 from .held import full_name
 from .observe import digest
+from .randomness import turn_off_random_layers
 from .scenario import Scenario
 from .trace import RankTrace
 
@@ -236,7 +237,9 @@ def _model(kit: Kit) -> nn.Module:
 def _seeded(kit: Kit) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return kit.model()
+        model = kit.model()
+    turn_off_random_layers(model)
+    return model
 
 
 def _batch(kit: Kit) -> Batch:
@@ -267,8 +270,11 @@ def _check_loss(kit: Kit, model: nn.Module, batch: Batch) -> None:
     if (value.item(), count) != (again[0].item(), again[1]):
         raise kit.refuse(
             "forward",
-            f"gave the losses {value.item():g} and {again[0].item():g} for one batch: "
-            "a random forward (dropout) cannot be compared; turn it off",
+            f"gave the losses {value.item():g} and {again[0].item():g} for one batch, "
+            "with every probability of dropout set to 0: what a random forward "
+            "computes cannot be compared. Keep the probability, or size, of other "
+            "noise in an attribute with 'drop' or 'jitter' in its name, and draw "
+            "nothing where it is 0",
         )
     if not value.requires_grad:
         raise kit.refuse("loss", "is not connected with any parameter")

@@ -18,6 +18,8 @@ from gradparity.conformance.trace import (
 
 SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
 BAD_STEP = 1
+OF_STACKS = ("random.",)
+"""Chapters of laws that no scaler can break."""
 
 
 def rank_trace(rank: int, *, bad: bool) -> RankTrace:

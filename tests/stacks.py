@@ -423,13 +423,6 @@ class BatchNorm(Right):
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
-class Dropout(Right):
-    """Forward is random."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
-
-
 class UsesNothing(Right):
     """A loss of which no parameter is a cause."""
 

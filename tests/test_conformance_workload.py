@@ -15,7 +15,7 @@ from gradparity.conformance.__main__ import main
 from gradparity.conformance.constraints import why_not
 from gradparity.conformance.report import read_report
 from gradparity.fixtures import kit_of
-from gradparity.tests import stacks
+from gradparity.tests import random_stacks, stacks
 
 HERE = Path(__file__).parent
 OURS = "gradparity.scaler:GradScaler"
@@ -152,7 +152,7 @@ def test_a_stack_that_breaks_is_an_error_and_no_verdict(
         (stacks.LossPerRow, "loss: returned a tensor of shape [16]"),
         (stacks.SummedLoss, "the loss must be a mean over them"),
         (stacks.BatchNorm, "the loss must be a mean over them"),
-        (stacks.Dropout, "forward: gave the losses"),
+        (random_stacks.AlwaysRandom, "forward: gave the losses"),
         (stacks.UsesNothing, "backward: gave no gradient but zero to any of 0.weight"),
         (stacks.HalfModel, "is torch.float16 on cpu, expected torch.float32"),
         (stacks.LeavesOut, "optimizer: was given 0.bias and left it out"),
@@ -164,7 +164,7 @@ def test_bad_workloads_are_usage_errors(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    spec = f"{MODULE}:{stack.__name__}"
+    spec = f"{stack.__module__}:{stack.__name__}"
     report = tmp_path / "report.jsonl"
     assert main(["run", "--workload", spec, f"--report={report}"]) == 2
     told = capsys.readouterr().err

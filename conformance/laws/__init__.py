@@ -8,6 +8,7 @@ from . import transparency as transparency  # isort: skip
 from . import reduction as reduction  # isort: skip
 from . import norm as norm  # isort: skip
 from . import parity as parity  # isort: skip
+from . import randomness as randomness  # isort: skip
 from . import collectives as collectives  # isort: skip
 from . import misuse as misuse  # isort: skip
 
@@ -18,6 +19,7 @@ __all__ = [
     "misuse",
     "norm",
     "parity",
+    "randomness",
     "reduction",
     "scale",
     "skip",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..law import ENOUGH, Evidence, Finding, Status, inconclusive, law, skipped
+from ..law import (
+    ENOUGH,
+    Evidence,
+    Finding,
+    Status,
+    inconclusive,
+    law,
+    rank_list,
+    skipped,
+)
 from ..parity import ParityRow
 
 REASON = (
@@ -15,6 +24,8 @@ REASON = (
 
 def _parity(evidence: Evidence, kind: str) -> Finding:
     parity = evidence.parity
+    if evidence.scenario.parsed_recipe.training.random:
+        return skipped("random layers are on: every other recipe turns them off")
     if parity is None:
         return inconclusive("the run stopped before it could be compared")
     worst = parity.worst.get(kind)
@@ -22,7 +33,14 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         return skipped("every step had a bad gradient: none was used")
     compared, missed = parity.compared[kind], parity.not_compared[kind]
     due, first = compared + missed, parity.first_bad.get(kind)
-    if first is not None:
+    drew = [t.rank for t in evidence.ranks if any(s.drew for s in t.steps)]
+    if first is not None and drew:
+        found = inconclusive(
+            f"{_departed(first).message}; but {rank_list(drew)} drew random numbers in "
+            "the passes, though every dropout that the judge knows of was off: set the "
+            "probability to 0 where it is kept out of the modules' attributes"
+        )
+    elif first is not None:
         found = _departed(first)
     elif worst is None or compared < ENOUGH * due:
         found = inconclusive(

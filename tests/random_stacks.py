@@ -1,0 +1,204 @@
+"""Workloads with random layers; the docstring names the fault, if there is one."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
+
+from gradparity.tests.stacks import Right
+
+WIDTH = 32
+
+
+class Dropout(Right):
+    """No fault: ranks that see different rows have seeds of their own."""
+
+    meshes: object = ({"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2})
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.4),
+            nn.Linear(WIDTH, 4),
+        )
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        axes = mesh.mesh_dim_names or ()
+        if "tp" in axes:
+            self.split(model, mesh["tp"])
+        for name, parameter in model.named_parameters() if "dp" in axes else ():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, n=name: self.reduce(n, p, mesh["dp"])
+            )
+        self.seed(mesh)
+        return model
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+        tp.parallelize_module(model, mesh, plan)
+
+    def seed(self, mesh: DeviceMesh) -> None:
+        axes = mesh.mesh_dim_names or ()
+        torch.manual_seed(100 + (mesh.get_local_rank("dp") if "dp" in axes else 0))
+
+
+class ReplicasDrawApart(Dropout):
+    """Every rank has a seed of its own, also those that hold one activation."""
+
+    def seed(self, mesh: DeviceMesh) -> None:
+        torch.manual_seed(100 + dist.get_rank())
+
+
+class SeedsAlike(Dropout):
+    """All ranks have one seed."""
+
+    def seed(self, mesh: DeviceMesh) -> None:
+        torch.manual_seed(100)
+
+
+class SeedsEachForward(Dropout):
+    """The generator begins anew in every forward."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        found = super().parallelize(model, mesh)
+        found.register_forward_pre_hook(lambda *_: self.seed(mesh))
+        return found
+
+
+class SequenceParallel(Dropout):
+    """No fault: rows of the hidden layer are split, each rank drops some of its own."""
+
+    layout: Placement = Shard(0)
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        gathered = tp.PrepareModuleInput(
+            input_layouts=self.layout,
+            desired_input_layouts=Replicate(),
+            use_local_output=True,
+        )
+        plan = {
+            "0": tp.ColwiseParallel(),
+            "2": tp.RowwiseParallel(output_layouts=self.layout),
+            "4": gathered,
+        }
+        tp.parallelize_module(model, mesh, plan)
+
+
+class DropsDTensors(SequenceParallel):
+    """No fault: the dropout's input is a replicated DTensor."""
+
+    layout = Replicate()
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(model, mesh)
+        plan: dict[str, tp.ParallelStyle] = {
+            "3": tp.PrepareModuleInputOutput(
+                input_layouts=Replicate(),
+                desired_input_layouts=Replicate(),
+                use_local_input=False,
+                output_layouts=Replicate(),
+                desired_output_layouts=Replicate(),
+            )
+        }
+        tp.parallelize_module(model, mesh, plan)
+
+
+class Recomputes(Dropout):
+    """No fault: what is forgotten is drawn again from the generator as it was."""
+
+    meshes: object = ({"dp": 2},)
+    reentrant, preserves = False, True
+
+    def model(self) -> nn.Module:
+        return Checkpointed(super().model(), self.reentrant, self.preserves)
+
+
+class RecomputesReentrant(Recomputes):
+    """No fault."""
+
+    reentrant = True
+
+
+class ForgetsTheGenerator(Recomputes):
+    """What is recomputed drops other elements."""
+
+    preserves = False
+
+
+class ForgetsTheGeneratorReentrant(Recomputes):
+    """As above."""
+
+    reentrant, preserves = True, False
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layers: nn.Module, reentrant: bool, preserves: bool) -> None:
+        super().__init__()
+        assert isinstance(layers, nn.Sequential)
+        self.first, self.rest = layers[:1], layers[1:]
+        self.reentrant, self.preserves = reentrant, preserves
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(
+            self.rest,
+            self.first(x),
+            use_reentrant=self.reentrant,
+            preserve_rng_state=self.preserves,
+        )
+        return found
+
+
+class NoisyAttention(Dropout):
+    """No fault: dropouts that are no modules, and noise on the inputs."""
+
+    meshes: object = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return Attention()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.router_jitter_noise = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.up(x).view(len(x), 4, 8)
+        if self.router_jitter_noise:
+            rows = rows + self.router_jitter_noise * torch.randn_like(rows)
+        mixed, _ = self.attention(rows, rows, rows)
+        found: Tensor = self.head(mixed.flatten(1))
+        return found
+
+
+class DropsInAHook(Dropout):
+    """Random layers that the judge cannot turn off, on the ranks alone."""
+
+    meshes: object = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        found = super().parallelize(model, mesh)
+        found.register_forward_hook(
+            lambda _, __, output: nn.functional.dropout(output, 0.5)
+        )
+        return found
+
+
+class AlwaysRandom(Right):
+    """Forward is random, and the judge does not know of what."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 4))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
