@@ -138,7 +138,7 @@ def test_the_recipe_needs_random_layers() -> None:
     text = f"dp2/2/fp32/own/none/data={PLAIN_MODULE}:Right,recipe=random"
     with pytest.raises(UsageError, match=r"random layers, and .*Right has none"):
         Scenario.parse(text)
-    with pytest.raises(UsageError, match="needs random layers, and digits has none"):
+    with pytest.raises(UsageError, match="unknown recipe .random."):
         Scenario.parse("ddp/2/fp32/sgd/none/recipe=random")
 
 
