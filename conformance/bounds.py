@@ -56,9 +56,16 @@ from .reference import (
     Variant,
     train_reference,
 )
+from .routing import Choices
 from .scenario import Scenario
 
-__all__ = ["HEAD_ROOM", "Yardstick", "make_yardstick", "sizes"]
+__all__ = [
+    "HEAD_ROOM",
+    "Yardstick",
+    "expected_choices",
+    "make_yardstick",
+    "sizes",
+]
 
 HEAD_ROOM = 8.0
 NUDGED = 3
@@ -87,28 +94,12 @@ class Yardstick:
 def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
     """Train the references and derive truth and bounds; see [Note: Bounds]."""
     truth = train_reference(scenario, schedule, TRUTH)
-    runs = [train_reference(scenario, schedule, v) for v in NOISY]
-    dtype = scenario.parsed_precision.compute_dtype
-    roundoff = torch.finfo(dtype).eps / 2
+    roundoff = _roundoff(scenario)
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
-    gradient = _bound(truth.gradients, [r.gradients for r in runs], roundoff, skipped)
+    runs, gradient = _noisy_runs(scenario, schedule, truth)
     adaptive = scenario.kit.adaptive(scenario.optimizer)
-    if adaptive and dtype != torch.float32:  # see [Note: Contrary run]
-        other = Variant(contrary=_noise(gradient))
-        runs.append(train_reference(scenario, schedule, other))
-        gradient = _bound(
-            truth.gradients, [r.gradients for r in runs], roundoff, skipped
-        )
     matrices = not_elementwise(scenario.data, scenario.optimizer)
-    if matrices:  # see [Note: Whole matrices]
-        limits = _noise(gradient)
-        for seed in range(1, NUDGED + 1):
-            other = Variant(nudged=seed, limits=limits)
-            runs.append(train_reference(scenario, schedule, other))
-        gradient = _bound(
-            truth.gradients, [r.gradients for r in runs], roundoff, skipped
-        )
     weights = _weights(truth, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
@@ -127,6 +118,64 @@ def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
             [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
         ),
     )
+
+
+def expected_choices(
+    scenario: Scenario, schedule: Schedule
+) -> tuple[dict[str, Choices], ...]:
+    """What learned routers choose at each step, and how far their scores may be off.
+
+    Args:
+        scenario: what is trained.
+        schedule: what the run on the ranks will do, or did.
+    """
+    truth = train_reference(scenario, schedule, TRUTH)
+    runs, _ = _noisy_runs(scenario, schedule, truth)
+    worst: dict[str, float] = {}
+    expected = []
+    for step, choices in enumerate(truth.choices):
+        for kind, told in choices.items():
+            errors = [run.errors[step].get(kind, 0.0) for run in runs]
+            floor = _roundoff(scenario) * float(np.abs(told.scores).max())
+            worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
+        expected.append(
+            {
+                kind: replace(told, noise=worst[kind], limit=HEAD_ROOM * worst[kind])
+                for kind, told in choices.items()
+            }
+        )
+    return tuple(expected)
+
+
+def _noisy_runs(
+    scenario: Scenario, schedule: Schedule, truth: Reference
+) -> tuple[list[Reference], list[dict[str, Pair]]]:
+    """Correct runs of the scenario's precision, and the bounds on their gradients."""
+
+    def bounds() -> list[dict[str, Pair]]:
+        gradients = [run.gradients for run in runs]
+        roundoff = _roundoff(scenario)
+        return _bound(truth.gradients, gradients, roundoff, schedule.skipped)
+
+    runs = [train_reference(scenario, schedule, v) for v in NOISY]
+    gradient = bounds()
+    adaptive = scenario.kit.adaptive(scenario.optimizer)
+    half = scenario.parsed_precision.compute_dtype != torch.float32
+    if adaptive and half:  # see [Note: Contrary run]
+        other = Variant(contrary=_noise(gradient))
+        runs.append(train_reference(scenario, schedule, other))
+        gradient = bounds()
+    if not_elementwise(scenario.data, scenario.optimizer):  # [Note: Whole matrices]
+        limits = _noise(gradient)
+        for seed in range(1, NUDGED + 1):
+            other = Variant(nudged=seed, limits=limits)
+            runs.append(train_reference(scenario, schedule, other))
+        gradient = bounds()
+    return runs, gradient
+
+
+def _roundoff(scenario: Scenario) -> float:
+    return torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
 
 
 def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:

@@ -13,7 +13,7 @@ out with its true values, and nothing is written into it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ from ..fixtures import (
 from .held import check_values, full_name, held_parts
 from .randomness import turn_off_random_layers
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
+from .routing import Choices
 from .scenario import Scenario
 from .workload import check_layout, check_share, same_everywhere
 
@@ -83,6 +84,8 @@ class Engine:
     """The pipeline schedule, where the topology is a pipeline."""
     replicas: dict[str, int] = field(default_factory=dict)
     """Name -> number of ranks that hold the same elements, for norms."""
+    choices: Sequence[Mapping[str, Choices]] = ()
+    """Per step: what learned routers choose; by themselves where it is empty."""
     count: float | None = None
     """What the sums of the last step were divided by, where a loss is (sum, count)."""
     _inferred: bool = False

@@ -28,6 +28,7 @@ __all__ = [
     "Parity",
     "ParityRow",
     "demanded_schedule",
+    "followed_schedule",
     "measure_parity",
     "summed",
 ]
@@ -160,6 +161,20 @@ def _held_still(seen: Seen) -> frozenset[str]:
     )
 
 
+def followed_schedule(scenario: Scenario, *legs: Sequence[RankTrace]) -> Schedule:
+    """The demanded schedule, and which gradients a user's own workload left out.
+
+    Args:
+        scenario: what was trained.
+        legs: one trace a rank for each world that the run was on, in order.
+    """
+    schedule = demanded_schedule(*legs)
+    if is_workload(scenario.data):
+        idle = tuple(_idle(seen) for seen in _steps(legs))
+        schedule = replace(schedule, idle=idle)
+    return schedule
+
+
 def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
     """Hold every rank and every step against the truth.
 
@@ -167,10 +182,7 @@ def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
         scenario: what was trained.
         legs: one complete trace a rank, for each world that it was on.
     """
-    schedule = demanded_schedule(*legs)
-    if is_workload(scenario.data):
-        idle = tuple(_idle(seen) for seen in _steps(legs))
-        schedule = replace(schedule, idle=idle)
+    schedule = followed_schedule(scenario, *legs)
     yardstick = make_yardstick(scenario, schedule)
     _check_counts(scenario, legs, yardstick.truth)
     parity = Parity(

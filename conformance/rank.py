@@ -50,6 +50,7 @@ from .own_step import OptimizerCalls, WatchedScaler, as_number, parameters_of
 from .probe import probe
 from .randomness import DrawLog
 from .recipes import MANUAL_STEP
+from .routing import ChoiceLog, Choices
 from .scenario import Scenario
 from .spec import growth_tracker, load_scaler
 from .trace import Decision, Floats, Misuse, Problem, RankTrace, Saved, StepTrace
@@ -83,6 +84,7 @@ def observe_rank(
     folder: str,
     saved: Saved | None = None,
     keep: bool = False,
+    choices: Sequence[Mapping[str, Choices]] = (),
 ) -> RankTrace:
     """Train ``scenario`` on this rank and return what was seen.
 
@@ -92,6 +94,7 @@ def observe_rank(
         folder: import path of the judged scaler and of the workload.
         saved: what another world came to at the seam, to go on from there.
         keep: hand over the state after the last step.
+        choices: per step what learned routers are to choose.
 
     Raises:
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
@@ -111,6 +114,7 @@ def observe_rank(
         start={name: _floats(part) for name, part in engine.held().items()},
     )
     trace.reduce_dtype = str(_promised(scenario) or "").removeprefix("torch.")
+    engine.choices = choices
     judged = _Judged(engine, trace)
     own = _OwnStep(engine, judged) if engine.scenario.kit.train_step else None
     strikes = _aim(engine, trace)
@@ -337,10 +341,14 @@ def _judges_step(
 
 @contextmanager
 def _watched_passes(engine: Engine, seen: StepTrace) -> Iterator[None]:
-    """Note which random numbers the passes of a step draw."""
+    """Note which random numbers a step's passes draw; choose as the reference did."""
     generator, log = torch.get_rng_state(), DrawLog()
-    with log if engine.scenario.parsed_recipe.training.random else nullcontext():
+    random = engine.scenario.parsed_recipe.training.random
+    choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
+    with log if random else nullcontext(), choices or nullcontext():
         yield
+    if choices is not None:
+        seen.unclear_choices = choices.unclear
     seen.draws = log.draws
     seen.drew = not torch.equal(generator, torch.get_rng_state())
 

@@ -29,6 +29,7 @@ from ..fixtures import (
 from .elementwise import HalfNoise, not_elementwise
 from .engine import initial_model
 from .recipes import CLIP_VALUE, LR_DECAY, Training, clip_norm_of
+from .routing import ChoiceLog, Choices, chooses_in_forward
 from .scenario import Scenario
 from .workload import ROUNDING
 
@@ -78,6 +79,10 @@ class Reference:
     """Per step: the norm of the whole unscaled gradient, before it is clipped."""
     counts: tuple[float | None, ...] = ()
     """Per step: what sums were divided by, where the loss is (sum, count)."""
+    choices: tuple[dict[str, Choices], ...] = ()
+    """Per step: what a learned router chose, by kind of call."""
+    errors: tuple[dict[str, float], ...] = ()
+    """Per step: the largest error of the scores that it chose by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +166,10 @@ def _train(
     variant: Variant,
 ) -> Reference:
     run = _Run(key, precision_name, variant)
+    if chooses_in_forward(key.data) and variant != TRUTH:
+        ones = (1.0,) * key.steps
+        truth = _train(key, "fp32", skipped, ones, idle, TRUTH)
+        run.replayed = truth.choices
     for step in range(key.steps):
         run.step(step, skipped[step], scales[step], idle[step])
     return Reference(
@@ -170,6 +179,8 @@ def _train(
         start=run.start,
         norms=tuple(run.norms),
         counts=tuple(run.counts),
+        choices=tuple(run.choices),
+        errors=tuple(run.errors),
     )
 
 
@@ -196,6 +207,10 @@ class _Run:
         self.counts: list[float | None] = []
         self.rows_apart: bool | None = None
         self.generator = torch.Generator().manual_seed(variant.nudged)
+        self.replayed: tuple[dict[str, Choices], ...] = ()
+        """Per step: what routers choose; by themselves where it is empty."""
+        self.choices: list[dict[str, Choices]] = []
+        self.errors: list[dict[str, float]] = []
 
     def step(
         self, step: int, skipped: frozenset[str], scale: float, idle: Idle
@@ -203,7 +218,11 @@ class _Run:
         batch = self._batch(step)
         self.model.zero_grad()
         parts = self._parts(batch)
-        passes = [self._objective(part) for part in parts]
+        log = ChoiceLog(self.replayed[step] if self.replayed else None)
+        with log if chooses_in_forward(self.key.data) else nullcontext():
+            passes = [self._objective(part) for part in parts]
+        self.choices.append(log.choices)
+        self.errors.append(log.errors)
         weights = self._weights(batch, parts, [count for _, count in passes])
         for (value, _), weight in zip(passes, weights, strict=True):
             (value * (scale * weight)).backward()

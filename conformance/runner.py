@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -20,13 +20,16 @@ import torch
 from ..fixtures import CannotError, WorkloadError, is_workload
 from ..multiprocess import RankOutcome, RankState, WorldFailure
 from . import laws as laws
+from .bounds import expected_choices
 from .devices import Devices
 from .handover import gathered
 from .law import LAWS, Evidence, Finding, Status, Verdict, judge
 from .laws.transparency import control_differs
-from .parity import Parity, measure_parity
+from .parity import Parity, followed_schedule, measure_parity
 from .place import Place, Pool
 from .rank import JudgedError, observe_rank
+from .reference import Idle, Schedule
+from .routing import Choices, chooses_in_forward
 from .scenario import Scenario
 from .spec import NO_SCALER
 from .status import case_status
@@ -36,6 +39,8 @@ from .workload import check_whole
 __all__ = ["Case", "Runner"]
 
 _LOGGER = logging.getLogger(__name__)
+TRIES = 3
+"""How often a run is made until the reference whose choices it is told fits it."""
 Legs = tuple[tuple[RankTrace, ...], ...]
 """One trace a rank, for each world that a run was on."""
 _LOST = {RankState.KILLED, RankState.EXITED}
@@ -187,7 +192,7 @@ class Runner:
     def _bare_run(self, scenario: Scenario) -> Legs:
         key = _without_scaler(scenario)
         if key not in self._bare:
-            self._bare[key] = tuple(self._legs(NO_SCALER, key))
+            self._bare[key] = tuple(self._followed(NO_SCALER, key))
         return self._bare[key]
 
     def _control(self, scenario: Scenario) -> str:
@@ -197,7 +202,7 @@ class Runner:
         """
         key = _without_scaler(scenario)
         if key not in self._controls:
-            again = tuple(self._legs(NO_SCALER, key))
+            again = tuple(self._followed(NO_SCALER, key))
             self._controls[key] = control_differs(self._bare_run(key), again)
         return self._controls[key]
 
@@ -207,17 +212,50 @@ class Runner:
         try:
             if spec == NO_SCALER:
                 return self._bare_run(scenario)
-            seen.extend(self._legs(spec, scenario))
+            seen.extend(self._followed(spec, scenario))
         except WorldFailure as failure:
             seen.append(_traces_of(failure, judged=spec != NO_SCALER))
         return tuple(seen)
 
-    def _legs(self, spec: str, scenario: Scenario) -> Iterator[tuple[RankTrace, ...]]:
+    def _followed(
+        self, spec: str, scenario: Scenario
+    ) -> Iterable[tuple[RankTrace, ...]]:
+        """The legs; learned routers choose in them what they choose in the reference.
+
+        The reference is trained first, as if no step were skipped. Where that was
+        wrong, the run is made again after the reference that skips as the run did.
+        """
+        random = scenario.parsed_recipe.training.random  # and so are the scores
+        if random or not chooses_in_forward(scenario.data):
+            return self._legs(spec, scenario)
+        scale = 1.0 if spec == NO_SCALER else scenario.init_scale
+        steps = scenario.steps
+        schedule = Schedule(
+            skipped=(frozenset(),) * steps,
+            scales=(scale,) * steps,
+            idle=(Idle(),) * steps,
+        )
+        for _ in range(TRIES):
+            with _threads(self.place.threads):
+                choices = expected_choices(scenario, schedule)
+            legs = tuple(self._legs(spec, scenario, choices))
+            found = followed_schedule(scenario, *legs)
+            if (found.skipped, found.idle) == (schedule.skipped, schedule.idle):
+                break
+            schedule = found
+        return legs
+
+    def _legs(
+        self,
+        spec: str,
+        scenario: Scenario,
+        choices: tuple[dict[str, Choices], ...] = (),
+    ) -> Iterator[tuple[RankTrace, ...]]:
         saved: Saved | None = None
         for leg in scenario.legs:
             more = leg != scenario
             results = self.place.ranks(leg.world).run(
-                observe_rank, leg, spec, self.folder, saved, more
+                observe_rank, leg, spec, self.folder, saved, more, choices
             )
             _align(results)
             saved = gathered(results) if more else None

@@ -165,6 +165,8 @@ class StepTrace:
     """Random numbers drawn in forward, in order, where random layers are on."""
     drew: bool = False
     """Whether anything drew random numbers in the passes."""
+    unclear_choices: int = 0
+    """Rows of a learned router that could be either of two of the reference."""
 
     @property
     def non_finite(self) -> list[str]:

@@ -40,6 +40,12 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             "the passes, though every dropout that the judge knows of was off: set the "
             "probability to 0 where it is kept out of the modules' attributes"
         )
+    elif first is not None and _unclear(evidence, first.step):
+        found = inconclusive(
+            f"{_departed(first).message}; but up to there a learned router chose by "
+            "scores that are those of two rows of the reference, which choose "
+            "differently: take another seed, or more rows that are unlike"
+        )
     elif first is not None:
         found = _departed(first)
     elif worst is None or compared < ENOUGH * due:
@@ -58,6 +64,12 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
 def _all_bad(evidence: Evidence) -> bool:
     """Whether no step had only finite gradients."""
     return all(any(s.non_finite for s in seen) for _, seen in evidence.steps())
+
+
+def _unclear(evidence: Evidence, last: int) -> bool:
+    """Whether a choice up to a step may be that of another row."""
+    steps = [s for t in evidence.ranks for s in t.steps if s.step <= last]
+    return any(s.unclear_choices for s in steps)
 
 
 def _departed(row: ParityRow) -> Finding:
