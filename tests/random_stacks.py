@@ -1,5 +1,7 @@
 """Workloads with random layers; the docstring names the fault, if there is one."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from gradparity.tests.stacks import Right
+from gradparity.tests.stacks import Batch, Right
 
 WIDTH = 32
 
@@ -69,6 +71,57 @@ class SeedsEachForward(Dropout):
         found = super().parallelize(model, mesh)
         found.register_forward_pre_hook(lambda *_: self.seed(mesh))
         return found
+
+
+class SeedsInBatch(Dropout):
+    """No fault: ``batch`` draws from torch's own generator, seeded."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        torch.manual_seed(1000 * seed + step)
+        x = torch.randn(16, 8)
+        return x, x.abs()[:, :4]
+
+
+class OwnStep(Dropout):
+    """No fault: an engine makes the step, and makes the module anew."""
+
+    meshes: object = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> "Engine":  # type: ignore[override]  # with train_step any object
+        fresh = Dropout.model(self)
+        fresh.load_state_dict(model.state_dict())
+        super().parallelize(fresh, mesh)
+        return Engine(fresh, self.optimizer(list(fresh.named_parameters())))
+
+    def weights(self, stack: "Engine") -> dict[str, Tensor]:
+        return dict(stack.module.named_parameters())
+
+    def train_step(
+        self, stack: "Engine", micro_batches: list[Batch], scaler: object
+    ) -> float:
+        stack.optimizer.zero_grad()
+        losses = [
+            self.loss(stack.module(x), y) / len(micro_batches) for x, y in micro_batches
+        ]
+        sum(losses, torch.zeros(())).backward()
+        stack.optimizer.step()
+        return float(sum(losses))
+
+
+class SeedsEachStep(OwnStep):
+    """The engine's generator begins anew in every step."""
+
+    def train_step(
+        self, stack: "Engine", micro_batches: list[Batch], scaler: object
+    ) -> float:
+        torch.manual_seed(dist.get_rank())
+        return super().train_step(stack, micro_batches, scaler)
+
+
+@dataclass
+class Engine:
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
 
 
 class SequenceParallel(Dropout):

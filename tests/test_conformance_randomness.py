@@ -52,6 +52,8 @@ def statuses(case: Case) -> dict[str, str]:
         (stacks.Recomputes, "dp2/2/fp32", {"data", "recompute"}),
         (stacks.RecomputesReentrant, "dp2/2/fp32", {"data", "recompute"}),
         (stacks.NoisyAttention, "dp2/2/fp32", {"data"}),
+        (stacks.SeedsInBatch, "dp2/2/fp32", {"data"}),
+        (stacks.OwnStep, "dp2/2/fp32", {"data"}),
     ],
 )
 def test_a_right_stack_passes_with_its_random_layers_on_and_off(
@@ -105,6 +107,12 @@ def test_a_right_stack_passes_with_its_random_layers_on_and_off(
             "recompute",
             "drawn anew in backward on rank 0",
         ),
+        (
+            stacks.SeedsEachStep,
+            "dp2/2/fp32",
+            "data",
+            "rank 0 drew the numbers that rank 0 drew at step 0",
+        ),
     ],
 )
 def test_a_wrong_stack_breaks_its_law_and_no_other_one_of_the_chapter(
@@ -138,7 +146,7 @@ def test_the_recipe_needs_random_layers() -> None:
     text = f"dp2/2/fp32/own/none/data={PLAIN_MODULE}:Right,recipe=random"
     with pytest.raises(UsageError, match=r"random layers, and .*Right has none"):
         Scenario.parse(text)
-    with pytest.raises(UsageError, match="unknown recipe .random."):
+    with pytest.raises(UsageError, match="unknown recipe 'random'"):
         Scenario.parse("ddp/2/fp32/sgd/none/recipe=random")
 
 
@@ -146,7 +154,7 @@ def test_the_recipe_needs_random_layers() -> None:
 def test_every_layout_is_tried_with_random_layers_on(preset: str) -> None:
     chosen = select(preset, Selection(workload=f"{MODULE}:Dropout", bare=True))
     on = {s.topology for s in chosen if s.recipe == "random"}
-    assert on == {s.topology for s in chosen} > {"dp2", "tp2"}
+    assert on >= {"single", "dp2", "tp2", "dp2-tp2"}
     other = select(preset, Selection(workload=f"{PLAIN_MODULE}:Right", bare=True))
     assert "random" not in {s.recipe for s in other}
 
