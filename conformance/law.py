@@ -174,7 +174,14 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
     return replace(there, message=message, compared=compared, not_compared=missed)
 
 
+_AFTER_THE_REFERENCE = ("parity", "norm")
+"""Chapters of laws that compare with a reference, which a random forward has not."""
+
+
 def _finding(law: Law, evidence: Evidence) -> Finding:
+    random = evidence.scenario.parsed_recipe.training.random
+    if random and law.chapter in _AFTER_THE_REFERENCE:
+        return skipped("random layers are on: every other recipe turns them off")
     if evidence.scaler or law.of_stack:
         return law.judge(evidence)
     return skipped("a law of scalers, and this run has none")

@@ -219,13 +219,14 @@ class _Run:
         self.model.zero_grad()
         parts = self._parts(batch)
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
+        # in backward a forward may run again
         with log if chooses_in_forward(self.key.data) else nullcontext():
             passes = [self._objective(part) for part in parts]
+            weights = self._weights(batch, parts, [count for _, count in passes])
+            for (value, _), weight in zip(passes, weights, strict=True):
+                (value * (scale * weight)).backward()
         self.choices.append(log.choices)
         self.errors.append(log.errors)
-        weights = self._weights(batch, parts, [count for _, count in passes])
-        for (value, _), weight in zip(passes, weights, strict=True):
-            (value * (scale * weight)).backward()
         self._unscale(scale)
         self.norms.append(self._norm())
         self._clip()

@@ -24,8 +24,6 @@ REASON = (
 
 def _parity(evidence: Evidence, kind: str) -> Finding:
     parity = evidence.parity
-    if evidence.scenario.parsed_recipe.training.random:
-        return skipped("random layers are on: every other recipe turns them off")
     if parity is None:
         return inconclusive("the run stopped before it could be compared")
     worst = parity.worst.get(kind)
