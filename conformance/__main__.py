@@ -99,6 +99,41 @@ def _run(parsed: argparse.Namespace) -> int:
     return run(settings, Console(), parsed.station)
 
 
+def _localise(parsed: argparse.Namespace) -> int:
+    """Judge one scenario, and say where it begins to go wrong."""
+    from .catalogue import Selection
+    from .devices import Devices
+    from .place import place_of
+    from .run import RunSettings
+    from .runner import Runner
+    from .spec import NO_SCALER, load_scaler
+
+    spec, *more = parsed.scaler or [NO_SCALER]
+    if more:
+        raise UsageError("one run is localised: give --scaler once")
+    (scenario,) = RunSettings(
+        scalers=[spec], selection=Selection(), scenarios=parsed.scenario
+    ).chosen()
+    load_scaler(spec, os.getcwd())
+    devices = Devices(device=parsed.device, share=parsed.share_gpus)
+    with place_of(devices, parsed.timeout_s, parsed.station) as place:
+        place.check([leg.world for leg in scenario.legs])
+        runner = Runner(folder=os.getcwd(), place=place)
+        case = runner.run(spec, scenario)
+        found = runner.localise(case)
+    if found is None:
+        why = case.problem or "the run did not come to its end"
+        print(plain(f"nothing was compared: {why}"))
+        return EXIT_CODES[case.status] or EXIT_CODES["inconclusive"]
+    print(plain(found.text))
+    for name in found.parameters:
+        print(f"  departs: {plain(name)}")
+    print(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
+    if found.where == "unknown":
+        return EXIT_CODES["error"]
+    return EXIT_CODES["pass" if found.where == "nowhere" else "fail"]
+
+
 def _script(parsed: argparse.Namespace) -> None:
     """Write the replayed scenario as a script.
 
@@ -273,6 +308,7 @@ def _bench(parsed: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "replay": _run,
+    "localise": _localise,
     "hunt": _hunt,
     "machine": _machine,
     "mutants": _mutants,

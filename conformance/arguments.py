@@ -115,6 +115,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_replay(commands)
+    _add_localise(commands)
     _add_hunt(commands)
     _add_machine(commands)
     _add_mutants(commands)
@@ -140,6 +141,18 @@ def _add_replay(commands: Commands) -> None:
         help="also write the scenario as a script that needs only torch",
     )
     _add(replay, _JUDGED, _DEVICES, _OUTPUT)
+
+
+def _add_localise(commands: Commands) -> None:
+    localise = commands.add_parser(
+        "localise", help="the first module that departs from the reference in a run"
+    )
+    localise.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
+    localise.add_argument(
+        "--scaler",
+        **_repeated("SPEC", "module:attribute to train with (none)", _specs),
+    )
+    _add(localise, _DEVICES, {"timeout-s": _OUTPUT["timeout-s"]})
 
 
 def _add_hunt(commands: Commands) -> None:

@@ -29,8 +29,8 @@ __all__ = [
     "ParityRow",
     "demanded_schedule",
     "followed_schedule",
+    "gradient_of",
     "measure_parity",
-    "summed",
 ]
 
 Doubles = NDArray[np.float64]
@@ -91,6 +91,8 @@ class Parity:
     """kind -> the row closest to, or furthest beyond, its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
     """kind -> the first row beyond its bound (the worst one of its step)."""
+    departed: dict[str, list[ParityRow]] = field(default_factory=dict)
+    """kind -> all rows of that first step that are beyond their bound."""
     per_step: list[float] = field(default_factory=list)
     """Largest ratio of each step."""
     per_parameter: dict[str, float] = field(default_factory=dict)
@@ -116,6 +118,8 @@ class Parity:
         if worst is None or row.ratio > worst.ratio:
             self.worst[row.kind] = row
         first = self.first_bad.get(row.kind)
+        if row.ratio > 1 and (first is None or first.step == row.step):
+            self.departed.setdefault(row.kind, []).append(row)
         if row.ratio > 1 and (
             first is None or (first.step == row.step and row.ratio > first.ratio)
         ):
@@ -279,7 +283,7 @@ def _gradient_rows(
     nothing = None if whole.any() else np.zeros(len(places))
     yield from _compare(
         ("gradient", step, name, trace.rank),
-        summed(seen, trace, at, name) if had else nothing,
+        gradient_of(seen, trace, at, name) if had else nothing,
         (whole, places),
         bound,
     )
@@ -303,7 +307,7 @@ def _clip_rows(
                 noise, _ = yardstick.gradient[step][name]
                 if not size or not np.isfinite(noise):
                     continue
-                values = summed(seen, trace, at, name).astype(np.float64)
+                values = gradient_of(seen, trace, at, name).astype(np.float64)
                 factor = float(values @ whole) / size**2
                 rest = float(np.linalg.norm(values - factor * whole))
                 # noise is clipped with what it is in
@@ -319,7 +323,7 @@ def _clip_rows(
                 )
 
 
-def summed(
+def gradient_of(
     seen: Seen, trace: RankTrace, at: StepTrace, name: str
 ) -> NDArray[np.floating]:
     """The gradient of ``trace``, summed over the ranks on which it is partial.

@@ -8,8 +8,13 @@ look at the effect, and one checked collective.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from typing import Any
 
@@ -58,6 +63,9 @@ from .workload import same_everywhere
 
 __all__ = ["JudgedError", "observe_rank"]
 
+Around = Callable[[Engine, int], AbstractContextManager[None]]
+"""(engine, step) -> a context in which the step is made."""
+
 
 class JudgedError(Exception):
     """The run cannot go on because of the judged scaler; carries what was seen.
@@ -85,6 +93,8 @@ def observe_rank(
     saved: Saved | None = None,
     keep: bool = False,
     choices: Sequence[Mapping[str, Choices]] = (),
+    around: Around | None = None,
+    last: int | None = None,
 ) -> RankTrace:
     """Train ``scenario`` on this rank and return what was seen.
 
@@ -95,6 +105,8 @@ def observe_rank(
         saved: what another world came to at the seam, to go on from there.
         keep: hand over the state after the last step.
         choices: per step what learned routers are to choose.
+        around: (engine, step) -> a context in which the step is made.
+        last: the step to end with, and no wrong calls after it.
 
     Raises:
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
@@ -120,17 +132,19 @@ def observe_rank(
     strikes = _aim(engine, trace)
     if factory is not None:
         judged.construct(factory)
-    for step in range(scenario.seam if saved else 0, scenario.steps):
+    steps = scenario.steps if last is None else last + 1
+    for step in range(scenario.seam if saved else 0, steps):
         trace.steps.append(StepTrace(step=step))
         if scenario.parsed_recipe.resume and step == scenario.seam:
             judged.resume(saved)
-        _observe_step(engine, judged, trace, strikes, own)
+        with nullcontext() if around is None else around(engine, step):
+            _observe_step(engine, judged, trace, strikes, own)
     trace.owned = engine.owned
     if own is not None:
         own.check_gradients(trace)
     if keep:
         trace.saved = judged.saved()
-    trace.misuse = judged.misuse()
+    trace.misuse = judged.misuse() if last is None else None
     return trace
 
 

@@ -173,6 +173,7 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         seconds=round(case.seconds, 4),
         problem=case.problem,
         replay=replay_command(case.scaler, scenario.id, devices),
+        location=case.location,
         curves=None if case.evidence is None else _curves(case.evidence),
     )
 

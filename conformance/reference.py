@@ -33,7 +33,16 @@ from .routing import ChoiceLog, Choices, chooses_in_forward
 from .scenario import Scenario
 from .workload import ROUNDING
 
-__all__ = ["Idle", "Limits", "Reference", "Schedule", "Variant", "train_reference"]
+__all__ = [
+    "Idle",
+    "Limits",
+    "Reference",
+    "ReferenceRun",
+    "Schedule",
+    "Variant",
+    "reference_before",
+    "train_reference",
+]
 
 Doubles = NDArray[np.float64]
 Limits = tuple[tuple[tuple[str, float], ...], ...]
@@ -127,20 +136,40 @@ def train_reference(
     fp32 scaling by a power of two is exact, so there the scales do not matter and are
     left out of the cache key.
     """
-    precision = scenario.parsed_precision
-    half = precision.compute_dtype != torch.float32 and not variant.double
+    half = _is_half(scenario, variant)
     scales = schedule.scales if half else (1.0,) * scenario.steps
-    key = _Key(
+    precision = scenario.precision if half else "fp32"
+    idle = schedule.idle or (Idle(),) * scenario.steps
+    return _train(_key(scenario), precision, schedule.skipped, scales, idle, variant)
+
+
+def reference_before(
+    scenario: Scenario, schedule: Schedule, variant: Variant, step: int
+) -> ReferenceRun:
+    """A reference that has made the steps before ``step``, and none after."""
+    half = _is_half(scenario, variant)
+    precision = scenario.precision if half else "fp32"
+    run = ReferenceRun(_key(scenario), precision, variant)
+    for number in range(step):
+        scale = schedule.scales[number] if half else 1.0
+        idle = schedule.idle[number] if schedule.idle else Idle()
+        run.step(number, schedule.skipped[number], scale, idle)
+    return run
+
+
+def _is_half(scenario: Scenario, variant: Variant) -> bool:
+    dtype = scenario.parsed_precision.compute_dtype
+    return dtype != torch.float32 and not variant.double
+
+
+def _key(scenario: Scenario) -> _Key:
+    return _Key(
         data=scenario.data,
         optimizer=scenario.optimizer,
         steps=scenario.steps,
         seed=scenario.seed,
         magnitude=scenario.magnitude,
         training=scenario.parsed_recipe.training,
-    )
-    idle = schedule.idle or (Idle(),) * scenario.steps
-    return _train(
-        key, precision.name if half else "fp32", schedule.skipped, scales, idle, variant
     )
 
 
@@ -165,7 +194,7 @@ def _train(
     idle: tuple[Idle, ...],
     variant: Variant,
 ) -> Reference:
-    run = _Run(key, precision_name, variant)
+    run = ReferenceRun(key, precision_name, variant)
     if chooses_in_forward(key.data) and variant != TRUTH:
         ones = (1.0,) * key.steps
         truth = _train(key, "fp32", skipped, ones, idle, TRUTH)
@@ -184,7 +213,7 @@ def _train(
     )
 
 
-class _Run:
+class ReferenceRun:
     """One reference training in progress."""
 
     def __init__(self, key: _Key, precision: str, variant: Variant) -> None:
@@ -215,6 +244,7 @@ class _Run:
     def step(
         self, step: int, skipped: frozenset[str], scale: float, idle: Idle
     ) -> None:
+        """Train one step, and keep what is compared of it."""
         batch = self._batch(step)
         self.model.zero_grad()
         parts = self._parts(batch)
@@ -292,10 +322,17 @@ class _Run:
             torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def _batch(self, step: int) -> Batch:
-        batch = self.kit.batch(step, self.key.seed)
-        if self.variant.double:
-            batch = batch.map(lambda t: t.double() if t.is_floating_point() else t)
-        return batch
+        return self._wide(self.kit.batch(step, self.key.seed))
+
+    def _wide(self, batch: Batch) -> Batch:
+        if not self.variant.double:
+            return batch
+        return batch.map(lambda t: t.double() if t.is_floating_point() else t)
+
+    def one_pass(self, part: Batch, factor: float) -> None:
+        """Forward and backward of its own for any micro-batch; no step."""
+        value, _ = self._objective(self._wide(part))
+        (value * factor).backward()
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""
@@ -377,7 +414,7 @@ def _rows_apart(data: str) -> bool:
     losses = []
     for variant in (TRUTH, Variant(double=True, reverse_rows=True, parts=4)):
         key = _Key(data=data, optimizer=OWN, steps=1, seed=0)
-        run = _Run(key, "fp32", variant)
+        run = ReferenceRun(key, "fp32", variant)
         run.rows_apart = True
         try:
             run.step(0, frozenset(), 1.0, Idle())

@@ -29,6 +29,7 @@ __all__ = [
     "Launcher",
     "LawText",
     "Line",
+    "Location",
     "Report",
     "ReportError",
     "ReportWriter",
@@ -156,6 +157,43 @@ class Curves(_Part, frozen=True, kw_only=True):
     """Largest error / bound of each parameter."""
 
 
+class Location(_Part, frozen=True, kw_only=True):
+    """Where a run begins to depart from the reference, found by a second run."""
+
+    where: Annotated[
+        str, Meta(pattern="^(forward|loss|backward|gradient|update|nowhere|unknown)$")
+    ]
+    """What departs first: the output of a module, the loss, the gradient of a module's
+    input or output, the gradients of parameters alone, their updates alone, nothing;
+    or unknown, where the second run failed."""
+    text: str
+    """All of it in words."""
+    module: str = ""
+    """The module to blame; empty for the model itself, or where it is none."""
+    inside: str = ""
+    """The module inside of it at whose border a tensor departs first, if one does."""
+    ranks: tuple[Count, ...] = ()
+    """The ranks on which it departs first."""
+    step: Count | None = None
+    micro_batch: Count | None = None
+    error: Number | None = None
+    """Relative to the size of the tensor."""
+    bound: Number | None = None
+    """What the error may be, in the same unit."""
+    factor: Number | None = None
+    """The one factor by which the loss, or all gradients that depart, are off."""
+    collective: str = ""
+    """The last collective that the rank issued before it."""
+    parameters: tuple[str, ...] = ()
+    """All parameters whose gradient, or else whose update, departs in that step."""
+    compared: Count = 0
+    """Tensors at the borders of modules that were compared."""
+    not_compared: Count = 0
+    """Those that could not be."""
+    seconds: float = 0.0
+    """What it took to find out."""
+
+
 class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     """One scaler in one scenario."""
 
@@ -175,6 +213,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     script: str = ""
     """A program that shows the violation with torch alone; only the first case in
     which a scaler breaks a law has one."""
+    location: Location | None = None
+    """Where parity begins to fail; not every case in which it fails has one."""
     curves: Curves | None = None
 
     @property

@@ -32,6 +32,9 @@ from .workload import check_workloads
 
 __all__ = ["RunSettings", "run"]
 
+MOST_LOCALISED = 16
+"""Failures of parity of which a run says in which module they begin."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -134,7 +137,7 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
             restarts=earlier.restarts,
         )
         with ReportWriter(path, header) as writer:
-            runner = Runner(folder=folder, place=place)
+            runner = Runner(folder=folder, place=place, localises=MOST_LOCALISED)
             code = _judge(settings, pairs, earlier, writer, console, runner)
             _show(settings, console)
     return code

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import torch
 
 from ..fixtures import CannotError, WorkloadError, is_workload
@@ -25,10 +26,13 @@ from .devices import Devices
 from .handover import gathered
 from .law import LAWS, Evidence, Finding, Status, Verdict, judge
 from .laws.transparency import control_differs
+from .localise import first_bad_step, locate, observe_modules
+from .modules import Watched
 from .parity import Parity, followed_schedule, measure_parity
 from .place import Place, Pool
 from .rank import JudgedError, observe_rank
 from .reference import Idle, Schedule
+from .report import Location
 from .routing import Choices, chooses_in_forward
 from .scenario import Scenario
 from .spec import NO_SCALER
@@ -61,6 +65,8 @@ class Case:
     """Why the harness broke, naming the rank; else empty. No law is judged then."""
     skipped: bool = False
     """Whether the workload cannot do what the scenario asks of it."""
+    location: Location | None = None
+    """Where parity begins to fail, if that was asked for."""
 
     @property
     def status(self) -> Status:
@@ -76,7 +82,12 @@ class Runner:
     """Runs cases one after another; a context manager that ends its clusters."""
 
     def __init__(
-        self, *, folder: str, timeout_s: float = 120.0, place: Place | None = None
+        self,
+        *,
+        folder: str,
+        timeout_s: float = 120.0,
+        place: Place | None = None,
+        localises: int = 0,
     ) -> None:
         """Take ranks from a place, which is closed with the runner.
 
@@ -84,8 +95,12 @@ class Runner:
             folder: import path of the judged scalers.
             timeout_s: limit of one scenario, where ``place`` has none.
             place: where ranks come from; by default a pool on the CPU.
+            localises: failures of parity of which is said in which module they begin,
+                at most one of a scaler, a topology and a recipe.
         """
         self.folder = folder
+        self.localises = localises
+        self._localised: set[tuple[str, str, str]] = set()
         self.place = place or Pool(Devices(), timeout_s)
         self._bare: dict[Scenario, Legs] = {}
         self._controls: dict[Scenario, str] = {}
@@ -134,7 +149,7 @@ class Runner:
         except Exception as error:  # the judge's own fault: told, and the run goes on
             _LOGGER.exception("the judge broke in %s", scenario.id)
             problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
-        return Case(
+        case = Case(
             scaler=spec,
             scenario=scenario,
             verdicts=tuple(verdicts),
@@ -142,6 +157,44 @@ class Runner:
             seconds=time.monotonic() - start,
             problem=problem,
         )
+        return replace(case, location=self._location(case))
+
+    def localise(self, case: Case) -> Location | None:
+        """Run a case again up to its first bad step, and say where it goes wrong.
+
+        Args:
+            case: that came to its end, whether it failed or not.
+
+        Returns:
+            None where the case has no parity to go by.
+        """
+        evidence, scenario = case.evidence, case.scenario
+        if evidence is None or evidence.parity is None:
+            return None
+        start = time.monotonic()
+        step = first_bad_step(evidence.parity) or 0
+        before = [evidence.before.ranks] if evidence.before else []
+        legs = [*before, evidence.ranks]
+        try:
+            watched = self._watched(case.scaler, scenario, step)
+            with _threads(self.place.threads):
+                found = locate(scenario, legs, evidence.parity, step, watched)
+        except Exception as error:  # it is an answer more; the verdict stands without
+            _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            found = Location(where="unknown", text=f"it could not be found out: {why}")
+        return msgspec.structs.replace(
+            found, seconds=round(time.monotonic() - start, 3)
+        )
+
+    def _location(self, case: Case) -> Location | None:
+        key = (case.scaler, case.scenario.topology, case.scenario.recipe)
+        broken = {v.law.partition(".")[0] for v in case.verdicts if v.status == "fail"}
+        done = key in self._localised or len(self._localised) >= self.localises
+        if done or "parity" not in broken:
+            return None
+        self._localised.add(key)
+        return self.localise(case)
 
     def _evidence(self, spec: str, scenario: Scenario, measured: bool) -> Evidence:
         legs, first_try = self._observe(spec, scenario), ""
@@ -260,6 +313,18 @@ class Runner:
             _align(results)
             saved = gathered(results) if more else None
             yield tuple(results)
+
+    def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
+        """What passed in ``step``, one a rank of the world that made it."""
+        saved: Saved | None = None
+        for leg in scenario.legs:
+            ranks = self.place.ranks(leg.world)
+            if step < leg.steps:
+                return ranks.run(observe_modules, leg, spec, self.folder, saved, step)
+            saved = gathered(
+                ranks.run(observe_rank, leg, spec, self.folder, saved, True)
+            )
+        raise AssertionError(f"no leg makes step {step}")
 
 
 def _align(traces: Sequence[RankTrace]) -> None:

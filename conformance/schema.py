@@ -21,6 +21,7 @@ from .report import (
     Header,
     Launcher,
     Line,
+    Location,
     VerdictRecord,
 )
 
@@ -37,7 +38,15 @@ def report_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Line)
     parts = schema["$defs"]
     parts["Header"]["properties"]["schema"] = {"const": SCHEMA_VERSION}
-    for record in (Header, Launcher, CaseRecord, VerdictRecord, Curves, Footer):
+    for record in (
+        Header,
+        Launcher,
+        CaseRecord,
+        VerdictRecord,
+        Location,
+        Curves,
+        Footer,
+    ):
         for field, text in _documented(record).items():
             parts[record.__name__]["properties"][field]["description"] = text
     return {

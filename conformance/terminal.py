@@ -146,8 +146,11 @@ def _number(value: Number) -> str:
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print the matrix topology x scaler, then where to look."""
+    """Print the matrix topology x scaler, then where things begin to go wrong."""
     console.print(_matrix(report))
+    for text, case in {c.location.text: c for c in report.cases if c.location}.items():
+        where = Text(f"where {plain(case.scenario)}: ", style="bold")
+        console.print(where.append(plain(text), style="not bold"), soft_wrap=True)
     if report.incomplete:
         line = f"INCOMPLETE: {plain(report.incomplete)}"
         console.print(Text(line, style="bold magenta"), soft_wrap=True)

@@ -1,0 +1,486 @@
+"""Tensor and data parallel stacks written by hand, each wrong in one known place.
+
+The layers are plain modules; over a group they hold their part of the parameters, as
+Megatron's do. The docstring of a stack names its fault.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from gradparity.tests.stacks import Batch, Named
+
+Group = Any
+
+
+class _Copy(torch.autograd.Function):
+    """Forward: nothing. Backward: adds up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward: adds up. Backward: nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: gathers the tokens. Backward: adds up, and keeps its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
+
+
+class _Scatter(torch.autograd.Function):
+    """Forward: adds up, and keeps its own tokens. Backward: gathers the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        mine: Tensor = x.chunk(group.size(), 1)[group.rank()].contiguous()
+        return mine
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
+        dist.all_gather(parts, gradient.contiguous(), group=ctx.group)
+        return torch.cat(parts, 1), None
+
+
+class Column(nn.Linear):
+    """Holds a part of the output features."""
+
+    group: Group = None
+    adds_up = True
+    gathers = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is not None and self.gathers:
+            x = _Gather.apply(x, self.group)  # type: ignore[no-untyped-call]  # untyped in torch
+        elif self.group is not None and self.adds_up:
+            x = _Copy.apply(x, self.group)  # type: ignore[no-untyped-call]  # as above
+        return super().forward(x)
+
+
+class Row(nn.Linear):
+    """Holds a part of the input features."""
+
+    group: Group = None
+    adds_up = True
+    scatters = False
+    early_bias = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return super().forward(x)
+        x = F.linear(x, self.weight, self.bias if self.early_bias else None)
+        if self.scatters:
+            x = _Scatter.apply(x, self.group)  # type: ignore[no-untyped-call]  # as above
+        elif self.adds_up:
+            x = _Sum.apply(x, self.group)  # type: ignore[no-untyped-call]  # as above
+        return x if self.early_bias else x + self.bias
+
+
+class Attention(nn.Module):
+    """Causal, two heads."""
+
+    mask_off = False
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleDict({n: Column(8, 8) for n in ("query", "key", "value")})
+        self.out = Row(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for layer in self.qkv.values()
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=not self.mask_off)
+        if self.factor != 1.0 and mixed.requires_grad:
+            mixed.register_hook(lambda gradient: gradient * self.factor)
+        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Column(8, 16), Row(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(F.gelu(self.up(x)))
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.attention = nn.LayerNorm(8), Attention()
+        self.norm_2, self.feed = nn.LayerNorm(8), Feed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        found: Tensor = x + self.feed(self.norm_2(x))
+        return found
+
+
+class Model(nn.Module):
+    group: Group = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if self.group is not None:  # each rank its own tokens
+            x = _Split.apply(x, self.group)  # type: ignore[no-untyped-call]  # as above
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if self.group is not None:
+            x = _Join.apply(x, self.group)  # type: ignore[no-untyped-call]  # as above
+        found: Tensor = self.head(x)
+        return found
+
+
+class _Split(torch.autograd.Function):
+    """Forward: keeps its own tokens. Backward: gathers the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        mine: Tensor = x.chunk(group.size(), 1)[group.rank()].contiguous()
+        return mine
+
+    backward = _Scatter.backward
+
+
+class _Join(torch.autograd.Function):
+    """Forward: gathers the tokens. Backward: keeps its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _Gather.forward(ctx, x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None
+
+
+class Right:
+    """No fault: tensor parallel by hand, gradients averaged over ``dp`` by hooks."""
+
+    meshes: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2})
+
+    def model(self) -> nn.Module:
+        return Model()
+
+    def batch(self, step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.randn(16, 6, 8, generator=generator)
+        return x, x.abs()[..., :4]
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output, targets)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        names = mesh.mesh_dim_names or ()
+        if "tp" in names:
+            self.split(model, mesh["tp"])
+        if "dp" in names:
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self.average, name, mesh.get_group("dp"))
+                )
+        return model
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        group = mesh.get_group()
+        for module in model.modules():
+            if isinstance(module, Column | Row):
+                module.group = group
+                dim = 0 if isinstance(module, Column) else 1
+                module.weight = self.part(module.weight, dim, group)
+                if isinstance(module, Column):
+                    module.bias = self.part(module.bias, 0, group)
+
+    def part(self, whole: Tensor, dim: int, group: Group) -> nn.Parameter:
+        mine = whole.detach().chunk(group.size(), dim)[group.rank()]
+        return nn.Parameter(mine.clone())
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= group.size()
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1)
+
+
+class RightSequence(Right):
+    """No fault: between the blocks each rank has its own tokens."""
+
+    meshes = ({"tp": 2},)
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(model, mesh)
+        assert isinstance(model, Model)
+        model.group = mesh.get_group()
+        for name, module in model.named_modules():
+            if isinstance(module, Column):
+                module.gathers = True
+            if isinstance(module, Row):
+                module.scatters = True
+                self.reduced(f"{name}.bias", module.bias, mesh)
+            if isinstance(module, nn.LayerNorm):
+                self.reduced(f"{name}.weight", module.weight, mesh)
+                self.reduced(f"{name}.bias", module.bias, mesh)
+
+    def reduced(self, name: str, parameter: Tensor, mesh: DeviceMesh) -> None:
+        def add_up(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=mesh.get_group())
+            return gradient
+
+        parameter.register_hook(add_up)
+
+
+class RightSharded(Right):
+    """No fault: ``fully_shard``, block by block."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, Model)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+
+def _block(model: nn.Module, number: int) -> Block:
+    assert isinstance(model, Model)
+    block = model.blocks[number]
+    assert isinstance(block, Block)
+    return block
+
+
+# - Wrong stacks
+
+
+class NoGather(RightSequence):
+    """The feed forward of block 0 takes its own tokens for all of them."""
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(model, mesh)
+        feed = _block(model, 0).feed
+        feed.up.gathers, feed.up.adds_up = False, False
+        feed.down.scatters = False
+
+
+class NoAttentionGather(RightSequence):
+    """The queries, keys and values of block 1 are those of a rank's own tokens."""
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(model, mesh)
+        attention = _block(model, 1).attention
+        for layer in attention.qkv.values():
+            assert isinstance(layer, Column)
+            layer.gathers = layer.adds_up = False
+        attention.out.scatters = False
+
+
+class BiasOnEveryRank(Right):
+    """A row-parallel layer adds its bias before the sum over the ranks."""
+
+    meshes = ({"tp": 2},)
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(model, mesh)
+        _block(model, 0).feed.down.early_bias = True
+
+
+class NoSum(Right):
+    """A row-parallel layer leaves partial sums."""
+
+    meshes = ({"tp": 2},)
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(model, mesh)
+        _block(model, 1).attention.out.adds_up = False
+
+
+class NoSumInBackward(Right):
+    """A column-parallel layer leaves the gradients of its input partial sums."""
+
+    meshes = ({"tp": 2},)
+
+    def split(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().split(model, mesh)
+        _block(model, 1).feed.up.adds_up = False
+
+
+class NormNotReduced(RightSequence):
+    """Of one norm each rank keeps the gradient of its own tokens."""
+
+    def reduced(self, name: str, parameter: Tensor, mesh: DeviceMesh) -> None:
+        if name != "blocks.0.norm_2.weight":
+            super().reduced(name, parameter, mesh)
+
+
+class Multiplied(Right):
+    """A hook multiplies a gradient in the backward of block 1's attention."""
+
+    meshes = ({"dp": 2}, {"tp": 2})
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _block(model, 1).attention.factor = 1.5
+        return super().parallelize(model, mesh)
+
+
+class MaskOnRank1(Right):
+    """Rank 1 attends without a mask in block 0."""
+
+    meshes = ({"dp": 2}, {"tp": 2})
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _block(model, 0).attention.mask_off = dist.get_rank() == 1
+        return super().parallelize(model, mesh)
+
+
+class AveragedTwice(Right):
+    """All gradients are divided by the number of ranks once too often."""
+
+    meshes = ({"dp": 2},)
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        super().average(name, group, parameter)
+        assert parameter.grad is not None
+        parameter.grad /= group.size()
+
+
+class NeverAveraged(Right):
+    """The gradient of the head's bias is not averaged."""
+
+    meshes = ({"dp": 2},)
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        if name != "head.bias":
+            super().average(name, group, parameter)
+
+
+class LossOfBothRanks(Right):
+    """The loss is multiplied by the number of ranks."""
+
+    meshes = ({"tp": 2},)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return super().loss(output, targets) * ranks
+
+
+class SteppedTwice(Right):
+    """The optimizer moves one parameter twice as far."""
+
+    meshes = ({"dp": 2},)
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        if not dist.is_initialized():
+            return super().optimizer(parameters)
+        groups = [
+            {"params": [p], "lr": 0.2 if n == "head.weight" else 0.1}
+            for n, p in parameters
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class _Off(nn.LayerNorm):
+    """Gives something else in one of its calls."""
+
+    calls = 0
+    wrong = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        call, self.calls = self.calls, self.calls + 1
+        found = super().forward(x)
+        return found * 1.25 if call in self.wrong else found
+
+
+def _off(model: nn.Module, block: int, name: str, wrong: tuple[int, ...]) -> None:
+    norm = getattr(_block(model, block), name)
+    norm.__class__, norm.wrong = _Off, wrong
+
+
+class SecondCallOff(Right):
+    """A norm is wrong in the second micro-batch."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _off(model, 0, "norm_1", (1, 3))
+        return super().parallelize(model, mesh)
+
+
+class WrongAtStep2(Right):
+    """A norm is wrong in the third step."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _off(model, 1, "norm_2", (2,))
+        return super().parallelize(model, mesh)
+
+
+class BreaksIfWatched(BiasOnEveryRank):
+    """Refuses that a hook looks at a module."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        super().parallelize(model, mesh)
+        down = _block(model, 1).feed.down
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise RuntimeError("it does not like to be watched")
+
+        down.register_forward_hook = refuse  # type: ignore[assignment,method-assign]  # the fault
+        return model
