@@ -57,7 +57,7 @@ __all__ = ["BACKWARD", "FORWARD", "Borders", "Direction", "multiple_of"]
 
 Doubles = NDArray[np.float64]
 State = Literal["right", "partial", "wrong"]
-MOST_PARTS = 64
+MOST_PARTS = 256
 """Parts of a whole that are tried for a plain tensor."""
 
 
@@ -105,10 +105,12 @@ class Borders:
     ) -> None:
         self.step = step
         self.ranks = {each.rank: each for each in watched}
-        self.names = scenario.parsed_topology.mesh_shape(scenario.world)
+        self.axes = scenario.parsed_topology.mesh_shape(scenario.world)
         self.shapes = {
             n: tuple(p.shape) for n, p in scenario.kit.model().named_parameters()
         }
+        self.of_whole = False
+        """Whether references ran on whole batches: micro-batches have any rows."""
         self.known: dict[str, dict[Border, _Known]] = {}
         self.order: list[Border] = []
         self.inside: dict[Call, Call] = {}
@@ -116,6 +118,7 @@ class Borders:
         for each in watched:
             if each.rows not in self.known:
                 self.known[each.rows], truth = references.known(each.batches)
+                self.of_whole |= references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
         self.place = {border: number for number, border in enumerate(self.order)}
         self.sides: dict[tuple[Call, str], list[Border]] = {}
@@ -341,9 +344,10 @@ class Borders:
         if mine.values.ndim != truth.ndim:
             return
         coordinate = self.ranks[rank].coordinate
+        shapes = zip(mine.values.shape, truth.shape, strict=True)
         cuts = [
-            list(_cuts(size, whole, coordinate, self.names))
-            for size, whole in zip(mine.values.shape, truth.shape, strict=True)
+            list(_cuts(*sizes, coordinate, self.axes, any_=self.of_whole and dim == 0))
+            for dim, sizes in enumerate(shapes)
         ]
         if cuts and mine.values.shape[-1] < truth.shape[-1]:
             own = self._features(rank, border, mine.values.shape[-1], truth.shape[-1])
@@ -432,9 +436,14 @@ def multiple_of(values: Doubles, truth: Doubles) -> tuple[float, float]:
 
 
 def _cuts(
-    size: int, whole: int, coordinate: Mapping[str, int], axes: Mapping[str, int]
+    size: int,
+    whole: int,
+    coordinate: Mapping[str, int],
+    axes: Mapping[str, int],
+    *,
+    any_: bool,
 ) -> Iterator[NDArray[np.int64]]:
-    """Places along one dim that a rank may hold, by its mesh coordinate."""
+    """Places along one dim that a rank may hold, by its mesh coordinate; or any."""
     places = np.arange(whole)
     if size >= whole:
         if size == whole:
@@ -455,7 +464,7 @@ def _cuts(
                 if len(cut) == size:
                     found = True
                     yield cut
-    if not found and whole % size == 0:
+    if (any_ or not found) and whole % size == 0:
         yield from np.split(places, whole // size)
 
 
@@ -490,6 +499,7 @@ class _References:
         self.truth = reference_before(scenario, schedule, TRUTH, step)
         self.plain = reference_before(scenario, schedule, Variant(), step)
         self.whole = scenario.kit.batch(step, scenario.seed)
+        self.of_whole = False
         precision = scenario.parsed_precision
         self.roundoff = torch.finfo(precision.compute_dtype).eps / 2
         half = precision.compute_dtype != torch.float32
@@ -511,7 +521,8 @@ class _References:
         a rank's tensors are parts of what passes.
         """
         shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
-        return batch if shapes[0] == shapes[1] else self.whole
+        self.of_whole = shapes[0] != shapes[1]
+        return self.whole if self.of_whole else batch
 
     def _watched(self, run: ReferenceRun, batches: Sequence[Batch]) -> ModuleLog:
         names = {module: name for name, module in run.model.named_modules()}

@@ -8,7 +8,7 @@ of a module whether it is right; find where things begin to go wrong (:func:`loc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -201,7 +201,7 @@ class _Gradients:
         self.axes = scenario.parsed_topology.mesh_shape(scenario.world)
         self.step = step
         self.truth_loss = truth.losses[step]
-        self.truth = truth.gradients[step]
+        self.truth, self.updates = truth.gradients[step], truth.updates
         self.seen = [
             (trace, at)
             for leg in legs
@@ -241,8 +241,10 @@ class _Gradients:
         )
         same = [r for r in self.departed["gradient"] if r.parameter == first.parameter]
         ranks = tuple(sorted({row.rank for row in same}))
-        text = self._all_of_them()
-        if self.factor is None or len(self.names) < self._telling():
+        text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
+        if self.factor is not None and len(self.names) == self._telling():
+            ranks, module = tuple(r for r, _ in enumerate(self.seen)), ""
+        else:
             text = (
                 f"the gradient of {first.parameter} itself departs on "
                 f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
@@ -250,7 +252,7 @@ class _Gradients:
             )
         return Location(
             where="gradient",
-            module=first.parameter.rpartition(".")[0],
+            module=module,
             ranks=ranks,
             factor=self.factor,
             error=first.error,
@@ -261,16 +263,38 @@ class _Gradients:
     def update(self) -> Location:
         """Where the optimizer was given right gradients."""
         row = self.departed["update"][0]
+        factor = _common(
+            multiple_of(mine, whole)
+            for name in self.names
+            for mine, whole in self._moves(name)
+        )
+        departs = (
+            f"departs by {row.error:.2g} (bound {row.bound:.1g})"
+            if factor is None
+            else f"is {factor:.3f} x the truth"
+        )
         return Location(
             where="update",
             module=row.parameter.rpartition(".")[0],
             ranks=tuple(sorted({r.rank for r in self.departed["update"]})),
+            factor=factor,
             error=row.error,
             bound=row.bound,
             text=f"all gradients of step {self.step} are right, the update of "
-            f"{_some(self.names)} departs by {row.error:.2g} (bound {row.bound:.1g}): "
-            "look at the optimizer, and at what comes between it and the gradients",
+            f"{_some(self.names)} {departs}: look at the optimizer, and at what comes "
+            "between it and the gradients",
         )
+
+    def _moves(self, name: str) -> Iterator[tuple[Doubles, Doubles]]:
+        """Of each rank: how far the step moved a parameter, and how far it should."""
+        before = self.updates[self.step - 1][name] if self.step else 0.0
+        for trace, at in self.seen:
+            if name not in trace.index:
+                continue
+            earlier = [s.parameters for s in trace.steps if s.step == self.step - 1]
+            start = (earlier or [trace.start])[0][name]
+            whole = (self.updates[self.step][name] - before)[trace.index[name]]
+            yield at.parameters[name].astype(np.float64) - start, whole
 
     def _telling(self) -> int:
         """Gradients that could show a factor: others are but rounding, or zero."""
@@ -318,18 +342,12 @@ class _Gradients:
 
     def _factor(self) -> float | None:
         """The one factor by which all that depart do, on all ranks; else None."""
-        found = [
+        return _common(
             multiple_of(mine, whole)
             for name in self.names
             for _, mine, whole in self._values(name)
             if whole.any()
-        ]
-        if not found or max(rest for _, rest in found) > PROPORTIONAL:
-            return None
-        factors = [factor for factor, _ in found]
-        middle = float(np.median(factors))
-        far = max(abs(f - middle) for f in factors) > PROPORTIONAL * abs(middle)
-        return None if far else middle
+        )
 
     def _unreduced(self, name: str) -> str:
         """Whether replicas hold parts that nobody reduced, in words."""
@@ -358,6 +376,18 @@ class _Gradients:
         if all(abs(ratio - n) <= PROPORTIONAL * n for n, ratio, _ in ratios):
             return ": each rank has that of its own rows, nothing averages them"
         return ""
+
+
+def _common(found: Iterable[tuple[float, float]]) -> float | None:
+    """The one factor of all (factor, rest); None where there is none."""
+    factors = []
+    for factor, rest in found:
+        if rest > PROPORTIONAL:
+            return None
+        factors.append(factor)
+    middle = float(np.median(factors)) if factors else 0.0
+    far = any(abs(f - middle) > PROPORTIONAL * abs(middle) for f in factors)
+    return None if far or not factors else middle
 
 
 def _some(names: Sequence[str]) -> str:

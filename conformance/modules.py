@@ -181,7 +181,7 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def names_of(
-    root: nn.Module, model: nn.Module, parameters: Mapping[str, object]
+    root: nn.Module, model: nn.Module, parameters: Mapping[str, Tensor]
 ) -> dict[nn.Module, str]:
     """Modules of a stack -> their names in the full model.
 
@@ -194,14 +194,15 @@ def names_of(
         parameters: name in the full model -> the stack's parameter.
     """
     whole = _names(model)
-    known = {id(p): name.rpartition(".")[0] for name, p in parameters.items()}
+    # a stack may tell its weights as tensors that share their memory
+    known = {_memory(p): name.rpartition(".")[0] for name, p in parameters.items()}
     local_names = {name: m for name, m in root.named_modules()}
     found: dict[str, str] = {}
     for name, module in local_names.items():
         owners = {
-            known[id(p)]
+            known[_memory(p)]
             for p in module.parameters(recurse=False)
-            if id(p) in known and known[id(p)] in whole
+            if known.get(_memory(p)) in whole
         }
         if len(owners) == 1:
             found[name] = owners.pop()
@@ -228,6 +229,11 @@ def names_of(
         if len(name) > len(inner[full]):
             inner[full] = name
     return {local_names[name]: full for full, name in inner.items()}
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    part = local(tensor.detach())
+    return (part.data_ptr(), part.numel()) if part.numel() else (id(tensor), 0)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 from gradparity.tests.stacks import Batch, Named
@@ -484,3 +485,173 @@ class BreaksIfWatched(BiasOnEveryRank):
 
         down.register_forward_hook = refuse  # type: ignore[assignment,method-assign]  # the fault
         return model
+
+
+# - Stacks that own their step
+
+
+class Stage(nn.Module):
+    """Some blocks, counted anew; the first stage embeds, the last one has the head."""
+
+    def __init__(self, model: Model, number: int, count: int) -> None:
+        super().__init__()
+        size = len(model.blocks) // count
+        self.layers = nn.Sequential(*model.blocks[number * size : (number + 1) * size])
+        self.first = model.embed if number == 0 else None
+        last = number == count - 1
+        self.last = nn.Sequential(model.norm, model.head) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.first is None else self.first(x)
+        x = self.layers(x)
+        found: Tensor = x if self.last is None else self.last(x)
+        return found
+
+
+class Piped:
+    """A stage, its schedule and its optimizer."""
+
+    def __init__(self, module: Stage, names: dict[str, Tensor], mesh: DeviceMesh):
+        group = mesh.get_group()
+        self.names, self.mesh = names, mesh
+        self.stage = PipelineStage(
+            module, group.rank(), group.size(), torch.device("cpu"), group=group
+        )
+        self.optimizer = torch.optim.SGD([*module.parameters()], lr=0.1)
+
+
+class RightPipeline(Right):
+    """No fault: two stages under 1F1B, four chunks."""
+
+    meshes = ({"stages": 2},)
+    model_axes = ("stages",)
+    chunks, factor = 4, 1.0
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Piped:  # type: ignore[override]  # the protocol allows it
+        assert isinstance(model, Model)
+        stage = Stage(model, mesh.get_local_rank(), mesh.size())
+        mine = {id(p) for p in stage.parameters()}
+        names = {n: p for n, p in model.named_parameters() if id(p) in mine}
+        self.spoil(stage, mesh)
+        return Piped(stage, dict(names), mesh)
+
+    def spoil(self, stage: Stage, mesh: DeviceMesh) -> None:
+        pass
+
+    def weights(self, stack: Piped) -> dict[str, Tensor]:
+        return stack.names
+
+    def train_step(
+        self, stack: Piped, micro_batches: list[Batch], scaler: Any
+    ) -> float | None:
+        stack.optimizer.zero_grad()
+        ((inputs, targets),) = micro_batches
+        losses: list[Tensor] = []
+        schedule = Schedule1F1B(stack.stage, self.chunks, loss_fn=self.loss)
+        if stack.stage.is_first:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=losses)
+        scale_gradients(stack.optimizer, self.factor)
+        stack.optimizer.step()
+        return float(sum(losses)) / self.chunks if losses else None
+
+
+class StageOff(RightPipeline):
+    """A norm in the second stage is wrong."""
+
+    def spoil(self, stage: Stage, mesh: DeviceMesh) -> None:
+        if mesh.get_local_rank() == 1:
+            norm = stage.layers[0].norm_2
+            norm.__class__, norm.wrong = _Off, tuple(range(64))  # type: ignore[union-attr]  # a LayerNorm
+
+
+class ChunksAddedUp(RightPipeline):
+    """The gradients of the chunks are added up and not averaged."""
+
+    factor = 4.0
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad *= factor
+
+
+class RightContext(Right):
+    """No fault: a sequence axis; keys and values are gathered in each attention."""
+
+    meshes = ({"cp": 2}, {"dp": 2, "cp": 2})
+    data_axes = ("dp", "cp")
+    all_keys = True
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        x, y = batch
+        if "dp" in (mesh.mesh_dim_names or ()):
+            x, y = (t.chunk(2)[mesh.get_local_rank("dp")] for t in (x, y))
+        at = mesh.get_local_rank("cp")
+        return x.chunk(2, 1)[at].contiguous(), y.chunk(2, 1)[at].contiguous()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        group = mesh.get_group("cp")
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.forward = partial(self.attend, module, group)  # type: ignore[method-assign]  # by hand
+        for axis in mesh.mesh_dim_names or ():
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self.average, name, mesh.get_group(axis))
+                )
+        return model
+
+    def attend(self, module: Attention, group: Group, x: Tensor) -> Tensor:
+        q, k, v = (layer(x) for layer in module.qkv.values())
+        at, tokens = group.rank(), x.shape[1]
+        if self.all_keys:
+            k, v = (_Gather.apply(t, group) for t in (k, v))  # type: ignore[no-untyped-call]  # as above
+        mask = torch.ones(tokens, k.shape[1], dtype=torch.bool)
+        mask = mask.tril(at * tokens if self.all_keys else 0)
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        found: Tensor = module.out(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+class OwnKeys(RightContext):
+    """Each rank attends to its own tokens only."""
+
+    all_keys = False
+
+
+class Hidden:
+    """Shows no modules."""
+
+    __slots__ = ("model", "optimizer")
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class HiddenSummed(Right):
+    """Adds gradients up over ``dp``, and shows no modules."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Hidden:  # type: ignore[override]  # the protocol allows it
+        super().parallelize(model, mesh)
+        return Hidden(model)
+
+    def weights(self, stack: Hidden) -> dict[str, Tensor]:
+        return dict(stack.model.named_parameters())
+
+    def train_step(
+        self, stack: Hidden, micro_batches: list[Batch], scaler: Any
+    ) -> float:
+        stack.optimizer.zero_grad()
+        losses = [self.loss(stack.model(x), y) for x, y in micro_batches]
+        for loss in losses:
+            loss.backward()
+        scale_gradients(stack.optimizer, 2)
+        stack.optimizer.step()
+        return sum(loss.item() for loss in losses) / len(losses)

@@ -50,6 +50,8 @@ def located(runner: Runner, id: str, scaler: str = "none") -> Location:
         own(misplaced.Right, "dp2-tp2/4/fp32"),
         own(misplaced.RightSequence),
         own(misplaced.RightSharded, "dp2/2/fp32"),
+        own(misplaced.RightPipeline, "stages2/2/fp32"),
+        own(misplaced.RightContext, "dp2-cp2/4/fp32", "steps=2,recipe=accumulate"),
         "ddp/2/fp32/adamw/none/steps=2",
         "fsdp1/2/fp16-params/sgd/none/steps=2",
         "fsdp/2/fp16-reduce/sgd/none/data=text-tied,steps=2",
@@ -80,6 +82,8 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
         (misplaced.NoSumInBackward, "tp2/2", "backward", "blocks.1.feed.up", (0, 1)),
         (misplaced.Multiplied, "tp2/2", "backward", "blocks.1.attention", (0, 1)),
         (misplaced.Multiplied, "dp2/2", "backward", "blocks.1.attention", (0, 1)),
+        (misplaced.StageOff, "stages2/2", "forward", "blocks.1.norm_2", (1,)),
+        (misplaced.OwnKeys, "cp2/2", "forward", "blocks.0.attention", (1,)),
         (misplaced.NormNotReduced, "tp2/2", "gradient", "blocks.0.norm_2", (0, 1)),
         (misplaced.NeverAveraged, "dp2/2", "gradient", "head", (0, 1)),
         (misplaced.SteppedTwice, "dp2/2", "update", "head", (0, 1)),
@@ -128,6 +132,28 @@ def test_a_factor_of_all_gradients_is_told(runner: Runner) -> None:
     assert found.factor == pytest.approx(0.5)
     assert "all 36 gradients are 0.500 x the truth" in found.text
     assert "averaged once too often over dp (2 ranks)" in found.text
+
+
+def test_a_factor_is_told_where_a_stack_owns_its_step(runner: Runner) -> None:
+    found = located(runner, own(misplaced.ChunksAddedUp, "stages2/2/fp32"))
+    assert found.where == "gradient"
+    assert found.factor == pytest.approx(4.0)
+    assert "all 36 gradients are 4.000 x the truth" in found.text
+
+
+def test_a_stack_without_modules_is_judged_by_its_gradients(runner: Runner) -> None:
+    found = located(runner, own(misplaced.HiddenSummed, "dp2/2/fp32"))
+    assert (found.where, found.compared) == ("gradient", 0)
+    assert "all 36 gradients are 2.000 x the truth" in found.text
+    assert "added up where they are to be averaged over dp (2 ranks)" in found.text
+    assert "the stack shows no modules" in found.text
+
+
+def test_a_factor_of_the_updates_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.SteppedTwice, "dp2/2/fp32"))
+    assert found.module == "head"
+    assert found.factor == pytest.approx(2.0, rel=1e-3)
+    assert "the update of head.weight is 2.000 x the truth" in found.text
 
 
 def test_a_factor_of_the_loss_is_told(runner: Runner) -> None:
