@@ -557,7 +557,8 @@ def _bounded(
     truth: ModuleLog, noisy: Sequence[ModuleLog], roundoff: float
 ) -> dict[Border, _Known]:
     """As bounds of gradients are made, see [Note: Bounds] in :mod:`.bounds`."""
-    values, noise = {}, {}
+    values: dict[Border, Doubles] = {}
+    noise: dict[Border, tuple[float, ...]] = {}
     for border, passed in truth.passed.items():
         value = values[border] = passed.values.astype(np.float64)
         seen = [log.passed.get(border) for log in noisy]

@@ -136,6 +136,7 @@ def first_bad_step(parity: Parity) -> int | None:
     return min((row.step for row in parity.first_bad.values()), default=None)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # masks are made of huge numbers
 def locate(
     scenario: Scenario,
     legs: Sequence[Sequence[RankTrace]],

@@ -275,9 +275,9 @@ class _Watch:
         self.calls = calls
         self.room = MOST_ELEMENTS
         self.micro_batches: Counter[nn.Module] = Counter()
+        self.alone: Counter[nn.Module] = Counter()
         self.counts: Counter[tuple[nn.Module, int, str]] = Counter()
         self.open: list[tuple[nn.Module, Call]] = []
-        self.backward = False
         self.first: int | None = None
         """Collectives before the first forward are not of the step's passes."""
         self.places: dict[Any, NDArray[np.int64]] = {}
@@ -289,7 +289,6 @@ class _Watch:
     def begin(self, rows: list[int], root: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():  # shapes are inferred, or somebody evaluates
             return
-        self.backward = False
         self.open.clear()
         self.micro_batches[root] += 1
         shapes = [t.shape for t in _tensors((args, kwargs))]
@@ -308,14 +307,14 @@ class _Watch:
 
     def _ignored(self) -> bool:
         # a forward in the midst of backward computes again what was recorded
-        return self.backward or not torch.is_grad_enabled()
+        return torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled()
 
     def _enter(
         self, root: nn.Module, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         if self._ignored():
             return None
-        micro_batch = self.micro_batches[root] - 1
+        micro_batch = self._micro_batch(root, module)
         number = self.counts[root, micro_batch, name]
         self.counts[root, micro_batch, name] += 1
         call = (micro_batch, name, number)
@@ -335,6 +334,15 @@ class _Watch:
             return own
 
         return _changed(args, see), _changed(kwargs, see)
+
+    def _micro_batch(self, root: nn.Module, module: nn.Module) -> int:
+        """That of the call of the root; of who calls parts of it, of the outermost."""
+        if self.micro_batches[root]:
+            return self.micro_batches[root] - 1
+        if self.open:
+            return self.open[-1][1][0]
+        self.alone[module] += 1
+        return self.alone[module] - 1
 
     def _leave(
         self,
@@ -364,7 +372,6 @@ class _Watch:
         border = Border(at.micro_batch, at.module, at.call, kind, at.slot)
 
         def keep(gradient: Tensor) -> None:
-            self.backward = True
             self._keep(border, gradient)
 
         tensor.register_hook(keep)

@@ -30,7 +30,7 @@ from .status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
 from .terminal import plain, print_report, progress
 from .workload import check_workloads
 
-__all__ = ["RunSettings", "run"]
+__all__ = ["MOST_LOCALISED", "RunSettings", "run"]
 
 MOST_LOCALISED = 16
 """Failures of parity of which a run says in which module they begin."""

@@ -24,7 +24,7 @@ from .page import write_page
 from .place import Pool
 from .record import Recorder, make_header
 from .report import CaseRecord, ReportWriter, read_report
-from .run import RunSettings
+from .run import MOST_LOCALISED, RunSettings
 from .runner import Runner
 from .scenario import Scenario
 from .spec import NO_SCALER, load_scaler, refuse_unfit
@@ -160,7 +160,9 @@ class Suite:
 
     def _warm(self) -> Runner:
         if self._runner is None:
-            self._runner = Runner(folder=os.getcwd(), place=self._place())
+            self._runner = Runner(
+                folder=os.getcwd(), place=self._place(), localises=MOST_LOCALISED
+            )
         return self._runner
 
     def _place(self) -> Pool:
@@ -231,4 +233,6 @@ def _story(record: CaseRecord) -> str:
         lines += [f"{verdict.law}: {verdict.message}", f"  {'; '.join(facts(verdict))}"]
     if not record.failures:
         lines.append("nothing could be compared")
+    if record.location is not None:
+        lines.append(f"where: {record.location.text}")
     return "\n".join([*lines, f"replay: {record.replay}"])

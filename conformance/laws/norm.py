@@ -20,7 +20,7 @@ from ..law import (
     rank_list,
     skipped,
 )
-from ..parity import ClipRow, Parity, summed
+from ..parity import ClipRow, Parity, gradient_of
 from ..trace import StepTrace
 
 _STOPPED = "the run stopped before its norms could be compared"
@@ -159,7 +159,7 @@ def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
         for name in at.gradients:
             places = trace.places(at, name)
             before = known.get(name, places[:0])
-            values = summed(at_ranks, trace, at, name)[~np.isin(places, before)]
+            values = gradient_of(at_ranks, trace, at, name)[~np.isin(places, before)]
             square += float(np.square(values, dtype=np.float64).sum())
             known[name] = np.union1d(before, places)
     return math.sqrt(square)
