@@ -8,13 +8,14 @@ reference runs on the very rows that the rank was given. Where no part has the s
 the tensor is not compared.
 
 [Note: Whose fault]
-A module is to blame where what came in is right on all ranks (a collective inside
-carries a fault to other ranks), what came out departs, and so does what came out of the
-modules around it: inside a right module a tensor may be what it likes, such as a
-partial sum that is reduced before anybody sees it. Of those the innermost and first one
-counts. In forward inputs come in and outputs come out; in backward gradients of outputs
-come in and gradients of inputs come out. If no activation departs, it is the loss, the
-gradients of the parameters themselves, or the optimizer.
+The first tensor that departs decides, in the order of the reference and over all ranks,
+as a collective carries a fault from one to others. What comes out of a module is that
+module's fault; what comes in is that of the module around it, which computed it. In
+forward inputs come in and outputs come out; in backward gradients of outputs come in
+and gradients of inputs come out. Inside a module out of which right tensors come a
+tensor may be what it likes, such as a partial sum that is reduced before anybody sees
+it: it does not count. If no activation departs, it is the loss, the gradients of the
+parameters themselves, or the optimizer.
 
 [Note: Factors]
 An objective may be normalised in many ways, and a scaler scales it. So gradients of
@@ -57,6 +58,8 @@ __all__ = ["BACKWARD", "FORWARD", "Borders", "Direction", "multiple_of"]
 
 Doubles = NDArray[np.float64]
 State = Literal["right", "partial", "wrong"]
+UNEVEN = 0.02
+"""What the factors of two ranks may differ by, half precision included."""
 MOST_PARTS = 256
 """Parts of a whole that are tried for a plain tensor."""
 
@@ -125,6 +128,8 @@ class Borders:
         for border in self.order:
             self.sides.setdefault((border.of, border.kind), []).append(border)
         self.groups = list(_groups(watched))
+        self.one_factor = self.of_whole or scenario.kit.counted
+        """Whether the reference's objective is normalised alike for all ranks."""
         self.factors = self._factors()
         self.found = {
             (rank, border): found
@@ -166,26 +171,29 @@ class Borders:
 
     def blame(self, way: Direction) -> Location | None:
         """The module in which things begin to go wrong; see [Note: Whose fault]."""
-        departing = [
-            (rank, border)
-            for border in self.order
-            for rank in self.ranks
-            if border.kind == way.leaves and self._counts(rank, border, way)
-        ]
-        if not departing:
-            return self._first_in(way)
-        for rank, border in departing:
-            if not self._entered_wrong(border.of, way):
-                return self._told(way, border, rank)
-        return self._told(way, departing[0][1], departing[0][0])
-
-    def _first_in(self, way: Direction) -> Location | None:
-        """Where only what comes in departs: code between modules, or the loss."""
         for border in self.order:
-            for rank in self.ranks:
-                first = border.kind == way.enters and border.module == ""
-                if first and self._state(rank, border) == "wrong":
-                    return self._told(way, border, rank)
+            if border.kind in (way.enters, way.leaves):
+                for rank in self.ranks:
+                    if self._counts(rank, border, way):
+                        return self._told(way, border, rank)
+        return None
+
+    def uneven(self) -> Location | None:
+        """Ranks on which backward starts with factors that are not the same."""
+        for micro_batch in sorted({batch for _, batch in self.factors}):
+            at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
+            low, high = min(at.values()), max(at.values())
+            if self.one_factor and high - low > UNEVEN * abs(high):
+                told = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
+                return Location(
+                    where="backward",
+                    micro_batch=micro_batch,
+                    ranks=tuple(at),
+                    text="every output is right, but the gradient of the model's "
+                    f"output starts with another factor on each rank ({told}, step "
+                    f"{self.step}, micro-batch {micro_batch}): the loss is normalised "
+                    "by what a rank sees, and not by what all see",
+                )
         return None
 
     def _state(self, rank: int, border: Border) -> State | None:
@@ -218,12 +226,6 @@ class Borders:
         states = [self._state(rank, b) for b in self.sides.get((call, kind), ())]
         return next((s for s in ("wrong", "partial", "right") if s in states), None)
 
-    def _entered_wrong(self, call: Call, way: Direction) -> bool:
-        return any(
-            self._side(rank, call, way.enters) in ("wrong", "partial")
-            for rank in self.ranks
-        )
-
     def _around(self, call: Call) -> Iterator[Call]:
         """The calls that a call was made in, the innermost first."""
         while call in self.inside:
@@ -233,47 +235,42 @@ class Borders:
     def _within(self, call: Call, other: Call) -> bool:
         return call == other or other in self._around(call)
 
-    def _told(self, way: Direction, border: Border, rank: int) -> Location:
-        """What begins to go wrong at ``border``, in words."""
-        first, ranks = border, [rank]
-        for other in self.order:
-            if other.kind in (way.enters, way.leaves) and self._within(
-                other.of, border.of
-            ):
-                wrong = [r for r in self.ranks if self._state(r, other) == "wrong"]
-                if wrong:
-                    first, ranks = other, wrong
-                    break
-        if first is border:
-            state = self._state(rank, border)
-            ranks = [r for r in self.ranks if self._state(r, border) == state]
-        at = ranks[0] if (ranks[0], border) in self.found else rank
-        found = self.found[at, border]
-        subject = "the model" if border.module == "" else border.module
-        came_in = f"what came in is right, the {border.kind}"
-        if border.kind == way.enters:
-            came_in = f"the {border.kind}"
+    def _told(self, way: Direction, first: Border, rank: int) -> Location:
+        """What is told of the first tensor that departs."""
+        state = self._state(rank, first)
+        ranks = [r for r in self.ranks if self._state(r, first) == state]
+        to_blame, border = first.of, first
+        if first.kind == way.enters:
+            to_blame = next(self._around(first.of), first.of)
+            left = self.sides.get((to_blame, way.leaves), ())
+            wrong = [b for b in left if self._state(rank, b) == "wrong"]
+            border = wrong[0] if wrong and to_blame != first.of else first
+        found = self.found[rank, border]
+        micro_batch, module, _ = to_blame
+        subject = module or "the model"
+        inside = "" if first.of == to_blame else first.module
+        at_step = f"step {self.step}, micro-batch {micro_batch}"
         departs = f"departs by {found.error:.2g} (bound {found.bound:.1g})"
+        if not np.isfinite(found.error):
+            departs = "is not finite"
         if found.state == "partial":
             departs = f"is a partial sum that nothing adds up ({departs})"
-        where = (
-            f"{rank_list(ranks)}, step {self.step}, micro-batch {border.micro_batch}"
-        )
-        parts = [f"{way.name} of {subject} on {where}: {came_in} {departs}"]
-        if first.of != border.of:
-            parts.append(
-                f"inside it, at {first.module}, the {first.kind} departs first"
-            )
-        log = self.ranks[ranks[0]].log
-        seen = first if first in log.passed else border
-        collective = log.last_collective(seen) if seen in log.passed else "none"
+        what = f"what came in is right, the {border.kind} {departs}"
+        if inside and border is first:
+            what = f"inside it, at {inside}, the {first.kind} {departs}"
+        elif inside:
+            what += f"; inside it, at {inside}, the {first.kind} departs first"
+        elif first.kind == way.enters:
+            what = f"the {first.kind} {departs}"
+        parts = [f"{way.name} of {subject} on {rank_list(ranks)}, {at_step}: {what}"]
+        collective = self.ranks[rank].log.last_collective(first)
         parts.append(f"last collective before it: {collective}")
         return Location(
             where=way.name,
-            module=border.module,
-            inside=first.module if first.of != border.of else "",
+            module=module,
+            inside=inside,
             ranks=tuple(ranks),
-            micro_batch=border.micro_batch,
+            micro_batch=micro_batch,
             error=found.error,
             bound=found.bound,
             collective=collective,

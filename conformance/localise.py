@@ -14,10 +14,12 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..fixtures import Batch
 from .borders import BACKWARD, FORWARD, Borders, multiple_of
+from .bounds import HEAD_ROOM
 from .engine import Engine
 from .modules import ModuleLog, Watched, is_whole, modules_in, names_of, watch_modules
 from .observe import CallLog
@@ -107,7 +109,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
 
     A pipeline cuts what it is given, and its first call infers shapes.
     """
-    called = log.rows[0] if log.rows else []
+    called = next(iter(log.rows), [])
     given = [batch.tensors[0].shape[0] for batch in batches]
     due = sum(given)
     extra = next(
@@ -159,6 +161,8 @@ def locate(
     found = borders.blame(FORWARD)
     if found is None and gradients.departed["loss"]:
         found = gradients.loss()
+    if found is None and gradients.departed["gradient"]:
+        found = borders.uneven()
     found = found or borders.blame(BACKWARD)
     if found is None and gradients.departed["gradient"]:
         found = gradients.own(borders)
@@ -201,6 +205,9 @@ class _Gradients:
         truth = train_reference(scenario, schedule, TRUTH)
         self.axes = scenario.parsed_topology.mesh_shape(scenario.world)
         self.step = step
+        # proportional but for rounding
+        roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
+        self.rest = max(PROPORTIONAL, HEAD_ROOM * roundoff)
         self.truth_loss = truth.losses[step]
         self.truth, self.updates = truth.gradients[step], truth.updates
         self.seen = [
@@ -236,16 +243,18 @@ class _Gradients:
     def own(self, borders: Borders) -> Location:
         """Where gradients depart and no activation does."""
         rank_of = {m: i for i, m in enumerate(borders.backwards)}
+        rows = self.departed["gradient"]
         first = min(
-            self.departed["gradient"],
+            rows,
             key=lambda row: rank_of.get(row.parameter.rpartition(".")[0], len(rank_of)),
         )
-        same = [r for r in self.departed["gradient"] if r.parameter == first.parameter]
+        same = [row for row in rows if row.parameter == first.parameter]
         ranks = tuple(sorted({row.rank for row in same}))
         text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
-        if self.factor is not None and len(self.names) == self._telling():
-            ranks, module = tuple(r for r, _ in enumerate(self.seen)), ""
-        else:
+        everything = 1 < len(self.names) == self._telling()
+        if everything:  # the fault is in no one of them
+            ranks, module = tuple(sorted({row.rank for row in rows})), ""
+        if self.factor is None or not everything:
             text = (
                 f"the gradient of {first.parameter} itself departs on "
                 f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
@@ -264,15 +273,12 @@ class _Gradients:
     def update(self) -> Location:
         """Where the optimizer was given right gradients."""
         row = self.departed["update"][0]
-        factor = _common(
-            multiple_of(mine, whole)
-            for name in self.names
-            for mine, whole in self._moves(name)
-        )
+        moves = (pair for name in self.names for pair in self._moves(name))
+        factor = _common((multiple_of(*pair) for pair in moves), self.rest)
         departs = (
             f"departs by {row.error:.2g} (bound {row.bound:.1g})"
             if factor is None
-            else f"is {factor:.3f} x the truth"
+            else f"is {_times(factor)}"
         )
         return Location(
             where="update",
@@ -314,7 +320,7 @@ class _Gradients:
         listed = "" if count == of else f" ({_some(self.names)})"
         if self.factor is None:
             return f"{which}{listed} depart"
-        return f"{which}{listed} are {self.factor:.3f} x the truth{self._why()}"
+        return f"{which}{listed} are {_times(self.factor)}{self._why()}"
 
     def _why(self) -> str:
         """Which axis a factor suggests."""
@@ -327,7 +333,7 @@ class _Gradients:
             axes = [
                 f"{axis} ({size} ranks)"
                 for axis, size in self.axes.items()
-                if size > 1 and abs(value - size) <= PROPORTIONAL * size
+                if size > 1 and abs(value - size) <= self.rest * size
             ]
             if axes:
                 return f", {words} {' or '.join(axes)}"
@@ -343,12 +349,13 @@ class _Gradients:
 
     def _factor(self) -> float | None:
         """The one factor by which all that depart do, on all ranks; else None."""
-        return _common(
+        found = (
             multiple_of(mine, whole)
             for name in self.names
             for _, mine, whole in self._values(name)
             if whole.any()
         )
+        return _common(found, self.rest)
 
     def _unreduced(self, name: str) -> str:
         """Whether replicas hold parts that nobody reduced, in words."""
@@ -363,7 +370,7 @@ class _Gradients:
             for group in replicas.values()
             if len(group) > 1 and group[0][2].any()
         ]
-        if not ratios or max(rest for *_, rest in ratios) > PROPORTIONAL:
+        if not ratios or max(rest for *_, rest in ratios) > self.rest:
             return ""
         alike = max(
             float(np.abs(group[0][1] - mine).max())
@@ -372,23 +379,28 @@ class _Gradients:
         )
         if alike == 0.0:
             return ""
-        if all(abs(ratio - 1) <= PROPORTIONAL for _, ratio, _ in ratios):
+        if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
             return ": each rank has a part of the sum, nothing adds them up"
-        if all(abs(ratio - n) <= PROPORTIONAL * n for n, ratio, _ in ratios):
+        if all(abs(ratio - n) <= self.rest * n for n, ratio, _ in ratios):
             return ": each rank has that of its own rows, nothing averages them"
         return ""
 
 
-def _common(found: Iterable[tuple[float, float]]) -> float | None:
-    """The one factor of all (factor, rest); None where there is none."""
+def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
+    """The one factor of all (factor, rest), each with at most so much rest."""
     factors = []
     for factor, rest in found:
-        if rest > PROPORTIONAL:
+        if rest > most:
             return None
         factors.append(factor)
     middle = float(np.median(factors)) if factors else 0.0
-    far = any(abs(f - middle) > PROPORTIONAL * abs(middle) for f in factors)
+    far = any(abs(f - middle) > most * abs(middle) for f in factors)
     return None if far or not factors else middle
+
+
+def _times(factor: float) -> str:
+    """A factor in words; one that is almost 1 with more digits."""
+    return f"{factor:.{3 if abs(factor - 1) > 0.01 else 6}f} x the truth"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -103,10 +103,10 @@ class ModuleLog:
     modules: int = 0
     """Modules that were watched; 0 where the stack shows none."""
     rows: list[list[int]] = field(default_factory=list)
-    """Of each root the rows of each of its calls, as far as its input tells them."""
+    """Of each module that is called from outside: the rows of each of its calls."""
 
     def without_calls(self, count: int) -> None:
-        """Leave out the first calls of the roots, and count the others anew."""
+        """Leave out the first calls from outside, and count the others anew."""
         self.passed = {
             replace(b, micro_batch=b.micro_batch - count): passed
             for b, passed in self.passed.items()
@@ -245,22 +245,18 @@ def watch_modules(
     """Record what passes the borders of modules.
 
     Args:
-        roots: the modules that the training loop calls, once a micro-batch each.
+        roots: what holds all modules. One that is called from outside of all others,
+            be it a root, what it wraps or a stage, is called once a micro-batch.
         names: the modules to record -> their names in the full model.
         calls: a log of collectives that is active.
     """
     watch = _Watch(calls)
     with ExitStack() as hooks:
-        for root in roots:
-            rows: list[int] = []
-            watch.log.rows.append(rows)
-            begin = partial(watch.begin, rows)
-            hook = root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-            hooks.callback(hook.remove)
-            for module in root.modules():
-                if module in names:
-                    for added in watch.hook(root, module, names[module]):
-                        hooks.callback(added.remove)
+        for module in dict.fromkeys(m for root in roots for m in root.modules()):
+            # of what no name leads to, only a call that others are made in matters
+            if any(inner in names for inner in module.modules()):
+                for added in watch.hook(module, names.get(module)):
+                    hooks.callback(added.remove)
         try:
             yield watch.log
         finally:
@@ -274,9 +270,11 @@ class _Watch:
         self.log = ModuleLog()
         self.calls = calls
         self.room = MOST_ELEMENTS
-        self.micro_batches: Counter[nn.Module] = Counter()
-        self.alone: Counter[nn.Module] = Counter()
-        self.counts: Counter[tuple[nn.Module, int, str]] = Counter()
+        self.calls_of: dict[nn.Module, list[int]] = {}
+        """Modules that are called from outside of all -> the rows of each call."""
+        self.depth = 0
+        self.micro_batch = 0
+        self.counts: Counter[Call] = Counter()
         self.open: list[tuple[nn.Module, Call]] = []
         self.first: int | None = None
         """Collectives before the first forward are not of the step's passes."""
@@ -285,38 +283,52 @@ class _Watch:
     def end(self) -> None:
         if self.calls is not None and self.first is not None:
             self.log.collectives = self.calls.collectives[self.first :]
+        self.log.rows = list(self.calls_of.values())
 
-    def begin(self, rows: list[int], root: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():  # shapes are inferred, or somebody evaluates
-            return
-        self.open.clear()
-        self.micro_batches[root] += 1
-        shapes = [t.shape for t in _tensors((args, kwargs))]
-        rows.append(shapes[0][0] if shapes and shapes[0] else 0)
-        if self.first is None and self.calls is not None:
-            self.first = len(self.calls.collectives)
-
-    def hook(self, root: nn.Module, module: nn.Module, name: str) -> list[Any]:
-        self.log.modules += 1
-        enter = torch.compiler.disable(partial(self._enter, root, name))
-        leave = torch.compiler.disable(partial(self._leave, root, name))
-        return [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True),
+    def hook(self, module: nn.Module, name: str | None) -> list[Any]:
+        found = [
+            module.register_forward_pre_hook(
+                torch.compiler.disable(self._begin), prepend=True, with_kwargs=True
+            )
         ]
+        if name is not None:
+            self.log.modules += 1
+            enter = torch.compiler.disable(partial(self._enter, name))
+            leave = torch.compiler.disable(partial(self._leave, name))
+            found += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True),
+            ]
+        end = torch.compiler.disable(self._end)
+        return [*found, module.register_forward_hook(end, always_call=True)]
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._ignored():
+            return
+        if self.depth == 0:
+            self.open.clear()
+            shapes = [t.shape for t in _tensors((args, kwargs))]
+            rows = self.calls_of.setdefault(module, [])
+            self.micro_batch = len(rows)
+            rows.append(shapes[0][0] if shapes and shapes[0] else 0)
+            if self.first is None and self.calls is not None:
+                self.first = len(self.calls.collectives)
+        self.depth += 1
+
+    def _end(self, *_: Any) -> None:
+        if not self._ignored():
+            self.depth -= 1
 
     def _ignored(self) -> bool:
         # a forward in the midst of backward computes again what was recorded
         return torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled()
 
-    def _enter(
-        self, root: nn.Module, name: str, module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._ignored():
             return None
-        micro_batch = self._micro_batch(root, module)
-        number = self.counts[root, micro_batch, name]
-        self.counts[root, micro_batch, name] += 1
+        micro_batch = self.micro_batch
+        number = self.counts[micro_batch, name, 0]
+        self.counts[micro_batch, name, 0] += 1
         call = (micro_batch, name, number)
         if self.open:
             self.log.inside[call] = self.open[-1][1]
@@ -335,18 +347,8 @@ class _Watch:
 
         return _changed(args, see), _changed(kwargs, see)
 
-    def _micro_batch(self, root: nn.Module, module: nn.Module) -> int:
-        """That of the call of the root; of who calls parts of it, of the outermost."""
-        if self.micro_batches[root]:
-            return self.micro_batches[root] - 1
-        if self.open:
-            return self.open[-1][1][0]
-        self.alone[module] += 1
-        return self.alone[module] - 1
-
     def _leave(
         self,
-        _root: nn.Module,
         name: str,
         module: nn.Module,
         _args: Any,
