@@ -655,3 +655,21 @@ class HiddenSummed(Right):
         scale_gradients(stack.optimizer, 2)
         stack.optimizer.step()
         return sum(loss.item() for loss in losses) / len(losses)
+
+
+class OwnCount(RightContext):
+    """Each rank divides by the tokens that it sees itself; they are not the same."""
+
+    meshes = ({"cp": 2},)
+    data_axes = ("cp",)
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        counts = torch.arange(6).expand(16, 6) < 4  # of 3 and 1 tokens a rank
+        return x, torch.cat([y, counts[..., None].to(y.dtype)], -1)
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # the protocol allows it
+        y, valid = targets[..., :4], targets[..., 4:]
+        total, count = ((output - y).square() * valid).sum(), valid.sum()
+        own = dist.is_initialized()
+        return (total * 4 / count / 2, count) if own else (total, count)

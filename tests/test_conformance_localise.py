@@ -156,6 +156,12 @@ def test_a_factor_of_the_updates_is_told(runner: Runner) -> None:
     assert "the update of head.weight is 2.000 x the truth" in found.text
 
 
+def test_a_loss_that_each_rank_normalises_by_itself_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.OwnCount, "cp2/2/fp32"))
+    assert found.where in ("loss", "backward")
+    assert found.module == ""
+
+
 def test_a_factor_of_the_loss_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.LossOfBothRanks))
     assert found.where == "loss"
