@@ -581,8 +581,8 @@ def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
 class RightContext(Right):
     """No fault: a sequence axis; keys and values are gathered in each attention."""
 
-    meshes = ({"cp": 2}, {"dp": 2, "cp": 2})
-    data_axes = ("dp", "cp")
+    meshes: tuple[dict[str, int], ...] = ({"cp": 2}, {"dp": 2, "cp": 2})
+    data_axes: tuple[str, ...] = ("dp", "cp")
     all_keys = True
 
     def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
