@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint gate baseline planted bench report docs \
-  who-passes relock clean setup setup-test mutants
+  who-passes specimens relock clean setup setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -57,6 +57,9 @@ planted: setup-test  ## the gate on five copies of this tree with a regression e
 
 bench: setup-test  ## ratios against the peers, measured in the same run
 	$(BIN)/gradparity bench scaler
+
+specimens: setup-test  ## judge known faults of the field and write docs/specimens.md
+	$(BIN)/python -m gradparity.benchmarks.specimens
 
 report: setup  ## render the last report again
 	$(BIN)/gradparity report $(REPORT)/report.jsonl --html $(REPORT)

@@ -1,0 +1,242 @@
+"""Judge the specimens: faults that people met, each beside its right twin.
+
+    python -m gradparity.benchmarks.specimens
+
+Broken workloads are judged as ``run --quick --scaler none --fail-fast`` does, right
+ones in all scenarios of ``--quick`` and over several seeds. Beside it stand the means
+that people use (``specimen_peers.py``). The record goes to
+``benchmarks/results/specimens.json`` and its tables to ``docs/specimens.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gradparity.benchmarks.specimen_peers import STEPS, peers_of
+from gradparity.benchmarks.specimens_tables import lines, write_tables
+from gradparity.conformance import Runner
+from gradparity.conformance.catalogue import Selection, select
+from gradparity.conformance.devices import Devices
+from gradparity.conformance.place import Pool
+from gradparity.conformance.record import make_header
+from gradparity.conformance.report import CaseRecord, read_report
+from gradparity.conformance.run import RunSettings, run
+from gradparity.conformance.spec import NO_SCALER
+from gradparity.conformance.status import UsageError
+from gradparity.fixtures.specimens import SPECIMENS, Pair
+from gradparity.multiprocess import Cluster
+
+RESULTS = Path(__file__).parent / "results" / "specimens.json"
+SEEDS = 20
+TIMEOUT_S = 120.0
+"""Of one scenario."""
+
+
+# - The judge
+
+
+def judged(spec: str) -> dict[str, Any]:
+    """The first violation that the judge tells of a workload, if any.
+
+    Args:
+        spec: the workload.
+
+    Returns:
+        ``scenario``, ``laws``, ``parameter``, ``problem``, ``location`` of the case
+        that ended the run, and ``seconds`` of all of it.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = RunSettings(
+            scalers=[NO_SCALER],
+            selection=_selection(spec, 0),
+            preset="quick",
+            report=Path(folder) / "report.jsonl",
+            fail_fast=True,
+            timeout_s=TIMEOUT_S,
+            quiet=True,
+        )
+        try:
+            run(settings, Console(quiet=True))
+        except UsageError as error:
+            told = {"problem": str(error), "seconds": time.monotonic() - start}
+            return _NOTHING | told
+        cases = read_report(settings.path).cases
+    bad = [case for case in cases if case.status in ("fail", "error")]
+    found = _told(bad[0]) if bad else dict(_NOTHING)
+    return found | {"cases": len(cases), "seconds": time.monotonic() - start}
+
+
+_NOTHING = {"scenario": "", "laws": [], "parameter": "", "problem": "", "location": {}}
+
+
+def _told(case: CaseRecord) -> dict[str, Any]:
+    failed = [v for v in case.verdicts if v.status == "fail"]
+    at = case.location
+    return {
+        "scenario": case.scenario,
+        "laws": [v.law for v in failed],
+        "parameter": next((v.parameter for v in failed if v.parameter), ""),
+        "problem": case.problem,
+        "location": {} if at is None else {"where": at.where, "module": at.module},
+    }
+
+
+def _selection(spec: str, seed: int) -> Selection:
+    return Selection(workload=spec, bare=True, seed=seed)
+
+
+def accused(runner: Runner, spec: str, seed: int) -> Iterator[str]:
+    """Scenarios in which a right workload is accused, or breaks.
+
+    Args:
+        runner: of the cases.
+        spec: the workload.
+        seed: of weights and batches.
+    """
+    for scenario in select("quick", _selection(spec, seed)):
+        case = runner.run(NO_SCALER, scenario)
+        if case.status.value in ("fail", "error"):
+            laws = [v.law for v in case.verdicts if v.status.value == "fail"]
+            yield f"{scenario.id}: {', '.join(laws) or case.problem}"
+
+
+# - What came of it
+
+
+def caught(pair: Pair, found: dict[str, Any]) -> bool:
+    """Whether a broken workload was found by a law that is right.
+
+    A stack that raises has no verdict: there the report names its call.
+    """
+    if pair.laws == ("liveness.completes",) and found["problem"]:
+        return True
+    return bool({*pair.laws} & {*found["laws"]})
+
+
+def placed(pair: Pair, found: dict[str, Any]) -> bool:
+    """Whether the module that is named is right, or none where none is at fault."""
+    if not caught(pair, found) or not found["location"]:
+        return False
+    module = found["location"]["module"]
+    if not pair.modules:
+        return module == ""
+    return any(f"{module}.".startswith(f"{right}.") for right in pair.modules)
+
+
+def measure(names: Sequence[str], seeds: int, peers: bool) -> dict[str, Any]:
+    """Judge everything; returns the record.
+
+    Args:
+        names: of the specimens.
+        seeds: how many of the right twins.
+        peers: whether the other means are tried, too.
+    """
+    header = make_header(
+        planned=0,
+        preset="quick",
+        seed=0,
+        arguments=["bench", "specimens"],
+        place=Pool(Devices(), TIMEOUT_S),
+    )
+    start, cpu = time.monotonic(), os.times()
+    rows: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        runner = stack.enter_context(Runner(folder=".", timeout_s=TIMEOUT_S))
+        for name in names:
+            pair, began = SPECIMENS[name], time.monotonic()
+            found = judged(pair.broken)
+            wrong = [
+                f"seed {seed}: {text}"
+                for seed in range(seeds)
+                for text in accused(runner, pair.fixed, seed)
+            ]
+            rows[name] = {
+                "fault": pair.fault,
+                "source": pair.source,
+                "is_fault": bool(pair.laws),
+                "broken": found,
+                "caught": caught(pair, found),
+                "placed": placed(pair, found),
+                "fixed_accused": wrong,
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            print(name, json.dumps(rows[name]), flush=True)
+    seconds = time.monotonic() - start
+    if peers:
+        _add_peers(rows)
+    return {
+        "provenance": {
+            "torch": header.torch,
+            "python": header.python,
+            "platform": header.platform,
+            "commit": header.commit,
+            "started": header.started,
+            "cores": os.cpu_count(),
+            "load_average_at_start": round(os.getloadavg()[0], 2),
+        },
+        "seeds": seeds,
+        "steps": STEPS,
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(_cpu(os.times()) - _cpu(cpu), 1),
+        "specimens": rows,
+    }
+
+
+def _cpu(times: os.times_result) -> float:
+    return sum(times[:4])
+
+
+def _add_peers(rows: dict[str, dict[str, Any]]) -> None:
+    worlds: dict[int, Cluster] = {}
+    with ExitStack() as stack:
+
+        def cluster(size: int) -> Cluster:
+            if size not in worlds:
+                worlds[size] = stack.enter_context(Cluster(size))
+            return worlds[size]
+
+        for name, row in rows.items():
+            pair = SPECIMENS[name]
+            row["peers"] = {
+                "broken": peers_of(cluster, pair.broken),
+                "fixed": peers_of(cluster, pair.fixed),
+            }
+            print(name, json.dumps(row["peers"]), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge, write the record and the page, print the tables."""
+    parser = argparse.ArgumentParser(prog="specimens", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=SPECIMENS, default=None)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--no-peers", action="store_true", help="the judge alone")
+    parser.add_argument("--page", type=Path, metavar="JSON", help="only write the page")
+    given = parser.parse_args(argv)
+    if given.page is not None:
+        write_tables(json.loads(given.page.read_text()))
+        return 0
+    names = given.only or list(SPECIMENS)
+    record = measure(names, given.seeds, not given.no_peers)
+    if given.only is None and not given.no_peers:
+        draft = RESULTS.with_suffix(".draft")
+        draft.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(draft, RESULTS)
+        write_tables(record)
+    print(*lines(record), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
