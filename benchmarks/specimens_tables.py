@@ -51,8 +51,8 @@ def _made(record: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{made['started'][:10]}, torch {made['torch']}, Python {made['python']}, "
         f"{made['cores']} cores, load average {made['load_average_at_start']} at the "
-        f"start, commit {made['commit']}: {record['seconds'] / 60:.0f} minutes, "
-        f"{record['cpu_seconds'] / 60:.0f} of CPU, for the judge."
+        f"start, commit {made['commit']}: {record['seconds'] / 60:.0f} minutes for the "
+        "judge."
     )
 
 
