@@ -54,6 +54,9 @@ def _made(record: dict[str, Any]) -> Iterator[str]:
         f"start, commit {made['commit']}: {record['seconds'] / 60:.0f} minutes for the "
         "judge."
     )
+    if "note" in made:
+        yield ""
+        yield made["note"]
 
 
 def _sums(record: dict[str, Any]) -> Iterator[str]:
