@@ -67,7 +67,7 @@ JUDGED = {
     "W18": ("tp2/2/fp32/own/none", "parity.update"),
     "W29": ("cp2/2/fp32/own/none", "parity.gradient"),
 }
-"""Name -> a scenario that shows the fault, and the first law that says so."""
+"""Name -> a scenario that shows the fault, and a law that says so."""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,6 @@ def test_the_judge_tells_the_twins_apart(runner: Runner, name: str) -> None:
         for spec in (pair.broken, pair.fixed)
     ]
     failed = [[v.law for v in c.verdicts if v.status.value == "fail"] for c in cases]
-    assert failed[0][:1] == [law]
+    assert law in failed[0]
     assert failed[1] == []
     assert cases[1].status.value == "pass"
