@@ -222,7 +222,9 @@ class ReferenceRun:
         self.precision: Precision = PRECISIONS[precision]
         dtype = torch.float64 if variant.double else torch.float32
         self.kit = kit_of(key.data)
-        self.model = initial_model(key.data, key.seed, key.training).to(dtype)
+        model = initial_model(key.data, key.seed, key.training)
+        # not .to(dtype), which casts complex buffers, too
+        self.model = model.double() if dtype == torch.float64 else model.float()
         # one a parameter: the schedule tells parameters and not optimizers apart
         self.optimizers = {
             name: self.kit.optimizers[key.optimizer]([(name, parameter)])

@@ -1,0 +1,60 @@
+"""transformers' Trainer under FSDP2: its own loop trains one optimizer step a call.
+
+The loss is a mean over all targets that count, on all ranks and in all micro-batches;
+Trainer is told the same by ``average_tokens_across_devices``, its default.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from .accelerate_fsdp2 import fsdp_on_cpu
+from .shared import VOCABULARY, Pair, Tokens
+
+
+class Own(Trainer):
+    """Takes the judge's micro-batches for its data."""
+
+    micro_batches: list[dict[str, Tensor]] = []
+
+    def get_train_dataloader(self) -> Any:
+        return self.micro_batches
+
+
+class Stack(Tokens):
+    """A tiny Llama."""
+
+    clip_norm = 0.5
+
+    def model(self) -> nn.Module:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32,
+            num_hidden_layers=2, num_attention_heads=2, use_cache=False,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        args = TrainingArguments(
+            use_cpu=True, fsdp=True,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+            max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
+            max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        fsdp_on_cpu()
+        stack = Own(model, args)
+        stack.create_optimizer()  # train() would do it, and lay the model out, too late
+        stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
+        stack.model_wrapped = stack.model
+        return stack
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        stack.micro_batches = [{"input_ids": x, "shift_labels": y, "labels": y} for x, y in micro_batches]
+        stack.args.gradient_accumulation_steps = len(micro_batches)
+        loss = stack.train().training_loss
+        return loss, stack.state.log_history[0]["grad_norm"]
+
+    def weights(self, stack: Any) -> dict[str, Any]:
+        return dict(stack.model.named_parameters())

@@ -1,0 +1,75 @@
+"""Megatron-Core's GPT under tensor parallel, with sharded vocabulary.
+
+Megatron-Core asks CUDA for its device and its random states. On a CPU both are
+replaced here; dropout is off, so that nothing random is left.
+"""
+
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .shared import VOCABULARY, Pair, Tokens
+
+parallel_state._set_global_memory_buffer()
+NAME = "get_tensor_model_parallel_group_if_none"
+for module in [m for n, m in sys.modules.items() if n.startswith("megatron.core")]:
+    if hasattr(module, NAME):  # it drops a group where nothing is distributed
+        setattr(module, NAME, lambda group, *_, **__: group)
+CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+if not torch.cuda.is_available():
+    torch.cuda.current_device = lambda: torch.device("cpu")
+
+
+class Alone:
+    """Stands for the group of one process, where there is no torch.distributed."""
+
+    size, rank = (lambda _: 1), (lambda _: 0)
+
+
+class GPT(GPTModel):  # type: ignore[misc]  # its types are not followed
+    """Called with tokens; returns logits."""
+
+    def __init__(self, group: Any) -> None:
+        config = TransformerConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=4,
+            tensor_model_parallel_size=group.size(), use_cpu_initialization=True,
+            hidden_dropout=0.0, attention_dropout=0.0,
+        )  # fmt: skip
+        groups = ProcessGroupCollection(tp=group, cp=Alone(), pp=Alone(), embd=None)
+        super().__init__(
+            config, get_gpt_layer_local_spec(), VOCABULARY, 16,
+            position_embedding_type="rope", pg_collection=groups, parallel_output=False,
+        )  # fmt: skip
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        future = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        return super().forward(tokens, torch.arange(length).expand_as(tokens), future)
+
+
+class Stack(Tokens):
+    """The model of one process is Megatron's own."""
+
+    meshes = ({"tp": 2},)
+
+    def model(self) -> nn.Module:
+        return GPT(Alone())
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        sharded, rank = GPT(mesh.get_group("tp")), mesh.get_local_rank("tp")
+        whole = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, p in sharded.named_parameters():
+                split = getattr(p, "partition_dim", -1)
+                p.copy_(whole[name].chunk(mesh.size(), split)[rank] if split >= 0 else whole[name])
+        return sharded
