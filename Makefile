@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# torchtitan and what importing a model of it needs, of the much that it names.
+TITAN  := torchtitan spmd_types tyro docstring-parser typeguard
 REPORT := parity-report
 BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank; ranks are the parallelism here.
@@ -74,7 +76,7 @@ who-passes: setup-test  ## judge the scalers of others and write docs/who-passes
 	$(BIN)/gradparity who-passes --preset $(or $(PRESET),quick)
 
 relock: ## renew constraints.txt from pyproject.toml in a throw-away environment
-	sh .ci/relock "$(PYTHON)"
+	TITAN="$(TITAN)" sh .ci/relock "$(PYTHON)"
 
 clean:
 	rm -rf $(VENV) $(REPORT) parity-peers build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -95,5 +97,6 @@ $(READY): pyproject.toml constraints.txt
 $(READY_TEST): $(READY)
 	@echo "installing what the tests need, trainers and scalers of others among it: two minutes or more"
 	$(PIP) --upgrade wheel
-	$(PIP) --no-build-isolation -e '.[test,peers]'
+	$(PIP) --no-build-isolation -e '.[test,peers,stacks]'
+	$(PIP) --no-deps $(TITAN)
 	@touch $@

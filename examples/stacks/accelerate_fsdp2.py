@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .shared import Pair, Regression, shares
+from .shared import Pair, Regression, weighted
 
 
 def fsdp_on_cpu() -> None:
@@ -39,7 +39,7 @@ class Stack(Regression):
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         accelerator, losses = stack.accelerator, []
         accelerator.gradient_accumulation_steps = len(micro_batches)
-        for (inputs, targets), share in zip(micro_batches, shares(micro_batches)):
+        for inputs, targets, share in weighted(micro_batches):
             with accelerator.accumulate(stack):
                 loss = self.loss(stack(inputs), targets) * share
                 accelerator.backward(loss * len(micro_batches))  # divides by it

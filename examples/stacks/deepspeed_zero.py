@@ -12,8 +12,7 @@ import deepspeed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .shared import Pair, Regression, shares
-
+from .shared import Pair, Regression, weighted
 
 # an operation that DeepSpeed would compile at the first start; gloo does without
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -43,7 +42,7 @@ class Zero1(Regression):
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         losses = []
-        for (inputs, targets), share in zip(micro_batches, shares(micro_batches)):
+        for inputs, targets, share in weighted(micro_batches):
             loss = self.loss(stack(inputs), targets) * share
             stack.backward(loss)
             losses.append(loss.detach())

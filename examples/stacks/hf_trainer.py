@@ -4,6 +4,7 @@ The loss is a mean over all targets that count, on all ranks and in all micro-ba
 Trainer is told the same by ``average_tokens_across_devices``, its default.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from .shared import VOCABULARY, Pair, Tokens
 class Own(Trainer):
     """Takes the judge's micro-batches for its data."""
 
-    micro_batches: list[dict[str, Tensor]] = []
+    micro_batches: Sequence[dict[str, Tensor]] = ()
 
     def get_train_dataloader(self) -> Any:
         return self.micro_batches
@@ -38,7 +39,7 @@ class Stack(Tokens):
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         args = TrainingArguments(
             use_cpu=True, fsdp=True,
-            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+            fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
             max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
             max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
             report_to=[], disable_tqdm=True,
@@ -51,7 +52,9 @@ class Stack(Tokens):
         return stack
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
-        stack.micro_batches = [{"input_ids": x, "shift_labels": y, "labels": y} for x, y in micro_batches]
+        stack.micro_batches = [
+            {"input_ids": x, "shift_labels": y, "labels": y} for x, y in micro_batches
+        ]
         stack.args.gradient_accumulation_steps = len(micro_batches)
         loss = stack.train().training_loss
         return loss, stack.state.log_history[0]["grad_norm"]

@@ -17,13 +17,15 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import parallel as tp
 from torch.utils.data import DataLoader
 
-from .shared import Pair, Regression, shares
+from .shared import Pair, Regression, weighted
 
 
 class Module(LightningModule):  # type: ignore[misc]  # its types are not followed
     """Keeps its optimizer from one ``fit`` to the next."""
 
-    def __init__(self, stack: "Stack", model: nn.Module, sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, stack: "Stack", model: nn.Module, sizes: tuple[int, int]
+    ) -> None:
         super().__init__()
         self.stack, self.model, self.sizes, self.own = stack, model, sizes, None
 
@@ -43,10 +45,11 @@ class Module(LightningModule):  # type: ignore[misc]  # its types are not follow
     def configure_optimizers(self) -> Any:
         return self.own
 
-    def training_step(self, pair: Pair, index: int) -> Tensor:
-        loss = self.stack.loss(self.model(pair[0]), pair[1]) * self.shares[index]
+    def training_step(self, part: tuple[Tensor, Tensor, float], _index: int) -> Tensor:
+        inputs, targets, share = part
+        loss = self.stack.loss(self.model(inputs), targets) * share
         self.losses.append(loss.detach())
-        return loss * len(self.shares)  # Lightning divides by it
+        return loss * self.trainer.accumulate_grad_batches  # it divides by that
 
 
 class Stack(Regression):
@@ -62,7 +65,7 @@ class Stack(Regression):
         return module
 
     def fit(self, module: Module, micro_batches: list[Pair]) -> None:
-        module.losses, module.shares = [], shares(micro_batches)
+        module.losses = []
         trainer = Trainer(
             strategy=ModelParallelStrategy(*module.sizes),
             accelerator="cpu", devices=math.prod(module.sizes),
@@ -71,7 +74,7 @@ class Stack(Regression):
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module, DataLoader(micro_batches, batch_size=None))
+        trainer.fit(module, DataLoader(weighted(micro_batches), batch_size=None))
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         self.fit(stack, micro_batches)

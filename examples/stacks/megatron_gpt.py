@@ -1,7 +1,8 @@
 """Megatron-Core's GPT under tensor parallel, with sharded vocabulary.
 
-Megatron-Core asks CUDA for its device and its random states. On a CPU both are
-replaced here; dropout is off, so that nothing random is left.
+On a CPU three things stand in its way and are replaced here: CUDA's random states in
+``fork`` (dropout is off), a causal mask that it makes on CUDA, and groups that it drops
+where torch.distributed is not there, as on the one process of the reference.
 """
 
 import sys
@@ -18,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .shared import VOCABULARY, Pair, Tokens
+from .shared import VOCABULARY, Tokens
 
 parallel_state._set_global_memory_buffer()
 NAME = "get_tensor_model_parallel_group_if_none"
@@ -26,8 +27,6 @@ for module in [m for n, m in sys.modules.items() if n.startswith("megatron.core"
     if hasattr(module, NAME):  # it drops a group where nothing is distributed
         setattr(module, NAME, lambda group, *_, **__: group)
 CudaRNGStatesTracker.fork = lambda *_: nullcontext()
-if not torch.cuda.is_available():
-    torch.cuda.current_device = lambda: torch.device("cpu")
 
 
 class Alone:
@@ -71,5 +70,9 @@ class Stack(Tokens):
         with torch.no_grad():
             for name, p in sharded.named_parameters():
                 split = getattr(p, "partition_dim", -1)
-                p.copy_(whole[name].chunk(mesh.size(), split)[rank] if split >= 0 else whole[name])
+                p.copy_(
+                    whole[name].chunk(mesh.size(), split)[rank]
+                    if split >= 0
+                    else whole[name]
+                )
         return sharded

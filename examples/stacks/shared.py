@@ -16,10 +16,10 @@ Named = list[tuple[str, nn.Parameter]]
 VOCABULARY = 64
 
 
-def shares(micro_batches: list[Pair]) -> list[float]:
-    """What each micro-batch weighs in a mean over the rows of all."""
-    rows = [len(targets) for _, targets in micro_batches]
-    return [count / sum(rows) for count in rows]
+def weighted(micro_batches: list[Pair]) -> list[tuple[Any, Any, float]]:
+    """(inputs, targets, share of the rows) of each micro-batch."""
+    rows = sum(len(targets) for _, targets in micro_batches)
+    return [(inputs, targets, len(targets) / rows) for inputs, targets in micro_batches]
 
 
 class Regression:

@@ -1,0 +1,73 @@
+"""Without gradparity: ZeRO 1 and 2 train on the last backward of a step alone.
+
+python examples/stacks/confirm_deepspeed.py
+
+One process; two backwards, then one step of SGD with learning rate 1. What the weight
+moved by is compared with the sum of both gradients and with the second one.
+"""
+
+import os
+import tempfile
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def gradients(weight: Tensor, rows: Tensor) -> list[Tensor]:
+    """The gradient of each half of the rows."""
+    found = []
+    for half in rows.chunk(2):
+        leaf = weight.clone().requires_grad_()
+        (half @ leaf.T).square().mean().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    return found
+
+
+def moved(stage: int, managed: bool, weight: Tensor, rows: Tensor) -> Tensor:
+    """Minus the update of one step after two backwards."""
+    model = nn.Linear(4, 4, bias=False)
+    model.load_state_dict({"weight": weight})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": managed,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+        },
+    )
+    for half in rows.chunk(2):
+        engine.backward(engine(half).square().mean())
+    engine.step()
+    full = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
+    return weight - full.view_as(weight)
+
+
+def main() -> None:
+    """Print one line for each stage."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    store = tempfile.NamedTemporaryFile()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
+    )
+    torch.manual_seed(0)
+    weight, rows = torch.randn(4, 4), torch.randn(8, 4)
+    first, last = gradients(weight, rows)
+    for stage, managed in [(1, True), (2, True), (3, True), (1, False), (2, False)]:
+        found = moved(stage, managed, weight, rows)
+        kept = "both" if torch.allclose(found, first + last, atol=1e-5) else "neither"
+        kept = "the last" if torch.allclose(found, last, atol=1e-5) else kept
+        print(f"ZeRO {stage}, managed {managed}: trains on {kept} of two backwards")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

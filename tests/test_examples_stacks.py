@@ -1,0 +1,144 @@
+"""Other people's stacks as workloads: right ones pass, wrong ones fail by a law.
+
+A finding here is an accusation of a released package. Each is shown again by a script
+that needs only that package; where one no longer fails, the package has cured it.
+"""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gradparity
+from gradparity.conformance import Case, Runner, Scenario
+
+ROOT = Path(gradparity.__file__).parent
+STACKS = ROOT / "examples" / "stacks"
+PACKAGES = {
+    "accelerate_fsdp2": "accelerate",
+    "deepspeed_zero": "deepspeed",
+    "hf_trainer": "transformers",
+    "lightning_model_parallel": "pytorch_lightning",
+    "megatron_gpt": "megatron",
+    "torchtitan_debug": "torchtitan",
+}
+COMPARED = {"parity.gradient", "parity.update", "parity.loss"}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        with Runner(folder=str(ROOT), timeout_s=200) as made:
+            yield made
+
+
+def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
+    package = PACKAGES[stack.partition(":")[0]]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: see docs/stacks.md")
+    settings = f"data=examples.stacks.{stack},recipe={recipe},steps=3"
+    return runner.run("none", Scenario.parse(f"{place}/fp32/own/none/{settings}"))
+
+
+@pytest.mark.parametrize(
+    ("stack", "place", "recipe"),
+    [
+        ("deepspeed_zero:Zero1", "dp2/2", "plain"),
+        ("deepspeed_zero:Zero2", "dp2/2", "plain"),
+        ("deepspeed_zero:Zero3", "dp2/2", "accumulate-uneven"),
+        ("deepspeed_zero:Owned1", "dp2/2", "accumulate-uneven"),
+        ("deepspeed_zero:Owned2", "dp2/2", "accumulate"),
+        ("accelerate_fsdp2:Stack", "dp2/2", "accumulate-uneven"),
+        ("hf_trainer:Stack", "dp2/2", "accumulate-uneven"),
+        ("lightning_model_parallel:Stack", "dp2/2", "accumulate-uneven"),
+        ("lightning_model_parallel:Stack", "tp2/2", "accumulate"),
+        ("megatron_gpt:Stack", "tp2/2", "accumulate"),
+        pytest.param(
+            *("torchtitan_debug:Stack", "dp_shard2/2", "accumulate-uneven"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("torchtitan_debug:Stack", "tp2/2", "accumulate"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_right_stack_passes(
+    runner: Runner, stack: str, place: str, recipe: str
+) -> None:
+    found = judged(runner, stack, place, recipe)
+    assert found.status == "pass", (found.problem, found.verdicts)
+    assert {v.law for v in found.verdicts if v.status == "pass"} >= COMPARED
+
+
+@pytest.mark.parametrize("stack", ["Zero1", "Zero2"])
+def test_earlier_backwards_that_zero_drops_are_found(
+    runner: Runner, stack: str
+) -> None:
+    found = judged(runner, f"deepspeed_zero:{stack}", "dp2/2", "accumulate")
+    assert found.status == "fail", found.problem
+    told = {v.law for v in found.verdicts if v.status == "fail"}
+    assert told >= {"parity.gradient", "parity.update"}
+    # losses are right, and so are the ranks' agreement and their collectives
+    assert {law.partition(".")[0] for law in told} <= {"parity", "norm"}
+    assert "parity.loss" not in told
+
+
+def confirmed(package: str, *command: str) -> str:
+    """What a script says that knows nothing of gradparity."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: see docs/stacks.md")
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_deepspeed_alone_drops_earlier_backwards() -> None:
+    told = confirmed("deepspeed", str(STACKS / "confirm_deepspeed.py"))
+    for stage, managed, kept in [
+        (1, True, "the last"),
+        (2, True, "the last"),
+        (3, True, "both"),
+        (1, False, "both"),
+        (2, False, "both"),
+    ]:
+        line = f"ZeRO {stage}, managed {managed}: trains on {kept} of two backwards"
+        assert line in told
+
+
+@pytest.mark.slow
+def test_transformers_alone_multiplies_what_was_accumulated() -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    told = confirmed("transformers", *launch, str(STACKS / "confirm_qwen3.py"))
+    off = {
+        line.partition(":")[0]: float(line.partition("differs by ")[2].split()[0])
+        for line in told.splitlines()
+        if "differs by" in line
+    }
+    assert off["one process"] < 1e-5
+    assert off["under the plan"] > 0.1
+
+
+@pytest.mark.parametrize("stack", PACKAGES)
+def test_a_stack_takes_at_most_sixty_lines(stack: str) -> None:
+    """Of statements: imports, docstrings, comments and empty lines do not count."""
+    tree = ast.parse((STACKS / f"{stack}.py").read_text())
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not isinstance(node, ast.stmt) or isinstance(node, ast.Import) or text:
+            continue
+        if isinstance(
+            node, ast.FunctionDef | ast.ClassDef | ast.For | ast.With | ast.If
+        ):
+            lines |= {node.lineno}
+        elif not isinstance(node, ast.ImportFrom):
+            lines |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    assert len(lines) <= 60, len(lines)
