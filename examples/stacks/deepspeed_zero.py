@@ -78,15 +78,15 @@ class Zero3(Zero1):
 
     def weights(self, stack: Any) -> dict[str, Any]:
         named = stack.module.named_parameters()
-        return {n: self.shard(p, p.ds_tensor) for n, p in named}
+        return {n: self.part(p, p.ds_tensor) for n, p in named}
 
     def keep_gradients(self, stack: Any) -> None:
         for name, p in stack.module.named_parameters():
             group, start, count = stack.optimizer.grad_position[p.ds_id]
             flat = stack.optimizer.fp32_partitioned_groups_flat[group].grad
-            stack.seen[name] = self.shard(p, flat.narrow(0, start, count).clone())
+            stack.seen[name] = self.part(p, flat.narrow(0, start, count).clone())
 
-    def shard(self, p: Any, part: Any) -> Any:
+    def part(self, p: Any, part: Any) -> Any:
         start = deepspeed.comm.get_rank() * p.partition_numel()
         count = min(p.partition_numel(), p.ds_numel - start)  # the last one is padded
         return part[: max(count, 0)], slice(start, start + max(count, 0))

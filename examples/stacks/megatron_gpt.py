@@ -1,13 +1,14 @@
 """Megatron-Core's GPT under tensor parallel, with sharded vocabulary.
 
-On a CPU three things stand in its way and are replaced here: CUDA's random states in
-``fork`` (dropout is off), a causal mask that it makes on CUDA, and groups that it drops
-where torch.distributed is not there, as on the one process of the reference.
+Replaced here, since on a CPU they stand in its way: CUDA's random states in ``fork``
+(dropout is off), CUDA's current device, a causal mask made on CUDA. Groups that it
+drops where torch.distributed is not there stay, for the one process of the reference.
 """
 
 import sys
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -53,7 +54,9 @@ class GPT(GPTModel):  # type: ignore[misc]  # its types are not followed
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         future = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        return super().forward(tokens, torch.arange(length).expand_as(tokens), future)
+        places = torch.arange(length).expand_as(tokens)
+        with patch.object(torch.cuda, "current_device", lambda: tokens.device):
+            return super().forward(tokens, places, future)
 
 
 class Stack(Tokens):
