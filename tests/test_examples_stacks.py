@@ -26,6 +26,8 @@ PACKAGES = {
     "megatron_gpt": "megatron",
     "torchtitan_debug": "torchtitan",
 }
+# packages warn while they are imported, about themselves
+pytestmark = pytest.mark.filterwarnings("ignore")
 COMPARED = {"parity.gradient", "parity.update", "parity.loss"}
 
 

@@ -48,7 +48,8 @@ def moved(stage: int, managed: bool, weight: Tensor, rows: Tensor) -> Tensor:
         engine.backward(engine(half).square().mean())
     engine.step()
     full = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
-    return weight - full.view_as(weight)
+    trained: Tensor = full.view_as(weight)
+    return weight - trained
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ class Module(LightningModule):  # type: ignore[misc]  # its types are not follow
         self, stack: "Stack", model: nn.Module, sizes: tuple[int, int]
     ) -> None:
         super().__init__()
-        self.stack, self.model, self.sizes, self.own = stack, model, sizes, None
+        self.stack, self.model, self.sizes = stack, model, sizes
+        self.own: Any = None
 
     def configure_model(self) -> None:
         if self.own is None:  # Lightning calls it in each fit
@@ -40,12 +41,12 @@ class Module(LightningModule):  # type: ignore[misc]  # its types are not follow
 
     def keep_gradients(self, *_: Any) -> None:  # backward runs inside of step()
         named = self.model.named_parameters()
-        self.seen = {n: p.grad.clone() for n, p in named}
+        self.seen = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
     def configure_optimizers(self) -> Any:
         return self.own
 
-    def training_step(self, part: tuple[Tensor, Tensor, float], _index: int) -> Tensor:
+    def training_step(self, part: tuple[Tensor, Tensor, float], _index: int) -> Any:
         inputs, targets, share = part
         loss = self.stack.loss(self.model(inputs), targets) * share
         self.losses.append(loss.detach())
@@ -74,7 +75,8 @@ class Stack(Regression):
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module, DataLoader(weighted(micro_batches), batch_size=None))
+        data: Any = weighted(micro_batches)
+        trainer.fit(module, DataLoader(data, batch_size=None))
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         self.fit(stack, micro_batches)
