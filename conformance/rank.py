@@ -396,6 +396,9 @@ class _OwnStep:
         precision = engine.scenario.parsed_precision
         autocast = precision.autocast(engine.device.type)
         with self.calls.watching(), autocast, _watched_passes(engine, seen):
+            # a cast weight that is kept has the graph of the backward before: what a
+            # later micro-batch adds to it would be lost
+            torch.set_autocast_cache_enabled(False)
             loss, norm = self._train(micro_batches, log)
         seen.collectives = log.collectives
         seen.loss = as_number(kit, "loss", loss)

@@ -44,28 +44,30 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: see docs/stacks.md")
     settings = f"data=examples.stacks.{stack},recipe={recipe},steps=3"
-    return runner.run("none", Scenario.parse(f"{place}/fp32/own/none/{settings}"))
+    return runner.run("none", Scenario.parse(f"{place}/own/none/{settings}"))
 
 
 @pytest.mark.parametrize(
     ("stack", "place", "recipe"),
     [
-        ("deepspeed_zero:Zero1", "dp2/2", "plain"),
-        ("deepspeed_zero:Zero2", "dp2/2", "plain"),
-        ("deepspeed_zero:Zero3", "dp2/2", "accumulate-uneven"),
-        ("deepspeed_zero:Owned1", "dp2/2", "accumulate-uneven"),
-        ("deepspeed_zero:Owned2", "dp2/2", "accumulate"),
-        ("accelerate_fsdp2:Stack", "dp2/2", "accumulate-uneven"),
-        ("hf_trainer:Stack", "dp2/2", "accumulate-uneven"),
-        ("lightning_model_parallel:Stack", "dp2/2", "accumulate-uneven"),
-        ("lightning_model_parallel:Stack", "tp2/2", "accumulate"),
-        ("megatron_gpt:Stack", "tp2/2", "accumulate"),
+        ("deepspeed_zero:Zero1", "dp2/2/fp32", "plain"),
+        ("deepspeed_zero:Zero2", "dp2/2/fp32", "plain"),
+        ("deepspeed_zero:Zero3", "dp2/2/fp32", "accumulate-uneven"),
+        ("deepspeed_zero:Owned1", "dp2/2/fp32", "accumulate-uneven"),
+        ("deepspeed_zero:Owned2", "dp2/2/fp32", "accumulate"),
+        ("accelerate_fsdp2:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        ("accelerate_fsdp2:Stack", "dp2/2/bf16-autocast", "accumulate"),
+        ("hf_trainer:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        ("lightning_model_parallel:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        ("lightning_model_parallel:Stack", "tp2/2/fp32", "accumulate"),
+        ("megatron_gpt:Stack", "tp2/2/fp32", "accumulate"),
         pytest.param(
-            *("torchtitan_debug:Stack", "dp_shard2/2", "accumulate-uneven"),
+            *("torchtitan_debug:Stack", "dp_shard2/2/fp32", "accumulate-uneven"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("torchtitan_debug:Stack", "tp2/2", "accumulate"), marks=pytest.mark.slow
+            *("torchtitan_debug:Stack", "tp2/2/fp32", "accumulate"),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -81,7 +83,7 @@ def test_a_right_stack_passes(
 def test_earlier_backwards_that_zero_drops_are_found(
     runner: Runner, stack: str
 ) -> None:
-    found = judged(runner, f"deepspeed_zero:{stack}", "dp2/2", "accumulate")
+    found = judged(runner, f"deepspeed_zero:{stack}", "dp2/2/fp32", "accumulate")
     assert found.status == "fail", found.problem
     told = {v.law for v in found.verdicts if v.status == "fail"}
     assert told >= {"parity.gradient", "parity.update"}
