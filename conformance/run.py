@@ -22,7 +22,7 @@ from .recipes import BARE_RECIPES
 from .record import Recorder, command_line, make_header
 from .report import CaseRecord, ReportWriter, read_report
 from .resume import Earlier, earlier_attempt
-from .runner import Runner
+from .runner import Case, Runner
 from .scenario import Scenario
 from .spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
 from .spmd import REPORT_NOTE
@@ -160,15 +160,16 @@ def _judge(
     broken, code = "", None
     recorder = Recorder(runner.place.devices)
     with progress(console, len(left), quiet=settings.quiet) as ticker:
+
+        def end(case: Case) -> bool:
+            record = recorder.record(case)
+            writer.case(record)
+            ticker.end(record)
+            records.append(record)
+            return settings.fail_fast and record.status == "fail"
+
         try:
-            for spec, scenario in left:
-                ticker.begin(spec, scenario.id)
-                record = recorder.record(runner.run(spec, scenario))
-                writer.case(record)
-                ticker.end(record)
-                records.append(record)
-                if settings.fail_fast and record.status == "fail":
-                    break
+            runner.run_all(left, ticker.begin, end)
         except (HarnessError, Ended) as error:
             broken = f"stopped after {len(records)} of {len(pairs)} cases: {error}"
             code = EXIT_CODES["error"]

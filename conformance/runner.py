@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -78,6 +80,44 @@ class Case:
         return Status(case_status(v.status for v in self.verdicts))
 
 
+@dataclass(kw_only=True)
+class _Seen:
+    """What the ranks of one case showed, before it is judged."""
+
+    spec: str
+    scenario: Scenario
+    legs: Legs = ()
+    first_try: str = ""
+    bare: Legs | None = None
+    bare_differs: str = ""
+    seconds: float = 0.0
+    problem: str = ""
+    case: Case | None = None
+    """The case itself, where nothing is left to judge."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks came to the last step."""
+        last = self.scenario.steps - 1
+        return all(trace.came_to(last) for trace in self.legs[-1])
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Keep what breaks as this case's problem, so that the run goes on."""
+        try:
+            yield
+        except WorkloadError as error:  # its layout, seen from all ranks together
+            self.problem = str(error)
+        except WorldFailure as failure:
+            if cannot := _cannot(failure, self.scenario):
+                not_run = _not_run(self.spec, self.scenario, cannot)
+                self.case = replace(not_run, skipped=True)
+            self.problem = _root_cause(failure)
+        except Exception as error:  # the judge's own fault: told, and the run goes on
+            _LOGGER.exception("the judge broke in %s", self.scenario.id)
+            self.problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
+
+
 class Runner:
     """Runs cases one after another; a context manager that ends its clusters."""
 
@@ -105,6 +145,8 @@ class Runner:
         self._bare: dict[Scenario, Legs] = {}
         self._controls: dict[Scenario, str] = {}
         self._stacks: dict[Scenario, Case | None] = {}
+        # references draw from torch's global generator: one at a time
+        self._training = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -126,38 +168,90 @@ class Runner:
             parity: False leaves parity inconclusive, where only other laws are asked
                 for: a scaler with a scale of its own needs references of its own.
         """
-        start = time.monotonic()
-        problem, evidence = "", None
-        verdicts: list[Verdict] = []
+        case = self._judge(self._observe(spec, scenario), parity)
+        return self._localised_where_due(case)
+
+    def run_all(
+        self,
+        pairs: Iterable[tuple[str, Scenario]],
+        begin: Callable[[str, str], None],
+        end: Callable[[Case], bool],
+    ) -> None:
+        """Judge all ``pairs`` in order; a case is judged while the next one trains.
+
+        Ranks and references are processes and a thread of their own: in turn they would
+        leave half of two cores idle.
+
+        Args:
+            pairs: (``module:attribute``, what to train).
+            begin: called with spec and scenario id before its ranks start.
+            end: called with each case as soon as it is judged, in whatever thread that
+                is; True ends the run.
+        """
+
+        def judged(seen: _Seen) -> bool | Case:
+            case = self._judge(seen)
+            return case if self._is_localised(case) else end(case)
+
+        def ended(last: Future[bool | Case]) -> bool:
+            result = last.result()
+            if isinstance(result, bool):
+                return result
+            return end(self._localised_where_due(result))  # the ranks are free now
+
+        last: Future[bool | Case] | None = None
+        with ThreadPoolExecutor(1, "judge") as judge:
+            for spec, scenario in pairs:
+                begin(spec, scenario.id)
+                seen = self._observe(spec, scenario)
+                if last is not None and ended(last):
+                    return
+                last = judge.submit(judged, seen)
+            if last is not None:
+                ended(last)
+
+    def _observe(self, spec: str, scenario: Scenario) -> _Seen:
+        """Run the ranks, and again what bitwise laws compare them with."""
+        seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
         ranks = max(leg.world for leg in scenario.legs)
-        not_runnable = self.place.not_runnable(ranks)
-        if not_runnable:
-            return _not_run(spec, scenario, not_runnable)
-        try:
-            stack = self._stack_fault(spec, scenario)
-            if stack is not None:
-                return replace(stack, scaler=spec, scenario=scenario)
-            evidence = self._evidence(spec, scenario, parity)
-            verdicts = judge(evidence)
-        except WorkloadError as error:  # its layout, seen from all ranks together
-            problem = str(error)
-        except WorldFailure as failure:
-            cannot = _cannot(failure, scenario)
-            if cannot:
-                return replace(_not_run(spec, scenario, cannot), skipped=True)
-            problem = _root_cause(failure)
-        except Exception as error:  # the judge's own fault: told, and the run goes on
-            _LOGGER.exception("the judge broke in %s", scenario.id)
-            problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
-        case = Case(
-            scaler=spec,
-            scenario=scenario,
+        if reason := self.place.not_runnable(ranks):
+            seen.case = _not_run(spec, scenario, reason)
+            return seen
+        with seen.broken():
+            if (stack := self._stack_fault(spec, scenario)) is not None:
+                seen.case = replace(stack, scaler=spec, scenario=scenario)
+                return seen
+            seen.legs = self._run_ranks(spec, scenario)
+            if late := _ran_out_of_time(seen.legs):
+                # Time alone convicts nobody: the machine may have been busy. The world
+                # that failed was ended, so the second try has ranks of its own.
+                seen.legs, seen.first_try = self._run_ranks(spec, scenario), late
+            compared = spec != NO_SCALER and scenario.faults == "none"
+            if seen.complete and compared and scenario.precision == "fp32":
+                seen.bare = self._bare_run(scenario)
+                seen.bare_differs = self._control(scenario)
+        seen.seconds = time.monotonic() - start
+        return seen
+
+    def _judge(self, seen: _Seen, parity: bool = True) -> Case:
+        """Hold what was seen against the references and the laws."""
+        if seen.case is not None:
+            return seen.case
+        start = time.monotonic()
+        evidence: Evidence | None = None
+        verdicts: list[Verdict] = []
+        with self._training, seen.broken():
+            if not seen.problem:
+                evidence = self._evidence(seen, parity)
+                verdicts = judge(evidence)
+        return Case(
+            scaler=seen.spec,
+            scenario=seen.scenario,
             verdicts=tuple(verdicts),
             evidence=evidence,
-            seconds=time.monotonic() - start,
-            problem=problem,
+            seconds=seen.seconds + time.monotonic() - start,
+            problem=seen.problem,
         )
-        return replace(case, location=self._location(case))
 
     def localise(self, case: Case) -> Location | None:
         """Run a case again up to its first bad step, and say where it goes wrong.
@@ -177,7 +271,7 @@ class Runner:
         legs = [*before, evidence.ranks]
         try:
             watched = self._watched(case.scaler, scenario, step)
-            with _threads(self.place.threads):
+            with self._training, _threads(self.place.threads):
                 found = locate(scenario, legs, evidence.parity, step, watched)
         except Exception as error:  # it is an answer more; the verdict stands without
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
@@ -187,44 +281,37 @@ class Runner:
             found, seconds=round(time.monotonic() - start, 3)
         )
 
-    def _location(self, case: Case) -> Location | None:
+    def _is_localised(self, case: Case) -> bool:
         key = (case.scaler, case.scenario.topology, case.scenario.recipe)
         broken = {v.law.partition(".")[0] for v in case.verdicts if v.status == "fail"}
         done = key in self._localised or len(self._localised) >= self.localises
-        if done or "parity" not in broken:
-            return None
-        self._localised.add(key)
-        return self.localise(case)
+        return "parity" in broken and not done
 
-    def _evidence(self, spec: str, scenario: Scenario, measured: bool) -> Evidence:
-        legs, first_try = self._observe(spec, scenario), ""
-        late = _ran_out_of_time(legs)
-        if late:
-            # Time alone convicts nobody: the machine may have been busy. The world that
-            # failed was ended, so the second try has ranks of its own.
-            legs, first_try = self._observe(spec, scenario), late
+    def _localised_where_due(self, case: Case) -> Case:
+        if not self._is_localised(case):
+            return case
+        scenario = case.scenario
+        self._localised.add((case.scaler, scenario.topology, scenario.recipe))
+        return replace(case, location=self.localise(case))
+
+    def _evidence(self, seen: _Seen, measured: bool) -> Evidence:
+        scenario, legs = seen.scenario, seen.legs
         check_whole(scenario, legs[-1])
-        complete = all(t.came_to(scenario.steps - 1) for t in legs[-1])
         parity: Parity | None = None
         random = scenario.parsed_recipe.training.random
-        if complete and measured and not random:
+        if seen.complete and measured and not random:
             with _threads(self.place.threads):
                 parity = measure_parity(scenario, *legs)
-        bare: Legs | None = None
-        differs = ""
-        judged = spec != NO_SCALER and scenario.faults == "none"
-        if complete and judged and scenario.precision == "fp32":
-            bare, differs = self._bare_run(scenario), self._control(scenario)
         evidence: Evidence | None = None
         for number, traces in enumerate(legs):
             evidence = Evidence(
                 scenario=scenario,
                 ranks=traces,
-                bare=None if bare is None else bare[number],
-                bare_differs=differs,
-                first_try=first_try,
+                bare=None if seen.bare is None else seen.bare[number],
+                bare_differs=seen.bare_differs,
+                first_try=seen.first_try,
                 parity=parity,
-                scaler=spec != NO_SCALER,
+                scaler=seen.spec != NO_SCALER,
                 before=evidence,
             )
         assert evidence is not None
@@ -259,7 +346,7 @@ class Runner:
             self._controls[key] = control_differs(self._bare_run(key), again)
         return self._controls[key]
 
-    def _observe(self, spec: str, scenario: Scenario) -> Legs:
+    def _run_ranks(self, spec: str, scenario: Scenario) -> Legs:
         """What was seen of each leg, up to the first that failed."""
         seen: list[tuple[RankTrace, ...]] = []
         try:
@@ -289,7 +376,7 @@ class Runner:
             idle=(Idle(),) * steps,
         )
         for _ in range(TRIES):
-            with _threads(self.place.threads):
+            with self._training, _threads(self.place.threads):
                 choices = expected_choices(scenario, schedule)
             legs = tuple(self._legs(spec, scenario, choices))
             found = followed_schedule(scenario, *legs)

@@ -8,7 +8,7 @@ import pytest
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.law import Finding, Verdict
 from gradparity.conformance.report import Report, ReportWriter, read_report
-from gradparity.conformance.runner import Case, Runner
+from gradparity.conformance.runner import Case, Runner, _Seen
 from gradparity.conformance.scenario import Scenario
 from gradparity.conformance.status import Status
 from gradparity.tests.test_conformance_report import header
@@ -28,13 +28,13 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     due: list[str] = []
     left: Iterator[str] = iter(due)
 
-    def run(self: Runner, spec: str, scenario: Scenario) -> Case:
+    def observe(self: Runner, spec: str, scenario: Scenario) -> _Seen:
         status = next(left)
         if status == "ctrl-c":
             raise KeyboardInterrupt
         broke = status == "error"
         finding = Finding(status=Status(status), message="as planned")
-        return Case(
+        case = Case(
             scaler=spec,
             scenario=scenario,
             verdicts=() if broke else (Verdict(law="scale.rule", finding=finding),),
@@ -42,8 +42,9 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seconds=0.0,
             problem="as planned" if broke else "",
         )
+        return _Seen(spec=spec, scenario=scenario, case=case)
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(Runner, "_observe", observe)
     return due
 
 
