@@ -394,8 +394,8 @@ class Runner:
         saved: Saved | None = None
         for leg in scenario.legs:
             more = leg != scenario
-            results = self.place.ranks(leg.world).run(
-                observe_rank, leg, spec, self.folder, saved, more, choices
+            results = self.place.call(
+                leg.world, observe_rank, leg, spec, self.folder, saved, more, choices
             )
             _align(results)
             saved = gathered(results) if more else None
@@ -405,12 +405,10 @@ class Runner:
         """What passed in ``step``, one a rank of the world that made it."""
         saved: Saved | None = None
         for leg in scenario.legs:
-            ranks = self.place.ranks(leg.world)
+            given = leg, spec, self.folder, saved
             if step < leg.steps:
-                return ranks.run(observe_modules, leg, spec, self.folder, saved, step)
-            saved = gathered(
-                ranks.run(observe_rank, leg, spec, self.folder, saved, True)
-            )
+                return self.place.call(leg.world, observe_modules, *given, step)
+            saved = gathered(self.place.call(leg.world, observe_rank, *given, True))
         raise AssertionError(f"no leg makes step {step}")
 
 
