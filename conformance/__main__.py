@@ -160,7 +160,7 @@ def _hunt(parsed: argparse.Namespace) -> int:
     from ..fixtures import WorkloadError
     from .hunt import HuntSettings, hunt
     from .spec import load_scaler, refuse_mixed
-    from .workload import check_workload
+    from .workload_checks import check_workload
 
     scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
     refuse_mixed(scalers)

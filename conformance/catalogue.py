@@ -33,12 +33,12 @@ from ..fixtures import (
 )
 from .constraints import PAIRS, why_not
 from .covering import cover, most_new_first, subsets
-from .randomness import draws_in_forward
+from .random_layers import draws_in_forward
 from .recipes import BARE_RECIPES, OWN_RECIPES, recipes_of
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
 from .status import UsageError, as_usage
-from .workload import check_workload
+from .workload_checks import check_workload
 
 __all__ = [
     "PRESETS",

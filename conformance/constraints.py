@@ -19,7 +19,7 @@ from ..fixtures import (
     kit_of,
     split_names,
 )
-from .randomness import draws_in_forward
+from .random_layers import draws_in_forward
 from .recipes import OWN_RECIPES, RECIPES
 
 __all__ = ["PAIRS", "other_world", "why_not"]

@@ -43,11 +43,11 @@ from ..fixtures import (
     without_gradient_sync,
 )
 from .held import check_values, full_name, held_parts
-from .randomness import turn_off_random_layers
+from .layout_checks import check_layout, check_share, same_everywhere
+from .random_layers import turn_off_random_layers
 from .recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
 from .routing import Choices
 from .scenario import Scenario
-from .workload import check_layout, check_share, same_everywhere
 
 __all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
 

@@ -9,8 +9,7 @@ is needed to say which masks must be equal and which must differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from functools import cache
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -23,11 +22,10 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..fixtures import WorkloadError, is_workload, kit_of
 from .observe import digest
 from .trace import Draw
 
-__all__ = ["DrawLog", "draws_in_forward", "turn_off_random_layers"]
+__all__ = ["DrawLog"]
 
 SAMPLE = 4096
 """Numbers of a draw that are looked at to say how random they are."""
@@ -223,49 +221,3 @@ def _bits(numbers: Tensor) -> float:
     sample = numbers.detach().reshape(-1)[:SAMPLE]
     counts = sample.unique(return_counts=True)[1].double() / sample.numel()
     return max(0.0, float(-(counts * counts.log2()).sum()) * sample.numel())
-
-
-# - Turning them off
-
-_PROBABILITIES = ("drop", "jitter")
-"""What the names of attributes contain that hold a probability or a size of noise."""
-
-
-def turn_off_random_layers(stack: object) -> None:
-    """Set the probability of every random layer to 0, so that a run can be compared.
-
-    Taken are torch's dropouts, and every attribute of a module that has ``drop`` or
-    ``jitter`` in its name and a number from 0 to 1 as its value, as those of torch's
-    attention and recurrent layers and of transformers' models.
-
-    Args:
-        stack: a module, or an object that holds modules.
-    """
-    held = [stack, *getattr(stack, "__dict__", {}).values()]
-    for root in [h for h in held if isinstance(h, nn.Module)]:
-        for module in root.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0
-            for name, value in vars(module).items():
-                is_number = isinstance(value, float) and 0.0 < value <= 1.0
-                if is_number and any(word in name for word in _PROBABILITIES):
-                    setattr(module, name, 0.0)
-
-
-@cache
-def draws_in_forward(data: str) -> bool:
-    """Whether the model of a user's own workload draws random numbers in training.
-
-    False where it cannot be called: ``check_workload`` has the words for that.
-    """
-    if not is_workload(data):
-        return False
-    kit = kit_of(data)
-    with torch.random.fork_rng(devices=[]), suppress(WorkloadError):
-        torch.manual_seed(0)
-        model, batch = kit.model(), kit.batch(0, 0)
-        before = torch.get_rng_state()
-        with kit.calling("forward"):
-            model(batch.inputs)
-        return not torch.equal(before, torch.get_rng_state())
-    return False

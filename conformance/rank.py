@@ -41,6 +41,7 @@ from .devices import settle
 from .engine import Engine, Prepare, build_engine, shard_id
 from .handover import optimizer_states, restore
 from .held import held_parts
+from .layout_checks import same_everywhere
 from .observe import (
     NO_STATE,
     CallLog,
@@ -59,7 +60,6 @@ from .routing import ChoiceLog, Choices
 from .scenario import Scenario
 from .spec import growth_tracker, load_scaler
 from .trace import Decision, Floats, Misuse, Problem, RankTrace, Saved, StepTrace
-from .workload import same_everywhere
 
 __all__ = ["JudgedError", "observe_rank"]
 

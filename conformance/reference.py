@@ -31,7 +31,7 @@ from .engine import initial_model
 from .recipes import CLIP_VALUE, LR_DECAY, Training, clip_norm_of
 from .routing import ChoiceLog, Choices, chooses_in_forward
 from .scenario import Scenario
-from .workload import ROUNDING
+from .workload_checks import ROUNDING
 
 __all__ = [
     "Idle",

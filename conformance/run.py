@@ -28,7 +28,7 @@ from .spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
 from .spmd import REPORT_NOTE
 from .status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
 from .terminal import plain, print_report, progress
-from .workload import check_workloads
+from .workload_checks import check_workloads
 
 __all__ = ["MOST_LOCALISED", "RunSettings", "run"]
 

@@ -28,6 +28,7 @@ from .devices import Devices
 from .handover import gathered
 from .law import LAWS, Evidence, Finding, Status, Verdict, judge
 from .laws.transparency import control_differs
+from .layout_checks import check_whole
 from .localise import first_bad_step, locate, observe_modules
 from .modules import Watched
 from .parity import Parity, followed_schedule, measure_parity
@@ -40,7 +41,6 @@ from .scenario import Scenario
 from .spec import NO_SCALER
 from .status import case_status
 from .trace import Decision, Problem, RankTrace, Saved
-from .workload import check_whole
 
 __all__ = ["Case", "Runner"]
 

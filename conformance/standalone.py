@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ..fixtures import LOSS, PLACES, Fault, is_workload, parse_faults
 from .held import WRAPPERS
-from .randomness import draws_in_forward
+from .random_layers import draws_in_forward
 from .scenario import Scenario
 from .spec import NO_SCALER
 from .standalone_legs import chosen, lines

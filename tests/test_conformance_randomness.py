@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from gradparity.conformance import Case, Evidence, Runner, Scenario
 from gradparity.conformance.catalogue import Selection, select
-from gradparity.conformance.randomness import DrawLog, turn_off_random_layers
+from gradparity.conformance.random_layers import turn_off_random_layers
+from gradparity.conformance.randomness import DrawLog
 from gradparity.conformance.standalone import standalone_script
 from gradparity.conformance.status import UsageError
 from gradparity.conformance.trace import Draw
