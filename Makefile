@@ -55,7 +55,7 @@ baseline: setup  ## record the gate's baseline anew: two runs, the second for th
 	  --repeat $(REPORT)/baseline-again/report.jsonl
 
 planted: setup-test  ## the gate on five copies of this tree with a regression each
-	PLANTED=1 $(BIN)/pytest -q -rP tests/test_ci_planted.py
+	PLANTED=1 $(BIN)/pytest -q -rP tests/ci/test_planted.py
 
 bench: setup-test  ## ratios against the peers, measured in the same run
 	$(BIN)/gradparity bench scaler

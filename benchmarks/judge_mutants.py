@@ -1,9 +1,10 @@
 """Mutates the judge and counts the mutants that its tests kill.
 
-Each mutant is one change of one expression or statement in ``conformance/laws`` or
-``conformance/parity.py``; a forked child, which has torch already, imports the judge
-with the mutant in place and runs the judge's tests. mutmut leaves decorated functions
-alone, and every law is one; cosmic-ray starts a process, and so torch, a mutant.
+Each mutant is one change of one expression or statement in ``conformance/judge/laws``
+or ``conformance/judge/parity.py``; a forked child, which has torch already, imports the
+judge with the mutant in place and runs the judge's tests. mutmut leaves decorated
+functions alone, and every law is one; cosmic-ray starts a process, and so torch, a
+mutant.
 
     python benchmarks/judge_mutants.py --seconds 600 --out benchmarks/results
 """
@@ -30,19 +31,21 @@ from types import CodeType, ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LAWS = sorted(p for p in (ROOT / "conformance/laws").glob("*.py") if p.stem[0] != "_")
-PARITY = ROOT / "conformance/parity.py"
+LAWS = sorted(
+    p for p in (ROOT / "conformance/judge/laws").glob("*.py") if p.stem[0] != "_"
+)
+PARITY = ROOT / "conformance/judge/parity.py"
 TARGETS = [*LAWS, PARITY]
 TESTS = (
-    "tests/test_conformance_laws.py",
-    "tests/test_conformance_findings.py",
-    "tests/test_conformance_seam.py",
+    "tests/conformance/test_laws.py",
+    "tests/conformance/test_findings.py",
+    "tests/conformance/test_seam.py",
 )
 TESTS_OF_PARITY = (
-    "tests/test_conformance_findings.py",
-    "tests/test_conformance_parity_rows.py",
-    "tests/test_conformance_seam.py",
-    "tests/test_conformance_parity.py",
+    "tests/conformance/test_findings.py",
+    "tests/conformance/test_parity_rows.py",
+    "tests/conformance/test_seam.py",
+    "tests/conformance/test_parity.py",
 )
 """Quick ones first; those of the laws see no number of ``parity.py``."""
 LIMIT_S = 120

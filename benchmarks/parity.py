@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.devices import Devices
-from gradparity.conformance.parity import HEAD_ROOM
-from gradparity.conformance.place import Pool
-from gradparity.conformance.record import make_header
-from gradparity.conformance.reference import NOISY
+from gradparity.conformance.judge.parity import HEAD_ROOM
+from gradparity.conformance.judge.reference import NOISY
+from gradparity.conformance.rank.devices import Devices
+from gradparity.conformance.run.launcher import Pool
+from gradparity.conformance.run.recorder import make_header
 
 SCALER = "gradparity.fixtures.faulty:PlainScaler"
 SCENARIOS = (

@@ -19,8 +19,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gradparity.conformance.report import CaseRecord, Report, ReportWriter, read_report
-from gradparity.conformance.scenario import Scenario
+from gradparity.conformance.report.records import (
+    CaseRecord,
+    Report,
+    ReportWriter,
+    read_report,
+)
+from gradparity.conformance.space.scenario import Scenario
 
 SCENARIOS = 500
 

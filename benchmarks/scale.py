@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from gradparity.benchmarks.scale_tables import tables
 from gradparity.benchmarks.simulated_ranks import MESHES, Calls, compare, together
 from gradparity.benchmarks.situations import COMMON, OURS, Idle, Rank
-from gradparity.conformance.report import read_report
+from gradparity.conformance.report.records import read_report
 from gradparity.multiprocess import Cluster, current_world
 from gradparity.scaler import GradScaler
 

@@ -28,13 +28,13 @@ from rich.console import Console
 from gradparity.benchmarks.specimen_peers import STEPS, peers_of
 from gradparity.benchmarks.specimens_tables import lines, write_tables
 from gradparity.conformance import Runner
-from gradparity.conformance.catalogue import Selection, select
-from gradparity.conformance.devices import Devices
-from gradparity.conformance.place import Pool
-from gradparity.conformance.record import make_header
-from gradparity.conformance.report import CaseRecord, read_report
-from gradparity.conformance.run import RunSettings, run
-from gradparity.conformance.spec import NO_SCALER
+from gradparity.conformance.rank.devices import Devices
+from gradparity.conformance.rank.scaler_spec import NO_SCALER
+from gradparity.conformance.report.records import CaseRecord, read_report
+from gradparity.conformance.run.launcher import Pool
+from gradparity.conformance.run.recorder import make_header
+from gradparity.conformance.run.session import RunSettings, run
+from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures.specimens import SPECIMENS, Pair
 from gradparity.multiprocess import Cluster

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..conformance.report import CaseRecord, Report, VerdictRecord
-from ..conformance.terminal import plain
+from ..conformance.report.records import CaseRecord, Report, VerdictRecord
+from ..conformance.report.terminal import plain
 from .locate import locate
 from .reasons import at
 

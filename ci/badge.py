@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from ..conformance.report import Report
+from ..conformance.report.records import Report
 
 __all__ = ["percentage", "render", "render_badge"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..conformance.report import CaseRecord, Header, Number, Report
+from ..conformance.report.records import CaseRecord, Header, Number, Report
 from ..conformance.status import UsageError
 from .ratios import Spread, spread_of, worst
 

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..conformance.compare import SEQUENCES, Rows, difference
-from ..conformance.report import CaseRecord, Header, Number, Report, VerdictRecord
+from ..conformance.report.compare import SEQUENCES, Rows, difference
+from ..conformance.report.records import (
+    CaseRecord,
+    Header,
+    Number,
+    Report,
+    VerdictRecord,
+)
 from ..conformance.status import is_worse
 from .baseline import Baseline, BaselineCase, Provenance
 from .expectations import Judgement

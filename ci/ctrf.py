@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__
-from ..conformance.report import CaseRecord, Header, Report, VerdictRecord
+from ..conformance.report.records import CaseRecord, Header, Report, VerdictRecord
 
 __all__ = ["SPEC_VERSION", "render"]
 

@@ -14,7 +14,7 @@ from datetime import date
 
 import msgspec
 
-from ..conformance.report import Report
+from ..conformance.report.records import Report
 from ..conformance.status import UsageError
 from .baseline import Baseline
 from .checks import Finding, check_cases, check_vanished, check_whole

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..conformance.report import CaseRecord, Header
+from ..conformance.report.records import CaseRecord, Header
 from ..conformance.status import RANKING, UsageError
 
 __all__ = [

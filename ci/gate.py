@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import msgspec
 
-from ..conformance.report import ReportError, read_report
+from ..conformance.report.records import ReportError, read_report
+from ..conformance.report.terminal import plain
 from ..conformance.status import UsageError
-from ..conformance.terminal import plain
 from .baseline import read_baseline
 from .decision import Decision, Terms, decide
 from .expectations import read_expectations

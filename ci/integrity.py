@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ..conformance.report import CaseRecord, Curves, Report
+from ..conformance.report.records import CaseRecord, Curves, Report
 from ..conformance.status import case_status
 from .ratios import worst
 from .reasons import at

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from xml.etree import ElementTree as ET
 
-from ..conformance.report import CaseRecord, Report, VerdictRecord
+from ..conformance.report.records import CaseRecord, Report, VerdictRecord
 
 __all__ = ["render", "xml_text"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..conformance.report import CaseRecord, Report, VerdictRecord
+from ..conformance.report.records import CaseRecord, Report, VerdictRecord
+from ..conformance.report.terminal import cell, facts, plain
 from ..conformance.status import RANKING, case_status
-from ..conformance.terminal import cell, facts, plain
 from .reasons import at
 
 __all__ = ["LIMIT_BYTES", "escape", "render"]

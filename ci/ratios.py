@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..conformance.report import Number
+from ..conformance.report.records import Number
 
 __all__ = ["LUCK", "Spread", "limit", "spread_of", "worst"]
 

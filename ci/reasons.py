@@ -7,8 +7,8 @@ from enum import Enum
 
 import msgspec
 
-from ..conformance.report import CaseRecord
-from ..conformance.terminal import plain
+from ..conformance.report.records import CaseRecord
+from ..conformance.report.terminal import plain
 
 __all__ = [
     "KINDS",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..conformance.compare import SEQUENCES
-from ..conformance.compare import difference as sequences_differ
-from ..conformance.report import Report
-from ..conformance.terminal import plain
+from ..conformance.report.compare import SEQUENCES
+from ..conformance.report.compare import difference as sequences_differ
+from ..conformance.report.records import Report
+from ..conformance.report.terminal import plain
 from .baseline import (
     Baseline,
     BaselineCase,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..conformance.catalogue import PRESETS
-from ..conformance.confirm import broken_laws, examples
-from ..conformance.peers import (
+from ..conformance.report.records import Report, ReportError, VerdictRecord
+from ..conformance.run.confirm import broken_laws, examples
+from ..conformance.run.peers import (
     OURS,
     PEERS,
     SMOKE,
@@ -22,7 +22,7 @@ from ..conformance.peers import (
     not_judged,
     read_record,
 )
-from ..conformance.report import Report, ReportError, VerdictRecord
+from ..conformance.space.catalogue import PRESETS
 from ..conformance.status import RANKING, UsageError
 from .markdown import escape
 

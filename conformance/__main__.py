@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..multiprocess.environment import needs_agent
-from .arguments import COMMANDS as GROUP
-from .arguments import DEFAULT_SCALER, FORMATS, parse
+from .cli.arguments import COMMANDS as GROUP
+from .cli.arguments import DEFAULT_SCALER, FORMATS, parse
 from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
     from ..multiprocess.elastic.agent import Agent as Station
-    from .catalogue import Selection
+    from .space.catalogue import Selection
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if needs_agent():
-        from .spmd import main_on_torchrun
+        from .run.spmd import main_on_torchrun
 
         return main_on_torchrun(arguments, _main)
     return _main(arguments, None)
@@ -76,8 +76,8 @@ def _run(parsed: argparse.Namespace) -> int:
     """``run`` and ``replay``: the latter has no selection, only one id."""
     from rich.console import Console
 
-    from .devices import Devices
-    from .run import RunSettings, run
+    from .rank.devices import Devices
+    from .run.session import RunSettings, run
 
     replayed = parsed.command == "replay"
     if replayed and parsed.script is not None:
@@ -101,12 +101,12 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _localise(parsed: argparse.Namespace) -> int:
     """Judge one scenario, and say where it begins to go wrong."""
-    from .catalogue import Selection
-    from .devices import Devices
-    from .place import place_of
-    from .run import RunSettings
-    from .runner import Runner
-    from .spec import NO_SCALER, load_scaler
+    from .rank.devices import Devices
+    from .rank.scaler_spec import NO_SCALER, load_scaler
+    from .run.launcher import place_of
+    from .run.runner import Runner
+    from .run.session import RunSettings
+    from .space.catalogue import Selection
 
     spec, *more = parsed.scaler or [NO_SCALER]
     if more:
@@ -140,9 +140,9 @@ def _script(parsed: argparse.Namespace) -> None:
     Raises:
         UsageError: if there are several scalers, or no script can be made.
     """
-    from .scenario import Scenario
-    from .spec import load_scaler
-    from .standalone import write_standalone
+    from .rank.scaler_spec import load_scaler
+    from .script.standalone import write_standalone
+    from .space.scenario import Scenario
 
     scalers = parsed.scaler or [DEFAULT_SCALER]
     if len(scalers) > 1:
@@ -158,9 +158,9 @@ def _hunt(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..fixtures import WorkloadError
-    from .hunt import HuntSettings, hunt
-    from .spec import load_scaler, refuse_mixed
-    from .workload_checks import check_workload
+    from .rank.scaler_spec import load_scaler, refuse_mixed
+    from .search.hunt import HuntSettings, hunt
+    from .space.workload_checks import check_workload
 
     scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
     refuse_mixed(scalers)
@@ -189,8 +189,8 @@ def _numbered(path: Path, number: int) -> Path:
 def _machine(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .machine import MachineSettings, machine, parse_drawn
-    from .spec import load_scaler
+    from .rank.scaler_spec import load_scaler
+    from .search.call_histories import MachineSettings, machine, parse_drawn
 
     scaler, *more = parsed.scaler or [DEFAULT_SCALER]
     if more:
@@ -211,7 +211,7 @@ def _machine(parsed: argparse.Namespace) -> int:
 def _mutants(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .mutants import MutantSettings, mutants
+    from .search.mutants import MutantSettings, mutants
 
     settings = MutantSettings(
         selection=_selection(parsed),
@@ -229,8 +229,8 @@ def _mutants(parsed: argparse.Namespace) -> int:
 
 
 def _selection(parsed: argparse.Namespace) -> Selection:
-    from .catalogue import Selection
-    from .spec import NO_SCALER
+    from .rank.scaler_spec import NO_SCALER
+    from .space.catalogue import Selection
 
     return Selection(
         topologies=getattr(parsed, "topology", ()),
@@ -245,7 +245,7 @@ def _selection(parsed: argparse.Namespace) -> Selection:
 
 
 def _list(parsed: argparse.Namespace) -> int:
-    from .listing import listing
+    from .cli.listing import listing
 
     for line in listing(parsed.what, parsed.preset, _selection(parsed)):
         print(line)
@@ -254,11 +254,11 @@ def _list(parsed: argparse.Namespace) -> int:
 
 def _explain(parsed: argparse.Namespace) -> int:
     if parsed.what == "report.jsonl":
-        from .schema import schema_text
+        from .report.schema import schema_text
 
         print(schema_text())
         return 0
-    from .listing import explain
+    from .cli.listing import explain
 
     print(explain(parsed.what))
     return 0
@@ -267,9 +267,9 @@ def _explain(parsed: argparse.Namespace) -> int:
 def _report(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .page import write_page
-    from .report import read_report
-    from .terminal import print_report
+    from .report.page import write_page
+    from .report.records import read_report
+    from .report.terminal import print_report
 
     report = read_report(parsed.report)
     if parsed.format is not None:  # it says by itself whether the report is whole
@@ -285,8 +285,8 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    from .compare import compare
-    from .report import read_report
+    from .report.compare import compare
+    from .report.records import read_report
 
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .arguments import PATHS, SUITE
+from .cli.arguments import PATHS, SUITE
 from .status import UsageError
 
 if TYPE_CHECKING:
-    from .suite import Suite
+    from .run.suite import Suite
 
 _PREFIX = "gradparity_"
 _SUITE = pytest.StashKey["Suite"]()
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 f"--gradparity-{changed[0]} needs --gradparity-scaler module:attribute"
             )
         return
-    from .suite import Suite
+    from .run.suite import Suite
 
     try:
         suite = config.stash[_SUITE] = Suite(config, options)

@@ -1,6 +1,6 @@
 """Every private name of torch that the scaler uses, one function each.
 
-``tests/test_scaler_torch_internals.py`` asserts that each name exists and has the
+``tests/scaler/test_torch_internals.py`` asserts that each name exists and has the
 signature that is used here, so that a new torch fails there and not in a norm.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from gradparity.conformance.report import Report, read_report
+from gradparity.conformance.report.records import Report, read_report
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.parent.slots import visible_gpus
 from gradparity.tests.script_server import Scripts, serving

@@ -4,10 +4,10 @@ import copy
 
 import numpy as np
 
-from gradparity.conformance import Evidence, Scenario, Status, judge
-from gradparity.conformance.law import Finding
-from gradparity.conformance.parity import ClipRow, Parity, ParityRow
-from gradparity.conformance.trace import (
+from gradparity.conformance import Evidence, Scenario, Status
+from gradparity.conformance.judge.law import Finding, judge
+from gradparity.conformance.judge.parity import ClipRow, Parity, ParityRow
+from gradparity.conformance.rank.trace import (
     Collective,
     Decision,
     Misuse,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from gradparity.conformance import Scenario
-from gradparity.conformance.standalone import standalone_script
+from gradparity.conformance.script.standalone import standalone_script
 from gradparity.multiprocess.rank.worker import COSTLY, PRELOAD
 
 LIMIT_S = 250

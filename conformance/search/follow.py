@@ -10,19 +10,11 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ...multiprocess import World, current_world
-from ..oracle import Call
-from ..spec import load_scaler
+from ..rank.scaler_spec import load_scaler
+from .oracle import Call
 from .program import Program
 from .replica import CLIPS, OFFERED, Replica
-from .tracks import (
-    BACKOFF,
-    GROWTH,
-    INTERVAL,
-    Seen,
-    first_scale,
-    seen,
-    track,
-)
+from .tracks import BACKOFF, GROWTH, INTERVAL, Seen, first_scale, seen, track
 
 __all__ = ["EITHER", "follow"]
 

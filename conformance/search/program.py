@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from ..oracle import Call, history_text
 from ..status import UsageError
+from .oracle import Call, history_text
 
 __all__ = [
     "ACTS",

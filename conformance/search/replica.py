@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...fixtures import local
 from ...multiprocess import World
-from ..oracle import Call
-from ..spec import growth_tracker
+from ..rank.scaler_spec import growth_tracker
+from .oracle import Call
 from .program import Program
 
 __all__ = ["CLIPS", "OFFERED", "Replica", "norm_of"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from ..oracle import Call
+from .oracle import Call
 from .program import Program
 from .replica import CLIPS, Replica, norm_of
 

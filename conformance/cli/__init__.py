@@ -1,0 +1,1 @@
+"""Arguments and lists of the command line."""

@@ -1,0 +1,446 @@
+"""The command line: which options each command takes. No work is done here.
+
+Errors that need no torch to be found are raised here, before it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..status import USAGE, UsageError, did_you_mean
+
+if TYPE_CHECKING:  # the class is private and generic only for type checkers
+    Commands = argparse._SubParsersAction[Any]
+
+__all__ = [
+    "COMMANDS",
+    "DEFAULT_SCALER",
+    "FORMATS",
+    "LISTS",
+    "PATHS",
+    "SUITE",
+    "build_parser",
+    "parse",
+]
+
+COMMANDS = "gradparity.commands"
+"""Entry point group of further commands: functions (argv) -> exit code."""
+FORMATS = "gradparity.formats"
+"""Entry point group of report formats: functions (Report) -> text."""
+_HELP = {
+    "gate": "hold a report to a baseline and expectations",
+    "laws": "write the page of all laws",
+    "who-passes": "judge known scalers of other packages, write the page",
+}
+"""Of the further commands that come with this package."""
+
+DEFAULT_SCALER = "gradparity.scaler:GradScaler"
+LISTS = (
+    "laws",
+    "topologies",
+    "precisions",
+    "optimizers",
+    "data",
+    "recipes",
+    "presets",
+    "faults",
+    "scalers",
+    "scenarios",
+)
+
+
+_EPILOG = """\
+examples:
+  gradparity run --quick --topology fsdp,fsdp+tp     judge our scaler on two meshes
+  gradparity run --scaler mypackage.amp:MyScaler     judge another one
+  gradparity report parity-report/report.jsonl       show what the last run found
+
+exit codes: 0 conformant, 1 violations, 2 usage, 3 harness failure or incomplete
+report, 4 inconclusive. docs/start.md takes five minutes.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """One clear line on bad usage, and exit code 2."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn, exit() does not return
+        self.exit(USAGE, f"gradparity: {message}\n")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read a command line.
+
+    Raises:
+        SystemExit: after help, or where an option is wrong.
+        UsageError: if options do not go together.
+    """
+    parser, commands = _parsers()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        parser.exit(USAGE)
+    known = commands.choices
+    if not arguments[0].startswith("-") and arguments[0] not in known:
+        parser.error(
+            f"unknown command {arguments[0]!r}: choose from {', '.join(known)}"
+            f"{did_you_mean(arguments[0], known)}"
+        )
+    parsed = parser.parse_args(arguments)
+    judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
+    for spec in getattr(parsed, "require", ()):
+        if spec not in judged:
+            raise UsageError(
+                f"--require {spec} is not judged: add --scaler {spec}, or choose one "
+                f"of {', '.join(judged)}"
+            )
+    return parsed
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``gradparity`` and ``python -m gradparity.conformance``."""
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
+    parser = _Parser(
+        prog="gradparity",
+        description="Judge gradient scalers on real meshes and gate on the report.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_replay(commands)
+    _add_localise(commands)
+    _add_hunt(commands)
+    _add_machine(commands)
+    _add_mutants(commands)
+    _add_small(commands)
+    for entry in entry_points(group=COMMANDS):  # listed here, parsed there
+        help_ = _HELP.get(entry.name, f"from {entry.module}")
+        commands.add_parser(entry.name, help=help_)
+    return parser, commands
+
+
+def _add_run(commands: Commands) -> None:
+    run = commands.add_parser("run", help="run scenarios, write a report")
+    _add(run, _JUDGED, _SELECTION, _RUN, _DEVICES, _OUTPUT)
+
+
+def _add_replay(commands: Commands) -> None:
+    replay = commands.add_parser("replay", help="run one scenario id again")
+    replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
+    replay.add_argument(
+        "--script",
+        type=file,
+        metavar="FILE",
+        help="also write the scenario as a script that needs only torch",
+    )
+    _add(replay, _JUDGED, _DEVICES, _OUTPUT)
+
+
+def _add_localise(commands: Commands) -> None:
+    localise = commands.add_parser(
+        "localise", help="the first module that departs from the reference in a run"
+    )
+    localise.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
+    localise.add_argument(
+        "--scaler",
+        **_repeated("SPEC", "module:attribute to train with (none)", _specs),
+    )
+    _add(localise, _DEVICES, {"timeout-s": _OUTPUT["timeout-s"]})
+
+
+def _add_hunt(commands: Commands) -> None:
+    hunt = commands.add_parser(
+        "hunt", help="search scenarios and call histories, shrink what fails"
+    )
+    _add(hunt, _JUDGED, _SELECTION)
+    _add_budget(hunt, "time to search for each scaler, half of it call histories")
+    hunt.add_argument(
+        "--script",
+        type=file,
+        default=Path("violation.py"),
+        metavar="FILE",
+        help="where to write a violation as a script that needs only torch",
+    )
+
+
+def _add_budget(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument(
+        "--budget",
+        type=_seconds,
+        default=60.0,
+        metavar="TIME",
+        help=f"{text}; as 60s, 5m or 1h (60s)",
+    )
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _seconds(text: str) -> float:
+    """``60s``, ``5m`` or ``1h`` in seconds."""
+    number, unit = text[:-1], text[-1:]
+    try:
+        found = float(number) * _UNITS[unit]
+    except (KeyError, ValueError):
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no positive time such as 60s, 5m or 1h"
+        )
+    return found
+
+
+def _add_machine(commands: Commands) -> None:
+    machine = commands.add_parser(
+        "machine", help="search call histories that depart from an oracle"
+    )
+    _add(machine, _JUDGED, _MACHINE)
+    _add_budget(machine, "time to search")
+
+
+def _add_mutants(commands: Commands) -> None:
+    mutants = commands.add_parser(
+        "mutants", help="check the judge: is each faulty scaler caught by its law"
+    )
+    mutants.add_argument(
+        "--preset", **_repeated("NAME", "take what is missed to the next (quick)")
+    )
+    mutants.add_argument("--only", **_repeated("CLASS", "a class of fixtures.faulty"))
+    # its presets are several: those that follow take what was missed
+    chosen = {n: how for n, how in _SELECTION.items() if n in _NARROWING}
+    _add(mutants, chosen, _MUTANTS)
+
+
+def _add_small(commands: Commands) -> None:
+    listing = commands.add_parser(
+        "list", help="list laws, topologies, data and what else can be chosen"
+    )
+    listing.add_argument("what", choices=LISTS, metavar="|".join(LISTS))
+    _add(listing, _SELECTION)
+    explain = commands.add_parser(
+        "explain", help="a law, a chapter, a scenario or the report's schema in words"
+    )
+    explain.add_argument("what", metavar="LAW|CHAPTER|ID|report.jsonl")
+    report = commands.add_parser(
+        "report", help="show a report again, or write its page"
+    )
+    report.add_argument("report", type=Path, metavar="REPORT")
+    formats = report.add_mutually_exclusive_group()
+    formats.add_argument("--html", type=folder, metavar="DIR", help="write index.html")
+    for name in sorted(entry.name for entry in entry_points(group=FORMATS)):
+        formats.add_argument(
+            f"--{name}",
+            action="store_const",
+            const=name,
+            dest="format",
+            help=f"print the report as {name}",
+        )
+    compare = commands.add_parser("compare", help="what changed between two reports")
+    compare.add_argument("before", type=Path, metavar="BEFORE")
+    compare.add_argument("after", type=Path, metavar="AFTER")
+    bench = commands.add_parser("bench", help="time scaler or harness, from a checkout")
+    bench.add_argument("what", choices=("scaler", "harness", "scale"))
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+
+
+def _add(parser: argparse.ArgumentParser, *tables: Options) -> None:
+    for table in tables:
+        for name, settings in table.items():
+            parser.add_argument(f"--{name}", **settings)
+
+
+def folder(text: str) -> Path:
+    """A folder that is there or can be made."""
+    path = Path(text)
+    for place in (path, *path.parents):
+        if place.is_dir():
+            return path
+        if place.exists():
+            raise argparse.ArgumentTypeError(f"{place} is a file, expected a folder")
+    return path
+
+
+def file(text: str) -> Path:
+    """A file that can be written; its folder need not be there."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder, expected a file")
+    return folder(str(path.parent)) / path.name
+
+
+PATHS = (Path, folder, file)
+"""Types of options that name a file or a folder."""
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return number
+
+
+def _names(text: str) -> list[str]:
+    """``a,b`` as two names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _specs(text: str) -> list[str]:
+    """Scalers, ``module:attribute`` or ``none``."""
+    specs = _names(text)
+    for spec in specs:
+        if spec != "none" and not all(spec.partition(":")):
+            raise argparse.ArgumentTypeError(
+                f"{spec!r} is no module:attribute, such as torch.amp:GradScaler"
+            )
+    return specs
+
+
+def _repeated(
+    metavar: str, text: str, names: Callable[[str], list[str]] = _names
+) -> dict[str, Any]:
+    """An option that takes several names, ``a,b``, and may be repeated."""
+    return {
+        "action": "extend",
+        "type": names,
+        "default": [],
+        "metavar": f"{metavar},...",
+        "help": text,
+    }
+
+
+Options = Mapping[str, Mapping[str, Any]]
+
+_JUDGED: Options = {
+    "scaler": _repeated(
+        "SPEC",
+        f"module:attribute to judge ({DEFAULT_SCALER}), or none: the stack alone",
+        _specs,
+    ),
+}
+_SELECTION: Options = {
+    "preset": {
+        "default": "default",
+        "metavar": "NAME",
+        "help": "parity (main job), quick, default (all pairs), full (all triples)",
+    },
+    "quick": {
+        "action": "store_const",
+        "const": "quick",
+        "dest": "preset",
+        "help": "short for --preset quick",
+    },
+    "full": {
+        "action": "store_const",
+        "const": "full",
+        "dest": "preset",
+        "help": "short for --preset full",
+    },
+    "workload": {
+        "default": "",
+        "metavar": "SPEC",
+        "help": "module:attribute of a workload of your own (docs/workload.md)",
+    },
+    "topology": _repeated("NAME", "only these topologies"),
+    "data": _repeated("NAME", "only these models, see list data"),
+    "precision": _repeated("NAME", "only these precisions"),
+    "optimizer": _repeated("NAME", "only these optimizers"),
+    "world-size": {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks, instead of each topology's own number",
+    },
+    "seed": {"type": int, "default": 0, "help": "seed of weights and data"},
+}
+_NARROWING = ("topology", "data", "precision", "optimizer", "world-size", "seed")
+_DEVICES: Options = {
+    "device": {
+        "default": "cpu",
+        "choices": ("cpu", "cuda"),
+        "help": "cpu with gloo (default), or cuda with NCCL, one rank a GPU",
+    },
+    "share-gpus": {
+        "action": "store_true",
+        "help": "several ranks a GPU, with gloo; goes with --device cuda",
+    },
+}
+_RUN: Options = {
+    "scenario": {  # an id has commas of its own
+        "action": "append",
+        "default": [],
+        "metavar": "ID",
+        "help": "run this scenario instead of a preset; may be repeated",
+    },
+    "require": _repeated("SPEC", "scalers that decide the exit code (all)", _specs),
+    "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
+}
+_MACHINE: Options = {
+    "world-size": {"type": int, "default": 2, "metavar": "N", "help": "ranks (2)"},
+    "history": {
+        "default": "",
+        "metavar": "CALLS",
+        "help": "run this history again, as a search has told it",
+    },
+    "family": _repeated("NAME", "only this family of programs (docs/mutants.md)"),
+}
+_MUTANTS: Options = {
+    "every": {
+        "action": "store_true",
+        "help": "judge wrong scalers in all scenarios, caught or not",
+    },
+    "seeds": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "seeds for the right scalers (1)",
+    },
+    "share": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "each seed takes one Nth of the first preset (1)",
+    },
+    "out": {
+        "type": folder,
+        "metavar": "DIR",
+        "help": "folder for mutants.json and mutants.md",
+    },
+    "quiet": {"action": "store_true", "help": "no progress"},
+}
+_OUTPUT: Options = {
+    "out": {
+        "type": folder,
+        "metavar": "DIR",
+        "help": "folder for report.jsonl and index.html (parity-report)",
+    },
+    "report": {
+        "type": file,
+        "metavar": "FILE",
+        "help": "write the report to FILE instead, without a page",
+    },
+    "timeout-s": {
+        "type": _positive,
+        "default": 120.0,
+        "metavar": "S",
+        "help": "limit of one scenario in seconds (120)",
+    },
+    "quiet": {"action": "store_true", "help": "no progress, no table"},
+}
+
+SUITE: Options = {
+    **_JUDGED,
+    **_SELECTION,
+    "scenario": _RUN["scenario"],
+    **_DEVICES,
+    **{name: _OUTPUT[name] for name in ("out", "report", "timeout-s")},
+}
+"""The options that the pytest plugin takes, under its prefix."""

@@ -1,0 +1,78 @@
+"""``gradparity laws``: write ``docs/laws.md`` from the laws themselves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from ...fixtures.faulty import FAULTY
+from ...fixtures.faulty.stacks import FAULTY_STACKS
+from ..judge import laws as laws
+from ..judge.law import LAWS, Law
+
+__all__ = ["main", "render"]
+
+_HEAD = """\
+# Laws
+
+What every right scaler keeps, and every right stack, by chapter. Made by `make docs`
+from `conformance/judge/laws/`: change it there. A law that compared nothing is
+`inconclusive`, never a pass.
+`gradparity explain LAW` says the same in the terminal. What a scaler must offer to be
+judged at all is in [judged-scaler.md](judged-scaler.md).
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page.
+
+    Args:
+        argv: arguments after ``gradparity laws``.
+
+    Returns:
+        0 written, 2 bad usage.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gradparity laws",
+        description="Write the page of all laws.",
+        allow_abbrev=False,
+    )
+    default = Path("docs/laws.md")
+    parser.add_argument("--out", type=Path, default=default, metavar="FILE")
+    try:
+        parsed = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
+        draft = parsed.out.with_name(f".{parsed.out.name}.draft")
+        draft.write_text(render(), encoding="utf-8")
+        os.replace(draft, parsed.out)
+    except OSError as error:
+        print(f"gradparity laws: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as done:  # --help, or a usage error that argparse has told
+        return int(done.code or 0)
+    print(f"written: {parsed.out}")
+    return 0
+
+
+def render() -> str:
+    """The page as Markdown."""
+    chapters = groupby(LAWS.values(), key=lambda law: law.id.partition(".")[0])
+    parts = [f"## {name}\n\n" + "\n".join(map(_entry, laws)) for name, laws in chapters]
+    return "\n".join([_HEAD, *parts])
+
+
+def _entry(law: Law) -> str:
+    return "\n".join(_lines(law))
+
+
+def _lines(law: Law) -> Iterator[str]:
+    yield f"### {law.id}\n"
+    yield f"{law.text}\n"
+    yield f"*Why:* {law.reason}\n"
+    every = [*FAULTY.items(), *FAULTY_STACKS.items()]
+    faulty = [f"`{made.__name__}`" for made, how in every if how.law == law.id]
+    if faulty:
+        yield f"*Broken on purpose by:* {', '.join(faulty)}\n"

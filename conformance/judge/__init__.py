@@ -1,0 +1,1 @@
+"""After the run: laws, references, bounds and parity; pure functions of traces."""

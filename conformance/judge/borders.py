@@ -1,0 +1,589 @@
+"""Borders: every tensor that passed the border of a module, against the reference.
+
+[Note: What a rank holds]
+A DTensor says which part of the whole it is, and over which ranks it is still to be
+summed. A plain tensor says nothing. Where it is smaller than the whole, the parts are
+tried that the rank's mesh coordinate suggests; the rows need no such search, since the
+reference runs on the very rows that the rank was given. Where no part has the shape,
+the tensor is not compared.
+
+[Note: Whose fault]
+The first tensor that departs decides, in the order of the reference and over all ranks,
+as a collective carries a fault from one to others. What comes out of a module is that
+module's fault; what comes in is that of the module around it, which computed it. In
+forward inputs come in and outputs come out; in backward gradients of outputs come in
+and gradients of inputs come out. Inside a module out of which right tensors come a
+tensor may be what it likes, such as a partial sum that is reduced before anybody sees
+it: it does not count. If no activation departs, it is the loss, the gradients of the
+parameters themselves, or the optimizer.
+
+[Note: Factors]
+An objective may be normalised in many ways, and a scaler scales it. So gradients of
+activations are compared up to one factor for each rank and micro-batch, that of the
+first gradient that there is. A wrong one shows in the gradients of all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ...fixtures import Batch
+from ..rank.modules import (
+    INPUT,
+    INPUT_GRADIENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    Border,
+    Call,
+    ModuleLog,
+    Watched,
+    watch_modules,
+)
+from ..report.records import Location
+from ..space.scenario import Scenario
+from ..status import rank_list
+from .bounds import HEAD_ROOM, sizes
+from .reference import TRUTH, ReferenceRun, Schedule, Variant, reference_before
+
+__all__ = ["BACKWARD", "FORWARD", "Borders", "Direction", "multiple_of"]
+
+Doubles = NDArray[np.float64]
+State = Literal["right", "partial", "wrong"]
+UNEVEN = 0.02
+"""What the factors of two ranks may differ by, half precision included."""
+MOST_PARTS = 256
+"""Parts of a whole that are tried for a plain tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction:
+    """Forward or backward: what comes in to a module, and what comes out."""
+
+    name: Literal["forward", "backward"]
+    enters: str
+    leaves: str
+
+
+FORWARD = Direction(name="forward", enters=INPUT, leaves=OUTPUT)
+BACKWARD = Direction(name="backward", enters=OUTPUT_GRADIENT, leaves=INPUT_GRADIENT)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the reference says of one tensor."""
+
+    truth: Doubles
+    bound: tuple[float, float]
+    """What the norm and the largest element of an error may be."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found of one tensor on one rank."""
+
+    state: State
+    error: float
+    """Relative to the size of the whole tensor."""
+    bound: float
+
+
+class Borders:
+    """All tensors at the borders of modules, on all ranks, against the reference."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        schedule: Schedule,
+        step: int,
+        watched: Sequence[Watched],
+    ) -> None:
+        self.step = step
+        self.ranks = {each.rank: each for each in watched}
+        self.axes = scenario.parsed_topology.mesh_shape(scenario.world)
+        self.shapes = {
+            n: tuple(p.shape) for n, p in scenario.kit.model().named_parameters()
+        }
+        self.of_whole = False
+        """Whether references ran on whole batches: micro-batches have any rows."""
+        self.known: dict[str, dict[Border, _Known]] = {}
+        self.order: list[Border] = []
+        self.inside: dict[Call, Call] = {}
+        references = _References(scenario, schedule, step)
+        for each in watched:
+            if each.rows not in self.known:
+                self.known[each.rows], truth = references.known(each.batches)
+                self.of_whole |= references.of_whole
+                self.order, self.inside = list(truth.passed), truth.inside
+        self.place = {border: number for number, border in enumerate(self.order)}
+        self.sides: dict[tuple[Call, str], list[Border]] = {}
+        for border in self.order:
+            self.sides.setdefault((border.of, border.kind), []).append(border)
+        self.groups = list(_groups(watched))
+        self.one_factor = self.of_whole or scenario.kit.counted
+        """Whether the reference's objective is normalised alike for all ranks."""
+        self.factors = self._factors()
+        self.found = {
+            (rank, border): found
+            for rank, each in self.ranks.items()
+            for border in each.log.passed
+            if (found := self._judged(rank, border)) is not None
+        }
+
+    @property
+    def compared(self) -> int:
+        """Tensors that were compared, on all ranks."""
+        return len(self.found)
+
+    @property
+    def not_compared(self) -> int:
+        """Tensors that were seen and could not be compared."""
+        seen = sum(len(w.log.passed) + w.log.left_out for w in self.ranks.values())
+        return seen - self.compared
+
+    @property
+    def agreed(self) -> str:
+        """What was compared and agreed, in words."""
+        if not any(w.log.modules for w in self.ranks.values()):
+            return "the stack shows no modules, so activations were not compared"
+        if not self.compared:
+            return "no activation could be compared"
+        missed = f", {self.not_compared} could not be" if self.not_compared else ""
+        modules = {border.module for _, border in self.found}
+        return (
+            f"{self.compared} activations and their gradients at the borders of "
+            f"{len(modules)} modules were compared{missed}: all agree"
+        )
+
+    @property
+    def backwards(self) -> list[str]:
+        """Modules as backward comes to them."""
+        left = [b.module for b in self.order if b.kind == OUTPUT]
+        return list(dict.fromkeys(reversed(left)))
+
+    def blame(self, way: Direction) -> Location | None:
+        """The module in which things begin to go wrong; see [Note: Whose fault]."""
+        for border in self.order:
+            if border.kind in (way.enters, way.leaves):
+                for rank in self.ranks:
+                    if self._counts(rank, border, way):
+                        return self._told(way, border, rank)
+        return None
+
+    def uneven(self) -> Location | None:
+        """Ranks on which backward starts with factors that are not the same."""
+        for micro_batch in sorted({batch for _, batch in self.factors}):
+            at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
+            low, high = min(at.values()), max(at.values())
+            if self.one_factor and high - low > UNEVEN * abs(high):
+                told = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
+                return Location(
+                    where="backward",
+                    micro_batch=micro_batch,
+                    ranks=tuple(at),
+                    text="every output is right, but the gradient of the model's "
+                    f"output starts with another factor on each rank ({told}, step "
+                    f"{self.step}, micro-batch {micro_batch}): the loss is normalised "
+                    "by what a rank sees, and not by what all see",
+                )
+        return None
+
+    def _state(self, rank: int, border: Border) -> State | None:
+        found = self.found.get((rank, border))
+        return None if found is None else found.state
+
+    def _counts(self, rank: int, border: Border, way: Direction) -> bool:
+        """Whether what left a call departs, and nothing around it makes up for it."""
+        state = self._state(rank, border)
+        if state in (None, "right"):
+            return False
+        around = list(self._around(border.of))
+        states = [self._side(rank, call, way.leaves) for call in around]
+        if "right" in states:
+            return False
+        if state == "wrong":
+            return True
+        # a partial sum: somebody may reduce it before it is used
+        if states and states[0] == "wrong":
+            return False
+        return not any(
+            self._state(rank, later) == "right"
+            and not self._within(later.of, border.of)
+            for later in self.order[self.place[border] + 1 :]
+            if later.kind == way.enters and later.micro_batch == border.micro_batch
+        )
+
+    def _side(self, rank: int, call: Call, kind: str) -> State | None:
+        """The worst state of the tensors on one side of a call."""
+        states = [self._state(rank, b) for b in self.sides.get((call, kind), ())]
+        return next((s for s in ("wrong", "partial", "right") if s in states), None)
+
+    def _around(self, call: Call) -> Iterator[Call]:
+        """The calls that a call was made in, the innermost first."""
+        while call in self.inside:
+            call = self.inside[call]
+            yield call
+
+    def _within(self, call: Call, other: Call) -> bool:
+        return call == other or other in self._around(call)
+
+    def _told(self, way: Direction, first: Border, rank: int) -> Location:
+        """What is told of the first tensor that departs."""
+        state = self._state(rank, first)
+        ranks = [r for r in self.ranks if self._state(r, first) == state]
+        to_blame, border = first.of, first
+        if first.kind == way.enters:
+            to_blame = next(self._around(first.of), first.of)
+            left = self.sides.get((to_blame, way.leaves), ())
+            wrong = [b for b in left if self._state(rank, b) == "wrong"]
+            border = wrong[0] if wrong and to_blame != first.of else first
+        found = self.found[rank, border]
+        micro_batch, module, _ = to_blame
+        subject = module or "the model"
+        inside = "" if first.of == to_blame else first.module
+        at_step = f"step {self.step}, micro-batch {micro_batch}"
+        departs = f"departs by {found.error:.2g} (bound {found.bound:.1g})"
+        if not np.isfinite(found.error):
+            departs = "is not finite"
+        if found.state == "partial":
+            departs = f"is a partial sum that nothing adds up ({departs})"
+        what = f"what came in is right, the {border.kind} {departs}"
+        if inside and border is first:
+            what = f"inside it, at {inside}, the {first.kind} {departs}"
+        elif inside:
+            what += f"; inside it, at {inside}, the {first.kind} departs first"
+        elif first.kind == way.enters:
+            what = f"the {first.kind} {departs}"
+        parts = [f"{way.name} of {subject} on {rank_list(ranks)}, {at_step}: {what}"]
+        collective = self.ranks[rank].log.last_collective(first)
+        parts.append(f"last collective before it: {collective}")
+        return Location(
+            where=way.name,
+            module=module,
+            inside=inside,
+            ranks=tuple(ranks),
+            micro_batch=micro_batch,
+            error=found.error,
+            bound=found.bound,
+            collective=collective,
+            text="; ".join(parts),
+        )
+
+    # - One tensor
+
+    def _judged(self, rank: int, border: Border) -> _Found | None:
+        each = self.ranks[rank]
+        known = self.known[each.rows].get(border)
+        if known is None or not np.isfinite(known.bound).all():
+            return None
+        factor = 1.0
+        if border.kind in (OUTPUT_GRADIENT, INPUT_GRADIENT):
+            factor = self.factors[rank, border.micro_batch]
+        best = self._best(rank, border, known, factor)
+        if best is None or best.state == "right":
+            return best
+        for group in self.groups:
+            if rank in group:
+                summed = self._best(rank, border, known, factor, group)
+                if summed is not None and summed.state == "right":
+                    return replace(best, state="partial")
+        return best
+
+    def _best(
+        self,
+        rank: int,
+        border: Border,
+        known: _Known,
+        factor: float,
+        group: Sequence[int] = (),
+    ) -> _Found | None:
+        """Against the part of the truth that is nearest; None where there is none."""
+        values = self._values(rank, border, group)
+        if values is None:
+            return None
+        found = [
+            _held(values, factor * part, known, abs(factor))
+            for part in self._parts(rank, border, known.truth)
+        ]
+        return min(found, key=lambda f: f.error / (f.bound or 1.0), default=None)
+
+    def _values(
+        self, rank: int, border: Border, group: Sequence[int]
+    ) -> Doubles | None:
+        """A rank's tensor, or the sum of those of ``group``."""
+        mine = self.ranks[rank].log.passed[border]
+        group = group or mine.summed_over
+        if not group:
+            return mine.values.astype(np.float64)
+        all_ = [self.ranks[r].log.passed.get(border) for r in group if r in self.ranks]
+        parts = [
+            p for p in all_ if p is not None and p.values.shape == mine.values.shape
+        ]
+        if len(parts) < len(group):
+            return None
+        total: Doubles = np.sum([p.values.astype(np.float64) for p in parts], axis=0)
+        return total / (mine.divided_by if mine.summed_over else 1)
+
+    def _parts(self, rank: int, border: Border, truth: Doubles) -> Iterator[Doubles]:
+        """The parts of the truth that a rank's tensor may be."""
+        mine = self.ranks[rank].log.passed[border]
+        if mine.whole == truth.shape and mine.places is not None:
+            yield truth.reshape(-1)[mine.places].reshape(mine.values.shape)
+            return
+        if mine.values.ndim != truth.ndim:
+            return
+        coordinate = self.ranks[rank].coordinate
+        shapes = zip(mine.values.shape, truth.shape, strict=True)
+        cuts = [
+            list(_cuts(*sizes, coordinate, self.axes, any_=self.of_whole and dim == 0))
+            for dim, sizes in enumerate(shapes)
+        ]
+        if cuts and mine.values.shape[-1] < truth.shape[-1]:
+            own = self._features(rank, border, mine.values.shape[-1], truth.shape[-1])
+            cuts[-1] = cuts[-1] if own is None else [own]
+        for count, cut in enumerate(product(*cuts)):
+            if count < MOST_PARTS:
+                yield truth[np.ix_(*cut)] if cut else truth
+
+    def _features(
+        self, rank: int, border: Border, size: int, whole: int
+    ) -> NDArray[np.int64] | None:
+        """Which features a module's own parameters compute, or take."""
+        index = self.ranks[rank].index
+        comes_out = border.kind in (OUTPUT, OUTPUT_GRADIENT)
+        for leaf, dim in (("bias", 0), ("weight", 0), ("weight", 1)):
+            name = f"{border.module}.{leaf}".removeprefix(".")
+            shape, held = self.shapes.get(name, ()), index.get(name)
+            if held is None or len(shape) <= dim or shape[dim] != whole:
+                continue
+            places: NDArray[np.int64]
+            rest = int(np.prod(shape[1:]))
+            if dim == 0 and comes_out and len(held) == size * rest:
+                places = held.reshape(size, rest)[:, 0] // rest
+                return places
+            if dim == 1 and len(shape) == 2 and len(held) == size * shape[0]:
+                places = held.reshape(shape[0], size)[0] % whole
+                return places
+        return None
+
+    def _factors(self) -> dict[tuple[int, int], float]:
+        """See [Note: Factors]."""
+        own: dict[tuple[int, int], float] = {}
+        for rank in self.ranks:
+            for border in self.order:
+                at = (rank, border.micro_batch)
+                if at not in own and border.kind == OUTPUT_GRADIENT:
+                    factor = self._factor(rank, border)
+                    if factor is not None and factor != 0.0:
+                        own[at] = factor
+        wholes = {
+            (each.rows, batch): own[rank, batch]
+            for rank, each in reversed(self.ranks.items())
+            for batch in {b.micro_batch for b in self.order}
+            if (rank, batch) in own
+        }
+        return {
+            (rank, batch): own.get((rank, batch), wholes.get((each.rows, batch), 1.0))
+            for rank, each in self.ranks.items()
+            for batch in {b.micro_batch for b in self.order}
+        }
+
+    def _factor(self, rank: int, border: Border) -> float | None:
+        known = self.known[self.ranks[rank].rows].get(border)
+        if known is None or border not in self.ranks[rank].log.passed:
+            return None
+        values = self._values(rank, border, ())
+        if values is None:
+            return None
+        found = [
+            multiple_of(values, part) for part in self._parts(rank, border, known.truth)
+        ]
+        ratio, rest = min(found, key=lambda f: f[1], default=(0.0, 1.0))
+        return ratio if rest < 0.5 else None
+
+
+def _held(values: Doubles, truth: Doubles, known: _Known, factor: float) -> _Found:
+    unit = factor * float(np.linalg.norm(known.truth)) or 1.0
+    bounds = [factor * bound for bound in known.bound]
+    errors = sizes(values - truth)
+    ratio, error, bound = max(
+        (e / b if b else np.inf * (e > 0 or np.isnan(e)) if e else 0.0, e, b)
+        for e, b in zip(errors, bounds, strict=True)
+    )
+    state: State = "right" if ratio <= 1 else "wrong"
+    return _Found(state=state, error=error / unit, bound=bound / unit)
+
+
+def multiple_of(values: Doubles, truth: Doubles) -> tuple[float, float]:
+    """(factor, rest): ``values`` are factor x ``truth`` but for a relative rest."""
+    square = float((truth * truth).sum())
+    size = float(np.linalg.norm(values))
+    if not square or not size or values.shape != truth.shape:
+        return 0.0, 1.0
+    factor = float((values * truth).sum()) / square
+    return factor, float(np.linalg.norm(values - factor * truth)) / size
+
+
+def _cuts(
+    size: int,
+    whole: int,
+    coordinate: Mapping[str, int],
+    axes: Mapping[str, int],
+    *,
+    any_: bool,
+) -> Iterator[NDArray[np.int64]]:
+    """Places along one dim that a rank may hold, by its mesh coordinate; or any."""
+    places = np.arange(whole)
+    if size >= whole:
+        if size == whole:
+            yield places
+        return
+    found = False
+    for count in range(1, len(axes) + 1):
+        for some in combinations(axes, count):
+            parts, at = 1, 0
+            for axis in some:
+                parts *= axes[axis]
+                at = at * axes[axis] + coordinate[axis]
+            step = -(-whole // parts)  # as torch.chunk cuts
+            for cut in (
+                places[at * step : (at + 1) * step],
+                _zigzag(places, at, parts),
+            ):
+                if len(cut) == size:
+                    found = True
+                    yield cut
+    if (any_ or not found) and whole % size == 0:
+        yield from np.split(places, whole // size)
+
+
+def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]:
+    """A part from the front and one from the back, as causal attention is balanced."""
+    if parts < 2 or len(places) % (2 * parts):
+        return places[:0]
+    chunks = np.split(places, 2 * parts)
+    return np.concatenate([chunks[at], chunks[-1 - at]])
+
+
+def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
+    """Ranks that a partial sum may be over: those that saw the same rows."""
+    axes = list(watched[0].coordinate)
+    for count in range(1, len(axes) + 1):
+        for some in combinations(axes, count):
+            lines: dict[Any, list[int]] = {}
+            for each in watched:
+                rest = [i for a, i in each.coordinate.items() if a not in some]
+                lines.setdefault((each.rows, *rest), []).append(each.rank)
+            yield from (line for line in lines.values() if len(line) > 1)
+
+
+# - The reference, watched
+
+
+class _References:
+    """Reference runs that have come to a step: the truth, and two noisy ones."""
+
+    def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
+        self.scenario = scenario
+        self.truth = reference_before(scenario, schedule, TRUTH, step)
+        self.plain = reference_before(scenario, schedule, Variant(), step)
+        self.whole = scenario.kit.batch(step, scenario.seed)
+        self.of_whole = False
+        precision = scenario.parsed_precision
+        self.roundoff = torch.finfo(precision.compute_dtype).eps / 2
+        half = precision.compute_dtype != torch.float32
+        self.scale = schedule.scales[step] if half else 1.0
+
+    def known(self, batches: Sequence[Batch]) -> tuple[dict[Border, _Known], ModuleLog]:
+        """What passes in a run on ``batches``, with bounds; and the truth's log."""
+        batches = [self._of_whole_rows(batch) for batch in batches]
+        truth = self._watched(self.truth, batches)
+        noisy = [self._watched(self.plain, batches)]
+        with _jittered(self.plain.model, self.roundoff):
+            noisy.append(self._watched(self.plain, batches))
+        return _bounded(truth, noisy, self.roundoff), truth
+
+    def _of_whole_rows(self, batch: Batch) -> Batch:
+        """A micro-batch that a reference can run by itself.
+
+        Parts of rows, as of a sequence, know of each other: there the whole is run, and
+        a rank's tensors are parts of what passes.
+        """
+        shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
+        self.of_whole = shapes[0] != shapes[1]
+        return self.whole if self.of_whole else batch
+
+    def _watched(self, run: ReferenceRun, batches: Sequence[Batch]) -> ModuleLog:
+        names = {module: name for name, module in run.model.named_modules()}
+        scale = 1.0 if run.variant.double else self.scale
+        with watch_modules([run.model], names) as log:
+            for batch in batches:
+                run.one_pass(batch, scale)
+        run.model.zero_grad()
+        for border, passed in log.passed.items() if scale != 1.0 else ():
+            if border.kind in (INPUT_GRADIENT, OUTPUT_GRADIENT):
+                log.passed[border] = replace(passed, values=passed.values / scale)
+        return log
+
+
+@contextmanager
+def _jittered(model: nn.Module, size: float) -> Iterator[None]:
+    """Change every weight by a random part of its rounding."""
+    before = [p.detach().clone() for p in model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + size * (2 * torch.rand(p.shape, generator=generator) - 1))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), before, strict=True):
+                p.copy_(old)
+
+
+def _bounded(
+    truth: ModuleLog, noisy: Sequence[ModuleLog], roundoff: float
+) -> dict[Border, _Known]:
+    """As bounds of gradients are made, see [Note: Bounds] in :mod:`.bounds`."""
+    values: dict[Border, Doubles] = {}
+    noise: dict[Border, tuple[float, ...]] = {}
+    for border, passed in truth.passed.items():
+        value = values[border] = passed.values.astype(np.float64)
+        seen = [log.passed.get(border) for log in noisy]
+        errors = [
+            sizes(n.values - value)
+            for n in seen
+            if n is not None and n.values.shape == value.shape
+        ]
+        unknown = [(np.inf, np.inf)] * (len(errors) < len(noisy))
+        noise[border] = tuple(map(max, zip(*errors, *unknown, strict=True)))
+    known = {}
+    for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
+        some = [b for b in values if b.kind in kinds]
+        own = {b: sizes(values[b]) for b in some}
+        floors = [
+            max(
+                float(
+                    np.median(
+                        [noise[b][i] / own[b][i] for b in some if own[b][i]] or [0]
+                    )
+                ),
+                roundoff,
+            )
+            for i in (0, 1)
+        ]
+        for b in some:
+            norm, largest = (
+                HEAD_ROOM * max(noise[b][i], floors[i] * own[b][i]) for i in (0, 1)
+            )
+            known[b] = _Known(values[b], (norm, largest))
+    return known

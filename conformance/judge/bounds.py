@@ -1,0 +1,311 @@
+"""Bounds of parity, made of the errors that correct runs have themselves.
+
+[Note: Bounds]
+A bound is ``HEAD_ROOM`` times the largest error that correct single-process runs of the
+same precision show against fp64 for this parameter up to this step (errors of training
+do not shrink again), and never less than the median relative noise of all parameters
+at that step (a parameter may be lucky in all references) nor one unit roundoff of the
+compute dtype. There is no absolute floor, so tiny gradients are held as tightly as
+large ones. An update is seen through the rounding of the stored fp32 parameter: a run
+that shows no error may have one of half a unit in the last place, so its noise is never
+less than that. Norm and largest element are bounded separately: a norm hides one bad
+element, an element hides a drift. The derivation of ``HEAD_ROOM`` is in docs/parity.md.
+
+[Note: Weights of updates]
+Adam and its kin divide a gradient by its own size, so the error of an element's update
+is that of its gradient over the gradient: elements with small gradients err more, and
+the largest error would be that of one element, of which five references say little. So
+updates are compared after each element is multiplied by the smallest gradient it had,
+which makes all elements err alike. An element whose true gradient was smaller than the
+bound on gradient errors got a step of full length in a direction that rounding decided:
+its weight is 0 from that step on. Its gradient is still compared. Under SGD all weights
+are 1.
+
+[Note: Contrary run]
+Such a step also changes what other gradients are from then on, by far more than
+rounding does: one weight that goes the other way changes those of its neighbours by
+some percent. In half precision, where the noise of a gradient is large enough for that
+to happen by chance, one more reference gives the optimizer every element that is no
+larger than the noise with the other sign. In fp32 no such element was ever seen to
+turn, and a bound that allowed for it would hide what it is there to find.
+
+[Note: Whole matrices]
+An optimizer that makes a matrix orthogonal (Muon) mixes all elements: its updates are
+compared as they are, and their noise is that of further references: gradients are
+changed by as much as correct ones differ, and what the optimizer computes in half
+precision is rounded once more. What follows from such a step counts as noise, too, as
+in the contrary run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..rank.elementwise import not_elementwise
+from ..rank.routing import Choices
+from ..space.scenario import Scenario
+from .reference import (
+    NOISY,
+    TRUTH,
+    Limits,
+    Reference,
+    Schedule,
+    Variant,
+    train_reference,
+)
+
+__all__ = [
+    "HEAD_ROOM",
+    "Yardstick",
+    "expected_choices",
+    "make_yardstick",
+    "sizes",
+]
+
+HEAD_ROOM = 8.0
+NUDGED = 3
+"""Further references where an optimizer looks at whole matrices."""
+Doubles = NDArray[np.float64]
+Tensors = dict[str, Doubles]
+Pair = tuple[float, float]
+"""Norm and largest element, of a tensor or of a bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """The truth and the absolute bounds by kind: [step][parameter] -> pair."""
+
+    truth: Reference
+    """Its updates are weighted."""
+    weights: Sequence[dict[str, Doubles]]
+    """[step][parameter] -> what elements of the update count; 0: cannot be compared."""
+    gradient: Sequence[dict[str, Pair]]
+    update: Sequence[dict[str, Pair]]
+    loss: Sequence[dict[str, Pair]]
+    norm: Sequence[dict[str, Pair]] = ()
+    """Of the norm of the whole unscaled gradient before it is clipped."""
+
+
+def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
+    """Train the references and derive truth and bounds; see [Note: Bounds]."""
+    truth = train_reference(scenario, schedule, TRUTH)
+    roundoff = _roundoff(scenario)
+    skipped = schedule.skipped
+    always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
+    runs, gradient = _noisy_runs(scenario, schedule, truth)
+    adaptive = scenario.kit.adaptive(scenario.optimizer)
+    matrices = not_elementwise(scenario.data, scenario.optimizer)
+    weights = _weights(truth, gradient, skipped, matrices, adaptive=adaptive)
+    updates = _weighted(truth.updates, weights)
+    noisy = [_weighted(r.updates, weights) for r in runs]
+    return Yardstick(
+        truth=replace(truth, updates=updates),
+        weights=weights,
+        gradient=gradient,
+        update=_bound(
+            updates, noisy, roundoff, skipped, _weighted(_hidden(truth), weights)
+        ),
+        loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, always),
+        norm=_bound(
+            _norms(truth),
+            [_norms(r) for r in runs],
+            roundoff,
+            [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
+        ),
+    )
+
+
+def expected_choices(
+    scenario: Scenario, schedule: Schedule
+) -> tuple[dict[str, Choices], ...]:
+    """What learned routers choose at each step, and how far their scores may be off.
+
+    Args:
+        scenario: what is trained.
+        schedule: what the run on the ranks will do, or did.
+    """
+    truth = train_reference(scenario, schedule, TRUTH)
+    runs, _ = _noisy_runs(scenario, schedule, truth)
+    worst: dict[str, float] = {}
+    expected = []
+    for step, choices in enumerate(truth.choices):
+        for kind, told in choices.items():
+            errors = [run.errors[step].get(kind, 0.0) for run in runs]
+            floor = _roundoff(scenario) * float(np.abs(told.scores).max())
+            worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
+        expected.append(
+            {
+                kind: replace(told, noise=worst[kind], limit=HEAD_ROOM * worst[kind])
+                for kind, told in choices.items()
+            }
+        )
+    return tuple(expected)
+
+
+def _noisy_runs(
+    scenario: Scenario, schedule: Schedule, truth: Reference
+) -> tuple[list[Reference], list[dict[str, Pair]]]:
+    """Correct runs of the scenario's precision, and the bounds on their gradients."""
+
+    def bounds() -> list[dict[str, Pair]]:
+        gradients = [run.gradients for run in runs]
+        roundoff = _roundoff(scenario)
+        return _bound(truth.gradients, gradients, roundoff, schedule.skipped)
+
+    runs = [train_reference(scenario, schedule, v) for v in NOISY]
+    gradient = bounds()
+    adaptive = scenario.kit.adaptive(scenario.optimizer)
+    half = scenario.parsed_precision.compute_dtype != torch.float32
+    if adaptive and half:  # see [Note: Contrary run]
+        other = Variant(contrary=_noise(gradient))
+        runs.append(train_reference(scenario, schedule, other))
+        gradient = bounds()
+    if not_elementwise(scenario.data, scenario.optimizer):  # [Note: Whole matrices]
+        limits = _noise(gradient)
+        for seed in range(1, NUDGED + 1):
+            other = Variant(nudged=seed, limits=limits)
+            runs.append(train_reference(scenario, schedule, other))
+        gradient = bounds()
+    return runs, gradient
+
+
+def _roundoff(scenario: Scenario) -> float:
+    return torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
+
+
+def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
+    """The largest element of the noise that ``bounds`` were made of."""
+    return tuple(
+        tuple(
+            (name, largest / HEAD_ROOM)
+            for name, (_, largest) in step.items()
+            if np.isfinite(largest)
+        )
+        for step in bounds
+    )
+
+
+def _hidden(truth: Reference) -> list[Tensors]:
+    """What the rounding of the stored fp32 parameters hides of their updates."""
+    return [
+        {
+            n: np.spacing(np.abs(truth.start[n] + update).astype(np.float32)) / 2.0
+            for n, update in updates.items()
+        }
+        for updates in truth.updates
+    ]
+
+
+def _losses(run: Reference) -> list[Tensors]:
+    return [{"loss": np.array([x])} for x in run.losses]
+
+
+def _norms(run: Reference) -> list[Tensors]:
+    return [{"norm": np.array([x])} for x in run.norms]
+
+
+def _weights(
+    truth: Reference,
+    bounds: Sequence[dict[str, Pair]],
+    skipped: Sequence[frozenset[str]],
+    matrices: frozenset[str],
+    *,
+    adaptive: bool,
+) -> list[Tensors]:
+    """See [Note: Weights of updates]."""
+    ones = {n: np.ones(t.shape) for n, t in truth.updates[0].items()}
+    smallest: Tensors = {}
+    steps = []
+    for step, gradients in enumerate(truth.gradients):
+        due = gradients.keys() - skipped[step] - matrices
+        for n in due if adaptive else ():
+            size = np.abs(gradients[n])
+            size[~(size > bounds[step][n][1])] = 0.0
+            smallest[n] = np.minimum(smallest.get(n, np.inf), size)
+        steps.append(ones | {n: s / (s.max() or 1.0) for n, s in smallest.items()})
+    return steps
+
+
+def _weighted(
+    steps: Sequence[Tensors], weights: Sequence[Tensors]
+) -> tuple[Tensors, ...]:
+    return tuple(
+        {n: t * weight[n] for n, t in tensors.items()}
+        for tensors, weight in zip(steps, weights, strict=True)
+    )
+
+
+def _bound(
+    truth: Sequence[Tensors],
+    runs: Sequence[Sequence[Tensors]],
+    roundoff: float,
+    skipped: Sequence[frozenset[str]],
+    hidden: Sequence[Tensors] | None = None,
+) -> list[dict[str, Pair]]:
+    """See [Note: Bounds]."""
+    worst: dict[str, Pair] = {}
+    bounds: list[dict[str, Pair]] = []
+    for step, tensors in enumerate(truth):
+        own = {name: sizes(t) for name, t in tensors.items()}
+        for name, tensor in tensors.items():
+            # where nobody uses the gradient, it need not be finite
+            if name not in skipped[step]:
+                # of a router that tips, a run may lack what another one has
+                errors = [sizes(run[step].get(name, 0.0) - tensor) for run in runs]
+                # a reference that overflowed on its own says nothing about noise
+                finite = [e for e in errors if np.isfinite(e).all()]
+                known = worst.get(name, (0.0, 0.0))
+                worst[name] = _larger(known, *(finite or [_UNKNOWN]))
+        floor = _relative_floor(worst, own, roundoff)
+        bounds.append({})
+        for name in tensors:
+            noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]
+            if hidden is not None:
+                noises.append(sizes(hidden[step][name]))
+            bounds[-1][name] = _scaled(HEAD_ROOM, _larger(*noises))
+    return bounds
+
+
+def _relative_floor(
+    worst: dict[str, Pair],
+    own: dict[str, Pair],
+    roundoff: float,
+) -> Pair:
+    """Median relative noise of all parameters, at least one unit roundoff."""
+    floors = []
+    for measure in (0, 1):
+        relative = [
+            worst[n][measure] / own[n][measure]
+            for n in worst
+            if n in own and own[n][measure] > 0
+        ]
+        finite = [r for r in relative if np.isfinite(r)]
+        floors.append(max(float(np.median(finite)) if finite else 0.0, roundoff))
+    return floors[0], floors[1]
+
+
+_UNKNOWN = (float("inf"), float("inf"))
+
+
+def sizes(tensor: Doubles) -> Pair:
+    """Norm and largest element; 0, 0 of an empty tensor."""
+    if not tensor.size:
+        return 0.0, 0.0
+    return float(np.linalg.norm(tensor)), float(np.abs(tensor).max())
+
+
+def _larger(*pairs: Pair) -> Pair:
+    return max(p[0] for p in pairs), max(p[1] for p in pairs)
+
+
+def _times(a: Pair, b: Pair) -> Pair:
+    return a[0] * b[0], a[1] * b[1]
+
+
+def _scaled(factor: float, pair: Pair) -> Pair:
+    return factor * pair[0], factor * pair[1]

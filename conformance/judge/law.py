@@ -1,0 +1,230 @@
+"""Law and verdict: a law is an id, a sentence, a reason and a pure function.
+
+A law sees :class:`Evidence` and nothing else; it never touches ``torch.distributed``,
+so it can be tested on made-up traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..rank.trace import Decision, RankTrace, StepTrace
+from ..space.scenario import Scenario
+from ..status import Status, rank_list, worst_of
+from .parity import Parity
+
+__all__ = [
+    "ENOUGH",
+    "LAWS",
+    "Evidence",
+    "Finding",
+    "Law",
+    "Status",
+    "Verdict",
+    "judge",
+    "law",
+    "rank_list",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a law found, in words and numbers."""
+
+    status: Status
+    message: str
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
+    parameter: str | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is, in words that
+    are equal in all runs with that cause."""
+    compared: int = 0
+    """Comparisons that it rests on."""
+    not_compared: int = 0
+    """Comparisons that were due and could not be made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that is known of one run, or of its part on one world."""
+
+    scenario: Scenario
+    ranks: tuple[RankTrace, ...]
+    """One trace a rank; shorter than the scenario where the run stopped early."""
+    bare: tuple[RankTrace, ...] | None = None
+    """The same scenario trained without a scaler, where a law asks for it."""
+    bare_differs: str = ""
+    """Where the run without a scaler differs from itself, made again; else empty."""
+    first_try: str = ""
+    """What ran out of time at a first try, where this is the second; else empty."""
+    parity: Parity | None = None
+    """None where the run stopped early."""
+    scaler: bool = True
+    """Whether a scaler was judged; else the stack alone."""
+    before: Evidence | None = None
+    """The part on another world, from whose saved state this one went on."""
+
+    @property
+    def leg(self) -> Scenario:
+        """What was run on this world: all of the scenario, or its part here."""
+        return self.scenario.legs[0 if self.before is None else -1]
+
+    @property
+    def unseen(self) -> int:
+        """Steps of all ranks that were due here and that some rank did not complete."""
+        start = self.before.leg.steps if self.before else 0
+        due = self.leg.steps - start - sum(1 for _ in self.steps())
+        return max(due, 0) * len(self.ranks)
+
+    def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
+        """(step, one trace a rank) for each step that every rank completed."""
+        for number in range(min((t.completed for t in self.ranks), default=0)):
+            seen = [t.steps[number] for t in self.ranks]
+            yield seen[0].step, seen
+
+    def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
+        """(step, one decision a rank) for each completed step and each optimizer."""
+        for step, seen in self.steps():
+            for each in zip(*(s.decisions for s in seen), strict=True):
+                yield step, each
+
+
+ENOUGH = 0.5
+"""The part of the comparisons that were due which a pass must at least rest on."""
+Judge = Callable[[Evidence], Finding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """One rule that every right scaler keeps."""
+
+    id: str
+    """Stable id, ``chapter.name``."""
+    text: str
+    """One sentence."""
+    reason: str
+    """Why a training run needs it."""
+    judge: Judge
+    of_stack: bool = False
+    """Whether it holds of training without a scaler, too."""
+
+    @property
+    def chapter(self) -> str:
+        """The part of the id before the dot."""
+        return self.id.partition(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One law applied to one run."""
+
+    law: str
+    finding: Finding
+
+    @property
+    def status(self) -> Status:
+        """Short for ``finding.status``."""
+        return self.finding.status
+
+
+LAWS: dict[str, Law] = {}
+"""Every law by id, in the order of its chapter."""
+
+
+def law(
+    id: str, text: str, reason: str, *, of_stack: bool = False
+) -> Callable[[Judge], Judge]:
+    """Enter the decorated function into :data:`LAWS`."""
+
+    def enter(judge: Judge) -> Judge:
+        assert id not in LAWS, f"two laws are called {id}"
+        LAWS[id] = Law(id=id, text=text, reason=reason, judge=judge, of_stack=of_stack)
+        return judge
+
+    return enter
+
+
+def judge(evidence: Evidence) -> list[Verdict]:
+    """Apply every law to ``evidence``."""
+    return [
+        Verdict(law=each.id, finding=_over_parts(each, evidence))
+        for each in LAWS.values()
+    ]
+
+
+def _over_parts(law: Law, evidence: Evidence) -> Finding:
+    """What a law finds in a run; of its parts the first one that is worst decides."""
+    finding = _finding(law, evidence)
+    if evidence.before is None:
+        return finding
+    there = _finding(law, evidence.before)
+    if there.message == finding.message:  # of both parts together, as parity is
+        return there
+    compared = there.compared + finding.compared
+    missed = there.not_compared + finding.not_compared
+    if worst_of([there.status, finding.status]) != there.status:
+        return replace(finding, compared=compared, not_compared=missed)
+    first = evidence.scenario.legs[0]
+    message = f"{there.message} ({first.topology}/{first.world}, where it began)"
+    if finding.status is there.status is Status.PASS:
+        message += f", then {finding.message}"
+    return replace(there, message=message, compared=compared, not_compared=missed)
+
+
+_AFTER_THE_REFERENCE = ("parity", "norm")
+"""Chapters of laws that compare with a reference, which a random forward has not."""
+
+
+def _finding(law: Law, evidence: Evidence) -> Finding:
+    random = evidence.scenario.parsed_recipe.training.random
+    if random and law.chapter in _AFTER_THE_REFERENCE:
+        return skipped("random layers are on: every other recipe turns them off")
+    if evidence.scaler or law.of_stack:
+        return law.judge(evidence)
+    return skipped("a law of scalers, and this run has none")
+
+
+def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:
+    """The first non-finite gradient of a step in words, or the empty string."""
+    for trace, rank in zip(seen, evidence.ranks, strict=True):
+        if trace.non_finite:
+            return f"{trace.non_finite[0]} is not finite on rank {rank.rank}"
+    return ""
+
+
+def skipped(message: str) -> Finding:
+    """The law does not apply, with the reason."""
+    return Finding(status=Status.SKIPPED, message=message)
+
+
+def inconclusive(message: str) -> Finding:
+    """Nothing was compared, with the reason."""
+    return Finding(status=Status.INCONCLUSIVE, message=message)
+
+
+def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
+    """Add to what a law of time finds that this is the second try."""
+    if not evidence.first_try:
+        return finding
+    text = f"tried again alone: a first try ran out of time, {evidence.first_try}"
+    return replace(finding, message=f"{finding.message} ({text})")
+
+
+def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:
+    """A pass over ``compared`` comparisons, or inconclusive when there were none.
+
+    Args:
+        compared: comparisons that were made, and agreed.
+        what: of what, in words.
+        not_compared: comparisons that were due and could not be made.
+    """
+    status, message = Status.PASS, f"{compared} {what}"
+    if not compared:
+        status = Status.INCONCLUSIVE
+        message += ": the run stopped before anything could be compared"
+    return Finding(
+        status=status, message=message, compared=compared, not_compared=not_compared
+    )

@@ -1,0 +1,166 @@
+"""Agreement: at every step all ranks hold the same state and take the same decision."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ...rank.trace import Decision, StepTrace
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    bad_gradient,
+    count_or_inconclusive,
+    law,
+    rank_list,
+    skipped,
+)
+
+Seen = TypeVar("Seen", StepTrace, Decision)
+
+DRIFT = (
+    "Ranks that disagree train with different effective learning rates or on different "
+    "steps; weights drift apart and nothing reports it (defects B01, B03, B04)."
+)
+
+
+def _disagreement(
+    evidence: Evidence, what: str, read: Callable[[StepTrace], object]
+) -> Finding:
+    """First step at which ``read`` differs between ranks; None is 'not known here'."""
+    return _first_split(evidence, what, evidence.steps(), read)
+
+
+def _first_split(
+    evidence: Evidence,
+    what: str,
+    steps: Iterable[tuple[int, Sequence[Seen]]],
+    read: Callable[[Seen], object],
+) -> Finding:
+    if len(evidence.ranks) == 1:
+        return skipped("one rank has nobody to disagree with")
+    compared, alone = 0, 0
+    for step, seen in steps:
+        groups: dict[object, list[int]] = defaultdict(list)
+        for trace, rank in zip(seen, evidence.ranks, strict=True):
+            value = read(trace)
+            if value is not None:
+                groups[value].append(rank.rank)
+        known = sum(map(len, groups.values()))
+        compared += known if known > 1 else 0  # one rank agrees with itself
+        alone += len(seen) - (known if known > 1 else 0)
+        if len(groups) > 1:
+            found = _split(step, what, groups, bad_gradient(evidence, seen))
+            return replace(found, compared=compared, not_compared=alone)
+    if alone and not compared:
+        return skipped(f"no two ranks have a {what}")
+    return count_or_inconclusive(
+        compared, f"rank-steps compared by their {what}", alone + evidence.unseen
+    )
+
+
+def _split(
+    step: int, what: str, groups: dict[object, list[int]], cause: str
+) -> Finding:
+    # the smaller group departs from the larger one
+    minority = min(groups.values(), key=len)
+    parts = [f"{rank_list(r)} {_words(what, v)}" for v, r in groups.items()]
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {step}: {'; '.join(parts)}{cause and f' ({cause})'}",
+        step=step,
+        ranks=tuple(minority),
+        numbers={
+            f"rank {rank}": float(value)
+            for value, ranks in groups.items()
+            for rank in ranks
+            if isinstance(value, int | float)
+        },
+    )
+
+
+def _words(what: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "stepped" if value else "skipped"
+    return f"{what} {value:g}" if isinstance(value, float) else f"{what} {value}"
+
+
+@law("agreement.scale", "After every step all ranks hold the same scale.", DRIFT)
+def scale(evidence: Evidence) -> Finding:
+    """Compare the public scale."""
+    return _disagreement(evidence, "scale", lambda s: s.scale_after)
+
+
+@law(
+    "agreement.growth",
+    "After every step all ranks hold the same growth state.",
+    "A growth tracker that differs makes the scale differ some steps later (B15b).",
+)
+def growth(evidence: Evidence) -> Finding:
+    """Compare the growth tracker of the state dict, which need not tell it."""
+    return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
+
+
+@law(
+    "agreement.skip",
+    "At every step either all ranks step or all ranks skip.",
+    DRIFT,
+    of_stack=True,
+)
+def skip(evidence: Evidence) -> Finding:
+    """Compare the effect on the local parameters, optimizer by optimizer."""
+    return _first_split(
+        evidence, "decision", evidence.decisions(), lambda d: d.parameters_changed
+    )
+
+
+@law(
+    "agreement.replicas",
+    "After every step all replicas of a parameter are bitwise equal.",
+    "Replicas that differ are different models; the difference is hidden once the "
+    "scales are equal again (B01d).",
+    of_stack=True,
+)
+def replicas(evidence: Evidence) -> Finding:
+    """Compare digests of parameters that hold the same elements."""
+    sets = _replica_sets(evidence)
+    compared = 0
+    for step, seen in evidence.steps():
+        for (name, _), positions in sets.items():
+            digests = [seen[i].digests[name] for i in positions]
+            compared += len(digests) - 1
+            if len(set(digests)) > 1:
+                ranks = [evidence.ranks[i].rank for i in positions]
+                return replace(_torn(step, name, ranks, digests), compared=compared)
+    if not sets and all(t.problem is None for t in evidence.ranks):
+        return skipped("no parameter has a replica on this mesh")
+    pairs = sum(len(positions) - 1 for positions in sets.values())
+    missed = pairs * evidence.unseen // len(evidence.ranks)
+    return count_or_inconclusive(compared, "pairs of replicas compared bitwise", missed)
+
+
+def _replica_sets(evidence: Evidence) -> dict[tuple[str, str], list[int]]:
+    sets: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for position, trace in enumerate(evidence.ranks):
+        for name, shard in trace.shards.items():
+            if len(trace.index[name]):
+                sets[name, shard].append(position)
+    return {key: ranks for key, ranks in sets.items() if len(ranks) > 1}
+
+
+def _torn(
+    step: int, name: str, ranks: Sequence[int], digests: Sequence[str]
+) -> Finding:
+    odd = [r for r, d in zip(ranks, digests, strict=True) if d != digests[0]]
+    same = [r for r, d in zip(ranks, digests, strict=True) if d == digests[0]]
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {step}: {name} on {rank_list(odd)} differs from its replica on "
+        f"{rank_list(same)}",
+        step=step,
+        ranks=tuple(odd),
+        parameter=name,
+    )

@@ -1,0 +1,72 @@
+"""Collectives: what a scaler sends does not depend on gradients; nothing strays."""
+
+from __future__ import annotations
+
+from ...rank.trace import Collective
+from ..law import Evidence, Finding, Status, count_or_inconclusive, law, say_tried_again
+
+
+@law(
+    "collectives.same-sequence",
+    "Any two ranks issue the same sequence of collectives on the groups that both are "
+    "in, inside the scaler's calls.",
+    "A sequence that depends on local gradients pairs with the user's next collective "
+    "and gives wrong numbers, or hangs (B14).",
+)
+def same_sequence(evidence: Evidence) -> Finding:
+    """Compare the logs of all pairs of ranks, call by call."""
+    compared = 0
+    for step, seen in evidence.steps():
+        pairs = [*zip(seen, evidence.ranks, strict=True)]
+        for place, (s, trace) in enumerate(pairs):
+            compared += 1
+            for other, peer in pairs[:place]:
+                mine = [c for c in s.collectives if peer.rank in c.ranks]
+                theirs = [c for c in other.collectives if trace.rank in c.ranks]
+                if mine != theirs:
+                    return Finding(
+                        status=Status.FAIL,
+                        message=f"step {step}: rank {trace.rank} issued {_text(mine)}, "
+                        f"rank {peer.rank} {_text(theirs)}",
+                        step=step,
+                        ranks=(trace.rank,),
+                        compared=compared,
+                    )
+    return count_or_inconclusive(compared, "sequences compared", evidence.unseen)
+
+
+def _text(collectives: list[Collective]) -> str:
+    return " + ".join(map(str, collectives)) or "none"
+
+
+@law(
+    "collectives.no-crosstalk",
+    "A collective issued after the step returns the right number on every rank.",
+    "A stray collective of the scaler pairs with the user's and corrupts it silently.",
+    of_stack=True,
+)
+def no_crosstalk(evidence: Evidence) -> Finding:
+    """Look at the checked all-reduce that follows every step."""
+    return say_tried_again(_no_crosstalk(evidence), evidence)
+
+
+def _no_crosstalk(evidence: Evidence) -> Finding:
+    compared, missed = 0, evidence.unseen
+    for step, seen in evidence.steps():
+        for s, trace in zip(seen, evidence.ranks, strict=True):
+            if s.checked_sum is None:
+                missed += 1
+                continue
+            got, want = s.checked_sum
+            compared += 1
+            if got != want:
+                return Finding(
+                    status=Status.FAIL,
+                    message=f"step {step}: the checked all-reduce gave {got:g} on rank "
+                    f"{trace.rank}, expected {want:g}",
+                    step=step,
+                    ranks=(trace.rank,),
+                    numbers={"got": got, "expected": want},
+                    compared=compared,
+                )
+    return count_or_inconclusive(compared, "checked collectives", missed)

@@ -1,0 +1,266 @@
+"""Norm: the whole gradient is measured as a whole, and clipped by that alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...rank.trace import StepTrace
+from ..law import (
+    ENOUGH,
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    inconclusive,
+    law,
+    rank_list,
+    skipped,
+)
+from ..parity import ClipRow, Parity, gradient_of
+
+_STOPPED = "the run stopped before its norms could be compared"
+_DEPART = "the gradients themselves depart from the fp64 truth"
+_ADVICE = (
+    "What is split counts once over the ranks that hold its parts, what is replicated "
+    "once and not once a rank, experts over their own groups; nothing may be left out "
+    "because of its type, its placement or its optimizer."
+)
+
+
+@law(
+    "norm.reported",
+    "Every rank reports the norm of the whole unscaled gradient, as it is before it is "
+    "clipped.",
+    "A norm that lacks a shard or counts a replica twice clips by a wrong factor, and "
+    f"hides divergence from whoever watches it. {_ADVICE}",
+    of_stack=True,
+)
+def reported(evidence: Evidence) -> Finding:
+    """Compare what each rank reports with the norm of the fp64 truth.
+
+    Ranks may add up in different orders: each is held to the measured bound, and none
+    to the bits of another one.
+    """
+    parity = evidence.parity
+    if parity is None:
+        return inconclusive(_STOPPED)
+    report = {rank for _, seen in evidence.steps() for rank in _reports(evidence, seen)}
+    if not report:
+        return skipped("the workload reports no norm")
+    compared, missed = 0, 0
+    for step, seen in evidence.steps():
+        if any(s.non_finite for s in seen):
+            continue  # the step is to be skipped: its norm is not finite
+        due, bound = parity.reference_norm[step], parity.norm_bound[step]
+        told = _reports(evidence, seen)
+        if not math.isfinite(bound) or _has_departed(parity, step):
+            missed += len(report)
+            continue
+        missed += len(report) - len(told)
+        compared += len(told)
+        # not written with ">": a norm that is not a number is wrong, too
+        wrong = {r: n for r, n in told.items() if not abs(n - due) <= bound}
+        if wrong and _is_of_its_gradients(evidence, step, seen, wrong):
+            text = "and the reported norm is that of these"
+            found = inconclusive(f"step {step}: {_DEPART} (parity.gradient), {text}")
+            return replace(found, compared=compared, not_compared=missed)
+        if wrong:
+            found = _misreported(step, wrong, told, (due, bound))
+            return replace(found, compared=compared, not_compared=missed)
+    if not compared and all(any(s.non_finite for s in x) for _, x in evidence.steps()):
+        return skipped("every step had a bad gradient: there is no norm")
+    if compared < ENOUGH * (compared + missed):
+        return replace(
+            inconclusive(
+                f"{compared} of {compared + missed} norms could be compared: elsewhere "
+                "the references are not finite, or the weights depart from the truth"
+            ),
+            compared=compared,
+            not_compared=missed,
+        )
+    return count_or_inconclusive(compared, "norms within their bound", missed)
+
+
+def _has_departed(parity: Parity, step: int) -> bool:
+    """Whether the weights are no longer those that the truth has at ``step``."""
+    first = parity.first_bad.get("update")
+    return first is not None and first.step < step
+
+
+def _reports(evidence: Evidence, seen: Sequence[StepTrace]) -> dict[int, float]:
+    """Rank -> the norm that it reports, of those that do."""
+    return {
+        trace.rank: s.reported_norm
+        for s, trace in zip(seen, evidence.ranks, strict=True)
+        if s.reported_norm is not None
+    }
+
+
+def _misreported(
+    step: int,
+    wrong: dict[int, float],
+    told: dict[int, float],
+    truth: tuple[float, float],
+) -> Finding:
+    due, bound = truth
+    rank, got = max(wrong.items(), key=lambda item: _distance(item[1], due))
+    right = [r for r in told if r not in wrong]
+    others = f"; {rank_list(right)} right" if right else ""
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {step}: {rank_list([*wrong])} wrong: rank {rank} reports the "
+        f"norm {got:.6g}, that of the whole gradient is {due:.6g}, {got / due:.4g} "
+        f"times it, bound {bound:.3g}{others}"
+        if due
+        else f"step {step}: rank {rank} reports the norm {got:.6g} of a gradient of 0",
+        step=step,
+        ranks=tuple(wrong),
+        numbers={"got": got, "expected": due, "bound": bound},
+    )
+
+
+def _distance(got: float, due: float) -> float:
+    return abs(got - due) if math.isfinite(got) else math.inf
+
+
+def _is_of_its_gradients(
+    evidence: Evidence, step: int, seen: Sequence[StepTrace], told: dict[int, float]
+) -> bool:
+    """Whether reported norms are that of the gradients that the optimizers used.
+
+    Where these depart from the truth, the norm is measured right and clipped by, and
+    the gradients are wrong: another law tells that.
+    """
+    parity = evidence.parity
+    assert parity is not None
+    first = parity.first_bad.get("gradient")
+    if first is None or first.step > step:
+        return False
+    used, slack = _used_norm(evidence, seen), _slack(parity, step)
+    clipped = [norm * _factor(parity.clip_norm, norm) for norm in told.values()]
+    return bool(clipped) and all(abs(used - norm) <= slack * used for norm in clipped)
+
+
+def _factor(clip_norm: float | None, norm: float) -> float:
+    """As ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+
+
+def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
+    """Norm of the whole gradient that the optimizers used, each element once."""
+    at_ranks = list(zip(evidence.ranks, seen, strict=True))
+    square, known = 0.0, dict[str, NDArray[np.int64]]()
+    for trace, at in at_ranks:
+        for name in at.gradients:
+            places = trace.places(at, name)
+            before = known.get(name, places[:0])
+            values = gradient_of(at_ranks, trace, at, name)[~np.isin(places, before)]
+            square += float(np.square(values, dtype=np.float64).sum())
+            known[name] = np.union1d(before, places)
+    return math.sqrt(square)
+
+
+def _slack(parity: Parity, step: int) -> float:
+    """What a norm may be off, relative to it; twice, as two are compared."""
+    return 2 * parity.norm_bound[step] / (parity.reference_norm[step] or 1.0)
+
+
+@law(
+    "norm.factor",
+    "Clipping multiplies every gradient on every rank by min(1, clip_norm / (norm + "
+    "1e-6)), with the norm of the whole gradient.",
+    "A tensor left out of clipping, or a rank that clips by its own norm, turns the "
+    "gradient in another direction; only long runs show it. A wrong factor that "
+    f"all share comes of a wrong norm. {_ADVICE}",
+    of_stack=True,
+)
+def factor(evidence: Evidence) -> Finding:
+    """Compare gradients as the optimizer used them with the truth's unclipped ones."""
+    parity = evidence.parity
+    if parity is None:
+        return inconclusive(_STOPPED)
+    if parity.clip_norm is None:
+        return skipped("gradients are not clipped by their norm")
+    compared, missed = 0, 0
+    for step, seen in evidence.steps():
+        rows = [row for row in parity.clipped if row.step == step]
+        told = [row for row in rows if row.tells]
+        wrong = [row for row in told if not abs(row.factor - row.due) <= row.bound]
+        missed += len(rows) - len(told)
+        lost = _has_departed(parity, step)
+        if lost or (wrong and not _is_clipping(evidence, seen, told)):
+            missed += len(told)
+            continue
+        compared += len(told)
+        if wrong:
+            found = _clipped_otherwise(evidence, told, wrong)
+            return replace(found, compared=compared, not_compared=missed)
+    if not compared and not missed:
+        return skipped("every step had a bad gradient: none was clipped")
+    if compared < ENOUGH * (compared + missed):
+        return replace(
+            inconclusive(
+                f"{compared} of {compared + missed} factors can be told: elsewhere "
+                f"{_DEPART} (parity.gradient)"
+            ),
+            compared=compared,
+            not_compared=missed,
+        )
+    return count_or_inconclusive(compared, "gradients clipped by their factor", missed)
+
+
+def _is_clipping(
+    evidence: Evidence, seen: Sequence[StepTrace], rows: Sequence[ClipRow]
+) -> bool:
+    """Whether wrong factors come of clipping, and not of wrong gradients.
+
+    A stack that clips its own gradient right, whatever that is, ends at ``clip_norm``
+    where it clips, and never above. What ends below by one factor for all was clipped
+    too much; where tensors have factors of their own, their gradients are wrong.
+    """
+    parity = evidence.parity
+    assert parity is not None and parity.clip_norm is not None
+    step, due = rows[0].step, rows[0].due
+    slack = _slack(parity, step) * parity.clip_norm
+    excess = _used_norm(evidence, seen) - parity.clip_norm
+    if abs(excess) <= slack or due == 1.0:
+        return False
+    if _is_of_its_gradients(evidence, step, seen, _reports(evidence, seen)):
+        return False
+    return excess > 0 or _is_one_factor(rows)
+
+
+def _is_one_factor(rows: Sequence[ClipRow]) -> bool:
+    best = min(rows, key=lambda row: row.bound)
+    return all(abs(r.factor - best.factor) <= r.bound + best.bound for r in rows)
+
+
+def _clipped_otherwise(
+    evidence: Evidence, rows: Sequence[ClipRow], wrong: Sequence[ClipRow]
+) -> Finding:
+    worst = max(wrong, key=lambda row: abs(row.factor - row.due) / row.bound)
+    parity = evidence.parity
+    assert parity is not None
+    ranks = sorted({row.rank for row in wrong})
+    names = list(dict.fromkeys(row.parameter for row in wrong))
+    everything = len(wrong) == len(rows)
+    whose = "every gradient" if everything else f"{', '.join(names[:4])}"
+    more = f" and {len(names) - 4} more" if not everything and len(names) > 4 else ""
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {worst.step}: {whose}{more} on {rank_list(ranks)} clipped by "
+        f"another factor: {worst.parameter} on rank {worst.rank} came with "
+        f"{worst.factor:.6g}, due is {worst.due:.6g} (clip_norm "
+        f"{parity.clip_norm:g}, norm {parity.reference_norm[worst.step]:.6g}), bound "
+        f"{worst.bound:.3g}",
+        step=worst.step,
+        ranks=tuple(ranks),
+        parameter=worst.parameter,
+        numbers={"got": worst.factor, "expected": worst.due, "bound": worst.bound},
+        cause="not clipped" if abs(worst.factor - 1) <= worst.bound else "",
+    )

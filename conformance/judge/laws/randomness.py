@@ -1,0 +1,183 @@
+"""Randomness: what must be drawn alike is equal, and what must not is different."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from ...rank.trace import Draw, RankTrace, StepTrace
+from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
+
+ENOUGH_BITS = 64.0
+"""Fewer random bits may be equal by accident."""
+
+
+def _undecided(evidence: Evidence) -> Finding | None:
+    if not evidence.leg.parsed_recipe.training.random:
+        return skipped("random layers, where there are any, are off: recipe=random")
+    return None
+
+
+def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
+    """Which part of the data a rank sees; equal on ranks that see the same."""
+    data_axes = evidence.leg.parsed_topology.data_axes
+    return tuple(at for axis, at in trace.coordinate.items() if axis in data_axes)
+
+
+def _drawn(seen: StepTrace) -> Iterator[Draw]:
+    return (draw for draw in seen.draws if not draw.recomputed)
+
+
+def _wrong(
+    message: str, step: int, rank: RankTrace, draw: Draw, compared: int
+) -> Finding:
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {step}: {draw}: {message}",
+        step=step,
+        ranks=(rank.rank,),
+        cause=f"{draw.module}: {draw.call}",
+        compared=compared,
+    )
+
+
+def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Finding:
+    """A pass, or what to say where nothing was compared."""
+    draws = any(s.draws for _, seen in evidence.steps() for s in seen)
+    if compared or not draws:
+        return count_or_inconclusive(compared, what, evidence.unseen)
+    return skipped(otherwise)
+
+
+@law(
+    "random.replicas",
+    "Ranks that see the same data draw the same numbers for an activation that all of "
+    "them hold.",
+    "With tensor parallelism a replicated activation is one tensor: if each rank drops "
+    "other elements of it, the ranks compute parts of different models.",
+    of_stack=True,
+)
+def replicas(evidence: Evidence) -> Finding:
+    """Compare numbers that were applied to bitwise equal tensors in one module."""
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
+    compared = 0
+    for step, seen in evidence.steps():
+        first: dict[object, tuple[RankTrace, Sequence[Draw]]] = {}
+        for trace, s in zip(evidence.ranks, seen, strict=True):
+            for key, draws in _by_activation(s).items():
+                where = _rows(evidence, trace), key
+                other, theirs = first.setdefault(where, (trace, draws))
+                if other is trace or len(theirs) != len(draws):
+                    continue
+                for mine, there in zip(draws, theirs, strict=True):
+                    compared += 1
+                    if mine.used != there.used:
+                        text = (
+                            f"applied to one activation, rank {trace.rank} drew other "
+                            f"numbers than rank {other.rank}, which sees the same data"
+                        )
+                        return _wrong(text, step, trace, mine, compared)
+    return _judged(
+        evidence,
+        compared,
+        "draws for replicated activations equal on their ranks",
+        "no two ranks that see the same data drew for the same activation",
+    )
+
+
+def _by_activation(seen: StepTrace) -> dict[object, list[Draw]]:
+    found: dict[object, list[Draw]] = defaultdict(list)
+    for draw in _drawn(seen):
+        if draw.applied and draw.varied:
+            found[draw.module, draw.call, draw.applied].append(draw)
+    return found
+
+
+@law(
+    "random.data",
+    "Ranks that see different data draw different numbers, and so does a rank from "
+    "forward to forward.",
+    "Ranks that are seeded alike drop the same elements of all their rows: the noise "
+    "does not average out over the batch, and more ranks add no randomness.",
+    of_stack=True,
+)
+def data(evidence: Evidence) -> Finding:
+    """Look for equal numbers that were applied to different tensors in one module."""
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
+    compared = 0
+    known: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
+    for step, seen in evidence.steps():
+        for trace, s in zip(evidence.ranks, seen, strict=True):
+            for draw in _drawn(s):
+                if not (draw.applied and draw.by_row and draw.bits >= ENOUGH_BITS):
+                    continue
+                compared += 1
+                alike = known[draw.module, draw.call, draw.used]
+                for before, other, theirs in alike:
+                    if theirs.applied == draw.applied or not _apart(
+                        evidence, trace, other
+                    ):
+                        continue
+                    text = (
+                        f"rank {trace.rank} drew the numbers that rank {other.rank} "
+                        f"drew at step {before}, for other data: give each of the "
+                        "ranks that see different data a seed of its own, once"
+                    )
+                    return _wrong(text, step, trace, draw, compared)
+                alike.append((step, trace, draw))
+    return _judged(
+        evidence,
+        compared,
+        "draws for different data, all different",
+        f"no draw had {ENOUGH_BITS:.0f} random bits for the rows of an activation",
+    )
+
+
+def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
+    """Whether two ranks see different data; one rank does, in two forwards."""
+    return other is trace or _rows(evidence, trace) != _rows(evidence, other)
+
+
+@law(
+    "random.recompute",
+    "A forward that runs again in backward draws the numbers that it drew before.",
+    "Activation checkpointing that does not restore the generator computes gradients "
+    "of a loss that nobody saw.",
+    of_stack=True,
+)
+def recompute(evidence: Evidence) -> Finding:
+    """Look for each recomputed draw among those of the step's forward."""
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
+    compared = 0
+    for step, seen in evidence.steps():
+        for trace, s in zip(evidence.ranks, seen, strict=True):
+            forward = [*_drawn(s)]
+            for draw in s.draws:
+                before = _first_runs(draw, forward) if draw.recomputed else []
+                compared += bool(before)
+                if before and draw.numbers not in {d.numbers for d in before}:
+                    text = (
+                        f"drawn anew in backward on rank {trace.rank}: the forward "
+                        "that runs again must begin with the generator's state as it "
+                        "was (preserve_rng_state=True)"
+                    )
+                    return _wrong(text, step, trace, before[0], compared)
+    return _judged(
+        evidence,
+        compared,
+        "recomputed draws equal to those of forward",
+        "no forward with random layers ran again in backward",
+    )
+
+
+def _first_runs(draw: Draw, forward: Sequence[Draw]) -> list[Draw]:
+    """Draws of forward of which ``draw`` may be the repetition."""
+    alike = [d for d in forward if d.call == draw.call]
+    same = [d for d in alike if draw.applied and d.applied == draw.applied]
+    return same or alike

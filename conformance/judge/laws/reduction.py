@@ -1,0 +1,82 @@
+"""Dtypes: gradients are reduced in the precision that the stack promises."""
+
+from __future__ import annotations
+
+import torch
+
+from ...rank.trace import RankTrace, Reduction
+from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
+
+
+@law(
+    "dtype.reduction",
+    "Gradients are reduced over ranks in the dtype that the workload promises "
+    "(reduce_dtype), or in a wider one.",
+    "A sum over many ranks in bf16 loses what every rank has computed, and is within "
+    "the noise of bf16 on the few ranks of a test. Look at what the finding names: a "
+    "compression hook, a setting of the engine, or tensor parallelism, which sums "
+    "partial gradients in the dtype of the compute before fully_shard casts them "
+    "(pytorch#190626): sum them yourself in reduce_dtype, or keep param_dtype wide.",
+    of_stack=True,
+)
+def reduction(evidence: Evidence) -> Finding:
+    """Look at each reduction of gradients in backward, and from there to the step."""
+    if not any(trace.reduce_dtype for trace in evidence.ranks):
+        return skipped("the workload promises no reduce_dtype")
+    compared, sizes = 0, _sizes(evidence)
+    for step, seen in evidence.steps():
+        for s, trace in zip(seen, evidence.ranks, strict=True):
+            for each in s.reductions:
+                parameters = _parameters(trace, sizes, each)
+                # less than a parameter, and fewer than there are: norms, counts
+                if not parameters and each.elements <= len(trace.index):
+                    continue
+                compared += 1
+                if not _holds(each.dtype, trace.reduce_dtype):
+                    return _narrower(step, trace, each, parameters, compared)
+    if not compared and evidence.unseen == 0:
+        return skipped("no reduction of gradients was seen")
+    return count_or_inconclusive(
+        compared, "reductions of gradients in the promised dtype", evidence.unseen
+    )
+
+
+def _sizes(evidence: Evidence) -> dict[str, int]:
+    """Parameter -> its elements on all ranks together."""
+    last: dict[str, int] = {}
+    for trace in evidence.ranks:
+        for name, places in trace.index.items():
+            end = int(places.max()) + 1 if len(places) else 0
+            last[name] = max(last.get(name, 0), end)
+    return last
+
+
+def _parameters(trace: RankTrace, sizes: dict[str, int], seen: Reduction) -> list[str]:
+    """The parameters that have as many elements, on this rank or in all."""
+    return [
+        name
+        for name, places in trace.index.items()
+        if len(places) and seen.elements in (len(places), sizes[name])
+    ]
+
+
+def _holds(dtype: str, promised: str) -> bool:
+    """Whether every number of ``promised`` is one of ``dtype``, too."""
+    got: torch.dtype = getattr(torch, dtype)
+    return torch.promote_types(got, getattr(torch, promised)) == got
+
+
+def _narrower(
+    step: int, trace: RankTrace, seen: Reduction, parameters: list[str], compared: int
+) -> Finding:
+    whose = f", as many elements as {' or '.join(parameters[:4])}" if parameters else ""
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {step}: rank {trace.rank} reduced gradients in {seen.dtype}, "
+        f"promised is {trace.reduce_dtype}: {seen.collective}{whose}",
+        step=step,
+        ranks=(trace.rank,),
+        parameter=parameters[0] if len(parameters) == 1 else None,
+        cause=f"{seen.collective.call.partition('[')[0]} in {seen.dtype}",
+        compared=compared,
+    )

@@ -1,0 +1,184 @@
+"""Scale: backoff and growth follow the documented rule exactly, and stay finite.
+
+The rule (torch.amp documentation, ``torch._amp_update_scale_``): a bad step multiplies
+the scale by the backoff factor and resets the tracker; a good step counts, and when
+the count reaches the interval the scale is multiplied by the growth factor, unless the
+product is not finite, and the count starts again. ``update(new_scale)`` sets the scale
+and leaves the count. A scale that would fall below the smallest normal number may stop
+anywhere above 0: the rule would make it 0, from which nothing recovers (B05b).
+A tracker that ``state_dict`` does not tell is counted from the scales.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from ...rank.trace import StepTrace
+from ...space.recipes import MANUAL_STEP
+from ...space.scenario import Scenario
+from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
+
+
+def expected_update(
+    scenario: Scenario, scale: float, growth: int, *, bad: bool
+) -> tuple[float, int]:
+    """(scale, tracker) after one ``update``, computed in fp32 as the scale is held."""
+    if bad:
+        return _times(scale, scenario.backoff_factor), 0
+    if growth + 1 < scenario.growth_interval:
+        return scale, growth + 1
+    grown = _times(scale, scenario.growth_factor)
+    return (grown if math.isfinite(grown) else scale), 0
+
+
+def _permitted(
+    scenario: Scenario, seen: StepTrace, growth: int | None, *, bad: bool
+) -> list[tuple[float, int | None]]:
+    """The states that the rule permits after the step: one, if the tracker is known.
+
+    Args:
+        scenario: what was trained.
+        seen: the step.
+        growth: the tracker before it; None where nobody knows it.
+        bad: whether any gradient of any rank was bad.
+    """
+    recipe = scenario.parsed_recipe
+    if not recipe.enabled:
+        return [(seen.scale_before, growth)]
+    if recipe.new_scale is not None and seen.step == MANUAL_STEP:
+        return [(recipe.new_scale, growth)]
+    # unknown: it may or may not be the step that completes the interval
+    trackers = (0, scenario.growth_interval - 1) if growth is None else (growth,)
+    return [expected_update(scenario, seen.scale_before, g, bad=bad) for g in trackers]
+
+
+def _is_kept(
+    seen: StepTrace, permitted: list[tuple[float, int | None]], *, bad: bool
+) -> bool:
+    scale, growth = seen.scale_after, seen.growth_after
+    if bad and permitted[0][0] < SMALLEST:  # a floor is one's own choice
+        return scale <= seen.scale_before and growth in (None, 0)
+    return any(
+        scale == want and growth in (None, tracker) for want, tracker in permitted
+    )
+
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""The smallest normal number; below it a scale is rounded, and soon 0."""
+
+
+def _times(scale: float, factor: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(scale) * np.float32(factor))
+
+
+@law(
+    "scale.rule",
+    "Backoff, growth and the growth tracker follow the documented rule exactly.",
+    "A scale that grows late, never, or on bad steps wastes steps or the range of "
+    "fp16; resuming and comparing runs needs the exact sequence.",
+)
+def rule(evidence: Evidence) -> Finding:
+    """Replay every update of every rank against the oracle."""
+    scenario, compared = evidence.scenario, 0
+    # Where state_dict does not tell the tracker, it is counted here. A load may have
+    # lost such a count: then it is unknown until the scale moves.
+    counts: dict[int, int | None] = dict.fromkeys(
+        (t.rank for t in evidence.ranks), None if evidence.before else 0
+    )
+    for step, seen in evidence.steps():
+        bad = any(s.non_finite for s in seen)
+        for s, trace in zip(seen, evidence.ranks, strict=True):
+            if scenario.parsed_recipe.resume and step == scenario.seam:
+                counts[trace.rank] = None
+            told = s.growth_before is not None
+            growth = s.growth_before if told else counts[trace.rank]
+            permitted = _permitted(scenario, s, growth, bad=bad)
+            compared += 1
+            if not _is_kept(s, permitted, bad=bad):
+                found = _broken(trace.rank, s, permitted[0], bad)
+                return replace(found, compared=compared)
+            known = growth is not None or s.scale_after != s.scale_before
+            counts[trace.rank] = permitted[-1][1] if known else None
+    return count_or_inconclusive(compared, "updates equal to the rule", evidence.unseen)
+
+
+def _broken(
+    rank: int, seen: StepTrace, want: tuple[float, int | None], bad: bool
+) -> Finding:
+    kind = "bad" if bad else "good"
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {seen.step}: after a {kind} step rank {rank} went from scale "
+        f"{seen.scale_before:g}, tracker {_told(seen.growth_before)} to "
+        f"{seen.scale_after:g}, {_told(seen.growth_after)}; the rule says "
+        f"{want[0]:g}, {_told(want[1])}",
+        step=seen.step,
+        ranks=(rank,),
+        numbers={"got": seen.scale_after, "expected": want[0]},
+    )
+
+
+def _told(tracker: int | None) -> str:
+    return "untold" if tracker is None else str(tracker)
+
+
+@law(
+    "scale.positive",
+    "The scale is never zero, infinite or nan.",
+    "From such a scale no run recovers: gradients become nan or are lost (B05).",
+)
+def positive(evidence: Evidence) -> Finding:
+    """Look at every scale that any rank showed."""
+    compared = 0
+    for step, seen in evidence.steps():
+        for s, trace in zip(seen, evidence.ranks, strict=True):
+            compared += 1
+            if not (math.isfinite(s.scale_after) and s.scale_after > 0):
+                return Finding(
+                    status=Status.FAIL,
+                    message=f"step {step}: rank {trace.rank} holds the scale "
+                    f"{s.scale_after}",
+                    step=step,
+                    ranks=(trace.rank,),
+                    compared=compared,
+                )
+    return count_or_inconclusive(compared, "scales looked at", evidence.unseen)
+
+
+@law(
+    "scale.continuity",
+    "The state after a step is the state before the next one, also through save and "
+    "load.",
+    "A resumed run that starts with another scale or tracker repeats its overflows or "
+    "loses range; a scale that changes between steps unscales what it did not scale.",
+)
+def continuity(evidence: Evidence) -> Finding:
+    """Compare the state at the end of each step with that at the next backward."""
+    compared = 0
+    for trace in evidence.ranks:
+        # a rank of another world goes on from what the first rank there has saved
+        saved = evidence.before.ranks[0].steps[-1:] if evidence.before else []
+        steps = [*saved, *trace.steps[: trace.completed]]
+        for before, after in itertools.pairwise(steps):
+            left = (before.scale_after, before.growth_after)
+            found = (after.scale_before, after.growth_before)
+            compared += 1
+            if found != left:
+                return Finding(
+                    status=Status.FAIL,
+                    message=f"step {after.step}: rank {trace.rank} left step "
+                    f"{before.step} with scale {left[0]:g}, tracker {_told(left[1])}, "
+                    f"and starts with {found[0]:g}, {_told(found[1])}",
+                    step=after.step,
+                    ranks=(trace.rank,),
+                    numbers={"got": found[0], "expected": left[0]},
+                    compared=compared,
+                )
+    if not compared and any(True for _ in evidence.steps()):
+        return skipped("the run has one step")
+    return count_or_inconclusive(compared, "pairs of steps")

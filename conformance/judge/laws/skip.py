@@ -1,0 +1,148 @@
+"""Skip: a bad gradient anywhere stops everybody, and a skipped step changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ....fixtures import LOSS, PLACES, Fault, parse_faults
+from ...rank.trace import Decision
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    bad_gradient,
+    count_or_inconclusive,
+    law,
+    rank_list,
+    skipped,
+)
+
+
+def _is_bad(seen: Sequence[Decision]) -> bool:
+    return any(s.non_finite for s in seen)
+
+
+def _parameter(seen: Sequence[Decision]) -> str:
+    return next(s.non_finite[0] for s in seen if s.non_finite)
+
+
+@law(
+    "skip.nobody-steps",
+    "A non-finite gradient on any rank stops every rank from stepping.",
+    "A rank that steps applies a gradient to which another rank's part is missing, or "
+    "writes inf and nan into the weights.",
+)
+def nobody_steps(evidence: Evidence) -> Finding:
+    """Every rank's parameters stay as they are at a bad step."""
+    return _still_at_bad_steps(
+        evidence, lambda s: s.parameters_changed is True, "{ranks} stepped"
+    )
+
+
+@law(
+    "skip.everybody-steps",
+    "When all gradients are finite on all ranks, every rank steps.",
+    "A step that is skipped without cause is lost data, and lost on one rank only it "
+    "is drift.",
+    of_stack=True,
+)
+def everybody_steps(evidence: Evidence) -> Finding:
+    """Every rank that holds elements has changed at a good step."""
+    compared = 0
+    for step, seen in evidence.decisions():
+        if _is_bad(seen):
+            continue
+        compared += len(seen)
+        still = _ranks(evidence, seen, lambda s: s.parameters_changed is False)
+        if still:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {step}: {rank_list(still)} did not step although all "
+                "gradients are finite",
+                step=step,
+                ranks=tuple(still),
+                compared=compared,
+            )
+    if not compared and any(True for _ in evidence.steps()):
+        return skipped("every step of this run had a bad gradient")
+    return count_or_inconclusive(compared, "rank-steps with finite gradients")
+
+
+@law(
+    "skip.frozen",
+    "A skipped step leaves parameters, optimizer state and counters bitwise equal.",
+    "Adam's bias correction depends on the step counter: one that counts skipped steps "
+    "trains differently (defect B13 and its kin).",
+)
+def frozen(evidence: Evidence) -> Finding:
+    """Nothing of the optimizer changes at a bad step."""
+    return _still_at_bad_steps(
+        evidence, lambda s: s.state_changed, "the optimizer state changed on {ranks}"
+    )
+
+
+def _still_at_bad_steps(
+    evidence: Evidence, moved: Callable[[Decision], bool], words: str
+) -> Finding:
+    """First bad step at which something has moved on some rank."""
+    compared = 0
+    for step, seen in evidence.decisions():
+        if not _is_bad(seen):
+            continue
+        compared += len(seen)
+        ranks = _ranks(evidence, seen, moved)
+        if ranks:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {step}: {words.format(ranks=rank_list(ranks))} although "
+                f"{bad_gradient(evidence, seen)}",
+                step=step,
+                ranks=tuple(ranks),
+                parameter=_parameter(seen),
+                compared=compared,
+            )
+    missed = _not_struck(evidence)
+    if missed:
+        step, fault = missed[0]
+        return Finding(
+            status=Status.INCONCLUSIVE,
+            message=f"{fault} was due at step {step} and did not strike: "
+            f"{_why_not(evidence, fault)}",
+            step=step,
+            compared=compared,
+            not_compared=len(missed) * len(evidence.ranks),
+        )
+    if not compared and any(True for _ in evidence.steps()):
+        return skipped("no gradient was bad in this run")
+    return count_or_inconclusive(compared, "rank-steps with a bad gradient somewhere")
+
+
+def _not_struck(evidence: Evidence) -> list[tuple[int, Fault]]:
+    """Each planted fault that was due at a step and struck no rank there."""
+    return [
+        (step, fault)
+        for step, seen in evidence.steps()
+        for fault in parse_faults(evidence.leg.faults)
+        if fault.step in (None, step)
+        and not any(text.startswith(f"{fault}=") for s in seen for text in s.faults)
+    ]
+
+
+def _why_not(evidence: Evidence, fault: Fault) -> str:
+    name = fault.parameter
+    ranks = [t for t in evidence.ranks if fault.rank in (None, t.rank)]
+    where = "any rank" if fault.rank is None else f"rank {fault.rank}"
+    if name == LOSS:
+        return f"there was no loss on {where}"
+    if name in PLACES:
+        return f"there was no gradient of the {name} parameter on {where}"
+    if any(len(t.index.get(name, ())) for t in ranks):
+        return f"there was no gradient of {name} on {where}"
+    return f"there is no element of {name} on {where}"
+
+
+def _ranks(
+    evidence: Evidence, seen: Sequence[Decision], which: Callable[[Decision], bool]
+) -> list[int]:
+    pairs = zip(seen, evidence.ranks, strict=True)
+    return [t.rank for s, t in pairs if which(s)]

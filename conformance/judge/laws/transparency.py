@@ -1,0 +1,158 @@
+"""Transparency: in fp32, scaling by a power of two changes no bit of the training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ...rank.trace import RankTrace, StepTrace
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    inconclusive,
+    law,
+    skipped,
+)
+
+
+def _not_applicable(evidence: Evidence) -> str:
+    scenario = evidence.scenario
+    if scenario.precision != "fp32":
+        return "only fp32 scaling is exact"
+    factors = (
+        scenario.init_scale,
+        scenario.growth_factor,
+        scenario.backoff_factor,
+    )
+    if any(math.frexp(f)[0] != 0.5 for f in factors):
+        return "a scale that is no power of two rounds"
+    if scenario.faults != "none":
+        return "a run without a scaler has no answer to bad gradients"
+    return ""
+
+
+def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
+    """(rank, step, the same step without a scaler), up to the first bad gradient."""
+    for number, (_, seen) in enumerate(evidence.steps()):
+        if evidence.bare is None or any(s.non_finite for s in seen):
+            return
+        for position, s in enumerate(seen):
+            yield (
+                evidence.ranks[position].rank,
+                s,
+                evidence.bare[position].steps[number],
+            )
+
+
+def control_differs(
+    once: Sequence[Sequence[RankTrace]], again: Sequence[Sequence[RankTrace]]
+) -> str:
+    """Where a run without a scaler, made twice, differs from itself; else empty.
+
+    Args:
+        once: one trace a rank, for each world that the run was on.
+        again: the same of the second run.
+    """
+    for leg, other in zip(once, again, strict=True):
+        for trace, twin in zip(leg, other, strict=True):
+            for s, t in zip(trace.steps, twin.steps, strict=True):
+                where = f"on rank {trace.rank} at step {s.step}"
+                for name, values in s.gradients.items():
+                    found = t.gradients.get(name)
+                    if found is None or values.tobytes() != found.tobytes():
+                        return f"the gradient of {name} {where}"
+                for name, digest in s.digests.items():
+                    if digest != t.digests.get(name):
+                        return f"{name} {where}"
+    return ""
+
+
+def _undecided(evidence: Evidence) -> Finding | None:
+    """What both laws say where they cannot be held against the scaler."""
+    reason = _not_applicable(evidence)
+    if reason:
+        return skipped(reason)
+    if evidence.bare_differs:
+        return inconclusive(
+            "the run without a scaler, made twice, differs from itself in "
+            f"{evidence.bare_differs}: nothing bitwise can be held against a scaler"
+        )
+    return None
+
+
+def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Finding:
+    return Finding(
+        status=Status.FAIL,
+        message=f"step {step}: {what} on rank {rank} is not bitwise what the run "
+        "without a scaler gives",
+        step=step,
+        ranks=(rank,),
+        parameter=name,
+        compared=compared,
+    )
+
+
+SUBNORMAL = 2.0**-100
+"""Below it products of the bare run may have been subnormal, and so rounded."""
+
+
+@law(
+    "transparency.gradient",
+    "In fp32 with power-of-two scales, every gradient that the optimizer sees is "
+    "bitwise the one of a run without the scaler.",
+    "A flushed gradient of 1e-7 or one wrong element is lost in the rounding of the "
+    "update, in Adam, and in any bound relative to its tensor; here nothing is.",
+)
+def gradient(evidence: Evidence) -> Finding:
+    """Compare the gradients at the optimizer with those of the bare run."""
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
+    compared = 0
+    for rank, s, bare in _pairs(evidence):
+        for name, values in bare.gradients.items():
+            compared += 1
+            got = s.gradients.get(name)
+            if got is None:
+                text = f"the missing gradient of {name}"
+                return _differs(rank, s.step, name, text, compared)
+            normal = (np.abs(values) >= SUBNORMAL) | (np.abs(got) >= SUBNORMAL)
+            wrong = np.flatnonzero(normal & (got != values))
+            if len(wrong):
+                text = (
+                    f"the gradient of {name} ({got[wrong[0]]:g} for "
+                    f"{values[wrong[0]]:g}, {len(wrong)} of {len(values)} elements)"
+                )
+                return _differs(rank, s.step, name, text, compared)
+    due = sum(len(s.gradients) for t in evidence.bare or () for s in t.steps)
+    return count_or_inconclusive(
+        compared, "gradients bitwise equal to the bare run", max(due - compared, 0)
+    )
+
+
+@law(
+    "transparency.bitwise",
+    "In fp32 with power-of-two scales, training with the scaler is bitwise equal to "
+    "training without it on the same topology.",
+    "Multiplying and dividing by a power of two is exact; any difference is an error "
+    "of the scaler, and the tolerance for it is zero.",
+)
+def bitwise(evidence: Evidence) -> Finding:
+    """Compare digests of all parameters after every step with the bare run."""
+    undecided = _undecided(evidence)
+    if undecided is not None:
+        return undecided
+    compared = 0
+    for rank, s, bare in _pairs(evidence):
+        for name, digest in s.digests.items():
+            compared += name in bare.digests
+            if name in bare.digests and digest != bare.digests[name]:
+                return _differs(rank, s.step, name, name, compared)
+    due = sum(len(s.digests) for t in evidence.bare or () for s in t.steps)
+    return count_or_inconclusive(
+        compared, "tensors bitwise equal to the bare run", max(due - compared, 0)
+    )

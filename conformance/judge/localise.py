@@ -1,0 +1,415 @@
+"""Localise: the first module whose output or gradient departs from the reference.
+
+Steps: run the scenario once more up to the first bad step, with every module watched
+(:func:`observe_modules`, on the ranks); run the reference on the same rows, watched in
+the same way, in fp64 and in the scenario's precision; say of every tensor at the border
+of a module whether it is right; find where things begin to go wrong (:func:`locate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...fixtures import Batch
+from ..rank.engine import Engine
+from ..rank.modules import (
+    ModuleLog,
+    Watched,
+    is_whole,
+    modules_in,
+    names_of,
+    watch_modules,
+)
+from ..rank.observe import CallLog
+from ..rank.trace import RankTrace, Saved
+from ..rank.worker import observe_rank
+from ..report.records import Location
+from ..space.scenario import Scenario
+from ..status import rank_list
+from .borders import BACKWARD, FORWARD, Borders, multiple_of
+from .bounds import HEAD_ROOM
+from .parity import Parity, demanded_schedule, gradient_of
+from .reference import TRUTH, Schedule, train_reference
+
+__all__ = ["first_bad_step", "locate", "observe_modules"]
+
+Doubles = NDArray[np.float64]
+PROPORTIONAL = 1e-3
+"""What may be left of a tensor, relative to it, if it is a multiple of the truth."""
+TELLING = 0.01
+"""Where more is left of a right gradient, it is but rounding, and shows no factor."""
+NAMED = 4
+"""Parameters that a text names."""
+
+
+# - On a rank
+
+
+def observe_modules(
+    scenario: Scenario, spec: str, folder: str, saved: Saved | None, step: int
+) -> Watched:
+    """Train on this rank up to ``step``, and watch the modules in that step.
+
+    Args:
+        scenario: what to train.
+        spec: the judged scaler, or ``none``.
+        folder: import path of the scaler and of the workload.
+        saved: what another world came to at the seam, to go on from there.
+        step: the last one.
+    """
+    found: list[Watched] = []
+
+    @contextmanager
+    def watching(engine: Engine) -> Iterator[None]:
+        model = scenario.kit.model()
+        names = {
+            module: name
+            for root in modules_in(engine.module)
+            for module, name in names_of(root, model, engine.parameters).items()
+            if is_whole(module, name, model)
+        }
+        # a loss may be a module, too
+        roots = [
+            root
+            for root in modules_in(engine.module)
+            if any(module in names for module in root.modules())
+        ]
+        with CallLog() as calls, watch_modules(roots, names, calls) as log:
+            yield
+        batches = _as_called(_micro_batches(engine, step), log)
+        found.append(
+            Watched(
+                rank=-1,
+                coordinate={},
+                index=engine.index,
+                rows=engine.rows,
+                log=log,
+                batches=batches,
+            )
+        )
+
+    def around(engine: Engine, at: int) -> AbstractContextManager[None]:
+        return watching(engine) if at == step else nullcontext()
+
+    trace = observe_rank(scenario, spec, folder, saved, around=around, last=step)
+    return replace(found[0], rank=trace.rank, coordinate=trace.coordinate)
+
+
+def _micro_batches(engine: Engine, step: int) -> list[Batch]:
+    """What this rank was given in ``step``, in the order of its passes."""
+    scenario = engine.scenario
+    batch = scenario.kit.batch(step, scenario.seed)
+    if engine.schedule is not None:
+        return [engine.share(batch)]
+    return engine.micro_batches(batch)
+
+
+def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
+    """The batches as the modules were given them.
+
+    A pipeline cuts what it is given, and its first call infers shapes.
+    """
+    called = next(iter(log.rows), [])
+    given = [batch.tensors[0].shape[0] for batch in batches]
+    due = sum(given)
+    extra = next(
+        (n for n in range(len(called)) if sum(called[n:]) == due),
+        max(0, len(called) - len(batches)),
+    )
+    log.without_calls(extra)
+    rows = called[extra:]
+    if sum(rows) != due or rows == given:
+        return list(batches)
+    cut: list[Batch] = []
+    left = list(batches)
+    for count in rows:
+        cut.append(left[0].map(lambda t, count=count: t[:count]))  # type: ignore[misc]
+        left[0] = left[0].map(lambda t, count=count: t[count:])  # type: ignore[misc]
+        if not left[0].tensors[0].shape[0]:
+            left.pop(0)
+    return cut
+
+
+# - Afterwards, in the process that judges
+
+
+def first_bad_step(parity: Parity) -> int | None:
+    """The first step at which anything departs, or None."""
+    return min((row.step for row in parity.first_bad.values()), default=None)
+
+
+@np.errstate(over="ignore", invalid="ignore")  # masks are made of huge numbers
+def locate(
+    scenario: Scenario,
+    legs: Sequence[Sequence[RankTrace]],
+    parity: Parity,
+    step: int,
+    watched: Sequence[Watched],
+) -> Location:
+    """Say where the run departs from the truth first.
+
+    Args:
+        scenario: what was trained.
+        legs: the traces of the run that was judged.
+        parity: of that run.
+        step: its first bad step, or another one where there is none.
+        watched: one a rank of the world that made this step, made by a second run.
+    """
+    schedule = demanded_schedule(*legs)
+    borders = Borders(scenario, schedule, step, watched)
+    gradients = _Gradients(scenario, legs, schedule, step, parity)
+    found = borders.blame(FORWARD)
+    if found is None and gradients.departed["loss"]:
+        found = gradients.loss()
+    if found is None and gradients.departed["gradient"]:
+        found = borders.uneven()
+    found = found or borders.blame(BACKWARD)
+    if found is None and gradients.departed["gradient"]:
+        found = gradients.own(borders)
+    if found is None and gradients.departed["update"]:
+        found = gradients.update()
+    text = "" if found is None else found.text
+    if found is None:
+        found = Location(where="nowhere", text="")
+        text = f"nothing departs at step {step}"
+    text += f"; {borders.agreed}" if found.where not in ("forward", "backward") else ""
+    text += f"; {gradients.also}" if found.where in ("forward", "backward") else ""
+    return msgspec.structs.replace(
+        found,
+        step=step,
+        text=text,
+        parameters=tuple(gradients.names),
+        compared=borders.compared,
+        not_compared=borders.not_compared,
+    )
+
+
+# - Losses, gradients and updates
+
+
+class _Gradients:
+    """What departs of loss, gradients and updates in one step, and by which factor."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        legs: Sequence[Sequence[RankTrace]],
+        schedule: Schedule,
+        step: int,
+        parity: Parity,
+    ) -> None:
+        self.departed = {
+            kind: [row for row in parity.departed.get(kind, ()) if row.step == step]
+            for kind in ("loss", "gradient", "update")
+        }
+        truth = train_reference(scenario, schedule, TRUTH)
+        self.axes = scenario.parsed_topology.mesh_shape(scenario.world)
+        self.step = step
+        # proportional but for rounding
+        roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
+        self.rest = max(PROPORTIONAL, HEAD_ROOM * roundoff)
+        self.truth_loss = truth.losses[step]
+        self.truth, self.updates = truth.gradients[step], truth.updates
+        self.seen = [
+            (trace, at)
+            for leg in legs
+            for trace in leg
+            for at in trace.steps
+            if at.step == step
+        ]
+        rows = self.departed["gradient"] or self.departed["update"]
+        self.names = list(dict.fromkeys(row.parameter for row in rows))
+        self.factor = self._factor() if self.departed["gradient"] else None
+
+    @property
+    def also(self) -> str:
+        """What the gradients of parameters do, in words."""
+        if not self.departed["gradient"]:
+            return "no gradient of a parameter departs"
+        return self._all_of_them()
+
+    def loss(self) -> Location:
+        row = self.departed["loss"][0]
+        losses = [at.loss for _, at in self.seen if at.loss is not None]
+        factor = sum(losses) / len(losses) / (self.truth_loss or 1.0)
+        text = (
+            f"the loss of step {self.step} departs: it is {factor:.3f} x the truth; "
+            f"{self.also}"
+        )
+        return Location(
+            where="loss", text=text, factor=factor, error=row.error, bound=row.bound
+        )
+
+    def own(self, borders: Borders) -> Location:
+        """Where gradients depart and no activation does."""
+        rank_of = {m: i for i, m in enumerate(borders.backwards)}
+        rows = self.departed["gradient"]
+        first = min(
+            rows,
+            key=lambda row: rank_of.get(row.parameter.rpartition(".")[0], len(rank_of)),
+        )
+        same = [row for row in rows if row.parameter == first.parameter]
+        ranks = tuple(sorted({row.rank for row in same}))
+        text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
+        everything = 1 < len(self.names) == self._telling()
+        if everything:  # the fault is in no one of them
+            ranks, module = tuple(sorted({row.rank for row in rows})), ""
+        if self.factor is None or not everything:
+            text = (
+                f"the gradient of {first.parameter} itself departs on "
+                f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
+                f"{first.bound:.1g}){self._unreduced(first.parameter)}; {text}"
+            )
+        return Location(
+            where="gradient",
+            module=module,
+            ranks=ranks,
+            factor=self.factor,
+            error=first.error,
+            bound=first.bound,
+            text=text,
+        )
+
+    def update(self) -> Location:
+        """Where the optimizer was given right gradients."""
+        row = self.departed["update"][0]
+        moves = (pair for name in self.names for pair in self._moves(name))
+        factor = _common((multiple_of(*pair) for pair in moves), self.rest)
+        departs = (
+            f"departs by {row.error:.2g} (bound {row.bound:.1g})"
+            if factor is None
+            else f"is {_times(factor)}"
+        )
+        return Location(
+            where="update",
+            module=row.parameter.rpartition(".")[0],
+            ranks=tuple(sorted({r.rank for r in self.departed["update"]})),
+            factor=factor,
+            error=row.error,
+            bound=row.bound,
+            text=f"all gradients of step {self.step} are right, the update of "
+            f"{_some(self.names)} {departs}: look at the optimizer, and at what comes "
+            "between it and the gradients",
+        )
+
+    def _moves(self, name: str) -> Iterator[tuple[Doubles, Doubles]]:
+        """Of each rank: how far the step moved a parameter, and how far it should."""
+        before = self.updates[self.step - 1][name] if self.step else 0.0
+        for trace, at in self.seen:
+            if name not in trace.index:
+                continue
+            earlier = [s.parameters for s in trace.steps if s.step == self.step - 1]
+            start = (earlier or [trace.start])[0][name]
+            whole = (self.updates[self.step][name] - before)[trace.index[name]]
+            yield at.parameters[name].astype(np.float64) - start, whole
+
+    def _telling(self) -> int:
+        """Gradients that could show a factor: others are but rounding, or zero."""
+        return sum(
+            name in self.names
+            or any(
+                multiple_of(mine, whole)[1] < TELLING
+                for _, mine, whole in self._values(name)
+            )
+            for name in self.truth
+        )
+
+    def _all_of_them(self) -> str:
+        count, of = len(self.names), self._telling()
+        which = f"all {of} gradients" if count == of else f"{count} of {of} gradients"
+        listed = "" if count == of else f" ({_some(self.names)})"
+        if self.factor is None:
+            return f"{which}{listed} depart"
+        return f"{which}{listed} are {_times(self.factor)}{self._why()}"
+
+    def _why(self) -> str:
+        """Which axis a factor suggests."""
+        assert self.factor is not None
+        for inverse, words in (
+            (True, "as if averaged once too often over"),
+            (False, "as if added up where they are to be averaged over"),
+        ):
+            value = 1 / self.factor if inverse and self.factor else self.factor
+            axes = [
+                f"{axis} ({size} ranks)"
+                for axis, size in self.axes.items()
+                if size > 1 and abs(value - size) <= self.rest * size
+            ]
+            if axes:
+                return f", {words} {' or '.join(axes)}"
+        return ""
+
+    def _values(self, name: str) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
+        """Of each rank: its gradient, and what it should be."""
+        for trace, at in self.seen:
+            if name in trace.index and name in at.gradients and name in self.truth:
+                whole = self.truth[name][trace.places(at, name)]
+                mine = gradient_of(self.seen, trace, at, name).astype(np.float64)
+                yield trace, mine, whole
+
+    def _factor(self) -> float | None:
+        """The one factor by which all that depart do, on all ranks; else None."""
+        found = (
+            multiple_of(mine, whole)
+            for name in self.names
+            for _, mine, whole in self._values(name)
+            if whole.any()
+        )
+        return _common(found, self.rest)
+
+    def _unreduced(self, name: str) -> str:
+        """Whether replicas hold parts that nobody reduced, in words."""
+        replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
+        for trace, mine, whole in self._values(name):
+            replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))
+        ratios = [
+            (
+                len(group),
+                *multiple_of(np.sum([g for _, g, _ in group], axis=0), group[0][2]),
+            )
+            for group in replicas.values()
+            if len(group) > 1 and group[0][2].any()
+        ]
+        if not ratios or max(rest for *_, rest in ratios) > self.rest:
+            return ""
+        alike = max(
+            float(np.abs(group[0][1] - mine).max())
+            for group in replicas.values()
+            for _, mine, _ in group
+        )
+        if alike == 0.0:
+            return ""
+        if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
+            return ": each rank has a part of the sum, nothing adds them up"
+        if all(abs(ratio - n) <= self.rest * n for n, ratio, _ in ratios):
+            return ": each rank has that of its own rows, nothing averages them"
+        return ""
+
+
+def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
+    """The one factor of all (factor, rest), each with at most so much rest."""
+    factors = []
+    for factor, rest in found:
+        if rest > most:
+            return None
+        factors.append(factor)
+    middle = float(np.median(factors)) if factors else 0.0
+    far = any(abs(f - middle) > most * abs(middle) for f in factors)
+    return None if far or not factors else middle
+
+
+def _times(factor: float) -> str:
+    """A factor in words; one that is almost 1 with more digits."""
+    return f"{factor:.{3 if abs(factor - 1) > 0.01 else 6}f} x the truth"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

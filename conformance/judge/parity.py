@@ -1,0 +1,396 @@
+"""Parity: how far a sharded run is from the truth, against how far it may be.
+
+Steps: derive the schedule that the rule demands from the traces; train the fp64 truth
+and the noisy references; per step and parameter, measure the noise; hold every rank's
+local elements against the truth; keep the row that comes closest to its bound. The
+bounds are those of ``bounds``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...fixtures import is_workload
+from ..rank.trace import RankTrace, StepTrace
+from ..space.recipes import clip_norm_of
+from ..space.scenario import Scenario
+from .bounds import HEAD_ROOM, Yardstick, make_yardstick, sizes
+from .reference import Idle, Reference, Schedule
+
+__all__ = [
+    "HEAD_ROOM",
+    "ClipRow",
+    "Parity",
+    "ParityRow",
+    "demanded_schedule",
+    "followed_schedule",
+    "gradient_of",
+    "measure_parity",
+]
+
+Doubles = NDArray[np.float64]
+Seen = Sequence[tuple[RankTrace, StepTrace]]
+"""One step of all ranks of a world."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityRow:
+    """One comparison: a tensor on a rank at a step against the fp64 truth."""
+
+    kind: str
+    """``gradient``, ``update`` (parameter minus its initial value) or ``loss``."""
+    step: int
+    parameter: str
+    rank: int
+    measure: str
+    """``norm`` or ``largest element`` of the difference."""
+    error: float
+    """Size of the difference, relative to the truth's own size where that is not 0."""
+    bound: float
+    """What the error may be, in the same unit."""
+
+    @property
+    def ratio(self) -> float:
+        """Error over bound; above 1 is a violation. 0 / 0 is 0."""
+        if self.error == 0.0:
+            return 0.0
+        return self.error / self.bound if self.bound else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipRow:
+    """By which factor a rank's gradient of a parameter was clipped."""
+
+    step: int
+    parameter: str
+    rank: int
+    factor: float
+    """Of the truth's gradient before it is clipped, by least squares."""
+    due: float
+    """The factor by which the truth clips."""
+    bound: float
+    """By how much the factor may be off."""
+    tells: bool
+    """Whether the gradient is the truth's times a factor, and not lost in noise."""
+
+
+@dataclass(kw_only=True)
+class Parity:
+    """The measured parity of one run."""
+
+    compared: Counter[str] = field(default_factory=Counter)
+    """kind -> comparisons made; 0 means that nothing is known."""
+    not_compared: Counter[str] = field(default_factory=Counter)
+    """kind -> comparisons that were due and could not be made."""
+    worst: dict[str, ParityRow] = field(default_factory=dict)
+    """kind -> the row closest to, or furthest beyond, its bound."""
+    first_bad: dict[str, ParityRow] = field(default_factory=dict)
+    """kind -> the first row beyond its bound (the worst one of its step)."""
+    departed: dict[str, list[ParityRow]] = field(default_factory=dict)
+    """kind -> all rows of that first step that are beyond their bound."""
+    per_step: list[float] = field(default_factory=list)
+    """Largest ratio of each step."""
+    per_parameter: dict[str, float] = field(default_factory=dict)
+    """Largest ratio of each parameter."""
+    reference_loss: list[float] = field(default_factory=list)
+    """Loss of the fp64 truth at each step."""
+    reference_norm: list[float] = field(default_factory=list)
+    """Its norm of the whole unscaled gradient at each step, before it is clipped."""
+    norm_bound: list[float] = field(default_factory=list)
+    """By how much such a norm may be off; infinite where nothing is known."""
+    clip_norm: float | None = None
+    """The norm to which gradients are to be clipped, if they are."""
+    clipped: list[ClipRow] = field(default_factory=list)
+    """Of each gradient of the steps in which none is bad, where they are clipped."""
+
+    def add(self, row: ParityRow) -> None:
+        """Take one comparison in, or count it where there is no finite bound."""
+        if not np.isfinite(row.bound):
+            self.not_compared[row.kind] += 1
+            return
+        self.compared[row.kind] += 1
+        worst = self.worst.get(row.kind)
+        if worst is None or row.ratio > worst.ratio:
+            self.worst[row.kind] = row
+        first = self.first_bad.get(row.kind)
+        if row.ratio > 1 and (first is None or first.step == row.step):
+            self.departed.setdefault(row.kind, []).append(row)
+        if row.ratio > 1 and (
+            first is None or (first.step == row.step and row.ratio > first.ratio)
+        ):
+            self.first_bad[row.kind] = row
+        self.per_step[row.step] = max(self.per_step[row.step], row.ratio)
+        best = self.per_parameter.get(row.parameter, 0.0)
+        self.per_parameter[row.parameter] = max(best, row.ratio)
+
+
+def demanded_schedule(*legs: Sequence[RankTrace]) -> Schedule:
+    """Skips and scales that the rule demands, from what all ranks saw.
+
+    The scale is the one of the first rank; whether ranks agree on it is another law's
+    business.
+
+    Args:
+        legs: one trace a rank for each world that the run was on, in order.
+    """
+    steps = list(_steps(legs))
+    return Schedule(
+        skipped=tuple(_held_still(seen) for seen in steps),
+        scales=tuple(seen[0][1].scale_before for seen in steps),
+    )
+
+
+def _steps(legs: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
+    """Each step that all ranks of its world have."""
+    for traces in legs:
+        for seen in zip(*(t.steps for t in traces), strict=False):
+            yield list(zip(traces, seen, strict=True))
+
+
+def _held_still(seen: Seen) -> frozenset[str]:
+    """Parameters of the optimizers that have a bad gradient on any rank."""
+    bad = {
+        number
+        for _, at in seen
+        for number, decision in enumerate(at.decisions)
+        if decision.non_finite
+    }
+    return frozenset(
+        name for trace, _ in seen for number in bad for name in trace.owned[number]
+    )
+
+
+def followed_schedule(scenario: Scenario, *legs: Sequence[RankTrace]) -> Schedule:
+    """The demanded schedule, and which gradients a user's own workload left out.
+
+    Args:
+        scenario: what was trained.
+        legs: one trace a rank for each world that the run was on, in order.
+    """
+    schedule = demanded_schedule(*legs)
+    if is_workload(scenario.data):
+        idle = tuple(_idle(seen) for seen in _steps(legs))
+        schedule = replace(schedule, idle=idle)
+    return schedule
+
+
+def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
+    """Hold every rank and every step against the truth.
+
+    Args:
+        scenario: what was trained.
+        legs: one complete trace a rank, for each world that it was on.
+    """
+    schedule = followed_schedule(scenario, *legs)
+    yardstick = make_yardstick(scenario, schedule)
+    _check_counts(scenario, legs, yardstick.truth)
+    parity = Parity(
+        per_step=[0.0] * scenario.steps,
+        reference_loss=list(yardstick.truth.losses),
+        reference_norm=list(yardstick.truth.norms),
+        norm_bound=[step["norm"][0] for step in yardstick.norm],
+        clip_norm=clip_norm_of(scenario.kit, scenario.parsed_recipe.training),
+    )
+    if parity.clip_norm is not None:
+        factors = [
+            min(1.0, parity.clip_norm / (n + 1e-6)) for n in yardstick.truth.norms
+        ]
+        parity.clipped += _clip_rows(factors, schedule, legs, yardstick)
+    for row in _rows(schedule, legs, yardstick):
+        parity.add(row)
+    return parity
+
+
+def _idle(seen: Seen) -> Idle:
+    """How the optimizers were handed the parameters that no gradient reached."""
+    names = dict.fromkeys(name for trace, _ in seen for name in trace.index)
+    zeros, absent = set(), set()
+    for name in names:
+        held = [at for trace, at in seen if len(trace.index.get(name, ()))]
+        had = [at.gradients[name] for at in held if name in at.gradients]
+        if not had:
+            absent.add(name)
+        elif len(had) == len(held) and not any(values.any() for values in had):
+            zeros.add(name)
+    return Idle(zeros=frozenset(zeros), absent=frozenset(absent))
+
+
+def _check_counts(
+    scenario: Scenario, legs: Iterable[Sequence[RankTrace]], truth: Reference
+) -> None:
+    """See that the counts of all ranks add up to that of the whole batch.
+
+    Raises:
+        WorkloadError: if rows or tokens were left out, or seen twice.
+    """
+    for seen, whole in zip(_steps(legs), truth.counts, strict=False):
+        for trace, at in seen:
+            if at.count is None or whole is None or at.count == whole:
+                continue
+            what = "leave a hole" if at.count < whole else "overlap"
+            raise scenario.kit.refuse(
+                "shard" if scenario.kit.shard else "loss",
+                f"the parts of all ranks {what}: their counts add up to {at.count:g} "
+                f"on rank {trace.rank} at step {at.step}, that of the whole batch is "
+                f"{whole:g}",
+            )
+
+
+def _rows(
+    schedule: Schedule, legs: Iterable[Sequence[RankTrace]], yardstick: Yardstick
+) -> Iterator[ParityRow]:
+    truth = yardstick.truth
+    for step, (seen, skipped) in enumerate(
+        zip(_steps(legs), schedule.skipped, strict=True)
+    ):
+        yield from _loss_rows(step, seen, yardstick)
+        for trace, at in seen:
+            for name, index in trace.index.items():
+                if name not in skipped:
+                    yield from _gradient_rows(step, seen, trace, at, name, yardstick)
+                weight = yardstick.weights[step][name][index]
+                if not weight.any():
+                    continue  # see [Note: Weights of updates] in bounds
+                start = trace.start[name].astype(np.float64)
+                yield from _compare(
+                    ("update", step, name, trace.rank),
+                    (at.parameters[name].astype(np.float64) - start) * weight,
+                    (truth.updates[step][name], index),
+                    yardstick.update[step][name],
+                )
+
+
+def _gradient_rows(
+    step: int,
+    seen: Seen,
+    trace: RankTrace,
+    at: StepTrace,
+    name: str,
+    yardstick: Yardstick,
+) -> Iterator[ParityRow]:
+    """No gradient and one of zeros are both right where no gradient is due."""
+    true, had = yardstick.truth.gradients[step].get(name), name in at.gradients
+    if true is None and not had:
+        return
+    places = trace.places(at, name)
+    bound = (0.0, 0.0) if true is None else yardstick.gradient[step][name]
+    whole = np.zeros(len(yardstick.weights[step][name])) if true is None else true
+    nothing = None if whole.any() else np.zeros(len(places))
+    yield from _compare(
+        ("gradient", step, name, trace.rank),
+        gradient_of(seen, trace, at, name) if had else nothing,
+        (whole, places),
+        bound,
+    )
+
+
+def _clip_rows(
+    factors: Sequence[float],
+    schedule: Schedule,
+    legs: Iterable[Sequence[RankTrace]],
+    yardstick: Yardstick,
+) -> Iterator[ClipRow]:
+    """What each gradient is of the truth's, as it was before it was clipped."""
+    steps = zip(_steps(legs), factors, schedule.skipped, strict=True)
+    for step, (seen, due, skipped) in enumerate(steps):
+        for trace, at in seen if not skipped else ():
+            for name, true in yardstick.truth.gradients[step].items():
+                if name not in at.gradients:
+                    continue
+                whole = true[trace.places(at, name)] / due
+                size = float(np.linalg.norm(whole))
+                noise, _ = yardstick.gradient[step][name]
+                if not size or not np.isfinite(noise):
+                    continue
+                values = gradient_of(seen, trace, at, name).astype(np.float64)
+                factor = float(values @ whole) / size**2
+                rest = float(np.linalg.norm(values - factor * whole))
+                # noise is clipped with what it is in
+                parallel = rest <= noise * max(1.0, abs(factor) / due)
+                yield ClipRow(
+                    step=step,
+                    parameter=name,
+                    rank=trace.rank,
+                    factor=factor,
+                    due=due,
+                    bound=noise / size,
+                    tells=parallel and noise / size < due / 2,
+                )
+
+
+def gradient_of(
+    seen: Seen, trace: RankTrace, at: StepTrace, name: str
+) -> NDArray[np.floating]:
+    """The gradient of ``trace``, summed over the ranks on which it is partial.
+
+    Summed here and not on the ranks: an observer that sends collectives of its own
+    would hang where ranks disagree whether to step.
+    """
+    ranks = at.partial.get(name)
+    if not ranks:
+        return at.gradients[name]
+    places = trace.places(at, name)
+    parts = [
+        there.gradients[name].astype(np.float64)
+        for other, there in seen
+        if other.rank in ranks
+        and name in there.gradients
+        and np.array_equal(other.places(there, name), places)
+    ]
+    total: Doubles = np.sum(parts, axis=0)
+    return total
+
+
+def _loss_rows(step: int, seen: Seen, yardstick: Yardstick) -> Iterator[ParityRow]:
+    known = [(at.loss, at.weight) for _, at in seen if at.loss is not None]
+    total = sum(weight for _, weight in known)
+    if total:
+        mean = np.array([sum(loss * weight for loss, weight in known) / total])
+        yield from _compare(
+            ("loss", step, "loss", 0),
+            mean,
+            (np.array([yardstick.truth.losses[step]]), np.array([0])),
+            yardstick.loss[step]["loss"],
+        )
+
+
+def _compare(
+    where: tuple[str, int, str, int],
+    values: NDArray[np.floating] | None,
+    truth: tuple[Doubles, NDArray[np.int64]],
+    bounds: tuple[float, float],
+) -> Iterator[ParityRow]:
+    kind, step, name, rank = where
+    whole, index = truth
+    if not len(index):
+        return
+    if values is None or not all(np.isfinite(bounds)):  # not comparable
+        errors = bounds = (float("inf"), float("inf"))
+    else:
+        errors = sizes(values.astype(np.float64) - whole[index])
+    units = sizes(whole)
+    for measure, error, bound, unit in zip(
+        _MEASURES, errors, bounds, units, strict=True
+    ):
+        yield ParityRow(
+            kind=kind,
+            step=step,
+            parameter=name,
+            rank=rank,
+            measure=measure,
+            error=_finite(error / (unit or 1.0)),
+            bound=bound / (unit or 1.0),
+        )
+
+
+_MEASURES = ("norm", "largest element")
+
+
+def _finite(error: float) -> float:
+    """A difference that is not a number is as wrong as can be."""
+    return float("inf") if np.isnan(error) else float(error)

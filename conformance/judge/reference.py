@@ -1,0 +1,420 @@
+"""Reference training: the same model and batches on one process, without a scaler.
+
+A reference follows the skip decisions that the *rule* demands (any non-finite gradient
+anywhere skips the step), never those that the judged scaler took. Variants permute the
+order of reductions; their distance from the fp64 run is the noise that a correct run
+may show, and the bounds of ``parity`` are made of it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ...fixtures import OWN, PRECISIONS, Batch, Precision, kit_of
+from ..rank.elementwise import HalfNoise, not_elementwise
+from ..rank.engine import initial_model
+from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
+from ..space.recipes import CLIP_VALUE, LR_DECAY, Training, clip_norm_of
+from ..space.scenario import Scenario
+from ..space.workload_checks import ROUNDING
+
+__all__ = [
+    "Idle",
+    "Limits",
+    "Reference",
+    "ReferenceRun",
+    "Schedule",
+    "Variant",
+    "reference_before",
+    "train_reference",
+]
+
+Doubles = NDArray[np.float64]
+Limits = tuple[tuple[tuple[str, float], ...], ...]
+"""Per step: (parameter, size of a gradient's element); hashable, as runs are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """How the sharded run's optimizer was handed parameters that were not used.
+
+    Both are right, and yet weight decay and momentum act on zeros alone.
+    """
+
+    zeros: frozenset[str] = frozenset()
+    """Their gradients were zeros on every rank."""
+    absent: frozenset[str] = frozenset()
+    """They had no gradient on any rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What the sharded run did that the reference must follow."""
+
+    skipped: tuple[frozenset[str], ...]
+    """Per step: the parameters that the rule demands to be left as they are."""
+    scales: tuple[float, ...]
+    """Per step: the scale of the loss; only half precision feels it."""
+    idle: tuple[Idle, ...] = ()
+    """Per step: parameters that no gradient reached; of a user's own workload."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One reference run: per step, flat arrays in fp64 by parameter name."""
+
+    losses: tuple[float, ...]
+    gradients: tuple[dict[str, Doubles], ...]
+    updates: tuple[dict[str, Doubles], ...]
+    """Parameter minus its initial value, after the step."""
+    start: dict[str, Doubles]
+    """Parameters before the first step."""
+    norms: tuple[float, ...] = ()
+    """Per step: the norm of the whole unscaled gradient, before it is clipped."""
+    counts: tuple[float | None, ...] = ()
+    """Per step: what sums were divided by, where the loss is (sum, count)."""
+    choices: tuple[dict[str, Choices], ...] = ()
+    """Per step: what a learned router chose, by kind of call."""
+    errors: tuple[dict[str, float], ...] = ()
+    """Per step: the largest error of the scores that it chose by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a reference run departs from the plain fp64 one."""
+
+    double: bool = False
+    """Compute in fp64; else in the scenario's precision."""
+    reverse_rows: bool = False
+    """Reverse the rows of each batch, and the order of a workload's own micro-batches:
+    another order of reduction."""
+    parts: int = 1
+    """Split each batch into so many accumulated parts."""
+    contrary: Limits = ()
+    """The optimizer is given elements below these limits with the other sign."""
+    nudged: int = 0
+    """Where not 0, the seed of noise that is given to the optimizer of whole matrices:
+    of these limits in the gradients, and in what it computes in half precision."""
+    limits: Limits = ()
+
+
+TRUTH = Variant(double=True)
+NOISY = (
+    Variant(),
+    Variant(reverse_rows=True),
+    Variant(parts=2),
+    Variant(parts=2, reverse_rows=True),
+    Variant(parts=4),
+)
+"""Correct runs whose error against the truth is the noise of the scenario."""
+KEPT = 16
+"""References kept: those of two schedules of the scenario at hand, which its scalers
+share. Of the default preset a cache of 256 held a gigabyte and spared 5 % of the
+trainings."""
+
+
+def train_reference(
+    scenario: Scenario, schedule: Schedule, variant: Variant
+) -> Reference:
+    """Train on this process and return every step.
+
+    fp32 scaling by a power of two is exact, so there the scales do not matter and are
+    left out of the cache key.
+    """
+    half = _is_half(scenario, variant)
+    scales = schedule.scales if half else (1.0,) * scenario.steps
+    precision = scenario.precision if half else "fp32"
+    idle = schedule.idle or (Idle(),) * scenario.steps
+    return _train(_key(scenario), precision, schedule.skipped, scales, idle, variant)
+
+
+def reference_before(
+    scenario: Scenario, schedule: Schedule, variant: Variant, step: int
+) -> ReferenceRun:
+    """A reference that has made the steps before ``step``, and none after."""
+    half = _is_half(scenario, variant)
+    precision = scenario.precision if half else "fp32"
+    run = ReferenceRun(_key(scenario), precision, variant)
+    for number in range(step):
+        scale = schedule.scales[number] if half else 1.0
+        idle = schedule.idle[number] if schedule.idle else Idle()
+        run.step(number, schedule.skipped[number], scale, idle)
+    return run
+
+
+def _is_half(scenario: Scenario, variant: Variant) -> bool:
+    dtype = scenario.parsed_precision.compute_dtype
+    return dtype != torch.float32 and not variant.double
+
+
+def _key(scenario: Scenario) -> _Key:
+    return _Key(
+        data=scenario.data,
+        optimizer=scenario.optimizer,
+        steps=scenario.steps,
+        seed=scenario.seed,
+        magnitude=scenario.magnitude,
+        training=scenario.parsed_recipe.training,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Key:
+    """What of a scenario a reference depends on."""
+
+    data: str
+    optimizer: str
+    steps: int
+    seed: int
+    magnitude: float = 1.0
+    training: Training = field(default_factory=Training)
+
+
+@lru_cache(maxsize=KEPT)
+def _train(
+    key: _Key,
+    precision_name: str,
+    skipped: tuple[frozenset[str], ...],
+    scales: tuple[float, ...],
+    idle: tuple[Idle, ...],
+    variant: Variant,
+) -> Reference:
+    run = ReferenceRun(key, precision_name, variant)
+    if chooses_in_forward(key.data) and variant != TRUTH:
+        ones = (1.0,) * key.steps
+        truth = _train(key, "fp32", skipped, ones, idle, TRUTH)
+        run.replayed = truth.choices
+    for step in range(key.steps):
+        run.step(step, skipped[step], scales[step], idle[step])
+    return Reference(
+        losses=tuple(run.losses),
+        gradients=tuple(run.gradients),
+        updates=tuple(run.updates),
+        start=run.start,
+        norms=tuple(run.norms),
+        counts=tuple(run.counts),
+        choices=tuple(run.choices),
+        errors=tuple(run.errors),
+    )
+
+
+class ReferenceRun:
+    """One reference training in progress."""
+
+    def __init__(self, key: _Key, precision: str, variant: Variant) -> None:
+        self.key = key
+        self.variant = variant
+        self.precision: Precision = PRECISIONS[precision]
+        dtype = torch.float64 if variant.double else torch.float32
+        self.kit = kit_of(key.data)
+        model = initial_model(key.data, key.seed, key.training)
+        # not .to(dtype), which casts complex buffers, too
+        self.model = model.double() if dtype == torch.float64 else model.float()
+        # one a parameter: the schedule tells parameters and not optimizers apart
+        self.optimizers = {
+            name: self.kit.optimizers[key.optimizer]([(name, parameter)])
+            for name, parameter in self.model.named_parameters()
+        }
+        self.start = self._flat({n: p for n, p in self.model.named_parameters()})
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, Doubles]] = []
+        self.updates: list[dict[str, Doubles]] = []
+        self.norms: list[float] = []
+        self.counts: list[float | None] = []
+        self.rows_apart: bool | None = None
+        self.generator = torch.Generator().manual_seed(variant.nudged)
+        self.replayed: tuple[dict[str, Choices], ...] = ()
+        """Per step: what routers choose; by themselves where it is empty."""
+        self.choices: list[dict[str, Choices]] = []
+        self.errors: list[dict[str, float]] = []
+
+    def step(
+        self, step: int, skipped: frozenset[str], scale: float, idle: Idle
+    ) -> None:
+        """Train one step, and keep what is compared of it."""
+        batch = self._batch(step)
+        self.model.zero_grad()
+        parts = self._parts(batch)
+        log = ChoiceLog(self.replayed[step] if self.replayed else None)
+        # in backward a forward may run again
+        with log if chooses_in_forward(self.key.data) else nullcontext():
+            passes = [self._objective(part) for part in parts]
+            weights = self._weights(batch, parts, [count for _, count in passes])
+            for (value, _), weight in zip(passes, weights, strict=True):
+                (value * (scale * weight)).backward()
+        self.choices.append(log.choices)
+        self.errors.append(log.errors)
+        self._unscale(scale)
+        self.norms.append(self._norm())
+        self._clip()
+        self.losses.append(
+            sum(v.item() * w for (v, _), w in zip(passes, weights, strict=True))
+        )
+        named = dict(self.model.named_parameters())
+        self._idle(named, idle)
+        self.gradients.append(
+            self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
+        )
+        self._contradict(named, step)
+        for name, optimizer in self.optimizers.items():
+            if name not in skipped:
+                with self._nudged(name, named[name], step):
+                    optimizer.step()
+            if self.key.training.decay:  # as ExponentialLR, also after a skip
+                for group in optimizer.param_groups:
+                    group["lr"] *= LR_DECAY
+        now = self._flat(named)
+        self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _contradict(self, named: dict[str, nn.Parameter], step: int) -> None:
+        for name, limit in self.variant.contrary[step] if self.variant.contrary else ():
+            gradient = named[name].grad
+            if gradient is not None:
+                gradient[gradient.abs() <= limit] *= -1
+
+    def _nudged(
+        self, name: str, parameter: nn.Parameter, step: int
+    ) -> AbstractContextManager[Any]:
+        """The context in which an optimizer steps."""
+        variant, gradient = self.variant, parameter.grad
+        matrices = not_elementwise(self.key.data, self.key.optimizer)
+        if not variant.nudged or gradient is None or name not in matrices:
+            return nullcontext()
+        limit = dict(variant.limits[step]).get(name, 0.0)
+        noise = torch.rand(gradient.shape, generator=self.generator)
+        gradient += limit * (2 * noise - 1)
+        return HalfNoise(self.generator)
+
+    def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
+        for name in idle.zeros | idle.absent:
+            gradient = named[name].grad
+            if gradient is None or not gradient.any():
+                zeros = torch.zeros_like(named[name])
+                named[name].grad = zeros if name in idle.zeros else None
+
+    def _norm(self) -> float:
+        gradients = [
+            p.grad.reshape(-1) for p in self.model.parameters() if p.grad is not None
+        ]
+        # In the dtype of the run, over all at once: of 10**6 elements torch's norm is
+        # off by 1e-5 in fp32, which is noise that a right stack may have, too.
+        return float(torch.cat(gradients).norm()) if gradients else 0.0
+
+    def _clip(self) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.key.training.clip == "value":
+            torch.nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
+        limit = clip_norm_of(self.kit, self.key.training)
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def _batch(self, step: int) -> Batch:
+        return self._wide(self.kit.batch(step, self.key.seed))
+
+    def _wide(self, batch: Batch) -> Batch:
+        if not self.variant.double:
+            return batch
+        return batch.map(lambda t: t.double() if t.is_floating_point() else t)
+
+    def one_pass(self, part: Batch, factor: float) -> None:
+        """Forward and backward of its own for any micro-batch; no step."""
+        value, _ = self._objective(self._wide(part))
+        (value * factor).backward()
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The micro-batches of one step."""
+        own, variant = self.kit.micro_batches, self.variant
+        if own is None:
+            return _in_rows([batch], variant)
+        parts = own(batch)
+        if self.rows_apart is None:
+            self.rows_apart = _rows_apart(self.key.data)
+        return (
+            _in_rows(parts, variant) if self.rows_apart else _shuffled(parts, variant)
+        )
+
+    def _weights(
+        self, batch: Batch, parts: list[Batch], counts: list[float | None]
+    ) -> list[float]:
+        """What the loss of each part counts in that of the step."""
+        known = [count for count in counts if count is not None]
+        self.counts.append(sum(known) if known else None)
+        if not known:
+            return [part.elements / batch.elements for part in parts]
+        if not sum(known):
+            text = f"the counts of the batch add up to 0 at step {len(self.counts) - 1}"
+            raise self.kit.refuse("loss", text)
+        return [1.0 / sum(known)] * len(parts)
+
+    def _objective(self, part: Batch) -> tuple[Tensor, float | None]:
+        with self.precision.autocast("cpu"):
+            output = self._forward(part.inputs)
+            first, count = self.kit.objective(output, part.targets)
+            losses = self.key.training.losses_of(first, output)
+        return torch.stack(losses).sum() * self.key.magnitude, count
+
+    def _forward(self, inputs: Any) -> Any:
+        dtype = self.precision.parameter_dtype
+        if dtype is None:
+            return self.model(inputs)
+        narrow = {n: p.to(dtype) for n, p in self.model.named_parameters()}
+        batch = Batch(inputs=inputs, targets=())
+        narrowed = batch.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return functional_call(self.model, narrow, (narrowed.inputs,))
+
+    def _unscale(self, scale: float) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+
+    def _flat(
+        self, tensors: dict[str, Tensor] | dict[str, nn.Parameter]
+    ) -> dict[str, Doubles]:
+        return {
+            n: t.detach().double().reshape(-1).numpy().copy()
+            for n, t in tensors.items()
+        }
+
+
+def _in_rows(parts: list[Batch], variant: Variant) -> list[Batch]:
+    if variant.reverse_rows:
+        parts = [part.map(lambda t: t.flip(0)) for part in parts[::-1]]
+    return [rows for part in parts for rows in part.in_parts(variant.parts)]
+
+
+def _shuffled(parts: list[Batch], variant: Variant) -> list[Batch]:
+    """Whole micro-batches in another order for each variant."""
+    if variant.reverse_rows:
+        parts = parts[::-1]
+    return [
+        part for first in range(variant.parts) for part in parts[first :: variant.parts]
+    ]
+
+
+@lru_cache
+def _rows_apart(data: str) -> bool:
+    """Whether rows of a workload's own micro-batches may be reversed and cut.
+
+    They need not be rows: several sequences may be packed in one. Then the loss of what
+    is cut is another, and would be taken for the noise of the right one.
+    """
+    losses = []
+    for variant in (TRUTH, Variant(double=True, reverse_rows=True, parts=4)):
+        key = _Key(data=data, optimizer=OWN, steps=1, seed=0)
+        run = ReferenceRun(key, "fp32", variant)
+        run.rows_apart = True
+        try:
+            run.step(0, frozenset(), 1.0, Idle())
+        except (ValueError, RuntimeError, IndexError):
+            return False
+        losses.append(run.losses[0])
+    return abs(losses[0] - losses[1]) <= ROUNDING * abs(losses[0])

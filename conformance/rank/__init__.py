@@ -1,0 +1,1 @@
+"""What runs on a rank: the engine, what is observed, and the trace of it."""

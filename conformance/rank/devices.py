@@ -1,0 +1,112 @@
+"""Devices: where ranks keep their tensors, which backend follows, and what is refused.
+
+    device   shared   backend   ranks
+    cpu      no       gloo      as many as asked for
+    cuda     no       NCCL      one a GPU: two on one would wait for each other for ever
+    cuda     yes      gloo      several a GPU, on CUDA tensors; only when asked for
+
+The reference always trains on the CPU, in fp64 and fp32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...multiprocess import WorldSpec
+from ...multiprocess.spec import Backend, Device
+from ..status import UsageError
+
+__all__ = ["Devices", "device_names", "settle", "visible_gpus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What the ranks of one run compute on."""
+
+    device: Device = "cpu"
+    share: bool = False
+    """Whether several ranks may have one GPU."""
+
+    def __post_init__(self) -> None:
+        if self.share and self.device != "cuda":
+            raise UsageError("--share-gpus goes with --device cuda only")
+
+    @property
+    def backend(self) -> Backend:
+        """Backend of every process group."""
+        return "nccl" if self.device == "cuda" and not self.share else "gloo"
+
+    @property
+    def options(self) -> Sequence[str]:
+        """The options of the command line that choose these devices."""
+        chosen = [] if self.device == "cpu" else ["--device", self.device]
+        return [*chosen, *(["--share-gpus"] if self.share else [])]
+
+    def spec(self, world: int, timeout_s: float) -> WorldSpec:
+        """A world of ``world`` ranks on these devices."""
+        return WorldSpec(
+            size=world,
+            backend=self.backend,
+            device=self.device,
+            share_devices=self.share,
+            timeout_s=timeout_s,
+        )
+
+    def check(self, ranks: int, gpus: int, way_out: str) -> None:
+        """Refuse what cannot work, before anything is started.
+
+        Args:
+            ranks: the most ranks of one machine.
+            gpus: CUDA devices that they see.
+            way_out: how to ask for fewer ranks.
+
+        Raises:
+            UsageError: if there are too few GPUs.
+        """
+        if self.device == "cpu":
+            return
+        if gpus == 0:
+            limited = os.environ.get("CUDA_VISIBLE_DEVICES")
+            cause = "" if limited is None else f" (CUDA_VISIBLE_DEVICES={limited!r})"
+            raise UsageError(f"--device cuda: no CUDA device is visible{cause}")
+        if ranks > gpus and not self.share:
+            noun = "GPU" if gpus == 1 else "GPUs"
+            raise UsageError(
+                f"--device cuda: {ranks} ranks and {gpus} {noun}, and NCCL takes one "
+                f"rank a GPU: {way_out}, or let ranks share with --share-gpus (gloo)"
+            )
+
+
+def visible_gpus() -> int:
+    """CUDA devices that this process sees; makes no CUDA context."""
+    return torch.cuda.device_count()
+
+
+def device_names() -> list[str]:
+    """Names of the CUDA devices; called on a rank, which has a context anyway."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def settle(device: torch.device) -> None:
+    """Have this rank compute the same bits each time, fp32 as fp32.
+
+    The laws that ask for bitwise equality compare two runs; on CUDA some kernels sum in
+    the order in which their threads come, and matrix products may round to TF32 or sum
+    in half precision. Uninitialised memory is nan: whoever reads it is seen each time,
+    and not only when something else lay there before (B21).
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property
+    if device.type != "cuda":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # leaves the plain kernels

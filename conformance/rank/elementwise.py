@@ -1,0 +1,95 @@
+"""Optimizers that look at whole matrices: which parameters have one, and their noise.
+
+An elementwise optimizer (SGD, Adam) moves an element by what it knows of that element,
+so rounding in a gradient stays where it is. Muon and its kin make a matrix orthogonal:
+every element of the update depends on all of the gradient, and they compute in half
+precision, whatever the parameters are. How far correct runs are apart is then measured
+with the optimizer's own operations rounded otherwise.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...fixtures import is_workload, kit_of
+
+__all__ = ["HalfNoise", "not_elementwise"]
+
+EQUAL = 1e-9
+"""Relative difference in fp64 up to which two updates are the same."""
+
+
+@cache
+def not_elementwise(data: str, optimizer: str) -> frozenset[str]:
+    """Matrices whose optimizer does not treat each element for itself.
+
+    Found by giving it a gradient, and the same one with its elements in another order:
+    an elementwise optimizer gives the same updates in that order.
+
+    Args:
+        data: a workload; of built-in ones all optimizers are known.
+        optimizer: one of its optimizers.
+    """
+    if not is_workload(data):
+        return frozenset()
+    kit = kit_of(data)
+
+    def update(name: str, gradient: Tensor) -> Tensor:
+        parameter = nn.Parameter(torch.zeros_like(gradient))
+        made = kit.optimizers[optimizer]([(name, parameter)])
+        parameter.grad = gradient.clone()
+        with kit.calling("optimizer"):
+            made.step()
+        return parameter.detach().flatten()
+
+    found = set()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, parameter in kit.model().named_parameters():
+            if parameter.ndim < 2 or not parameter.requires_grad:
+                continue
+            gradient = torch.randn(parameter.shape, dtype=torch.float64)
+            order = torch.randperm(gradient.numel())
+            moved = update(name, gradient)[order]
+            again = update(name, gradient.flatten()[order].view_as(gradient))
+            if (moved - again).norm() > EQUAL * moved.norm():
+                found.add(name)
+    return frozenset(found)
+
+
+class HalfNoise(TorchDispatchMode):
+    """Rounds what is computed in half precision once more, at random."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.generator = generator
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` and change what it has computed by up to a unit roundoff."""
+        found = func(*args, **(kwargs or {}))
+        half = isinstance(found, Tensor) and found.dtype in _HALF
+        if half and not _is_view(func):
+            noise = torch.rand(found.shape, generator=self.generator, dtype=_WIDE)
+            unit = torch.finfo(found.dtype).eps / 2
+            found.copy_(found.to(_WIDE) * (1 + unit * (2 * noise - 1)))
+        return found
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_WIDE = torch.float64
+
+
+def _is_view(func: Any) -> bool:
+    alias = func._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write

@@ -1,0 +1,517 @@
+"""Engine: builds the model of a scenario on this rank and runs its passes.
+
+The one trick: before a topology lays the model out, every parameter is filled with
+its own element numbers. What each rank then holds *is* the map from local elements to
+the full tensor, whatever placements the topology chose; the true initial values are
+written through that map. No knowledge of sharding internals is needed, and replicas
+are recognised by holding the same map.
+
+A workload that has ``weights`` says itself what each rank holds (``held``): it is laid
+out with its true values, and nothing is written into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_value_
+from torch.optim.lr_scheduler import ExponentialLR
+
+from ...fixtures import (
+    Batch,
+    CannotError,
+    WorkloadError,
+    defers_gradient_sync,
+    is_workload,
+    kit_of,
+    local,
+    loss,
+    order_parameters,
+    split_names,
+    without_gradient_sync,
+)
+from ..space.random_layers import turn_off_random_layers
+from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
+from ..space.scenario import Scenario
+from .held import check_values, full_name, held_parts
+from .layout_checks import check_layout, check_share, same_everywhere
+from .routing import Choices
+
+__all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
+
+Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
+MICRO_BATCHES = 2
+_NO_SYNC = (
+    "the module has neither a no_sync() as DDP's nor a part under fully_shard: its "
+    "gradients are synchronised in every backward"
+)
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A model laid out on this rank, with its optimizers."""
+
+    scenario: Scenario
+    module: Any
+    """What to call: the model, its wrapper, or a pipeline stage's part. Where the
+    workload has a ``train_step``, any object that it takes."""
+    mesh: DeviceMesh
+    parameters: dict[str, nn.Parameter]
+    """Name in the full model -> parameter on this rank."""
+    whole: dict[str, Tensor]
+    """Name -> the full parameter as it was at first."""
+    trained: frozenset[str]
+    """Names of the full model's parameters that training moves."""
+    index: dict[str, NDArray[np.int64]]
+    """Name -> place of each local element in the flat full tensor."""
+    optimizers: list[torch.optim.Optimizer]
+    owned: list[list[str]]
+    """Per optimizer: names of its parameters."""
+    device: torch.device
+    schedule: ScheduleGPipe | None = None
+    """The pipeline schedule, where the topology is a pipeline."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Name -> number of ranks that hold the same elements, for norms."""
+    choices: Sequence[Mapping[str, Choices]] = ()
+    """Per step: what learned routers choose; by themselves where it is empty."""
+    count: float | None = None
+    """What the sums of the last step were divided by, where a loss is (sum, count)."""
+    _inferred: bool = False
+
+    def __post_init__(self) -> None:
+        self.schedulers = [
+            ExponentialLR(optimizer, LR_DECAY)
+            for optimizer in self.optimizers
+            if self.scenario.parsed_recipe.training.decay
+        ]
+
+    def forward_backward(self, batch: Batch, prepare: Prepare) -> float | None:
+        """Run the passes of one step on this rank's share of ``batch``.
+
+        Args:
+            batch: the global batch.
+            prepare: (losses of a micro-batch, its index, how many there are) -> what
+                backward starts from, for example the scaled losses.
+
+        Returns:
+            The unscaled loss over this rank's rows, of which the mean over the ranks is
+            that of the batch; None on ranks that have no loss (all but the last stage
+            of a pipeline).
+        """
+        if self.schedule is not None:
+            return self._pipeline_pass(self.share(batch), prepare)
+        defers = self.scenario.parsed_recipe.defer_sync
+        if defers and not defers_gradient_sync(self.module):
+            raise CannotError(_NO_SYNC)
+        parts = self.micro_batches(batch)
+        self.count = self._counted(parts) if len(parts) > 1 else None
+        losses = []
+        for number, part in enumerate(parts):
+            deferred = defers and number + 1 < len(parts)
+            with without_gradient_sync(self.module) if deferred else nullcontext():
+                weight = self._ranks_of_data * part.elements / batch.elements
+                where = (number, len(parts))
+                losses.append(self._pass(part, prepare, where, weight))
+        return sum(losses)
+
+    def share(self, batch: Batch) -> Batch:
+        """The part of a global batch that this rank sees."""
+        kit = self.scenario.kit
+        if kit.shard is None or self.is_single:
+            with kit.calling("batch"):
+                return batch.shard(*self._data_coordinate())
+        share = kit.shard(batch, self.mesh)
+        if not kit.counted:  # else the counts tell, which padding leaves as they are
+            groups = [self.mesh.get_group(axis) for axis in self._data_axes]
+            check_share(kit, batch, share, groups)
+        return share
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        """The micro-batches of one step on this rank.
+
+        Raises:
+            CannotError: if there are too few rows for the recipe.
+        """
+        share, kit = self.share(batch), self.scenario.kit
+        if kit.micro_batches is not None:
+            return kit.micro_batches(share)
+        recipe = self.scenario.parsed_recipe
+        if recipe.parts == 1:
+            return [share]
+        with kit.calling("shard"):
+            return share.cut(recipe.sizes(share.rows))
+
+    def held(self) -> dict[str, Tensor]:
+        """What this rank holds of each parameter now, local and as it was laid out."""
+        if not self.tells_weights:
+            return {n: local(p.detach()) for n, p in self.parameters.items()}
+        kit = self.scenario.kit
+        assert kit.weights is not None
+        now = held_parts(kit, "weights", kit.weights(self.module), self.whole)
+        if [*now] != [*self.index]:
+            text = f"gave {len(now)} names, {len(self.index)} right after parallelize"
+            raise kit.refuse("weights", text)
+        return {name: local(part.tensor.detach()) for name, part in now.items()}
+
+    @property
+    def is_single(self) -> bool:
+        """Whether this is the bare model, which no ``parallelize`` has laid out."""
+        return self.scenario.topology == "single"
+
+    @property
+    def tells_weights(self) -> bool:
+        """Whether the workload says what a rank holds; else the module has it."""
+        return self.scenario.kit.weights is not None and not self.is_single
+
+    def total_count(self, count: float) -> float:
+        """The sum of a count over the ranks that see different rows.
+
+        Raises:
+            WorkloadError: if it is 0: there is nothing to divide by.
+        """
+        total = torch.tensor(count, dtype=torch.float64, device=self.device)
+        for axis in self._data_axes:
+            dist.all_reduce(total, group=self.mesh.get_group(axis))
+        if not total > 0:
+            text = "the counts of a step add up to 0 over all ranks and micro-batches"
+            raise self.scenario.kit.refuse("loss", text)
+        return float(total)
+
+    def weight_of(self, parts: Iterable[Batch]) -> float:
+        """What the loss of these micro-batches counts in that of the whole batch.
+
+        The counts of sums are told by the loss, which needs an output: that of the
+        model on one process has the right form, whatever its values.
+        """
+        kit = self.scenario.kit
+        if not kit.counted:
+            return float(sum(part.elements for part in parts))
+        count = 0.0
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model = kit.model().to(self.device)
+            for part in parts:
+                try:
+                    with kit.calling("forward"):
+                        output = model(part.inputs)
+                except WorkloadError:  # it takes only what the layout makes of it
+                    return 1.0
+                count += kit.objective(output, part.targets)[1] or 0.0
+        return count
+
+    def _counted(self, parts: Iterable[Batch]) -> float | None:
+        """The count of a whole step, which its first backward has to know.
+
+        None where the loss is a mean. The passes for it leave nothing behind; with one
+        micro-batch they are spared.
+        """
+        kit = self.scenario.kit
+        if not kit.counted:
+            return None
+        count = 0.0
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for part in parts:
+                count += self._objective(part)[1] or 0.0
+        return self.total_count(count)
+
+    def remake_optimizers(self) -> None:
+        """Go on with new optimizers that are loaded from the old ones' states."""
+        old, self.optimizers = (
+            self.optimizers,
+            _make_optimizers(self.scenario, self.parameters),
+        )
+        for new, saved in zip(self.optimizers, old, strict=True):
+            new.load_state_dict(saved.state_dict())
+
+    def clip(self) -> None:
+        """Clip the unscaled gradients as the recipe says."""
+        clip = self.scenario.parsed_recipe.training.clip
+        if clip == "value":
+            # parameter by parameter: torch's foreach form refuses mixed tensor types
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    # a partial sum cannot be cut off: what counts is the whole
+                    parameter.grad = _gradient_as_its_parameter(parameter)
+                    clip_grad_value_(parameter, CLIP_VALUE, foreach=False)
+        elif clip == "norm":
+            self._clip_norm()
+
+    def _clip_norm(self) -> None:
+        """Clip by the exact global norm, each element counted once."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        # a rank counts what it holds; where a shard is empty there is nothing to count
+        clipped = [
+            (name, parameter)
+            for name in self.replicas
+            if (parameter := self.parameters[name]).grad is not None
+        ]
+        for name, parameter in clipped:
+            gradient = local(_gradient_as_its_parameter(parameter))
+            squares += gradient.double().square().sum() / self.replicas[name]
+        dist.all_reduce(squares)
+        # as torch.nn.utils.clip_grad_norm_ computes the factor
+        factor = (CLIP_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
+        for _, parameter in clipped:
+            assert parameter.grad is not None
+            local(parameter.grad).mul_(factor)
+
+    def _losses(self, first: Tensor, output: Any) -> list[Tensor]:
+        training = self.scenario.parsed_recipe.training
+        found = training.losses_of(first, output)
+        return [x * self.scenario.magnitude for x in found]
+
+    def _objective(self, part: Batch) -> tuple[list[Tensor], float | None]:
+        """The losses of a micro-batch, and its count where they are sums."""
+        kit = self.scenario.kit
+        with self.scenario.parsed_precision.autocast(self.device.type):
+            with kit.calling("forward"):
+                output = self.module(part.inputs)
+            first, count = kit.objective(output, part.targets)
+            return self._losses(first, output), count
+
+    def _pass(
+        self, part: Batch, prepare: Prepare, where: tuple[int, int], weight: float
+    ) -> float:
+        """One micro-batch; ``weight`` is that of a mean in the whole batch's mean."""
+        losses, count = self._objective(part)
+        if count is not None:
+            if self.count is None:
+                self.count = self.total_count(count)
+            weight = self._ranks_of_data / self.count
+        starts = prepare([x * weight for x in losses], *where)
+        with self.scenario.kit.calling("backward"):
+            torch.autograd.backward(starts)
+        return sum(x.item() for x in losses) * weight
+
+    def _pipeline_pass(self, share: Batch, prepare: Prepare) -> float | None:
+        assert self.schedule is not None
+        losses: list[Tensor] = []
+        # the first call also infers shapes, with a loss of empty memory
+        extra = 0 if self._inferred else 1
+
+        def prepared_loss(output: Tensor, targets: Tensor) -> Tensor:
+            first, _ = self.scenario.kit.objective(output, targets)
+            losses.extend(self._losses(first, output))
+            part = len(losses) - 1 - extra
+            return prepare(losses[-1:], part, MICRO_BATCHES)[0]
+
+        # The schedule keeps its loss function; only this closure knows the scaler.
+        self.schedule._loss_fn = prepared_loss
+        stage, stages = self.mesh.get_local_rank("pp"), self.mesh["pp"].size()
+        with self.scenario.parsed_precision.autocast(self.device.type):
+            if stage == 0:
+                self.schedule.step(share.inputs)
+            elif stage == stages - 1:
+                self.schedule.step(target=share.targets)
+            else:
+                self.schedule.step()
+        self._inferred = True
+        real = [x.item() for x in losses[-MICRO_BATCHES:]]
+        return sum(real) / len(real) if real else None
+
+    @property
+    def _data_axes(self) -> list[str]:
+        """Axes of the mesh along which ranks see different rows."""
+        axes = self.mesh.mesh_dim_names or ()
+        return [a for a in axes if a in self.scenario.parsed_topology.data_axes]
+
+    @property
+    def _ranks_of_data(self) -> int:
+        """Over how many ranks data parallel training averages."""
+        return self._data_coordinate()[1]
+
+    def _data_coordinate(self) -> tuple[int, int]:
+        """(index, count) of this rank among the ranks that see different rows."""
+        index, count = 0, 1
+        for axis in self._data_axes:
+            size = self.mesh[axis].size()
+            index = index * size + self.mesh.get_local_rank(axis)
+            count *= size
+        return index, count
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter has local elements that training moves."""
+        return len(self.index[name]) > 0 and name in self.trained
+
+    @property
+    def rows(self) -> str:
+        """Which rows this rank sees; equal on ranks that see the same ones."""
+        return f"rows {self._data_coordinate()[0]}"
+
+
+def initial_model(data: str, seed: int, training: Training) -> nn.Module:
+    """The full model with its initial weights, the same on every rank.
+
+    Args:
+        data: a key of ``fixtures.MODELS``, or a user's own workload.
+        seed: seed of the weights.
+        training: tells which parameters train.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kit_of(data).model()
+    if training.frozen:
+        names = [name for name, _ in model.named_parameters()]
+        for name in frozen_names(kit_of(data), names):
+            model.get_parameter(name).requires_grad_(False)
+    if not training.random:
+        turn_off_random_layers(model)
+    return model
+
+
+def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Engine:
+    """Lay the scenario's model out over ``mesh`` and make its optimizer."""
+    kit, training = scenario.kit, scenario.parsed_recipe.training
+    model = initial_model(scenario.data, scenario.seed, training).to(device)
+    if is_workload(scenario.data):
+        same_everywhere(kit, "model", dict(model.named_parameters()))
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+    tells = kit.weights if scenario.topology != "single" else None
+    tied = _tied(model)
+    if tells is None:
+        _fill_with_element_numbers(model)
+    policy = scenario.parsed_precision.policy()
+    module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
+    if not training.random:  # parallelize may have made them anew
+        turn_off_random_layers(module)
+    parameters: dict[str, nn.Parameter]
+    if tells is not None:
+        held = held_parts(kit, "weights", tells(module), values)
+        check_values(kit, held, values)
+        parameters = {n: part.tensor for n, part in held.items()}  # type: ignore[misc]  # checked below
+        index = {n: part.places for n, part in held.items()}
+        _check_trainable(scenario, module, parameters)
+    else:
+        if is_workload(scenario.data):
+            check_layout(kit, module, values, tied)
+        parameters = {full_name(n, values): p for n, p in module.named_parameters()}
+        index = {n: _read_element_numbers(p) for n, p in parameters.items()}
+        for name, parameter in parameters.items():
+            write_values(parameter, values[name], index[name])
+    if scenario.parsed_recipe.compile:
+        module.compile(backend="aot_eager")
+    own_step = kit.train_step is not None
+    engine = Engine(
+        scenario=scenario,
+        module=module,
+        mesh=mesh,
+        parameters=parameters,
+        whole=values,
+        trained=trained,
+        index=index,
+        optimizers=[] if own_step else _make_optimizers(scenario, parameters),
+        owned=[[*parameters]] if own_step else _split(scenario, parameters),
+        device=device,
+    )
+    if scenario.parsed_topology.pipelined:
+        engine.schedule = _pipeline(engine)
+    return engine
+
+
+def _check_trainable(
+    scenario: Scenario, module: Any, parameters: Mapping[str, Tensor]
+) -> None:
+    """In the judge's own loop its optimizer takes what ``weights`` gives."""
+    kit = scenario.kit
+    if kit.train_step is not None:
+        return
+    if not callable(module):
+        text = f"returned {type(module).__name__}, which cannot be called: write a"
+        raise kit.refuse("parallelize", f"{text} train_step that trains it")
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, nn.Parameter):
+            text = f"gave {name}, which is no nn.Parameter: without a train_step the"
+            raise kit.refuse("weights", f"{text} judge's optimizer takes what it gives")
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Second names of parameters -> their first ones."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[p] for name, p in names if name != first[p]}
+
+
+def _make_optimizers(
+    scenario: Scenario, parameters: dict[str, nn.Parameter]
+) -> list[torch.optim.Optimizer]:
+    make = scenario.kit.optimizers[scenario.optimizer]
+    return [
+        make(order_parameters(scenario.order, [(n, parameters[n]) for n in names]))
+        for names in _split(scenario, parameters)
+    ]
+
+
+def _split(scenario: Scenario, names: Iterable[str]) -> list[list[str]]:
+    """Parameter names by optimizer."""
+    if scenario.parsed_recipe.optimizers == 1:
+        return [list(names)]
+    return [*split_names(names)]
+
+
+def shard_id(index: NDArray[np.int64]) -> str:
+    """Digest of an index map; replicas have equal ones."""
+    return hashlib.blake2b(index.tobytes(), digest_size=6).hexdigest()
+
+
+def _fill_with_element_numbers(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # fp32 holds integers exactly up to 2**24; these models are far smaller
+            assert parameter.numel() < 2**24
+            numbers = torch.arange(parameter.numel(), dtype=parameter.dtype)
+            parameter.copy_(numbers.view_as(parameter))
+
+
+def _read_element_numbers(parameter: nn.Parameter) -> NDArray[np.int64]:
+    flat = local(parameter.detach()).reshape(-1)
+    return flat.to(torch.int64).cpu().numpy()
+
+
+def write_values(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> None:
+    """Write into the local part of ``tensor`` what it holds of the full ``values``.
+
+    Args:
+        tensor: plain or DTensor, any shape.
+        values: the full tensor, in any shape.
+        index: place of each local element in the flat full tensor.
+    """
+    part = local(tensor.detach())
+    chosen = values.reshape(-1)[torch.from_numpy(index).to(values.device)]
+    part.copy_(chosen.view(part.shape))
+
+
+def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:
+    """The gradient laid out as its parameter; plans may leave it otherwise."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if not isinstance(parameter, DTensor):
+        return gradient.full_tensor()
+    if gradient.placements == parameter.placements:
+        return gradient  # itself: a scaler may know it
+    return gradient.redistribute(placements=parameter.placements)
+
+
+def _pipeline(engine: Engine) -> ScheduleGPipe:
+    mesh = engine.mesh
+    stage = PipelineStage(
+        engine.module,
+        mesh.get_local_rank("pp"),
+        mesh["pp"].size(),
+        engine.device,
+        group=mesh.get_group("pp"),
+    )
+    return ScheduleGPipe(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss)

@@ -1,0 +1,155 @@
+"""What a rank holds of a model's tensors, as a workload's own methods tell it.
+
+A value is the whole tensor, a DTensor, or (tensor, slices of the whole); each says by
+itself which elements of the whole it has, so nothing is written into the stack and no
+collective is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...fixtures import Kit, local
+from .observe import numbers_laid_out_as
+
+__all__ = ["WRAPPERS", "Held", "check_values", "full_name", "held_parts"]
+
+WRAPPERS = (
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_orig_mod",
+    "module",
+)
+"""What wrappers put into the names of parameters."""
+
+
+def full_name(name: str, whole: Container[str]) -> str:
+    """The name in the full model of a parameter of a wrapped one.
+
+    A model may have a layer called ``module`` itself: no more is left out than leads to
+    a name that it has.
+
+    Args:
+        name: a parameter's name once the model is laid out.
+        whole: the names that the full model has.
+
+    Returns:
+        ``name`` itself where nothing that wrappers do leads to a name in ``whole``.
+    """
+    parts = name.split(".")
+    wrapped = [place for place, part in enumerate(parts) if part in WRAPPERS]
+    for count in range(len(wrapped) + 1):
+        for out in combinations(wrapped, count):
+            found = ".".join(p for place, p in enumerate(parts) if place not in out)
+            if found in whole:
+                return found
+    return name
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of a tensor on this rank."""
+
+    tensor: Tensor
+    """As it was given; a DTensor is not unpacked."""
+    places: NDArray[np.int64]
+    """Place of each local element in the flat full tensor."""
+
+
+def held_parts(
+    kit: Kit, call: str, given: Any, whole: Mapping[str, Tensor]
+) -> dict[str, Held]:
+    """Read what ``weights`` or ``gradients`` returned.
+
+    Args:
+        kit: the workload.
+        call: which of the two it was.
+        given: name -> tensor, DTensor or (tensor, slices); None is left out.
+        whole: the model's parameters by name.
+
+    Raises:
+        WorkloadError: for unknown names, and for tensors that are not the part that
+            they are said to be.
+    """
+    if not isinstance(given, Mapping):
+        text = f"returned {type(given).__name__}, expected a dict of name -> tensor"
+        raise kit.refuse(call, text)
+    found: dict[str, Held] = {}
+    for told, value in given.items():
+        name = full_name(str(told), whole)
+        if name not in whole:
+            text = f"gave {told!r}, which the model has not: expected names of model()"
+            raise kit.refuse(call, f"{text}, such as {', '.join([*whole][:4])}")
+        if name in found:
+            raise kit.refuse(call, f"gave {name} twice")
+        if value is not None:
+            found[name] = _held(kit, call, name, value, whole[name].shape)
+    return found
+
+
+def _held(kit: Kit, call: str, name: str, value: Any, shape: torch.Size) -> Held:
+    expected = f"expected a tensor of shape {list(shape)}, or (tensor, slices of it)"
+    if isinstance(value, Tensor):
+        if value.shape != shape:
+            text = f"gave {name} with shape {list(value.shape)}, {expected}"
+            raise kit.refuse(call, text)
+        return Held(value, numbers_laid_out_as(value))
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    if not pair or not isinstance(value[0], Tensor) or isinstance(value[0], DTensor):
+        raise kit.refuse(call, f"gave {name} as {type(value).__name__}, {expected}")
+    tensor, slices = value
+    slices = (slices,) if isinstance(slices, slice) else slices
+    if not isinstance(slices, tuple | list) or not all(
+        isinstance(s, slice) for s in slices
+    ):
+        raise kit.refuse(call, f"gave {name} with slices {slices!r}, {expected}")
+    numbers = torch.arange(shape.numel())
+    parts = [numbers.view(shape)[tuple(slices)]] if len(slices) <= len(shape) else []
+    if len(slices) == 1:
+        parts.insert(0, numbers[slices[0]])
+    fitting = [part for part in parts if part.numel() == tensor.numel()]
+    if not fitting:
+        sizes = " or ".join(str(part.numel()) for part in parts) or "no"
+        raise kit.refuse(
+            call,
+            f"gave {name} with {tensor.numel()} elements, and its slices {slices!r} "
+            f"have {sizes}: {expected}",
+        )
+    return Held(tensor, fitting[0].reshape(-1).numpy())
+
+
+def check_values(
+    kit: Kit, held: Mapping[str, Held], values: Mapping[str, Tensor]
+) -> None:
+    """See that a stack was laid out with the values that the model had.
+
+    Args:
+        kit: the workload.
+        held: what its ``weights`` gave, right after ``parallelize``.
+        values: of the whole parameters.
+
+    Raises:
+        WorkloadError: names the parameter that has other values.
+    """
+    for name, part in held.items():
+        if part.tensor.dtype != torch.float32:
+            text = f"gave {name} as {part.tensor.dtype}: parameters stay torch.float32"
+            raise kit.refuse("weights", text)
+        now = local(part.tensor.detach()).reshape(-1).cpu()
+        true = values[name].reshape(-1).cpu()[torch.from_numpy(part.places)]
+        if not torch.equal(now, true):
+            wrong = int((now != true).sum())
+            raise kit.refuse(
+                "parallelize",
+                f"changed the values of {name}: {wrong} of {len(true)} elements that "
+                "weights() gives are not those of model()",
+            )

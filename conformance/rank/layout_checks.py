@@ -1,0 +1,157 @@
+"""What a user's own workload must keep on the ranks; else there is no verdict (exit 3).
+
+All ranks make the same model and batches, shares of a batch hold every element once,
+and the layout holds the model's own parameters, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...fixtures import Batch, Kit, is_workload, local
+from ..space.scenario import Scenario
+from .held import full_name
+from .observe import digest
+from .trace import RankTrace
+
+__all__ = ["check_layout", "check_share", "check_whole", "same_everywhere"]
+
+
+def same_everywhere(kit: Kit, call: str, made: Mapping[str, Tensor]) -> None:
+    """Compare what a call made with what it made on rank 0.
+
+    Args:
+        kit: the workload.
+        call: what made it.
+        made: the tensors, by name; the same on every rank.
+
+    Raises:
+        WorkloadError: on every rank alike, so that none waits for another.
+    """
+    mine = {name: f"{tuple(t.shape)} {t.dtype} {digest(t)}" for name, t in made.items()}
+    all_: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_, mine)
+    for rank, theirs in enumerate(all_):
+        names = [n for n in {**all_[0], **theirs} if all_[0].get(n) != theirs.get(n)]
+        if names:
+            raise kit.refuse(
+                call,
+                f"gave another {names[0]} on rank {rank} than on rank 0: all ranks "
+                f"must make the same {call}, whatever their rank",
+            )
+
+
+def check_layout(
+    kit: Kit, module: object, whole: Mapping[str, Tensor], tied: Mapping[str, str]
+) -> None:
+    """Look at what ``parallelize`` returned; parameters hold their element numbers.
+
+    Args:
+        kit: the workload.
+        module: what its ``parallelize`` returned.
+        whole: the model's parameters by name.
+        tied: a second name of one of them -> the name in ``whole``.
+
+    Raises:
+        WorkloadError: where it is no module, or not one of the model's parameters.
+    """
+    if not isinstance(module, nn.Module):
+        text = f"returned {type(module).__name__}, expected the module to call"
+        if kit.train_step is not None:
+            text += ": a stack of another type needs weights(stack)"
+        raise kit.refuse("parallelize", text)
+    held = {full_name(n, whole): p for n, p in module.named_parameters()}
+    unknown = [n for n in held if n not in whole]
+    if unknown and full_name(unknown[0], tied) in tied:
+        name = full_name(unknown[0], tied)
+        raise kit.refuse(
+            "parallelize",
+            f"{name} is tied to {tied[name]} in model() and a parameter of its own "
+            "after parallelize: tie it again",
+        )
+    if unknown:
+        raise kit.refuse(
+            "parallelize",
+            f"gave the parameter {unknown[0]!r}, which the model has not: parameters "
+            f"keep their names (it has {', '.join([*whole][:8])})",
+        )
+    for name, parameter in held.items():
+        _check_numbers(kit, name, parameter, whole[name].numel())
+
+
+def _check_numbers(kit: Kit, name: str, parameter: nn.Parameter, count: int) -> None:
+    if parameter.dtype != torch.float32:
+        text = f"made {name} {parameter.dtype}: parameters stay torch.float32"
+        raise kit.refuse("parallelize", text)
+    flat = local(parameter.detach()).reshape(-1).cpu().numpy()
+    right = (flat >= 0) & (flat < count) & (flat == np.floor(flat))
+    if not right.all() or len(np.unique(flat)) != len(flat):
+        raise kit.refuse(
+            "parallelize",
+            f"changed the values of {name}: it is to lay the model out as it is, and "
+            "to initialise, copy or scale nothing",
+        )
+
+
+def check_share(
+    kit: Kit, batch: Batch, share: Batch, groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """See that the shares of all ranks of data together are the global batch.
+
+    Args:
+        kit: the workload.
+        batch: the global batch.
+        share: this rank's part of it.
+        groups: those of the mesh's axes along which ranks see different parts.
+
+    Raises:
+        WorkloadError: on every rank alike, where elements are missing or seen twice.
+    """
+    found = torch.tensor([share.elements, _content(share)])
+    for group in groups:
+        dist.all_reduce(found, group=group)  # whole numbers, which wrap around
+    count, content = found.tolist()
+    if count != batch.elements:
+        what = "leave a hole" if count < batch.elements else "overlap"
+        raise kit.refuse(
+            "shard",
+            f"the parts of all ranks {what}: together they have {count} elements of "
+            f"the targets, the batch has {batch.elements}; where some are padding, let "
+            "the loss be (sum, count)",
+        )
+    if content != _content(batch):
+        text = "the parts of all ranks overlap and leave a hole: together they have as"
+        raise kit.refuse("shard", f"{text} many elements as the batch, but not its own")
+
+
+def _content(batch: Batch) -> int:
+    """A digest of what is compared, whatever its order; that of parts adds up."""
+    total = 0
+    for tensor in batch.counted:
+        bits = tensor.detach().cpu().double().reshape(-1).numpy().view(np.uint64)
+        mixed = (bits ^ (bits >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        total += int((mixed ^ (mixed >> np.uint64(32))).sum().view(np.int64))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def check_whole(scenario: Scenario, traces: Sequence[RankTrace]) -> None:
+    """See that the ranks together hold every element of a user's own model.
+
+    Raises:
+        WorkloadError: names the parameter of which something is missing.
+    """
+    if not is_workload(scenario.data) or not all(t.index for t in traces):
+        return
+    for name, parameter in scenario.kit.model().named_parameters():
+        parts = [t.index[name] for t in traces if name in t.index]
+        held = len(np.unique(np.concatenate(parts))) if parts else 0
+        if held < parameter.numel():
+            text = f"no rank holds {parameter.numel() - held} of {parameter.numel()}"
+            raise scenario.kit.refuse("parallelize", f"{text} elements of {name}")

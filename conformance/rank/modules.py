@@ -1,0 +1,426 @@
+"""What passes the borders of modules: inputs, outputs and their gradients, in order.
+
+One recorder serves both sides of a comparison: a rank of the sharded run, where a
+tensor is told with the part that this rank holds of it, and the reference on one
+process, where every tensor is whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...fixtures import Batch, local
+from .held import full_name
+from .observe import CallLog, numbers_laid_out_as, partial_ranks
+from .trace import Collective
+
+__all__ = [
+    "INPUT",
+    "INPUT_GRADIENT",
+    "OUTPUT",
+    "OUTPUT_GRADIENT",
+    "Border",
+    "Call",
+    "ModuleLog",
+    "Passed",
+    "Watched",
+    "is_whole",
+    "modules_in",
+    "names_of",
+    "watch_modules",
+]
+
+INPUT, OUTPUT = "input", "output"
+OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of its output", "gradient of its input"
+DEPTH = 4
+"""How far below a stack a module is looked for."""
+MOST_ELEMENTS = 2**26
+"""Elements that a rank keeps of one step; what comes after is counted as left out."""
+
+
+Call = tuple[int, str, int]
+"""Micro-batch, module, the how manieth call of it for this micro-batch."""
+
+
+@dataclass(frozen=True)
+class Border:
+    """Where a tensor was seen: equal on all ranks and in the reference."""
+
+    micro_batch: int
+    module: str
+    """Name in the full model; empty for the model itself."""
+    call: int
+    """The how manieth call of the module for this micro-batch."""
+    kind: str
+    slot: int
+    """Place among the floating tensors that went in or came out."""
+
+    @property
+    def of(self) -> Call:
+        """The call that the tensor went in to, or came out of."""
+        return self.micro_batch, self.module, self.call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """One tensor at the border of a module."""
+
+    values: NDArray[Any]
+    """The local elements, in the local shape."""
+    whole: tuple[int, ...] | None = None
+    """Shape of the DTensor it is a part of; None of a plain tensor."""
+    places: NDArray[np.int64] | None = None
+    """Of a DTensor: place of each local element in the flat whole."""
+    summed_over: tuple[int, ...] = ()
+    """Of a DTensor: ranks over which it is still to be summed."""
+    divided_by: int = 1
+    """What to divide that sum by."""
+    collectives: int = 0
+    """Collectives that this rank had issued in the step."""
+
+
+@dataclass(kw_only=True)
+class ModuleLog:
+    """What passed on one rank in one step, in order."""
+
+    passed: dict[Border, Passed] = field(default_factory=dict)
+    inside: dict[Call, Call] = field(default_factory=dict)
+    """The call of a module -> the call of the module that made it."""
+    collectives: list[Collective] = field(default_factory=list)
+    left_out: int = 0
+    """Tensors that there was no room for."""
+    modules: int = 0
+    """Modules that were watched; 0 where the stack shows none."""
+    rows: list[list[int]] = field(default_factory=list)
+    """Of each module that is called from outside: the rows of each of its calls."""
+
+    def without_calls(self, count: int) -> None:
+        """Leave out the first calls from outside, and count the others anew."""
+        self.passed = {
+            replace(b, micro_batch=b.micro_batch - count): passed
+            for b, passed in self.passed.items()
+            if b.micro_batch >= count
+        }
+
+    def last_collective(self, border: Border) -> str:
+        """The last collective before a tensor was seen, in words."""
+        count = self.passed[border].collectives
+        return str(self.collectives[count - 1]) if count else "none"
+
+
+@dataclass(kw_only=True)
+class Watched:
+    """What a rank hands over of the step that was watched."""
+
+    rank: int
+    coordinate: dict[str, int]
+    index: Mapping[str, NDArray[np.int64]]
+    """As :attr:`RankTrace.index`."""
+    rows: str
+    """Equal on ranks that saw the same rows."""
+    log: ModuleLog
+    batches: list[Batch]
+    """The micro-batches that it was given."""
+
+
+def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
+    """Whether a module of a stack has all that the full model's has of this name.
+
+    The stage of a pipeline bears the name of the model and is only a part of it.
+    """
+    twin = model.get_submodule(name)
+    mine = {full_name(n, _names(twin)) for n, _ in module.named_modules()}
+    return mine >= _names(twin)
+
+
+def modules_in(stack: object) -> list[nn.Module]:
+    """The modules that a stack is, or holds: an engine, a trainer, a pipeline's stages.
+
+    Args:
+        stack: what ``parallelize`` returned. Its attributes are looked at, and theirs,
+            and what lists and dicts hold.
+
+    Returns:
+        Those that are no part of another one; none where the stack shows none.
+    """
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    level: list[Any] = [stack]
+    for _ in range(DEPTH):
+        below: list[Any] = []
+        for each in level:
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, nn.Module):
+                found[id(each)] = each
+            elif isinstance(each, Mapping):
+                below.extend(each.values())
+            elif isinstance(each, list | tuple | set):
+                below.extend(each)
+            elif not isinstance(each, Tensor | type):
+                below.extend(getattr(each, "__dict__", {}).values())
+        level = below
+    parts = {id(p) for m in found.values() for p in m.modules() if p is not m}
+    return [module for key, module in found.items() if key not in parts]
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_modules()}
+
+
+def names_of(
+    root: nn.Module, model: nn.Module, parameters: Mapping[str, Tensor]
+) -> dict[nn.Module, str]:
+    """Modules of a stack -> their names in the full model.
+
+    A module goes by the names of its own parameters, as the stage of a pipeline may
+    count its layers anew; one without parameters by its name, or by its children.
+
+    Args:
+        root: of the stack.
+        model: the full model.
+        parameters: name in the full model -> the stack's parameter.
+    """
+    whole = _names(model)
+    # a stack may tell its weights as tensors that share their memory
+    known = {_memory(p): name.rpartition(".")[0] for name, p in parameters.items()}
+    local_names = {name: m for name, m in root.named_modules()}
+    found: dict[str, str] = {}
+    for name, module in local_names.items():
+        owners = {
+            known[_memory(p)]
+            for p in module.parameters(recurse=False)
+            if known.get(_memory(p)) in whole
+        }
+        if len(owners) == 1:
+            found[name] = owners.pop()
+    renamed = any(full_name(n, whole) != f for n, f in found.items())
+    for name in reversed(local_names):  # children first
+        if name in found:
+            continue
+        if not renamed:
+            plain = full_name(name, whole)
+            if plain in whole:
+                found[name] = plain
+            continue
+        prefix = f"{name}." if name else ""
+        parents = {
+            found[prefix + child].removesuffix(child).removesuffix(".")
+            for child, _ in local_names[name].named_children()
+            if prefix + child in found and found[prefix + child].endswith(f".{child}")
+        }
+        if len(parents) == 1 and parents <= whole:
+            found[name] = parents.pop()
+    # of a wrapper and what it wraps, which have one name, the wrapped one counts
+    inner = {full: name for name, full in found.items()}
+    for name, full in found.items():
+        if len(name) > len(inner[full]):
+            inner[full] = name
+    return {local_names[name]: full for full, name in inner.items()}
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    part = local(tensor.detach())
+    return (part.data_ptr(), part.numel()) if part.numel() else (id(tensor), 0)
+
+
+@contextmanager
+def watch_modules(
+    roots: Sequence[nn.Module],
+    names: Mapping[nn.Module, str],
+    calls: CallLog | None = None,
+) -> Iterator[ModuleLog]:
+    """Record what passes the borders of modules.
+
+    Args:
+        roots: what holds all modules. One that is called from outside of all others,
+            be it a root, what it wraps or a stage, is called once a micro-batch.
+        names: the modules to record -> their names in the full model.
+        calls: a log of collectives that is active.
+    """
+    watch = _Watch(calls)
+    with ExitStack() as hooks:
+        for module in dict.fromkeys(m for root in roots for m in root.modules()):
+            # of what no name leads to, only a call that others are made in matters
+            if any(inner in names for inner in module.modules()):
+                for added in watch.hook(module, names.get(module)):
+                    hooks.callback(added.remove)
+        try:
+            yield watch.log
+        finally:
+            watch.end()
+
+
+class _Watch:
+    """One step being recorded."""
+
+    def __init__(self, calls: CallLog | None) -> None:
+        self.log = ModuleLog()
+        self.calls = calls
+        self.room = MOST_ELEMENTS
+        self.calls_of: dict[nn.Module, list[int]] = {}
+        """Modules that are called from outside of all -> the rows of each call."""
+        self.depth = 0
+        self.micro_batch = 0
+        self.counts: Counter[Call] = Counter()
+        self.open: list[tuple[nn.Module, Call]] = []
+        self.first: int | None = None
+        """Collectives before the first forward are not of the step's passes."""
+        self.places: dict[Any, NDArray[np.int64]] = {}
+
+    def end(self) -> None:
+        if self.calls is not None and self.first is not None:
+            self.log.collectives = self.calls.collectives[self.first :]
+        self.log.rows = list(self.calls_of.values())
+
+    def hook(self, module: nn.Module, name: str | None) -> list[Any]:
+        found = [
+            module.register_forward_pre_hook(
+                torch.compiler.disable(self._begin), prepend=True, with_kwargs=True
+            )
+        ]
+        if name is not None:
+            self.log.modules += 1
+            enter = torch.compiler.disable(partial(self._enter, name))
+            leave = torch.compiler.disable(partial(self._leave, name))
+            found += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True),
+            ]
+        end = torch.compiler.disable(self._end)
+        return [*found, module.register_forward_hook(end, always_call=True)]
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._ignored():
+            return
+        if self.depth == 0:
+            self.open.clear()
+            shapes = [t.shape for t in _tensors((args, kwargs))]
+            rows = self.calls_of.setdefault(module, [])
+            self.micro_batch = len(rows)
+            rows.append(shapes[0][0] if shapes and shapes[0] else 0)
+            if self.first is None and self.calls is not None:
+                self.first = len(self.calls.collectives)
+        self.depth += 1
+
+    def _end(self, *_: Any) -> None:
+        if not self._ignored():
+            self.depth -= 1
+
+    def _ignored(self) -> bool:
+        # a forward in the midst of backward computes again what was recorded
+        return torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled()
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._ignored():
+            return None
+        micro_batch = self.micro_batch
+        number = self.counts[micro_batch, name, 0]
+        self.counts[micro_batch, name, 0] += 1
+        call = (micro_batch, name, number)
+        if self.open:
+            self.log.inside[call] = self.open[-1][1]
+        self.open.append((module, call))
+        slots = iter(range(2**30))
+
+        def see(tensor: Tensor) -> Tensor:
+            border = Border(micro_batch, name, number, INPUT, next(slots))
+            self._keep(border, tensor)
+            if not tensor.requires_grad:
+                return tensor
+            # what other modules add to the gradient of this tensor is not this one's
+            own = tensor.view_as(tensor)
+            self._on_gradient(own, border, INPUT_GRADIENT)
+            return own
+
+        return _changed(args, see), _changed(kwargs, see)
+
+    def _leave(
+        self,
+        name: str,
+        module: nn.Module,
+        _args: Any,
+        _kwargs: Any,
+        output: Any,
+    ) -> None:
+        if self._ignored():
+            return
+        while self.open:
+            entered, (micro_batch, _, number) = self.open.pop()
+            if entered is module:
+                break
+        else:
+            return
+        floating = (t for t in _tensors(output) if t.is_floating_point())
+        for slot, tensor in enumerate(floating):
+            border = Border(micro_batch, name, number, OUTPUT, slot)
+            self._keep(border, tensor)
+            if tensor.requires_grad:
+                self._on_gradient(tensor, border, OUTPUT_GRADIENT)
+
+    def _on_gradient(self, tensor: Tensor, at: Border, kind: str) -> None:
+        border = Border(at.micro_batch, at.module, at.call, kind, at.slot)
+
+        def keep(gradient: Tensor) -> None:
+            self._keep(border, gradient)
+
+        tensor.register_hook(keep)
+
+    def _keep(self, border: Border, tensor: Tensor) -> None:
+        with torch.no_grad():
+            part = local(tensor.detach()).clone()
+            self.room -= part.numel()
+            if self.room < 0:
+                self.log.left_out += 1
+                return
+            wide = part.double() if part.dtype == torch.float64 else part.float()
+            known: dict[str, Any] = {}
+            if isinstance(tensor, DTensor):
+                known["whole"] = tuple(tensor.shape)
+                known["places"] = self._laid_out_as(tensor)
+                known["summed_over"], known["divided_by"] = partial_ranks(tensor)
+        issued = len(self.calls.collectives) - (self.first or 0) if self.calls else 0
+        self.log.passed[border] = Passed(
+            values=wide.cpu().numpy(), collectives=issued, **known
+        )
+
+    def _laid_out_as(self, tensor: DTensor) -> NDArray[np.int64]:
+        key = (tensor.device_mesh, tensor.placements, tensor.shape)
+        if key not in self.places:
+            self.places[key] = numbers_laid_out_as(tensor)
+        return self.places[key]
+
+
+def _changed(tree: Any, change: Any) -> Any:
+    """``tree`` with what ``change`` makes of its floating tensors."""
+    if isinstance(tree, Tensor):
+        return change(tree) if tree.is_floating_point() else tree
+    if type(tree) in (tuple, list):
+        return type(tree)(_changed(branch, change) for branch in tree)
+    if type(tree) is dict:
+        return {key: _changed(branch, change) for key, branch in tree.items()}
+    return tree
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of an output; of a dataclass that is a mapping, too."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for branch in tree.values():
+            yield from _tensors(branch)
+    elif isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from _tensors(branch)

@@ -1,0 +1,335 @@
+"""Observers that run on a rank: digests, layouts of gradients, collectives."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    distribute_tensor,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...fixtures import local
+from .trace import Collective, Reduction
+
+__all__ = [
+    "NO_STATE",
+    "CallLog",
+    "ReductionLog",
+    "digest",
+    "gradient_places",
+    "non_finite",
+    "numbers_laid_out_as",
+    "optimizer_digest",
+    "partial_ranks",
+]
+
+Places = NDArray[np.int64]
+
+
+def digest(tensor: Tensor) -> str:
+    """Digest of the bits of the local elements of ``tensor``, whatever its dtype."""
+    part = local(tensor.detach()).contiguous().cpu()
+    return _hash([part.view(-1).view(torch.uint8).numpy().tobytes()])
+
+
+def optimizer_digest(optimizer: Optimizer) -> str:
+    """Digest of everything ``optimizer`` remembers, in parameter order.
+
+    Zeros are left out: a fused optimizer is called at a skipped step, too, and may make
+    its state then, all of it zero, which trains as none does.
+    """
+    parts: list[bytes] = []
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if not _is_zero(value):
+                parts.append(f"{number} {key}".encode())
+                parts.append(_bits(value))
+    return _hash(parts)
+
+
+NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()
+"""The digest of an optimizer that remembers nothing."""
+
+
+def _is_zero(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return not bool(local(value).count_nonzero())
+    return value is None or value == 0
+
+
+def _bits(value: object) -> bytes:
+    return (digest(value) if isinstance(value, Tensor) else repr(value)).encode()
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def non_finite(gradient: Tensor, scale: float) -> bool:
+    """Whether a local gradient is not finite, as it is or divided by ``scale``."""
+    part = local(gradient.detach())
+    if part.is_sparse:
+        part = part.coalesce().values()
+    return not bool(torch.isfinite(part.float() / scale).all())
+
+
+def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Places:
+    """Place of each local element of a gradient in the flat full tensor.
+
+    A tensor-parallel plan may leave a gradient whole where the parameter is sharded, or
+    the other way round: the optimizer lays it out anew, and so must a comparison.
+
+    Args:
+        gradient: as the optimizer is handed it.
+        parameter: whose gradient it is.
+        index: place of each local element of ``parameter``.
+
+    Raises:
+        ValueError: if nobody can say which elements these are.
+    """
+    if _sharding(gradient) == _sharding(parameter):
+        return index
+    # The placements tell places in the tensor that torch knows. If they give those of
+    # the parameter, that tensor is the full one, and they give the gradient's, too.
+    if not np.array_equal(numbers_laid_out_as(parameter), index):
+        raise ValueError(
+            f"the gradient is laid out as {_sharding(gradient)}, its parameter as "
+            f"{_sharding(parameter)}, and that is a part of the model's own: which "
+            "elements of it the gradient has cannot be told; give both one layout"
+        )
+    return numbers_laid_out_as(gradient)
+
+
+def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Which elements the ranks hold, whether they are whole or partial sums."""
+    if not isinstance(tensor, DTensor):
+        return None
+    whole = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.device_mesh, tuple(whole)
+
+
+def numbers_laid_out_as(tensor: Tensor) -> Places:
+    """Place of each local element of ``tensor`` in the flat full one."""
+    numbers = torch.arange(tensor.numel()).view(tensor.shape)
+    if sharding := _sharding(tensor):
+        numbers = local(distribute_tensor(numbers, *sharding, src_data_rank=None))
+    return numbers.reshape(-1).cpu().numpy()
+
+
+def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
+    """Over which ranks a gradient is still to be summed; such a one is legal.
+
+    Returns:
+        The ranks, this one included, none where the gradient is no partial sum; and
+        what to divide the sum by, as a partial mean is a sum, too.
+    """
+    if not isinstance(gradient, DTensor):
+        return (), 1
+    mesh, placements = gradient.device_mesh, gradient.placements
+    here = mesh.get_coordinate()
+    kinds = [p.reduce_op if isinstance(p, Partial) else "" for p in placements]
+    if here is None or not {"sum", "avg"} & {*kinds}:
+        return (), 1
+    along = tuple(
+        slice(None) if kind in ("sum", "avg") else at
+        for kind, at in zip(kinds, here, strict=True)
+    )
+    ranks = tuple(mesh.mesh[along].reshape(-1).tolist())
+    return ranks, len(ranks) if "avg" in kinds else 1
+
+
+class CallLog(TorchDispatchMode):
+    """Notes the collectives issued while it is active.
+
+    A dispatch mode sees what the calls really do, below any Python wrapper that a
+    scaler may use, and needs no patch of ``torch.distributed``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.collectives: list[Collective] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Log ``func`` and run it."""
+        if any(issubclass(t, DTensor) for t in types):
+            return (
+                NotImplemented  # let DTensor unpack itself: its inner calls come here
+            )
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._log_collective(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _log_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        for declared, value in zip(func._schema.arguments, args, strict=False):
+            if declared.name in ("process_group", "group_name"):  # waiting has none
+                call = func.overloadpacket.__name__.rstrip("_")
+                sent = "" if "barrier" in call else _shape(args)
+                self._note(Collective(f"{call}{sent}", _ranks(value)), args)
+
+    def _note(self, collective: Collective, _args: tuple[Any, ...]) -> None:
+        self.collectives.append(collective)
+
+
+class ReductionLog(CallLog):
+    """Notes the reductions of gradients, from the first backward on to the step.
+
+    Gradients of activations are reduced in backward, too, in the dtype of the compute,
+    and that is right. They are told apart by where autograd is ([Note: Whose gradient
+    is reduced]), not by their size, which a parameter may share.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reductions: list[Reduction] = []
+        self._late: list[Reduction] = []
+        """Issued since the last backward: what follows tells whether it was that."""
+        self._stepped = True
+
+    def __enter__(self) -> Self:
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self._end())
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._hook.remove()
+        self._end()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note whether this is backward, log ``func`` and run it."""
+        if _in_backward():
+            # between two backward passes lies the forward pass of the second one
+            self._late.clear()
+            self._stepped = False
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _end(self) -> None:
+        self.reductions += self._late
+        self._late.clear()
+        self._stepped = True
+
+    def _note(self, collective: Collective, args: tuple[Any, ...]) -> None:
+        if self._stepped or "reduce" not in collective.call:
+            return
+        into = self.reductions if _in_backward() else self._late
+        # a reduce-scatter has its output before its input
+        for tensor in [*_tensors(args[1:2])] or [*_tensors(args[:1])]:
+            if tensor.is_floating_point() and _is_of_parameter(tensor.shape):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                into.append(
+                    Reduction(
+                        collective=collective, dtype=dtype, elements=tensor.numel()
+                    )
+                )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_of_parameter(shape: tuple[int, ...]) -> bool:
+    """Whether what is being reduced is the gradient of a parameter.
+
+    [Note: Whose gradient is reduced]
+    Hooks on gradients run in no node of the graph, or in the one that accumulates into
+    a parameter; a pass through the model that is computed again runs with gradients
+    enabled. In any other node a reduction is taken to be of what flows through it, the
+    gradient of an activation, unless
+    - it has the shape of what the node hands on to one parameter alone, and nothing
+      else that it hands on has so many dims: a function that reduces for its parameter;
+    - the node hands on what it is given, and that has other dims: it is there for a
+      hook (``fully_shard`` makes such ones).
+    Where this cannot be told it is no gradient of a parameter: nobody is accused.
+    """
+    if not _in_backward():
+        return math.prod(shape) > 1  # a norm, a count or a flag is none
+    if torch.is_grad_enabled():
+        return False
+    node = torch._C._current_autograd_node()
+    if node is None or hasattr(node, "variable"):
+        return True
+    given = [tuple(m.shape) for m in node._input_metadata]
+    parameters: list[tuple[int, ...]] = []
+    others: list[tuple[int, ...]] = []
+    for onward, place in node.next_functions:
+        if onward is not None:
+            handed = tuple(onward._input_metadata[place].shape)
+            (parameters if _ends_in_parameter(onward) else others).append(handed)
+    if any(len(handed) == len(shape) for handed in others):
+        return False
+    alike = [h for h in parameters if len(h) == len(shape)]
+    if any(math.prod(handed) == math.prod(shape) for handed in alike):
+        return True
+    return bool(given) and given == others
+
+
+def _ends_in_parameter(node: Any) -> bool:
+    """Whether a gradient goes from here to one parameter, and keeps its elements."""
+    count = math.prod(node._input_metadata[0].shape)
+    while not hasattr(node, "variable"):
+        if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+            return False
+        ((node, place),) = node.next_functions
+        if math.prod(node._input_metadata[place].shape) != count:
+            return False
+    return True
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    """Ranks of a group: its name and its object may differ from rank to rank."""
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    elif not isinstance(group, dist.ProcessGroup):  # functional collectives know names
+        group = _resolve_process_group(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _shape(args: tuple[Any, ...]) -> str:
+    return ",".join(
+        f"[{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}]"
+        for t in _tensors(args[:1])
+    )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """A gather has a list of outputs for each input."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for branch in tree:
+            yield from _tensors(branch)

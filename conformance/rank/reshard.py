@@ -1,0 +1,115 @@
+"""Handover: the state of a training that goes on on another world.
+
+Model and optimizers are laid out anew through the engine's element numbers, to the bit
+and whatever the two layouts are: how they are sharded is not in question. The scaler's
+state goes the way a user's does: the first rank saves, every rank of the new world
+loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ...fixtures import local
+from .engine import Engine, write_values
+from .trace import RankTrace, Saved
+
+__all__ = ["gathered", "optimizer_states", "restore"]
+
+Part = tuple[NDArray[np.int64], NDArray[Any]]
+"""Places of some elements in the full tensor, and their values."""
+
+
+def optimizer_states(engine: Engine) -> dict[str, dict[str, Any]]:
+    """This rank's part of what the optimizers remember of each parameter."""
+    names = {id(p): name for name, p in engine.parameters.items()}
+    return {
+        names[id(parameter)]: {key: _flat(value) for key, value in state.items()}
+        for optimizer in engine.optimizers
+        for parameter, state in optimizer.state.items()
+    }
+
+
+def _flat(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    part = local(value.detach()).cpu().numpy().copy()
+    return part.reshape(-1) if value.ndim else part
+
+
+def gathered(traces: Sequence[RankTrace]) -> Saved:
+    """The whole state, of what every rank has kept of it."""
+    kept = [(t, t.saved) for t in traces if t.saved is not None]
+    names = dict.fromkeys(name for t in traces for name in t.index)
+    states: dict[str, dict[str, Any]] = {}
+    for name in names:
+        mine = [
+            (t.index[name], s.optimizers[name]) for t, s in kept if name in s.optimizers
+        ]
+        keys = dict.fromkeys(key for _, state in mine for key in state)
+        states[name] = {
+            key: _whole([(index, state[key]) for index, state in mine]) for key in keys
+        }
+    return Saved(
+        scaler=kept[0][1].scaler,
+        optimizers={name: state for name, state in states.items() if state},
+        parameters={
+            name: _joined(
+                (t.index[name], t.steps[-1].parameters[name])
+                for t in traces
+                if name in t.index
+            )
+            for name in names
+        },
+    )
+
+
+def _whole(parts: list[tuple[NDArray[np.int64], Any]]) -> Any:
+    value = parts[0][1]
+    return _joined(parts) if isinstance(value, np.ndarray) and value.ndim else value
+
+
+def _joined(parts: Iterable[Part]) -> NDArray[Any]:
+    held = [(index, values) for index, values in parts if len(index)]
+    size = 1 + max(int(index.max()) for index, _ in held)
+    full = np.empty(size, held[0][1].dtype)
+    for index, values in held:
+        full[index] = values
+    return full
+
+
+def restore(engine: Engine, saved: Saved) -> None:
+    """Go on from ``saved``: its elements and states, as this rank holds them."""
+    names = {id(p): name for name, p in engine.parameters.items()}
+    for name, parameter in engine.parameters.items():
+        full = torch.from_numpy(saved.parameters[name])
+        write_values(parameter, full, engine.index[name])
+    for optimizer in engine.optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = optimizer.state_dict()
+        state["state"] = {
+            number: {
+                key: _laid_out(value, parameter, engine.index[names[id(parameter)]])
+                for key, value in saved.optimizers[names[id(parameter)]].items()
+            }
+            for number, parameter in enumerate(parameters)
+            if names[id(parameter)] in saved.optimizers
+        }
+        optimizer.load_state_dict(state)
+
+
+def _laid_out(value: Any, parameter: nn.Parameter, index: NDArray[np.int64]) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    full = torch.from_numpy(value)
+    if not full.ndim:
+        return full
+    tensor = torch.zeros_like(parameter)
+    write_values(tensor, full, index)
+    return tensor

@@ -1,0 +1,176 @@
+"""Specs: what the command line names by ``module:attribute``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...fixtures import named
+from ...multiprocess import WorldFailure
+from ..status import UsageError, as_usage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from ..run.launcher import Ranks
+
+__all__ = [
+    "CONSTRUCTOR",
+    "METHODS",
+    "NO_SCALER",
+    "JudgedScaler",
+    "growth_tracker",
+    "import_from",
+    "lacking",
+    "load_scaler",
+    "refuse_mixed",
+    "refuse_unfit",
+]
+
+NO_SCALER = "none"
+"""As a scaler: train without one and judge the stack alone."""
+
+PAGE = "docs/judged-scaler.md"
+
+
+class JudgedScaler(Protocol):
+    """What is called of a judged scaler, and all that is read of it.
+
+    It is what ``torch.amp.GradScaler`` has; the page is docs/judged-scaler.md.
+    """
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or each of a list of losses, times the scale."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, once and before ``step``."""
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step, or skip where a gradient of any rank is not finite."""
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale, or set it."""
+
+    def get_scale(self) -> float:
+        """The scale as a number of Python."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` takes; ``_growth_tracker`` is read if it is there.
+
+        ``torch.load(weights_only=True)`` must be able to read it back.
+        """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+
+
+METHODS = tuple(name for name in vars(JudgedScaler) if not name.startswith("_"))
+"""Their names."""
+CONSTRUCTOR: dict[str, Any] = {
+    "device": "cpu",
+    "init_scale": 2.0**10,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 3,
+    "enabled": True,
+}
+"""The keywords with which a judged scaler is constructed, with values like a run's."""
+
+
+@as_usage(ValueError)
+def load_scaler(spec: str, folder: str) -> Any:
+    """The class or factory that ``module:attribute`` names; None for ``none``.
+
+    Args:
+        spec: for example ``torch.amp:GradScaler``.
+        folder: put first on the import path, so that a user's own module is found.
+
+    Raises:
+        UsageError: if ``spec`` has another form, or names nothing that takes the
+            keywords of a scaler.
+    """
+    import_from(folder)
+    if spec == NO_SCALER:
+        return None
+    found = named("scaler", spec, "torch.amp:GradScaler")
+    if not callable(found):
+        raise UsageError(f"scaler {spec!r} is not callable: {found!r}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of some functions in C it is not known
+        return found
+    try:
+        signature.bind(**CONSTRUCTOR)
+    except TypeError as error:
+        raise _unfit(spec, f"takes {signature}: {error}") from None
+    return found
+
+
+def _unfit(spec: str, text: str) -> UsageError:
+    return UsageError(
+        f"scaler {spec!r} cannot be judged: it {text}; what it must offer is in {PAGE}"
+    )
+
+
+def refuse_unfit(ranks: Ranks, spec: str, folder: str, device: str = "cpu") -> None:
+    """Refuse a scaler that lacks what is called of it, before anything is run.
+
+    Args:
+        ranks: where to construct it: a scaler may need a process group.
+        spec: ``module:attribute``, or ``none``.
+        folder: import path of the judged scaler.
+        device: where it is to work.
+
+    Raises:
+        UsageError: says what it lacks.
+    """
+    if spec == NO_SCALER:
+        return
+    try:
+        lack = ranks.run(lacking, spec, folder, device)[0]
+    except WorldFailure as failure:
+        lack = "cannot be constructed: " + " ".join(failure.root.headline.split())
+    if lack:
+        raise _unfit(spec, lack)
+
+
+def lacking(spec: str, folder: str, device: str) -> str:
+    """What the scaler lacks of :class:`JudgedScaler` in words, or the empty string."""
+    factory = load_scaler(spec, folder)
+    try:
+        scaler = factory(**CONSTRUCTOR | {"device": device})
+    except Exception as error:  # any: its constructor is the user's code
+        text = f"cannot be constructed: {type(error).__name__}: {error}"
+        if isinstance(error, ImportError):
+            text += ": install it (adapters' packages: pip install 'gradparity[peers]')"
+        return text
+    missing = [m for m in METHODS if not callable(getattr(scaler, m, None))]
+    return f"has no method {', '.join(missing)}" if missing else ""
+
+
+def growth_tracker(state_dict: Mapping[str, Any]) -> int | None:
+    """The growth tracker that a scaler tells; None where it keeps it to itself."""
+    tracker = state_dict.get("_growth_tracker")
+    return None if tracker is None else int(tracker)
+
+
+def import_from(folder: str) -> None:
+    """Put ``folder`` first on the import path."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def refuse_mixed(specs: Sequence[str]) -> None:
+    """Refuse ``none`` beside scalers: it trains in scenarios of its own.
+
+    Raises:
+        UsageError: says so.
+    """
+    if NO_SCALER in specs and len(set(specs)) > 1:
+        raise UsageError(
+            f"--scaler {NO_SCALER} trains in scenarios of its own: give no other "
+            "--scaler beside it"
+        )

@@ -1,0 +1,1 @@
+"""Records of a report, and how they are shown; no torch is imported."""

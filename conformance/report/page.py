@@ -1,0 +1,263 @@
+"""The page of a report: one self-contained HTML file, readable without JavaScript."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..status import RANKING, worst_of
+from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
+from .records import HARNESS, CaseRecord, Report, VerdictRecord
+from .terminal import cell, facts, plain, worst_status
+
+__all__ = ["render_page", "write_page"]
+
+ROOM = 900_000
+"""Bytes of plots on a page, those of violations first: with what is told of 500 runs in
+words the page stays below 3 MB, whatever they come to."""
+SCRIPT_ROOM = 200_000
+"""Bytes of standalone scripts on a page: some 25 of them, the first ones."""
+
+
+def write_page(report: Report, folder: Path) -> Path:
+    """Write ``index.html`` into ``folder``, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "index.html"
+    draft = folder / ".index.html.draft"
+    draft.write_text(render_page(report), encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def render_page(report: Report) -> str:
+    """The page as text; everything from models and exceptions is escaped."""
+    environment = Environment(
+        loader=PackageLoader("gradparity.conformance.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_printable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    stories = _stories(report)
+    chapters = _chapters(report)
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        laws=report.header.laws,
+        chapters=chapters,
+        cell=cell,
+        facts=_untold,
+        worst=worst_status,
+        anchor=_anchor,
+        rows=_rows(report, chapters),
+        tallies=_tallies(report),
+        filters=_filters(stories),
+        undrawn=sum(story.undrawn for story in stories),
+        groups={t: [s for s in stories if s.topology == t] for t in report.topologies},
+    )
+
+
+def _chapters(report: Report) -> list[str]:
+    """Chapters of the laws that the report has judged, in their order."""
+    seen = (v.law for case in report.cases for v in case.verdicts)
+    laws = report.header.laws or dict.fromkeys(seen)  # a report of an earlier version
+    return list(dict.fromkeys(law.partition(".")[0] for law in laws))
+
+
+def _printable(value: object) -> object:
+    """Text without control characters; markup that we made stays as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return plain(value)
+    return value
+
+
+def _untold(verdict: VerdictRecord) -> list[str]:
+    """The facts of a verdict that its message does not tell by itself."""
+    return [
+        fact
+        for fact in facts(verdict)
+        if fact.rpartition(" = ")[2] not in verdict.message
+    ]
+
+
+def _anchor(record: CaseRecord) -> str:
+    """Of the text and not of what it means: a scenario of tomorrow has one too."""
+    digest = hashlib.blake2b(record.scenario.encode(), digest_size=5)
+    return f"s-{digest.hexdigest()}"
+
+
+def _tallies(report: Report) -> dict[str, dict[str, int]]:
+    """Scaler -> number of its cases by status, the worst first."""
+    tallies = {}
+    for scaler in report.scalers:
+        found = Counter(c.status for c in report.cases if c.scaler == scaler)
+        tallies[scaler] = {s: found[s] for s in reversed(RANKING) if found[s]}
+    return tallies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One chapter of laws in one row of the matrix."""
+
+    status: str
+    link: str
+    """Anchor of the run that shows it."""
+    words: str
+    """What a reader who does not see the colour is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One scaler on one topology in one precision."""
+
+    topology: str
+    precision: str
+    scaler: str
+    marks: Sequence[Mark]
+
+
+def _rows(report: Report, chapters: Sequence[str]) -> list[Row]:
+    cells: dict[tuple[str, str, str], list[CaseRecord]] = {}
+    for case in report.cases:
+        cells.setdefault((case.topology, case.precision, case.scaler), []).append(case)
+    return [
+        Row(
+            topology=topology,
+            precision=precision,
+            scaler=scaler,
+            marks=[_mark(chapter, records) for chapter in chapters],
+        )
+        for (topology, precision, scaler), records in cells.items()
+    ]
+
+
+def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
+    found = [
+        (v.status, record)
+        for record in records
+        for v in record.told
+        if v.law.partition(".")[0] in (chapter, HARNESS)
+    ]
+    status = worst_of(s for s, _ in found)
+    if status == "skipped":
+        return Mark(
+            status=status, link=_anchor(records[0]), words=f"{chapter} does not apply"
+        )
+    hits = [record for s, record in found if s == status]
+    words = f"{chapter} {status}: {len(hits)} of {len(found)} verdicts"
+    return Mark(status=status, link=_anchor(hits[0]), words=words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One scenario with every scaler that was judged in it."""
+
+    id: str
+    anchor: str
+    topology: str
+    status: str
+    """The worst of its records."""
+    plots: Sequence[Markup]
+    """What the scalers share."""
+    records: Sequence[tuple[CaseRecord, Sequence[Markup]]]
+    """Each record with its own plots."""
+    traits: dict[str, str]
+    """Filter -> value, for the filters of the page."""
+    scripts: dict[str, str] = field(default_factory=dict)
+    """Scaler that failed -> a script that shows it with torch alone, where one can."""
+    undrawn: bool = False
+    """Whether its plots found no room."""
+
+
+def _stories(report: Report) -> list[Story]:
+    scenarios: dict[str, list[CaseRecord]] = {}
+    for case in report.cases:
+        scenarios.setdefault(case.scenario, []).append(case)
+    return _within_room([_story(records) for records in scenarios.values()])
+
+
+def _within_room(stories: Sequence[Story]) -> list[Story]:
+    """The stories in their order; plots and scripts without room are left out."""
+    room, script_room, kept = ROOM, SCRIPT_ROOM, {}
+    for story in sorted(stories, key=lambda s: s.status == "pass"):
+        own = [plot for _, plots in story.records for plot in plots]
+        room -= sum(map(len, [*story.plots, *own]))
+        script_room -= sum(map(len, story.scripts.values()))
+        if script_room < 0:
+            story = replace(story, scripts={})
+        kept[story.id] = story if room > 0 else _bare(story)
+    return [kept[story.id] for story in stories]
+
+
+def _story(records: Sequence[CaseRecord]) -> Story:
+    first, status = records[0], worst_status(records)
+    return Story(
+        id=first.scenario,
+        anchor=_anchor(first),
+        topology=first.topology,
+        status=status,
+        plots=_drawn(loss_chart(records), distance_chart(records)),
+        records=[(record, _plots(record, status)) for record in records],
+        traits={
+            "verdict": status,
+            "topology": first.topology,
+            "precision": first.precision,
+            "data": first.data,
+        },
+        scripts={r.scaler: r.script for r in records if r.script},
+    )
+
+
+def _plots(record: CaseRecord, story: str) -> list[Markup]:
+    """A record's own plots; where no scaler failed, its scale says all."""
+    curves = record.curves
+    if curves is None or (record.status == "pass" and story != "pass"):
+        return []
+    if record.status == "pass":
+        return _drawn(scale_chart(record, curves))
+    return _drawn(
+        scale_chart(record, curves),
+        skip_strip(record, curves),
+        error_bars(record, curves),
+    )
+
+
+def _drawn(*plots: Markup) -> list[Markup]:
+    return [plot for plot in plots if plot]
+
+
+def _bare(story: Story) -> Story:
+    records = [(record, ()) for record, _ in story.records]
+    return replace(story, plots=(), records=records, undrawn=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """A link that shows only the runs which have one trait."""
+
+    key: str
+    """Class of the runs; the link leads to ``#only-KEY``."""
+    value: str
+    count: int
+
+
+def _filters(stories: Sequence[Story]) -> dict[str, list[Filter]]:
+    """Trait -> its filters; a trait that all runs share has none."""
+    filters = {
+        trait: list(_values(trait, stories))
+        for trait in ("verdict", "topology", "precision", "data")
+    }
+    return {trait: found for trait, found in filters.items() if len(found) > 1}
+
+
+def _values(trait: str, stories: Sequence[Story]) -> Iterator[Filter]:
+    counts = Counter(story.traits[trait] for story in stories)
+    for number, (value, count) in enumerate(counts.items()):
+        yield Filter(key=f"{trait}-{number}", value=value, count=count)

@@ -1,0 +1,301 @@
+"""Plots of a report as small inline SVG: curves, a skip strip, errors against bounds.
+
+Drawn by hand and not by a plotting library: a report of 500 scenarios must render in
+seconds and stay under 3 MB, its text must take the page's colour in light and dark, and
+be read aloud and searched. Shapes carry classes; the page's style sheet colours them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from markupsafe import Markup, escape
+
+from .records import CaseRecord, Curves, Number
+from .terminal import plain
+
+__all__ = [
+    "Series",
+    "distance_chart",
+    "error_bars",
+    "line_chart",
+    "loss_chart",
+    "scale_chart",
+    "skip_strip",
+]
+
+NAN = math.nan
+WIDTH, HEIGHT = 360, 150
+"""Pixels. As wide as a phone: letters keep their size on every screen."""
+LEFT, TOP, BOTTOM = 52, 22, 22
+ROW = 15
+CHARACTER = 6.2  # upper bound of the mean width of a letter in pixels
+STYLES = 4
+"""Line styles that the page's style sheet knows: ``s0`` to ``s3``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line: values by step; nan leaves a gap."""
+
+    label: str
+    values: Sequence[float]
+    style: str
+
+
+def loss_chart(records: Sequence[CaseRecord]) -> Markup:
+    """Loss of every scaler and of the fp64 reference."""
+    reference = Series(label="fp64", values=_reference(records), style="ref")
+    lines = _scalers(records, lambda loss, _: loss)
+    return line_chart("loss against the fp64 reference", [reference, *lines])
+
+
+def distance_chart(records: Sequence[CaseRecord]) -> Markup:
+    """How far the loss of every scaler is from the reference, as powers of ten."""
+    lines = _scalers(records, lambda loss, truth: _log(abs(loss - truth), 10))
+    return line_chart("log10 of |loss - fp64|", lines)
+
+
+def _reference(records: Sequence[CaseRecord]) -> list[float]:
+    known = (r.curves.reference_loss for r in records if r.curves is not None)
+    return floats(next((each for each in known if each), []))
+
+
+def _scalers(
+    records: Sequence[CaseRecord], value: Callable[[float, float], float]
+) -> list[Series]:
+    """One line a scaler: ``value(its loss, that of the reference)`` at each step."""
+    truth = _reference(records)
+    known = [(r.scaler, floats(r.curves.loss)) for r in records if r.curves is not None]
+    return [
+        Series(
+            label=scaler,
+            values=[value(x, y) for x, y in zip_longest(loss, truth, fillvalue=NAN)],
+            style=f"s{number % STYLES}",
+        )
+        for number, (scaler, loss) in enumerate(known)
+    ]
+
+
+def scale_chart(record: CaseRecord, curves: Curves) -> Markup:
+    """Scale after each step on every rank, as powers of two.
+
+    Empty where it is 1 throughout, as it is without a scaler.
+    """
+    if all(value == 1 for scales in curves.scale for value in scales):
+        return Markup("")
+    series = [
+        Series(
+            label=f"rank {rank}",
+            values=[_log(value, 2) for value in floats(scales)],
+            style=f"s{rank % STYLES} w{max(0, 3 - rank)}",
+        )
+        for rank, scales in enumerate(curves.scale)
+    ]
+    return line_chart(f"log2 of the scale, {record.scaler}", series)
+
+
+def _tick(value: float) -> str:
+    """At most seven characters: so many find room left of a plot."""
+    for digits in (4, 3, 2, 1):
+        text = f"{value:.{digits}g}".replace("e+", "e").replace("e0", "e")
+        text = text.replace("e-0", "e-")
+        if len(text) <= 7:
+            break
+    return text
+
+
+def _log(value: float, base: int) -> float:
+    """nan, which is not drawn, for what has no logarithm."""
+    return math.log(value, base) if value > 0 else NAN
+
+
+def line_chart(title: str, series: Sequence[Series]) -> Markup:
+    """A chart of lines over steps; empty where there is nothing to draw."""
+    drawn = [s for s in series if any(math.isfinite(v) for v in s.values)]
+    if not drawn:
+        return Markup("")
+    finite = [v for s in drawn for v in s.values if math.isfinite(v)]
+    low, high = min(finite), max(finite)
+    pad = (high - low) * 0.06 or abs(high) * 0.01 or 1.0
+    frame = _Frame(low - pad, high + pad, max(len(s.values) for s in drawn))
+    body = [frame.axis(v) for v in dict.fromkeys((low, high))]
+    body += [frame.steps(), *(frame.line(s) for s in drawn)]
+    legend, height = _legend(drawn)
+    return _svg(title, [*body, *legend], HEIGHT + height)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    low: float
+    high: float
+    count: int
+
+    def x(self, step: int) -> float:
+        return LEFT + (WIDTH - LEFT - 6) * step / max(1, self.count - 1)
+
+    def y(self, value: float) -> float:
+        span = HEIGHT - TOP - BOTTOM
+        return TOP + span * (self.high - value) / (self.high - self.low)
+
+    def axis(self, value: float) -> Markup:
+        y = self.y(value)
+        return Markup(
+            '<path class="grid" d="M{0} {1:.1f}H{2}"/>'
+            '<text x="{3}" y="{4:.1f}" text-anchor="end">{5}</text>'
+        ).format(LEFT, y, WIDTH, LEFT - 6, y + 4, _tick(value))
+
+    def steps(self) -> Markup:
+        first = Markup('<text x="{}" y="{}">step 0</text>').format(LEFT, HEIGHT - 8)
+        if self.count == 1:
+            return first
+        last = Markup('<text x="{}" y="{}" text-anchor="end">{}</text>')
+        return first + last.format(WIDTH, HEIGHT - 8, self.count - 1)
+
+    def line(self, series: Series) -> Markup:
+        """Gaps where there is no number; a step between two gaps is a dot."""
+        pieces, pen = [], "M"
+        for step, value in enumerate(series.values):
+            if not math.isfinite(value):
+                pen = "M"
+                continue
+            dot = "h0" if pen == "M" else ""
+            pieces.append(f"{pen}{self.x(step):.1f} {self.y(value):.1f}{dot}")
+            pen = "L"
+        return Markup('<path class="line {}" d="{}"/>').format(
+            series.style, "".join(pieces)
+        )
+
+
+def _legend(series: Sequence[Series]) -> tuple[list[Markup], int]:
+    """Signs of the lines in as many columns as fit, and their height."""
+    labels = [_short(s.label, 48) for s in series]
+    width = 40 + CHARACTER * max(map(len, labels))
+    columns = max(1, int(WIDTH // width))
+    body = [
+        Markup(
+            '<path class="line {}" d="M{:.0f} {}h20"/><text x="{:.0f}" y="{}">{}</text>'
+        ).format(s.style, x, y, x + 26, y + 4, label)
+        for number, (s, label) in enumerate(zip(series, labels, strict=True))
+        for x in [4 + width * (number % columns)]
+        for y in [HEIGHT + 6 + ROW * (number // columns)]
+    ]
+    return body, ROW * math.ceil(len(series) / columns)
+
+
+def skip_strip(record: CaseRecord, curves: Curves) -> Markup:
+    """Ranks x steps: who stepped, who skipped, where a gradient was bad."""
+    steps = max((len(row) for row in curves.stepped), default=0)
+    if all(stepped is None for row in curves.stepped for stepped in row):
+        return Markup("")
+    size = min(16.0, (WIDTH - LEFT) / steps)
+    paths: dict[str, list[str]] = {"on": [], "off": [], "unknown": [], "cross": []}
+    body = []
+    for rank, row in enumerate(curves.stepped):
+        y = TOP + ROW * rank
+        body.append(
+            Markup('<text x="{}" y="{}" text-anchor="end">rank {}</text>').format(
+                LEFT - 6, y + 11, rank
+            )
+        )
+        for step, stepped in enumerate(row):
+            x = LEFT + step * size
+            paths[_KINDS[stepped]].append(_square(x, y, size - 2))
+            if step < len(curves.bad[rank]) and curves.bad[rank][step]:
+                paths["cross"].append(_cross(x, y, size - 2))
+    body += [
+        Markup('<path class="{}" d="{}"/>').format(kind, "".join(shapes))
+        for kind, shapes in paths.items()
+        if shapes
+    ]
+    bottom = TOP + ROW * len(curves.stepped) + 12
+    key = "filled: stepped · hollow: skipped · cross: bad gradient here"
+    body.append(Markup('<text x="{}" y="{}">{}</text>').format(4, bottom, key))
+    return _svg(f"decisions by rank and step, {record.scaler}", body, bottom + 8)
+
+
+_KINDS = {True: "on", False: "off", None: "unknown"}
+
+
+def _square(x: float, y: float, size: float) -> str:
+    return f"M{x:.1f} {y}h{size:.1f}v13h-{size:.1f}z"
+
+
+def _cross(x: float, y: float, size: float) -> str:
+    return f"M{x + 2:.1f} {y + 2}l{size - 4:.1f} 9m0-9l-{size - 4:.1f} 9"
+
+
+def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
+    """The parameters nearest to their bounds, or furthest beyond them."""
+    ratios = {n: float(v) for n, v in curves.parameters.items()}
+    worst = sorted(ratios.items(), key=_badness, reverse=True)[:most]
+    if not worst:
+        return Markup("")
+    left, length = 190, 116  # a full bar is twice the bound
+    body = []
+    for row, (name, ratio) in enumerate(worst):
+        y = TOP + 18 * row
+        width = length * min(1.0, ratio / 2) if math.isfinite(ratio) else length
+        body.append(
+            Markup(
+                '<text x="{0}" y="{1}" text-anchor="end">{2}</text>'
+                '<rect class="{3}" x="{4}" y="{5}" width="{6:.1f}" height="11"/>'
+                '<text x="{7:.1f}" y="{1}">{8:.2g}</text>'
+            ).format(
+                left - 6,
+                y + 10,
+                _tail(name, 28),
+                "on" if ratio <= 1 else "over",
+                left,
+                y,
+                max(1.0, width),
+                left + width + 5,
+                ratio,
+            )
+        )
+    height = TOP + 18 * len(worst) + 4
+    body.append(
+        Markup('<path class="bound" d="M{} {}V{}"/>').format(
+            left + length / 2, TOP - 4, height
+        )
+    )
+    return _svg(f"error / bound (line: 1), {record.scaler}", body, height)
+
+
+def _badness(item: tuple[str, float]) -> float:
+    """Nan hides any error: it is worse than every number."""
+    return math.inf if math.isnan(item[1]) else item[1]
+
+
+def floats(values: Sequence[Number | None]) -> list[float]:
+    """Numbers of a record; None and infinities become nan, which is not drawn."""
+    found = [NAN if v is None else float(v) for v in values]
+    return [v if math.isfinite(v) else NAN for v in found]
+
+
+def _short(text: str, most: int) -> str:
+    text = plain(text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _tail(text: str, most: int) -> str:
+    """The end of a parameter's name tells it from others better than its beginning."""
+    text = plain(text)
+    return text if len(text) <= most else "…" + text[1 - most :]
+
+
+def _svg(title: str, body: Sequence[Markup], height: float) -> Markup:
+    """``title`` is read aloud whole, and drawn as far as there is room."""
+    return Markup(
+        '<svg role="img" viewBox="0 0 {0} {1}"><title>{2}</title>'
+        '<text class="title" x="0" y="12">{3}</text>{4}</svg>'
+    ).format(
+        WIDTH,
+        round(height),
+        escape(plain(title)),
+        escape(_short(title, 54)),
+        Markup("").join(body),
+    )

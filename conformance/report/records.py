@@ -1,0 +1,476 @@
+"""Report: immutable values, one JSON object a line, header first and footer last.
+
+A report is written as the run goes on: a run that is killed leaves every finished case
+and no footer, and reading such a file says that it is incomplete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Self
+
+import msgspec
+from filelock import FileLock, Timeout
+from msgspec import Meta
+
+from ..status import RANKING, UsageError
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "CaseRecord",
+    "Curves",
+    "Footer",
+    "Header",
+    "Launcher",
+    "LawText",
+    "Line",
+    "Location",
+    "Report",
+    "ReportError",
+    "ReportWriter",
+    "VerdictRecord",
+    "append_footer",
+    "read_report",
+]
+
+SCHEMA_VERSION = 1
+HARNESS = "harness"
+"""What stands in place of a law where the harness broke."""
+Number = float | Annotated[str, Meta(pattern="^(nan|-?inf)$")]
+"""A number; nan and the infinities, which JSON lacks, are written as words."""
+Word = Annotated[str, Meta(pattern=f"^({'|'.join(RANKING)})$")]
+"""A status, in the words of the laws."""
+Count = Annotated[int, Meta(ge=0)]
+
+
+class ReportError(UsageError):
+    """A report cannot be used; the message says why and where."""
+
+
+class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    """A line of the file. A field that this version does not know is refused."""
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a line."""
+
+
+class Launcher(_Part, frozen=True, kw_only=True):
+    """What made the ranks."""
+
+    name: str
+    """``pool`` or ``torchrun``."""
+    ranks: Count = 0
+    """Ranks that there were; 0 means as many as each scenario asked for."""
+    hosts: Count = 1
+    """Machines, or rather torchrun's agents."""
+    run: str = ""
+    """torchrun's id of the run."""
+    attempt: Count = 0
+    """How often torchrun had restarted the ranks when this report was begun."""
+    restarts: tuple[str, ...] = ()
+    """One line a restart: what was kept, why the attempt before ended."""
+
+
+class LawText(_Part, frozen=True, kw_only=True):
+    """What a law says; a page is written without the code that judges."""
+
+    text: str
+    """One sentence."""
+    reason: str
+    """Why a training run needs it."""
+
+
+class Header(_Line, frozen=True, kw_only=True, tag="header"):
+    """Where and how the run was made."""
+
+    schema: int
+    gradparity: str
+    torch: str
+    python: str
+    platform: str
+    backend: str
+    device: str
+    threads: int
+    commit: str
+    """Of the checkout that the run was started in, or the empty string outside of one:
+    it is the judged code that changes from run to run."""
+    command: str
+    preset: str
+    seed: int
+    started: str
+    planned: Count
+    """Cases that the run set out to judge."""
+    data: dict[str, str]
+    """Data set -> hash of its raw bytes."""
+    environment: dict[str, str]
+    """Environment variables that change numbers or transports."""
+    launcher: Launcher = Launcher(name="pool")
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs of the machine of rank 0, where the device is cuda."""
+    laws: dict[str, LawText] = {}
+    """Law -> its text, in the order of the chapters."""
+
+
+class VerdictRecord(_Part, frozen=True, kw_only=True):
+    """One law in one case."""
+
+    law: str
+    status: Word
+    message: str
+    step: Count | None = None
+    ranks: tuple[Count, ...] = ()
+    parameter: str | None = None
+    numbers: dict[str, Number] = {}
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is."""
+    compared: Count = 0
+    """Comparisons that it rests on."""
+    not_compared: Count = 0
+    """Comparisons that were due and could not be made."""
+
+
+class Curves(_Part, frozen=True, kw_only=True):
+    """What the plots are drawn from and a law can be judged from again."""
+
+    loss: list[Number | None]
+    """Mean loss of each step over the ranks that have one."""
+    reference_loss: list[Number]
+    """Loss of the fp64 reference."""
+    scale: list[list[Number]]
+    """Per rank: the scale after each step."""
+    growth: list[list[int | None]]
+    """Per rank: the growth tracker after each step; null where the scaler keeps it to
+    itself."""
+    stepped: list[list[bool | None]]
+    """Per rank: whether the local parameters changed."""
+    bad: list[list[str]]
+    """Per rank and step: the first non-finite parameter, or the empty string."""
+    parity: list[Number]
+    """Largest error / bound of each step."""
+    parameters: dict[str, Number]
+    """Largest error / bound of each parameter."""
+
+
+class Location(_Part, frozen=True, kw_only=True):
+    """Where a run begins to depart from the reference, found by a second run."""
+
+    where: Annotated[
+        str, Meta(pattern="^(forward|loss|backward|gradient|update|nowhere|unknown)$")
+    ]
+    """What departs first: the output of a module, the loss, the gradient of a module's
+    input or output, the gradients of parameters alone, their updates alone, nothing;
+    or unknown, where the second run failed."""
+    text: str
+    """All of it in words."""
+    module: str = ""
+    """The module to blame; empty for the model itself, or where it is none."""
+    inside: str = ""
+    """The module inside of it at whose border a tensor departs first, if one does."""
+    ranks: tuple[Count, ...] = ()
+    """The ranks on which it departs first."""
+    step: Count | None = None
+    micro_batch: Count | None = None
+    error: Number | None = None
+    """Relative to the size of the tensor."""
+    bound: Number | None = None
+    """What the error may be, in the same unit."""
+    factor: Number | None = None
+    """The one factor by which the loss, or all gradients that depart, are off."""
+    collective: str = ""
+    """The last collective that the rank issued before it."""
+    parameters: tuple[str, ...] = ()
+    """All parameters whose gradient, or else whose update, departs in that step."""
+    compared: Count = 0
+    """Tensors at the borders of modules that were compared."""
+    not_compared: Count = 0
+    """Those that could not be."""
+    seconds: float = 0.0
+    """What it took to find out."""
+
+
+class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
+    """One scaler in one scenario."""
+
+    scaler: str
+    scenario: str
+    topology: str
+    world: Annotated[int, Meta(ge=1)]
+    precision: str
+    data: str
+    status: Word
+    verdicts: tuple[VerdictRecord, ...]
+    seconds: float
+    problem: str = ""
+    """Why the harness broke, naming the rank; else empty. No law is judged then."""
+    replay: str = ""
+    """The command that runs this case again."""
+    script: str = ""
+    """A program that shows the violation with torch alone; only the first case in
+    which a scaler breaks a law has one."""
+    location: Location | None = None
+    """Where parity begins to fail; not every case in which it fails has one."""
+    curves: Curves | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies a case within a report."""
+        return self.scaler, self.scenario
+
+    def verdict(self, law: str) -> VerdictRecord | None:
+        """The verdict of one law, if the case has it."""
+        return next((v for v in self.verdicts if v.law == law), None)
+
+    @property
+    def told(self) -> tuple[VerdictRecord, ...]:
+        """What there is to tell: its verdicts and, once, why the harness broke."""
+        if not self.problem:
+            return self.verdicts
+        broke = VerdictRecord(law=HARNESS, status="error", message=self.problem)
+        # early versions gave every law an error of its own
+        return (broke, *(v for v in self.verdicts if v.status != "error"))
+
+    @property
+    def failures(self) -> tuple[VerdictRecord, ...]:
+        """What there is to tell of violations or of a broken harness."""
+        return tuple(v for v in self.told if v.status in ("fail", "error"))
+
+
+class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
+    """What the run came to."""
+
+    complete: bool
+    """Whether every planned case was judged."""
+    cases: Count
+    counts: dict[Word, Count]
+    """Case status -> number."""
+    seconds: float
+    reason: str = ""
+    """Why the run is incomplete."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole report."""
+
+    header: Header
+    cases: tuple[CaseRecord, ...]
+    footer: Footer | None
+    """None where the run was cut off."""
+
+    @property
+    def incomplete(self) -> str:
+        """Why the report does not speak for the whole run, or the empty string."""
+        if self.footer is None:
+            return (
+                f"the run was cut off after {len(self.cases)} of "
+                f"{self.header.planned} cases: there is no footer"
+            )
+        return "" if self.footer.complete else self.footer.reason
+
+    @property
+    def scalers(self) -> list[str]:
+        """Scalers in the order of their first case."""
+        return list(dict.fromkeys(c.scaler for c in self.cases))
+
+    @property
+    def topologies(self) -> list[str]:
+        """Topologies in the order of their first case."""
+        return list(dict.fromkeys(c.topology for c in self.cases))
+
+    def of(self, topology: str, scaler: str) -> list[CaseRecord]:
+        """Cases of one cell of the matrix topology x scaler."""
+        return [c for c in self.cases if (c.topology, c.scaler) == (topology, scaler)]
+
+
+Line = Header | CaseRecord | Footer
+"""What a line of the file may hold."""
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Line)
+
+
+class _Version(msgspec.Struct):
+    """Of a header of any version: what decides whether the rest can be read."""
+
+    schema: int
+
+
+class ReportWriter:
+    """Writes a report line by line; a context manager.
+
+    Earlier reports under the same name are kept beside it as ``NAME.1``, ``NAME.2``
+    and so on, the oldest first. Until the writer is left, no other one can write a
+    report of this name.
+
+    Raises:
+        UsageError: if the file cannot be written, or another run writes it now.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+            if path.exists():
+                path.rename(_free_name(path))
+            self._file = path.open("wb")
+        except Timeout:
+            raise UsageError(
+                f"{path}: another run writes this report now: wait for its end, or "
+                "choose another folder by --out"
+            ) from None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written: {error}") from error
+        self._counts: Counter[str] = Counter()
+        self._planned = header.planned
+        self._write(header)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._lock.release()
+
+    def case(self, record: CaseRecord) -> None:
+        """Append one case."""
+        self._counts[record.status] += 1
+        self._write(record)
+
+    def close(self, seconds: float, reason: str = "") -> Footer:
+        """Append the footer.
+
+        Args:
+            seconds: wall time of the run.
+            reason: why the run is incomplete; empty if it is not.
+        """
+        cases = self._counts.total()
+        if not reason and cases != self._planned:
+            reason = f"{cases} of {self._planned} planned cases were judged"
+        footer = Footer(
+            complete=not reason,
+            cases=cases,
+            counts=dict(sorted(self._counts.items())),
+            seconds=round(seconds, 3),
+            reason=reason,
+        )
+        self._write(footer)
+        return footer
+
+    def _write(self, line: Line) -> None:
+        self._file.write(_ENCODER.encode(line) + b"\n")
+        self._file.flush()
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def append_footer(path: Path, reason: str) -> None:
+    """End the report of a writer that is gone; nothing to do where there is a footer.
+
+    Args:
+        path: the report.
+        reason: why it is incomplete.
+    """
+    report = read_report(path)
+    if report.footer is not None:
+        return
+    whole = path.read_bytes()
+    draft = path.with_name(f".{path.name}.draft")
+    footer = Footer(
+        complete=False,
+        cases=len(report.cases),
+        counts=_count(case.status for case in report.cases),
+        seconds=round(sum(case.seconds for case in report.cases), 3),
+        reason=reason,
+    )
+    # without the line that the writer did not finish
+    kept = whole[: whole.rfind(b"\n") + 1]
+    draft.write_bytes(kept + _ENCODER.encode(footer) + b"\n")
+    os.replace(draft, path)
+
+
+def read_report(path: Path) -> Report:
+    """Read a report, complete or not.
+
+    Raises:
+        ReportError: if the file is no report of this version, or its counts do not
+            add up.
+    """
+    lines = list(_read_lines(path))
+    header = lines[0] if lines else None
+    if not isinstance(header, Header):
+        raise ReportError(f"{path}: line 1 is no report header")
+    footers = [(i, x) for i, x in enumerate(lines) if isinstance(x, Footer)]
+    if any(i != len(lines) - 1 for i, _ in footers):
+        raise ReportError(f"{path}: a footer that is not the last line")
+    cases = tuple(x for x in lines if isinstance(x, CaseRecord))
+    report = Report(
+        header=header, cases=cases, footer=footers[0][1] if footers else None
+    )
+    _check_counts(path, report)
+    return report
+
+
+def _read_lines(path: Path) -> Iterator[Line]:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror or error}") from error
+    # bytes after the last newline are a line that a killed run did not finish
+    lines = raw.split(b"\n")[:-1]
+    _check_version(path, lines)
+    for number, line in enumerate(lines, 1):
+        try:
+            yield _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            raise ReportError(f"{path}: line {number}: {error}") from error
+
+
+def _check_version(path: Path, lines: Sequence[bytes]) -> None:
+    """Before anything else: another version may have other fields and other words."""
+    try:
+        version = msgspec.json.decode(lines[0], type=_Version).schema if lines else 0
+    except msgspec.MsgspecError as error:
+        raise ReportError(f"{path}: line 1 is no report header: {error}") from error
+    if lines and version != SCHEMA_VERSION:
+        raise ReportError(
+            f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}"
+        )
+
+
+def _check_counts(path: Path, report: Report) -> None:
+    keys = Counter(c.key for c in report.cases)
+    doubled = [key for key, count in keys.items() if count > 1]
+    if doubled:
+        raise ReportError(f"{path}: case {doubled[0]} occurs more than once")
+    footer = report.footer
+    if footer is None:
+        return
+    counts = _count(c.status for c in report.cases)
+    if footer.cases != len(report.cases) or footer.counts != counts:
+        raise ReportError(
+            f"{path}: the footer counts {footer.cases} cases {footer.counts}, the file "
+            f"holds {len(report.cases)} {counts}"
+        )
+    if footer.complete and footer.cases != report.header.planned:
+        raise ReportError(
+            f"{path}: the footer says complete with {footer.cases} of "
+            f"{report.header.planned} planned cases"
+        )
+
+
+def _count(statuses: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(statuses).items()))

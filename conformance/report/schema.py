@@ -1,0 +1,69 @@
+"""The JSON Schema of a line of ``report.jsonl``, as other programs read it.
+
+It follows from the records of :mod:`.report`; the file ``report.schema.json`` that is
+shipped beside this module is its text, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+import msgspec
+
+from .records import (
+    SCHEMA_VERSION,
+    CaseRecord,
+    Curves,
+    Footer,
+    Header,
+    Launcher,
+    Line,
+    Location,
+    VerdictRecord,
+)
+
+__all__ = ["report_schema", "schema_text"]
+
+
+def schema_text() -> str:
+    """The schema as ``gradparity explain report.jsonl`` prints it."""
+    return msgspec.json.format(msgspec.json.encode(report_schema()), indent=1).decode()
+
+
+def report_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of one line: a header, a case or a footer."""
+    schema = msgspec.json.schema(Line)
+    parts = schema["$defs"]
+    parts["Header"]["properties"]["schema"] = {"const": SCHEMA_VERSION}
+    for record in (
+        Header,
+        Launcher,
+        CaseRecord,
+        VerdictRecord,
+        Location,
+        Curves,
+        Footer,
+    ):
+        for field, text in _documented(record).items():
+            parts[record.__name__]["properties"][field]["description"] = text
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"One line of report.jsonl of gradparity, version {SCHEMA_VERSION}",
+        "description": "Header first, a case a line, footer last. No footer: cut off.",
+        **schema,
+    }
+
+
+def _documented(record: type) -> dict[str, str]:
+    """Field -> the text below it in the source."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
+    assert isinstance(node, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            texts[field.target.id] = inspect.cleandoc(ast.literal_eval(below.value))
+    return texts

@@ -1,0 +1,175 @@
+"""What a run shows in the terminal: live progress, then one table and the evidence.
+
+Text from models, tests and exceptions is shown as it is and never read as markup;
+control characters are replaced, so that no report can drive a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from ..status import plain, rank_list, worst_of
+from .records import CaseRecord, Number, Report, VerdictRecord
+
+__all__ = ["cell", "facts", "plain", "print_report", "progress", "worst_status"]
+
+STYLES = {
+    "pass": "green",
+    "fail": "bold red",
+    "error": "bold magenta",
+    "inconclusive": "yellow",
+    "skipped": "dim",
+}
+
+
+class Ticker(Protocol):
+    """Told of every case that begins or ends."""
+
+    def begin(self, scaler: str, scenario: str) -> None:
+        """A case begins."""
+
+    def end(self, record: CaseRecord) -> None:
+        """A case has been judged."""
+
+
+@contextmanager
+def progress(console: Console, planned: int, *, quiet: bool) -> Iterator[Ticker]:
+    """Show a live bar on a terminal, one line a failure elsewhere.
+
+    Args:
+        console: where to write.
+        planned: number of cases to come.
+        quiet: show nothing.
+    """
+    if quiet or not console.is_terminal:
+        yield _LogTicker(console, quiet=quiet)
+        return
+    bar = Progress(
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        yield _LiveTicker(bar, planned)
+
+
+class _LogTicker:
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        self.console = console
+        self.quiet = quiet
+
+    def begin(self, scaler: str, scenario: str) -> None:
+        pass
+
+    def end(self, record: CaseRecord) -> None:
+        if record.status != "pass" and not self.quiet:
+            where = plain(f"{record.scenario} {record.scaler}")
+            self.console.print(Text(f"{record.status:<12} {where}"), soft_wrap=True)
+
+
+class _LiveTicker:
+    def __init__(self, bar: Progress, planned: int) -> None:
+        self.bar = bar
+        self.task = bar.add_task("", total=planned)
+
+    def begin(self, scaler: str, scenario: str) -> None:
+        short = plain(f"{scenario}  {scaler}")
+        self.bar.update(self.task, description=short[:70])
+
+    def end(self, record: CaseRecord) -> None:
+        self.bar.advance(self.task)
+
+
+def worst_status(records: Sequence[CaseRecord]) -> str:
+    """The worst status of ``records``; ``skipped`` where there are none."""
+    return worst_of(r.status for r in records)
+
+
+def cell(records: Sequence[CaseRecord]) -> str:
+    """One cell of the matrix in words: verdict and first evidence."""
+    status = worst_status(records)
+    if status == "skipped":
+        return "not run"
+    shown = [r for r in records if r.status == status]
+    found = next(((r, v) for r in shown for v in r.failures), None)
+    if found is None:
+        return f"{status.upper()} ({len(records)} runs){_undecided(records)}"
+    record, verdict = found
+    chapter = verdict.law.partition(".")[0]
+    return (
+        f"{status.upper()} ({chapter}, {len(shown)} of {len(records)} runs) "
+        f"{record.data}: {verdict.message}"
+    )
+
+
+def _undecided(records: Sequence[CaseRecord]) -> str:
+    """Why the first case that is no pass is none, after a space; else empty."""
+    open_ = [r for r in records if r.status == "inconclusive"]
+    order = ("inconclusive", "skipped")
+    told = [
+        v.message for s in order for r in open_ for v in r.verdicts if v.status == s
+    ]
+    return f" {told[0]}" if told else ""
+
+
+def facts(verdict: VerdictRecord) -> list[str]:
+    """Step, ranks, parameter and numbers of a verdict, in words."""
+    found = [] if verdict.step is None else [f"step {verdict.step}"]
+    found += [rank_list(verdict.ranks)] if verdict.ranks else []
+    found += [verdict.parameter] if verdict.parameter else []
+    return found + [f"{name} = {_number(x)}" for name, x in verdict.numbers.items()]
+
+
+def _number(value: Number) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print the matrix topology x scaler, then where things begin to go wrong."""
+    console.print(_matrix(report))
+    for text, case in {c.location.text: c for c in report.cases if c.location}.items():
+        where = Text(f"where {plain(case.scenario)}: ", style="bold")
+        console.print(where.append(plain(text), style="not bold"), soft_wrap=True)
+    if report.incomplete:
+        line = f"INCOMPLETE: {plain(report.incomplete)}"
+        console.print(Text(line, style="bold magenta"), soft_wrap=True)
+
+
+def _matrix(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.add_column("topology", no_wrap=True)
+    for scaler in report.scalers:
+        table.add_column(Text(plain(scaler)), overflow="fold", ratio=1)
+    for topology in report.topologies:
+        cells = [report.of(topology, scaler) for scaler in report.scalers]
+        table.add_row(
+            Text(plain(topology)),
+            *(Text(_short(cell(c)), style=STYLES[worst_status(c)]) for c in cells),
+        )
+    return table
+
+
+def _short(text: str) -> str:
+    text = plain(text)
+    return text if len(text) <= 220 else text[:217] + "..."

@@ -1,0 +1,1 @@
+"""Sessions: cases run on ranks, are judged and recorded."""

@@ -1,0 +1,130 @@
+"""Confirm violations of a report by their standalone scripts: no harness, only torch.
+
+For each scaler and each law that it breaks, the smallest failing scenarios are written
+as scripts and run, until one shows the failure by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ..judge import laws as laws  # enters them into LAWS
+from ..judge.law import LAWS
+from ..report.records import CaseRecord, Report
+from ..script.standalone import standalone_script
+from ..space.scenario import Scenario
+from ..status import UsageError
+
+__all__ = ["Confirmation", "broken_laws", "confirm", "examples"]
+
+TRIES = 3
+TIMEOUT_S = 300.0
+
+
+class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a script says of one law that a scaler breaks."""
+
+    scaler: str
+    law: str
+    scenario: str
+    """What the script was made from; empty if none could be made."""
+    confirmed: bool
+    told: str
+    """The first violation that it printed, or why there is none."""
+
+
+def broken_laws(cases: Iterable[CaseRecord]) -> list[str]:
+    """Laws that any of the cases fails, in the order of their chapters."""
+    failed = {verdict.law for case in cases for verdict in case.failures}
+    return [law for law in LAWS if law in failed]
+
+
+def examples(cases: Iterable[CaseRecord], law: str) -> list[CaseRecord]:
+    """Cases that fail ``law``: few ranks before many, short ids before long ones."""
+    found = [c for c in cases if any(v.law == law for v in c.failures)]
+    return sorted(found, key=lambda c: (c.world, len(c.scenario), c.scenario))
+
+
+def confirm(report: Report, scalers: Iterable[str], folder: Path) -> list[Confirmation]:
+    """Run the scripts of every broken law of ``scalers``; they are kept in ``folder``.
+
+    Args:
+        report: what was found.
+        scalers: whose violations to confirm.
+        folder: for the scripts; made if it is not there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = _Scripts(folder)
+    return [
+        _confirm(runs, spec, law, examples(cases, law))
+        for spec in scalers
+        if (cases := [c for c in report.cases if c.scaler == spec])
+        for law in broken_laws(cases)
+    ]
+
+
+def _confirm(
+    runs: _Scripts, spec: str, law: str, cases: list[CaseRecord]
+) -> Confirmation:
+    last = ("", False, "no script for any of its scenarios")
+    for scenario, (shown, told) in runs.some(spec, cases):
+        last = (scenario, shown, told)
+        if shown:
+            break
+    return Confirmation(
+        scaler=spec, law=law, scenario=last[0], confirmed=last[1], told=last[2]
+    )
+
+
+class _Scripts:
+    """Scripts by scaler and scenario; several laws share one, which runs once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done: dict[tuple[str, str], tuple[bool, str]] = {}
+
+    def some(
+        self, spec: str, cases: list[CaseRecord]
+    ) -> Iterator[tuple[str, tuple[bool, str]]]:
+        """Run the first few for which a script can be made."""
+        tried = 0
+        for case in cases:
+            try:
+                text = standalone_script(Scenario.parse(case.scenario), spec)
+            except UsageError:
+                continue
+            yield case.scenario, self._run(case, text)
+            tried += 1
+            if tried == TRIES:
+                return
+
+    def _run(self, case: CaseRecord, text: str) -> tuple[bool, str]:
+        if case.key not in self.done:
+            name = f"{case.scaler.rpartition('.')[2].replace(':', '-')}"
+            path = self.folder / f"{name}-{Scenario.parse(case.scenario).hash}.py"
+            path.write_text(text, encoding="utf-8")
+            self.done[case.key] = _outcome(path)
+        return self.done[case.key]
+
+
+def _outcome(path: Path) -> tuple[bool, str]:
+    try:
+        done = subprocess.run(
+            [sys.executable, str(path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no end after {TIMEOUT_S:g} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    if done.returncode == 1 and lines:
+        return True, lines[0]
+    return False, (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]

@@ -1,0 +1,171 @@
+"""Place: where ranks come from. The pool of this process, or torchrun's processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from ...multiprocess import Cluster, RankOutcome, WorldFailure
+from ...multiprocess.spec import CallOptions
+from ..rank.devices import Devices, device_names, visible_gpus
+from ..report.records import Launcher
+
+if TYPE_CHECKING:
+    from ...multiprocess.elastic.agent import Agent as Station
+
+__all__ = ["Place", "Pool", "Ranks", "Torchrun", "place_of"]
+
+
+class Ranks(Protocol):
+    """A world of ranks."""
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``fn`` on every rank; return every rank's result."""
+
+    def submit(
+        self, options: CallOptions, fn: Callable[..., Any], *args: Any
+    ) -> tuple[RankOutcome, ...]:
+        """Call ``fn`` on every rank; return every rank's outcome."""
+
+
+class Place:
+    """Makes worlds and keeps them by size; a context manager that ends them."""
+
+    def __init__(self, devices: Devices, timeout_s: float) -> None:
+        self.devices = devices
+        self.timeout_s = timeout_s
+        self._worlds: dict[int, Ranks] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def ranks(self, world: int) -> Ranks:
+        """The world of this size."""
+        if world not in self._worlds:
+            self._worlds[world] = self._make(world)
+        return self._worlds[world]
+
+    def call(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``fn`` on every rank of the world of this size.
+
+        Where it raised and every rank answered, the ranks stay for the next call with a
+        fresh process group: those of a new world would first warm up for seconds.
+        """
+        options = CallOptions(timeout_s=self.timeout_s, keep_answered=True)
+        outcomes = self.ranks(world).submit(options, fn, *args)
+        return [outcome.value for outcome in outcomes]
+
+    def gpu_names(self) -> list[str]:
+        """Names of the GPUs of this machine; empty where none is used."""
+        if self.devices.device == "cpu":
+            return []
+        try:
+            (names,) = self.ranks(1).run(device_names)
+        except WorldFailure:
+            return []  # every case will say why
+        return list(names)
+
+    @property
+    def threads(self) -> int:
+        """Intra-op threads of each rank."""
+        return self.devices.spec(1, self.timeout_s).threads
+
+    def check(self, worlds: Iterable[int]) -> None:
+        """Refuse what the devices cannot do.
+
+        Args:
+            worlds: the sizes that the run asks for.
+
+        Raises:
+            ValueError: says what there is and what to choose.
+        """
+        raise NotImplementedError
+
+    def not_runnable(self, world: int) -> str:
+        """Why a world of this size cannot be had here, or the empty string."""
+        raise NotImplementedError
+
+    def launcher(self) -> Launcher:
+        """What the report's header says of this place."""
+        raise NotImplementedError
+
+    def _make(self, world: int) -> Ranks:
+        raise NotImplementedError
+
+
+class Pool(Place):
+    """Ranks of this process's own, as many as a scenario asks for."""
+
+    def check(self, worlds: Iterable[int]) -> None:
+        """See :meth:`Place.check`."""
+        way_out = "choose another --topology or --world-size"
+        gpus = 0 if self.devices.device == "cpu" else visible_gpus()
+        self.devices.check(max(worlds), gpus, way_out)
+
+    def not_runnable(self, world: int) -> str:
+        """See :meth:`Place.not_runnable`."""
+        return ""
+
+    def launcher(self) -> Launcher:
+        """See :meth:`Place.launcher`."""
+        return Launcher(name="pool")
+
+    def _make(self, world: int) -> Ranks:
+        cluster = Cluster.of(self.devices.spec(world, self.timeout_s))
+        return self._stack.enter_context(cluster)
+
+
+class Torchrun(Place):
+    """The ranks that torchrun made; smaller worlds take the first of them."""
+
+    def __init__(self, devices: Devices, timeout_s: float, station: Station) -> None:
+        super().__init__(devices, timeout_s)
+        self.station = station
+
+    def check(self, worlds: Iterable[int]) -> None:
+        """See :meth:`Place.check`; every machine of the job counts for itself."""
+        for member in self.station.members():
+            way_out = f"start with --nproc-per-node {max(1, member.gpus)}"
+            self.devices.check(member.local_size, member.gpus, way_out)
+
+    def not_runnable(self, world: int) -> str:
+        """See :meth:`Place.not_runnable`."""
+        made = self.station.size
+        if world <= made:
+            return ""
+        return f"not runnable here: needs {world} ranks, torchrun made {made}"
+
+    def launcher(self) -> Launcher:
+        """See :meth:`Place.launcher`."""
+        return Launcher(
+            name="torchrun",
+            ranks=self.station.size,
+            hosts=self.station.hosts,
+            run=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            attempt=self.station.attempt,
+        )
+
+    def _make(self, world: int) -> Ranks:
+        from ...multiprocess.elastic.agent import AgentCluster
+
+        spec = self.devices.spec(world, self.timeout_s)
+        return AgentCluster(self.station, spec)
+
+
+def place_of(devices: Devices, timeout_s: float, station: Station | None) -> Place:
+    """Where the ranks of this process's runs come from."""
+    if station is None:
+        return Pool(devices, timeout_s)
+    return Torchrun(devices, timeout_s, station)

@@ -1,0 +1,231 @@
+"""From a judged case to the record that a report keeps of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ... import __version__
+from ...fixtures import DATASETS, is_workload, kit_of
+from ..judge import laws as laws  # enters them into LAWS
+from ..judge.law import LAWS, Evidence, Verdict
+from ..rank.devices import Devices
+from ..rank.observe import digest
+from ..rank.trace import StepTrace
+from ..report.records import (
+    SCHEMA_VERSION,
+    CaseRecord,
+    Curves,
+    Header,
+    LawText,
+    Number,
+    VerdictRecord,
+)
+from ..script.standalone import standalone_script
+from ..status import UsageError
+from .launcher import Place
+from .runner import Case
+
+__all__ = ["Recorder", "case_record", "command_line", "make_header", "replay_command"]
+
+_RELEVANT = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "TORCH_LOGS",
+)
+
+
+def make_header(
+    *,
+    planned: int,
+    preset: str,
+    seed: int,
+    arguments: Sequence[str],
+    place: Place,
+    data: Iterable[str] = (),
+    restarts: tuple[str, ...] = (),
+) -> Header:
+    """The header of a run that starts now.
+
+    Args:
+        planned: cases that the run sets out to judge.
+        preset: name of the set of scenarios.
+        seed: seed of the run.
+        arguments: the command line.
+        place: where the ranks come from: device, backend, threads.
+        data: data sets that the run uses; their hashes are recorded. The text depends
+            on the Python version, so a run without it must not claim to.
+        restarts: what was taken over from earlier attempts.
+    """
+    return Header(
+        schema=SCHEMA_VERSION,
+        gradparity=__version__,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        platform=f"{platform.system()}-{platform.machine()}".lower(),
+        backend=place.devices.backend,
+        device=place.devices.device,
+        threads=place.threads,
+        commit=_commit(),
+        command=command_line(arguments),
+        preset=preset,
+        seed=seed,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        planned=planned,
+        data={name: _fingerprint(name) for name in sorted(set(data))},
+        environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
+        launcher=msgspec.structs.replace(place.launcher(), restarts=restarts),
+        gpus=tuple(place.gpu_names()),
+        laws={
+            law.id: LawText(text=law.text, reason=law.reason) for law in LAWS.values()
+        },
+    )
+
+
+def _fingerprint(data: str) -> str:
+    """Of a data set the hash of all of it, of a workload that of its first batch."""
+    if not is_workload(data):
+        return DATASETS[data].fingerprint()
+    tensors = kit_of(data).batch(0, 0).tensors
+    return "-".join(digest(tensor) for tensor in tensors)
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command of a run, as its header has it."""
+    return shlex.join(["gradparity", *arguments])
+
+
+def _commit() -> str:
+    """The commit of the current folder, or the empty string outside of a checkout."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -> str:
+    """The one command that runs a case again, with ranks of its own."""
+    program = (
+        "gradparity"
+        if "gradparity" in Path(sys.argv[0]).name
+        else ("python -m gradparity.conformance")
+    )
+    options = ["--scaler", scaler, *(devices.options if devices else ())]
+    return f"{program} replay {shlex.join([scenario, *options])}"
+
+
+class Recorder:
+    """Makes the records of one report.
+
+    The first case in which a scaler breaks a law bears a script that shows it, so that
+    whoever renders the report need not make one: that takes the code that judges, and
+    may import what a scenario names.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self.devices = devices
+        self._shown: set[tuple[str, str]] = set()
+
+    def record(self, case: Case) -> CaseRecord:
+        """What the report keeps of ``case``."""
+        record = case_record(case, self.devices)
+        broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
+        if broken <= self._shown:
+            return record
+        try:
+            script = standalone_script(case.scenario, case.scaler)
+        except UsageError:  # scripts are not made for all that a scenario can hold
+            return record
+        self._shown |= broken
+        return msgspec.structs.replace(record, script=script)
+
+
+def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
+    """What the report keeps of ``case``, which ran on ``devices`` (the CPU)."""
+    scenario = case.scenario
+    return CaseRecord(
+        scaler=case.scaler,
+        scenario=scenario.id,
+        topology=scenario.topology,
+        world=scenario.world,
+        precision=scenario.precision,
+        data=scenario.data,
+        status=case.status.value,
+        verdicts=tuple(_verdict(v) for v in case.verdicts),
+        seconds=round(case.seconds, 4),
+        problem=case.problem,
+        replay=replay_command(case.scaler, scenario.id, devices),
+        location=case.location,
+        curves=None if case.evidence is None else _curves(case.evidence),
+    )
+
+
+def _verdict(verdict: Verdict) -> VerdictRecord:
+    finding = verdict.finding
+    return VerdictRecord(
+        law=verdict.law,
+        status=finding.status.value,
+        message=finding.message,
+        step=finding.step,
+        ranks=finding.ranks,
+        parameter=finding.parameter,
+        numbers={k: _number(v) for k, v in finding.numbers.items()},
+        cause=finding.cause,
+        compared=finding.compared,
+        not_compared=finding.not_compared,
+    )
+
+
+def _curves(evidence: Evidence) -> Curves:
+    parity = evidence.parity
+    parts = [evidence.before, evidence] if evidence.before else [evidence]
+    steps = [seen for part in parts for _, seen in part.steps()]
+    rows = _rows(parts, evidence.scenario.world)
+    return Curves(
+        loss=[_mean([s.loss for s in seen]) for seen in steps],
+        reference_loss=[_number(x) for x in parity.reference_loss] if parity else [],
+        scale=[[_number(s.scale_after) for s in row] for row in rows],
+        growth=[[s.growth_after for s in row] for row in rows],
+        stepped=[[s.parameters_changed for s in row] for row in rows],
+        bad=[[(s.non_finite or [""])[0] for s in row] for row in rows],
+        parity=[_number(x) for x in parity.per_step] if parity else [],
+        parameters=(
+            {n: _number(x) for n, x in parity.per_parameter.items()} if parity else {}
+        ),
+    )
+
+
+def _rows(parts: Sequence[Evidence], world: int) -> list[list[StepTrace]]:
+    """Steps by rank; those on another world go round its ranks, few or many."""
+    return [
+        [seen for part in parts for seen in part.ranks[rank % len(part.ranks)].steps]
+        for rank in range(world)
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> Number | None:
+    known = [v for v in values if v is not None]
+    return _number(sum(known) / len(known)) if known else None
+
+
+def _number(value: float) -> Number:
+    """JSON has no nan and no infinity: write those as words."""
+    return value if math.isfinite(value) else str(value)

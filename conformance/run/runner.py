@@ -1,0 +1,551 @@
+"""Runner: scenarios x scalers on warm clusters -> judged cases.
+
+Worlds are kept by size, the runs without a scaler by scenario, references by their
+schedule; each is made once and shared by all scalers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+
+from ...fixtures import CannotError, WorkloadError, is_workload
+from ...multiprocess import RankOutcome, RankState, WorldFailure
+from ..judge import laws as laws
+from ..judge.bounds import expected_choices
+from ..judge.law import LAWS, Evidence, Finding, Status, Verdict, judge
+from ..judge.laws.transparency import control_differs
+from ..judge.localise import first_bad_step, locate, observe_modules
+from ..judge.parity import Parity, followed_schedule, measure_parity
+from ..judge.reference import Idle, Schedule
+from ..rank.devices import Devices
+from ..rank.layout_checks import check_whole
+from ..rank.modules import Watched
+from ..rank.reshard import gathered
+from ..rank.routing import Choices, chooses_in_forward
+from ..rank.scaler_spec import NO_SCALER
+from ..rank.trace import Decision, Problem, RankTrace, Saved
+from ..rank.worker import JudgedError, observe_rank
+from ..report.records import Location
+from ..space.scenario import Scenario
+from ..status import case_status
+from .launcher import Place, Pool
+
+__all__ = ["Case", "Runner"]
+
+_LOGGER = logging.getLogger(__name__)
+TRIES = 3
+"""How often a run is made until the reference whose choices it is told fits it."""
+Legs = tuple[tuple[RankTrace, ...], ...]
+"""One trace a rank, for each world that a run was on."""
+_LOST = {RankState.KILLED, RankState.EXITED}
+# ends of a rank that say nothing about the scaler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One scaler in one scenario: what was seen and what is said of it."""
+
+    scaler: str
+    scenario: Scenario
+    verdicts: tuple[Verdict, ...]
+    evidence: Evidence | None
+    """None where the harness broke."""
+    seconds: float
+    problem: str = ""
+    """Why the harness broke, naming the rank; else empty. No law is judged then."""
+    skipped: bool = False
+    """Whether the workload cannot do what the scenario asks of it."""
+    location: Location | None = None
+    """Where parity begins to fail, if that was asked for."""
+
+    @property
+    def status(self) -> Status:
+        """The worst verdict; skipped laws do not count, and alone prove nothing."""
+        if self.problem:
+            return Status.ERROR
+        if self.skipped:
+            return Status.SKIPPED
+        return Status(case_status(v.status for v in self.verdicts))
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """What the ranks of one case showed, before it is judged."""
+
+    spec: str
+    scenario: Scenario
+    legs: Legs = ()
+    first_try: str = ""
+    bare: Legs | None = None
+    bare_differs: str = ""
+    seconds: float = 0.0
+    problem: str = ""
+    case: Case | None = None
+    """The case itself, where nothing is left to judge."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks came to the last step."""
+        last = self.scenario.steps - 1
+        return all(trace.came_to(last) for trace in self.legs[-1])
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Keep what breaks as this case's problem, so that the run goes on."""
+        try:
+            yield
+        except WorkloadError as error:  # its layout, seen from all ranks together
+            self.problem = str(error)
+        except WorldFailure as failure:
+            if cannot := _cannot(failure, self.scenario):
+                not_run = _not_run(self.spec, self.scenario, cannot)
+                self.case = replace(not_run, skipped=True)
+            self.problem = _root_cause(failure)
+        except Exception as error:  # the judge's own fault: told, and the run goes on
+            _LOGGER.exception("the judge broke in %s", self.scenario.id)
+            self.problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
+
+
+class Runner:
+    """Runs cases one after another; a context manager that ends its clusters."""
+
+    def __init__(
+        self,
+        *,
+        folder: str,
+        timeout_s: float = 120.0,
+        place: Place | None = None,
+        localises: int = 0,
+    ) -> None:
+        """Take ranks from a place, which is closed with the runner.
+
+        Args:
+            folder: import path of the judged scalers.
+            timeout_s: limit of one scenario, where ``place`` has none.
+            place: where ranks come from; by default a pool on the CPU.
+            localises: failures of parity of which is said in which module they begin,
+                at most one of a scaler, a topology and a recipe.
+        """
+        self.folder = folder
+        self.localises = localises
+        self._localised: set[tuple[str, str, str]] = set()
+        self.place = place or Pool(Devices(), timeout_s)
+        self._bare: dict[Scenario, Legs] = {}
+        self._controls: dict[Scenario, str] = {}
+        self._stacks: dict[Scenario, Case | None] = {}
+        # references draw from torch's global generator: one at a time
+        self._training = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.place.__exit__(kind, error, trace)
+
+    def run(self, spec: str, scenario: Scenario, *, parity: bool = True) -> Case:
+        """Judge the scaler named ``spec`` in ``scenario``.
+
+        Args:
+            spec: ``module:attribute``.
+            scenario: what to train.
+            parity: False leaves parity inconclusive, where only other laws are asked
+                for: a scaler with a scale of its own needs references of its own.
+        """
+        case = self._judge(self._observe(spec, scenario), parity)
+        return self._localised_where_due(case)
+
+    def run_all(
+        self,
+        pairs: Iterable[tuple[str, Scenario]],
+        begin: Callable[[str, str], None],
+        end: Callable[[Case], bool],
+    ) -> None:
+        """Judge all ``pairs`` in order; a case is judged while the next one trains.
+
+        Ranks and references are processes and a thread of their own: in turn they would
+        leave half of two cores idle.
+
+        Args:
+            pairs: (``module:attribute``, what to train).
+            begin: called with spec and scenario id before its ranks start.
+            end: called with each case as soon as it is judged, in whatever thread that
+                is; True ends the run.
+        """
+
+        def judged(seen: _Seen) -> bool | Case:
+            case = self._judge(seen)
+            return case if self._is_localised(case) else end(case)
+
+        def ended(last: Future[bool | Case]) -> bool:
+            result = last.result()
+            if isinstance(result, bool):
+                return result
+            return end(self._localised_where_due(result))  # the ranks are free now
+
+        last: Future[bool | Case] | None = None
+        with ThreadPoolExecutor(1, "judge") as judge:
+            for spec, scenario in pairs:
+                begin(spec, scenario.id)
+                seen = self._observe(spec, scenario)
+                if last is not None and ended(last):
+                    return
+                last = judge.submit(judged, seen)
+            if last is not None:
+                ended(last)
+
+    def _observe(self, spec: str, scenario: Scenario) -> _Seen:
+        """Run the ranks, and again what bitwise laws compare them with."""
+        seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
+        ranks = max(leg.world for leg in scenario.legs)
+        if reason := self.place.not_runnable(ranks):
+            seen.case = _not_run(spec, scenario, reason)
+            return seen
+        with seen.broken():
+            if (stack := self._stack_fault(spec, scenario)) is not None:
+                seen.case = replace(stack, scaler=spec, scenario=scenario)
+                return seen
+            seen.legs = self._run_ranks(spec, scenario)
+            if late := _ran_out_of_time(seen.legs):
+                # Time alone convicts nobody: the machine may have been busy. The world
+                # that failed was ended, so the second try has ranks of its own.
+                seen.legs, seen.first_try = self._run_ranks(spec, scenario), late
+            compared = spec != NO_SCALER and scenario.faults == "none"
+            if seen.complete and compared and scenario.precision == "fp32":
+                seen.bare = self._bare_run(scenario)
+                seen.bare_differs = self._control(scenario)
+        seen.seconds = time.monotonic() - start
+        return seen
+
+    def _judge(self, seen: _Seen, parity: bool = True) -> Case:
+        """Hold what was seen against the references and the laws."""
+        if seen.case is not None:
+            return seen.case
+        start = time.monotonic()
+        evidence: Evidence | None = None
+        verdicts: list[Verdict] = []
+        with self._training, seen.broken():
+            if not seen.problem:
+                evidence = self._evidence(seen, parity)
+                verdicts = judge(evidence)
+        return Case(
+            scaler=seen.spec,
+            scenario=seen.scenario,
+            verdicts=tuple(verdicts),
+            evidence=evidence,
+            seconds=seen.seconds + time.monotonic() - start,
+            problem=seen.problem,
+        )
+
+    def localise(self, case: Case) -> Location | None:
+        """Run a case again up to its first bad step, and say where it goes wrong.
+
+        Args:
+            case: that came to its end, whether it failed or not.
+
+        Returns:
+            None where the case has no parity to go by.
+        """
+        evidence, scenario = case.evidence, case.scenario
+        if evidence is None or evidence.parity is None:
+            return None
+        start = time.monotonic()
+        step = first_bad_step(evidence.parity) or 0
+        before = [evidence.before.ranks] if evidence.before else []
+        legs = [*before, evidence.ranks]
+        try:
+            watched = self._watched(case.scaler, scenario, step)
+            with self._training, _threads(self.place.threads):
+                found = locate(scenario, legs, evidence.parity, step, watched)
+        except Exception as error:  # it is an answer more; the verdict stands without
+            _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            found = Location(where="unknown", text=f"it could not be found out: {why}")
+        return msgspec.structs.replace(
+            found, seconds=round(time.monotonic() - start, 3)
+        )
+
+    def _is_localised(self, case: Case) -> bool:
+        key = (case.scaler, case.scenario.topology, case.scenario.recipe)
+        broken = {v.law.partition(".")[0] for v in case.verdicts if v.status == "fail"}
+        done = key in self._localised or len(self._localised) >= self.localises
+        return "parity" in broken and not done
+
+    def _localised_where_due(self, case: Case) -> Case:
+        if not self._is_localised(case):
+            return case
+        scenario = case.scenario
+        self._localised.add((case.scaler, scenario.topology, scenario.recipe))
+        return replace(case, location=self.localise(case))
+
+    def _evidence(self, seen: _Seen, measured: bool) -> Evidence:
+        scenario, legs = seen.scenario, seen.legs
+        check_whole(scenario, legs[-1])
+        parity: Parity | None = None
+        random = scenario.parsed_recipe.training.random
+        if seen.complete and measured and not random:
+            with _threads(self.place.threads):
+                parity = measure_parity(scenario, *legs)
+        evidence: Evidence | None = None
+        for number, traces in enumerate(legs):
+            evidence = Evidence(
+                scenario=scenario,
+                ranks=traces,
+                bare=None if seen.bare is None else seen.bare[number],
+                bare_differs=seen.bare_differs,
+                first_try=seen.first_try,
+                parity=parity,
+                scaler=seen.spec != NO_SCALER,
+                before=evidence,
+            )
+        assert evidence is not None
+        return evidence
+
+    def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
+        """The case to tell where a user's own workload is wrong without any scaler.
+
+        A scaler is not accused of what its stack does without it.
+        """
+        if spec == NO_SCALER or not is_workload(scenario.data):
+            return None
+        alone = _without_scaler(scenario)
+        if alone not in self._stacks:
+            self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
+        return self._stacks[alone]
+
+    def _bare_run(self, scenario: Scenario) -> Legs:
+        key = _without_scaler(scenario)
+        if key not in self._bare:
+            self._bare[key] = tuple(self._followed(NO_SCALER, key))
+        return self._bare[key]
+
+    def _control(self, scenario: Scenario) -> str:
+        """Where the run without a scaler differs from itself, made again; else empty.
+
+        Without this a nondeterministic kernel would be held against the scaler.
+        """
+        key = _without_scaler(scenario)
+        if key not in self._controls:
+            again = tuple(self._followed(NO_SCALER, key))
+            self._controls[key] = control_differs(self._bare_run(key), again)
+        return self._controls[key]
+
+    def _run_ranks(self, spec: str, scenario: Scenario) -> Legs:
+        """What was seen of each leg, up to the first that failed."""
+        seen: list[tuple[RankTrace, ...]] = []
+        try:
+            if spec == NO_SCALER:
+                return self._bare_run(scenario)
+            seen.extend(self._followed(spec, scenario))
+        except WorldFailure as failure:
+            seen.append(_traces_of(failure, judged=spec != NO_SCALER))
+        return tuple(seen)
+
+    def _followed(
+        self, spec: str, scenario: Scenario
+    ) -> Iterable[tuple[RankTrace, ...]]:
+        """The legs; learned routers choose in them what they choose in the reference.
+
+        The reference is trained first, as if no step were skipped. Where that was
+        wrong, the run is made again after the reference that skips as the run did.
+        """
+        random = scenario.parsed_recipe.training.random  # and so are the scores
+        if random or not chooses_in_forward(scenario.data):
+            return self._legs(spec, scenario)
+        scale = 1.0 if spec == NO_SCALER else scenario.init_scale
+        steps = scenario.steps
+        schedule = Schedule(
+            skipped=(frozenset(),) * steps,
+            scales=(scale,) * steps,
+            idle=(Idle(),) * steps,
+        )
+        for _ in range(TRIES):
+            with self._training, _threads(self.place.threads):
+                choices = expected_choices(scenario, schedule)
+            legs = tuple(self._legs(spec, scenario, choices))
+            found = followed_schedule(scenario, *legs)
+            if (found.skipped, found.idle) == (schedule.skipped, schedule.idle):
+                break
+            schedule = found
+        return legs
+
+    def _legs(
+        self,
+        spec: str,
+        scenario: Scenario,
+        choices: tuple[dict[str, Choices], ...] = (),
+    ) -> Iterator[tuple[RankTrace, ...]]:
+        saved: Saved | None = None
+        for leg in scenario.legs:
+            more = leg != scenario
+            results = self.place.call(
+                leg.world, observe_rank, leg, spec, self.folder, saved, more, choices
+            )
+            _align(results)
+            saved = gathered(results) if more else None
+            yield tuple(results)
+
+    def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
+        """What passed in ``step``, one a rank of the world that made it."""
+        saved: Saved | None = None
+        for leg in scenario.legs:
+            given = leg, spec, self.folder, saved
+            if step < leg.steps:
+                return self.place.call(leg.world, observe_modules, *given, step)
+            saved = gathered(self.place.call(leg.world, observe_rank, *given, True))
+        raise AssertionError(f"no leg makes step {step}")
+
+
+def _align(traces: Sequence[RankTrace]) -> None:
+    """Give all ranks as many decisions: a rank need not have every optimizer."""
+    most = max((len(t.owned) for t in traces), default=0)
+    for trace in traces:
+        trace.owned += [[] for _ in range(most - len(trace.owned))]
+        for seen in trace.steps:
+            missing = most - len(seen.decisions) if seen.complete else 0
+            seen.decisions += [Decision() for _ in range(missing)]
+
+
+def _without_scaler(scenario: Scenario) -> Scenario:
+    """The run without a scaler, whose settings then do not matter: one is shared."""
+    return replace(scenario, init_scale=1.0, growth_interval=1, faults="none")
+
+
+def _unjudged(stack: Case) -> Case | None:
+    """The case of any scaler on a stack that is wrong by itself, or None."""
+    wrong = [v for v in stack.verdicts if v.status is Status.FAIL]
+    if not wrong and not stack.problem:
+        return None
+    why = stack.problem or f"{wrong[0].law}: {wrong[0].finding.message}"
+    text = (
+        f"the stack is wrong without any scaler (--scaler {NO_SCALER}, "
+        f"{stack.scenario.id}): {why}"
+    )
+    if stack.problem:
+        return replace(stack, problem=text)
+    undecided = _every_law(Status.INCONCLUSIVE, text)
+    return replace(stack, verdicts=undecided, evidence=None)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Train the references with as many threads as the ranks have.
+
+    Threads change the order of sums: a bound would depend on who started the run.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
+    """What can be known of a world that failed because of what is judged.
+
+    Args:
+        failure: of a run.
+        judged: whether there was a scaler, whose a hang then is.
+
+    Raises:
+        WorldFailure: if the failure is neither the scaler's nor a stray collective.
+    """
+    states = {outcome.state for outcome in failure.outcomes}
+    told = isinstance(failure.root.exception, JudgedError)
+    own = isinstance(failure.root.exception, WorkloadError)
+    hung = judged and RankState.HUNG in states
+    if own or states & _LOST or not (told or hung):
+        raise failure
+    return tuple(_trace_of(outcome) for outcome in failure.outcomes)
+
+
+def _ran_out_of_time(legs: Legs) -> str:
+    """What did not come back in time, in words, or the empty string."""
+    problems = [(t.rank, t.problem) for t in legs[-1] if t.problem is not None]
+    if any(not problem.late for _, problem in problems):
+        return ""  # something raised, and who waited for it is late for that reason
+    for rank, problem in problems:
+        return f"rank {rank}: {problem.error}"
+    for trace in legs[-1]:
+        for seen in trace.steps:
+            if seen.checked_sum is not None and math.isnan(seen.checked_sum[0]):
+                what = f"step {seen.step}: the checked all-reduce did not come back"
+                return f"{what} on rank {trace.rank}"
+    return ""
+
+
+def _trace_of(outcome: RankOutcome) -> RankTrace:
+    if isinstance(outcome.exception, JudgedError):
+        return _blameless(outcome) if _is_victim(outcome) else outcome.exception.trace
+    if isinstance(outcome.value, RankTrace):
+        return outcome.value
+    empty = RankTrace(rank=outcome.rank, coordinate={}, index={}, shards={})
+    if outcome.state is RankState.HUNG:
+        error = outcome.message or "hung"
+        empty.problem = Problem(step=0, call="a call", error=error, late=True)
+    return empty
+
+
+def _is_victim(outcome: RankOutcome) -> bool:
+    return outcome.state is RankState.VICTIM
+
+
+def _blameless(outcome: RankOutcome) -> RankTrace:
+    """The trace of a rank whose peer failed first; what it raised is not its fault."""
+    assert isinstance(outcome.exception, JudgedError)
+    trace = outcome.exception.trace
+    trace.problem = None
+    return trace
+
+
+def _cannot(failure: WorldFailure, scenario: Scenario) -> str:
+    """Why a workload could not do what it was asked, or the empty string.
+
+    It did not ask itself for a mesh with an axis at size 1, nor for parameters that do
+    not train: what ``parallelize`` raises then is no fault.
+    """
+    error = failure.root.exception
+    unasked = (
+        scenario.parsed_topology.narrowed or scenario.parsed_recipe.training.frozen
+    )
+    refused = isinstance(error, WorkloadError) and error.call == "parallelize"
+    if isinstance(error, CannotError) or (unasked and refused):
+        return " ".join(str(error).split())[:600]
+    return ""
+
+
+def _root_cause(failure: WorldFailure) -> str:
+    return " ".join(failure.root.headline.split())[:600]
+
+
+def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
+    """Nothing was compared: every law is skipped, and the case is no pass."""
+    return Case(
+        scaler=spec,
+        scenario=scenario,
+        verdicts=_every_law(Status.SKIPPED, reason),
+        evidence=None,
+        seconds=0.0,
+    )
+
+
+def _every_law(status: Status, message: str) -> tuple[Verdict, ...]:
+    finding = Finding(status=status, message=message)
+    return tuple(Verdict(law=each, finding=finding) for each in LAWS)

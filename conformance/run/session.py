@@ -1,0 +1,219 @@
+"""The run command: choose scenarios, judge every scaler in them, write the report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from ...fixtures import WorkloadError
+from ...multiprocess import HarnessError
+from ...multiprocess.elastic.agent import Agent as Station
+from ...multiprocess.elastic.agent import Ended
+from ..rank.devices import Devices
+from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
+from ..report.page import write_page
+from ..report.records import CaseRecord, ReportWriter, read_report
+from ..report.terminal import plain, print_report, progress
+from ..space.catalogue import Selection, not_tried, select
+from ..space.recipes import BARE_RECIPES
+from ..space.scenario import Scenario
+from ..space.workload_checks import check_workloads
+from ..status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
+from .launcher import place_of
+from .recorder import Recorder, command_line, make_header
+from .resume import Earlier, earlier_attempt
+from .runner import Case, Runner
+from .spmd import REPORT_NOTE
+
+__all__ = ["MOST_LOCALISED", "RunSettings", "run"]
+
+MOST_LOCALISED = 16
+"""Failures of parity of which a run says in which module they begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """One run, as the command line or a program asks for it."""
+
+    scalers: Sequence[str]
+    """Specs ``module:attribute`` of the judged scalers."""
+    selection: Selection
+    preset: str = "default"
+    scenarios: Sequence[str] = ()
+    """Scenario ids to run instead of a preset."""
+    require: Sequence[str] = ()
+    """Those of ``scalers`` that decide the exit code; empty means all of them."""
+    out: Path | None = None
+    """Folder for ``report.jsonl`` and ``index.html``."""
+    report: Path | None = None
+    """File for the report alone."""
+    fail_fast: bool = False
+    """Stop at the first violation."""
+    timeout_s: float = 120.0
+    """Limit of one scenario."""
+    devices: Devices = field(default_factory=Devices)
+    """What the ranks compute on."""
+    refuse_unfit: bool = True
+    """Whether a scaler that cannot be judged stops the run before its first case."""
+    quiet: bool = False
+    arguments: Sequence[str] = ()
+    """The command line, for the header."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise UsageError(f"the timeout must be positive, got {self.timeout_s}")
+        refuse_mixed(self.scalers)
+
+    @property
+    def path(self) -> Path:
+        """The file of the report."""
+        return self.report or (self.out or Path("parity-report")) / "report.jsonl"
+
+    def chosen(self) -> list[Scenario]:
+        """The scenarios to run.
+
+        Raises:
+            UsageError: for unknown names or ids, parts that do not go together, or a
+                workload that breaks its protocol.
+        """
+        chosen = self._asked() if self.scenarios else self._selected()
+        with as_usage(WorkloadError):
+            check_workloads(chosen)
+        return list(dict.fromkeys(chosen))
+
+    def _selected(self) -> list[Scenario]:
+        return select(self.preset, self.selection)
+
+    def _asked(self) -> list[Scenario]:
+        chosen = [Scenario.parse(text) for text in self.scenarios]
+        lost = [s for s in chosen if not s.trains_alone]
+        if NO_SCALER in self.scalers and lost:
+            raise UsageError(
+                f"{lost[0].id} cannot be trained without a scaler: choose no faults "
+                f"and one of the recipes {', '.join(BARE_RECIPES)}"
+            )
+        return chosen
+
+
+def run(settings: RunSettings, console: Console, station: Station | None = None) -> int:
+    """Run, report and return the exit code.
+
+    Args:
+        settings: what to run.
+        console: where to tell of it.
+        station: this process's part in a run under torchrun, as its leader.
+
+    Raises:
+        UsageError: for bad usage, before anything is started.
+    """
+    scenarios = settings.chosen()
+    scalers = list(dict.fromkeys(settings.scalers))
+    folder = os.getcwd()
+    for spec in scalers:
+        load_scaler(spec, folder)
+    pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
+    path = settings.path
+    with place_of(settings.devices, settings.timeout_s, station) as place:
+        place.check([leg.world for scenario in scenarios for leg in scenario.legs])
+        for spec in scalers if settings.refuse_unfit else ():
+            refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
+        if station is not None:
+            station.note(REPORT_NOTE, str(path.absolute()))
+        earlier = earlier_attempt(
+            path, place.launcher(), command_line(settings.arguments)
+        )
+        header = make_header(
+            planned=len(pairs),
+            preset="ids" if settings.scenarios else settings.preset,
+            seed=settings.selection.seed,
+            arguments=settings.arguments,
+            place=place,
+            data=[scenario.dataset for scenario in scenarios],
+            restarts=earlier.restarts,
+        )
+        with ReportWriter(path, header) as writer:
+            runner = Runner(folder=folder, place=place, localises=MOST_LOCALISED)
+            code = _judge(settings, pairs, earlier, writer, console, runner)
+            _show(settings, console)
+    return code
+
+
+def _judge(
+    settings: RunSettings,
+    pairs: Sequence[tuple[str, Scenario]],
+    earlier: Earlier,
+    writer: ReportWriter,
+    console: Console,
+    runner: Runner,
+) -> int:
+    start = time.monotonic()
+    records = list(earlier.kept)
+    for record in records:
+        writer.case(record)
+    done = {record.key for record in records}
+    left = [(spec, s) for spec, s in pairs if (spec, s.id) not in done]
+    broken, code = "", None
+    recorder = Recorder(runner.place.devices)
+    with progress(console, len(left), quiet=settings.quiet) as ticker:
+
+        def end(case: Case) -> bool:
+            record = recorder.record(case)
+            writer.case(record)
+            ticker.end(record)
+            records.append(record)
+            return settings.fail_fast and record.status == "fail"
+
+        try:
+            runner.run_all(left, ticker.begin, end)
+        except (HarnessError, Ended) as error:
+            broken = f"stopped after {len(records)} of {len(pairs)} cases: {error}"
+            code = EXIT_CODES["error"]
+        except KeyboardInterrupt:  # what was judged is told, as of any other run
+            broken = f"interrupted after {len(records)} of {len(pairs)} cases"
+            code = INTERRUPTED
+    reason = broken or _incomplete(records, len(pairs))
+    writer.close(time.monotonic() - start, reason)
+    return _exit_code(settings, records) if code is None else code
+
+
+def _incomplete(records: Sequence[CaseRecord], planned: int) -> str:
+    broken = [r for r in records if r.status == "error"]
+    if broken:
+        first = broken[0]
+        return (
+            f"{len(broken)} of {planned} cases have no verdict; first "
+            f"{first.scenario}: {first.problem}"
+        )
+    if len(records) < planned:
+        return f"stopped at the first violation: {len(records)} of {planned} cases ran"
+    return ""
+
+
+def _exit_code(settings: RunSettings, records: Sequence[CaseRecord]) -> int:
+    deciding = settings.require or settings.scalers
+    return EXIT_CODES[case_status(r.status for r in records if r.scaler in deciding)]
+
+
+def _show(settings: RunSettings, console: Console) -> None:
+    path, report = settings.path, read_report(settings.path)
+    if not settings.quiet:
+        print_report(console, report)
+    lines = [plain(text) for text in report.header.launcher.restarts]
+    skipped = [
+        f"{r.scenario}: {r.verdicts[0].message}"
+        for r in report.cases
+        if r.status == "skipped"
+    ]
+    left_out = [] if settings.scenarios else not_tried(settings.selection)
+    lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
+    lines.append(f"report: {path}")
+    if settings.report is None or settings.out is not None:
+        page = write_page(report, settings.out or path.parent)
+        lines.append(f"page:   {page}")
+    if not settings.quiet:
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,238 @@
+"""The catalogue as pytest items; what ``plugin.py`` does once it is asked for.
+
+Steps: choose the scenarios as ``gradparity run`` does; make one item of each; judge it
+on warm clusters; let its record travel with the test's report to the process that
+writes ``report.jsonl`` (xdist's controller, or the only one there is).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ...multiprocess.environment import on_torchrun
+from ..rank.devices import Devices
+from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_unfit
+from ..report.page import write_page
+from ..report.records import CaseRecord, ReportWriter, read_report
+from ..report.terminal import facts
+from ..space.catalogue import Selection
+from ..space.scenario import Scenario
+from ..status import UsageError
+from .launcher import Pool
+from .recorder import Recorder, make_header
+from .runner import Runner
+from .session import MOST_LOCALISED, RunSettings
+
+__all__ = ["Suite"]
+
+_ROOT = "gradparity"
+_RECORD = pytest.StashKey[CaseRecord]()
+
+
+class NotConformantError(Exception):
+    """A scenario that did not pass; carries its record."""
+
+    def __init__(self, record: CaseRecord) -> None:
+        super().__init__(record)
+        self.record = record
+
+
+class Suite:
+    """One session's catalogue.
+
+    Raises:
+        UsageError: for bad options, before anything is collected.
+    """
+
+    def __init__(self, config: pytest.Config, options: Mapping[str, Any]) -> None:
+        if on_torchrun():
+            raise UsageError(
+                "under torchrun use: torchrun ... -m gradparity.conformance run"
+            )
+        self.config = config
+        self.settings = _settings(options)
+        self.scenarios = self.settings.chosen()
+        self.scalers = list(dict.fromkeys(self.settings.scalers))
+        for spec in self.scalers:
+            load_scaler(spec, os.getcwd())
+        self.writes = not hasattr(config, "workerinput")
+        self.told: list[str] = []
+        self._runner: Runner | None = None
+        self._writer: ReportWriter | None = None
+        self._recorder = Recorder(self.settings.devices)
+        self._seen: set[tuple[str, str]] = set()
+        self._start = time.monotonic()
+        if self.writes:  # once, and not by every worker of xdist again
+            self._refuse_unfit()
+
+    def headline(self) -> str:
+        """One line for the head of the session."""
+        return f"gradparity: {len(self.scenarios)} scenarios, {', '.join(self.scalers)}"
+
+    def items(self, session: pytest.Session) -> list[pytest.Item]:
+        """One item a scenario and scaler; the scenario's id is the test id."""
+        return [
+            _Item.from_parent(
+                session,
+                name=_name(scenario, spec, alone=len(self.scalers) == 1),
+                nodeid=f"{_ROOT}::"
+                + _name(scenario, spec, alone=len(self.scalers) == 1),
+                suite=self,
+                scenario=scenario,
+                scaler=spec,
+            )
+            for scenario in self.scenarios
+            for spec in self.scalers
+        ]
+
+    def judge(self, spec: str, scenario: Scenario) -> CaseRecord:
+        """Judge one case on the clusters that all items share."""
+        return self._recorder.record(self._warm().run(spec, scenario))
+
+    def plan(self, ids: Sequence[str]) -> None:
+        """Begin the report, once it is known which items were chosen."""
+        planned = sum(name.startswith(f"{_ROOT}::") for name in ids)
+        if not self.writes or self._writer is not None or not planned:
+            return
+        header = make_header(
+            planned=planned,
+            preset="ids" if self.settings.scenarios else self.settings.preset,
+            seed=self.settings.selection.seed,
+            arguments=(),
+            place=self._place(),
+            data=[scenario.dataset for scenario in self.scenarios],
+        )
+        words = ["pytest", *map(str, self.config.invocation_params.args)]
+        header = msgspec.structs.replace(header, command=shlex.join(words))
+        try:
+            self._writer = ReportWriter(self._path(), header)
+        except UsageError as error:
+            raise pytest.UsageError(f"gradparity: {error}") from None
+
+    def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Put the record on the test's report, as text: it may cross processes."""
+        record = item.stash.get(_RECORD, None)
+        if record is not None:
+            report.gradparity = msgspec.json.encode(record).decode()  # type: ignore[attr-defined]  # reports take any attribute
+
+    def take(self, text: str) -> None:
+        """Write a record; of a test that is run again, the first one counts."""
+        record = msgspec.json.decode(text, type=CaseRecord)
+        if self._writer is not None and record.key not in self._seen:
+            self._seen.add(record.key)
+            self._writer.case(record)
+
+    def finish(self, *, interrupted: bool) -> None:
+        """End the report; what is missing makes it incomplete."""
+        if self._writer is None:
+            return
+        reason = f"interrupted after {len(self._seen)} cases" if interrupted else ""
+        with self._writer as writer:
+            writer.close(time.monotonic() - self._start, reason)
+            self.told = ["", f"gradparity report: {self._path()}"]
+            if self.settings.report is None:
+                page = write_page(read_report(self._path()), self._path().parent)
+                self.told.append(f"gradparity page:   {page}")
+        self._writer = None
+
+    def close(self) -> None:
+        """End all ranks."""
+        if self._runner is not None:
+            self._runner.__exit__(None, None, None)
+
+    def _refuse_unfit(self) -> None:
+        """Refuse scalers that cannot be judged, on a rank that is used afterwards."""
+        device = self.settings.devices.device
+        try:
+            for spec in self.scalers:
+                refuse_unfit(self._warm().place.ranks(1), spec, os.getcwd(), device)
+        except UsageError:
+            self.close()
+            raise
+
+    def _warm(self) -> Runner:
+        if self._runner is None:
+            self._runner = Runner(
+                folder=os.getcwd(), place=self._place(), localises=MOST_LOCALISED
+            )
+        return self._runner
+
+    def _place(self) -> Pool:
+        return Pool(self.settings.devices, self.settings.timeout_s)
+
+    def _path(self) -> Path:
+        return self.settings.path
+
+
+def _settings(options: Mapping[str, Any]) -> RunSettings:
+    out, report = options["out"], options["report"]
+    return RunSettings(
+        scalers=options["scaler"],
+        selection=Selection(
+            topologies=options["topology"],
+            data=options["data"],
+            precisions=options["precision"],
+            optimizers=options["optimizer"],
+            world=options["world-size"],
+            seed=options["seed"],
+            workload=options["workload"],
+            bare=options["scaler"] == [NO_SCALER],
+        ),
+        preset=options["preset"],
+        scenarios=options["scenario"],
+        out=Path(out) if out else None,
+        report=Path(report) if report else None,
+        timeout_s=options["timeout-s"],
+        devices=Devices(device=options["device"], share=options["share-gpus"]),
+    )
+
+
+def _name(scenario: Scenario, spec: str, *, alone: bool) -> str:
+    return scenario.id if alone else f"{scenario.id}[{spec}]"
+
+
+class _Item(pytest.Item):
+    """One scenario before one scaler."""
+
+    def __init__(
+        self, *, suite: Suite, scenario: Scenario, scaler: str, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.suite = suite
+        self.scenario = scenario
+        self.scaler = scaler
+
+    def runtest(self) -> None:
+        record = self.suite.judge(self.scaler, self.scenario)
+        self.stash[_RECORD] = record
+        if record.status == "skipped":
+            pytest.skip(record.verdicts[0].message)
+        if record.status != "pass":
+            raise NotConformantError(record)
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
+        if isinstance(excinfo.value, NotConformantError):
+            return _story(excinfo.value.record)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, self.name
+
+
+def _story(record: CaseRecord) -> str:
+    lines = [f"{record.scaler}: {record.status}"]
+    for verdict in record.failures:
+        lines += [f"{verdict.law}: {verdict.message}", f"  {'; '.join(facts(verdict))}"]
+    if not record.failures:
+        lines.append("nothing could be compared")
+    if record.location is not None:
+        lines.append(f"where: {record.location.text}")
+    return "\n".join([*lines, f"replay: {record.replay}"])

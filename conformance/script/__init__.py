@@ -1,0 +1,1 @@
+"""The standalone script of a failure, which needs torch alone."""

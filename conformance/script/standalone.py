@@ -1,0 +1,207 @@
+"""Standalone: a violation as a short script for a bug report, without a harness.
+
+The script needs torch and the judged scaler's package alone, and the workload's module
+where that is the user's own. It builds a model of the same kind (or that model) with
+the same layout, precision, recipe and faults, and judges agreement, skips, the scale
+rule, the unscaled gradients and stray collectives by itself. Finer laws (parity against
+the reference) are beyond it: exit code 0 then says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from ...fixtures import LOSS, PLACES, Fault, is_workload, parse_faults
+from ..rank.held import WRAPPERS
+from ..rank.scaler_spec import NO_SCALER
+from ..space.random_layers import draws_in_forward
+from ..space.scenario import Scenario
+from ..status import UsageError
+from .own_workload import own_values
+from .parts import (
+    BATCHES,
+    LAYERS,
+    LIKENESS,
+    OPTIMIZERS,
+    ORDERS,
+    PARTS,
+    calls,
+    imports,
+    layout,
+    passes,
+    schedule,
+)
+from .phases import chosen, lines
+
+__all__ = ["standalone_script", "write_standalone"]
+
+
+def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
+    """A Python script that shows a failure of a scaler with torch alone.
+
+    Args:
+        scenario: in which the scaler failed.
+        scaler_spec: ``module:attribute`` of the scaler.
+
+    Raises:
+        UsageError: if the scenario holds something that scripts are not made for; says
+            which part.
+    """
+    own = is_workload(scenario.data)
+    if not own:
+        _refuse(scenario)
+    elif draws_in_forward(scenario.data):
+        raise UsageError("no standalone script for a workload with random layers")
+    named = [s for s in (scaler_spec, scenario.data) if is_workload(s)]
+    packages = dict.fromkeys(re.split("[.:]", name)[0] for name in named)
+    text = _template().render(
+        **_scaler(scaler_spec),
+        **_settings(scenario),
+        **(own_values if own else _values)(scenario),
+        own=own,
+        enabled=scenario.parsed_recipe.enabled and scaler_spec != NO_SCALER,
+        needs=[package for package in packages if package != "torch"],
+    )
+    compile(text, "standalone", "exec")
+    return text
+
+
+def _scaler(spec: str) -> dict[str, object]:
+    """Where the scaler comes from; ``none`` is a class that the script has itself."""
+    if spec == NO_SCALER:
+        return {"scaler": "no scaler", "module": "", "root": "NoScaler", "rest": ""}
+    if not re.fullmatch(r"[\w.]+:[\w.]+", spec):
+        raise UsageError(f"no standalone script for scaler {spec!r}")
+    module, _, attribute = spec.partition(":")
+    root, dot, rest = attribute.partition(".")
+    return {"scaler": spec, "module": module, "root": root, "rest": dot + rest}
+
+
+def _settings(scenario: Scenario) -> dict[str, object]:
+    """Numbers, faults, mesh and recipe."""
+    recipe, legs = scenario.parsed_recipe, scenario.legs
+    return dict(
+        id=scenario.id,
+        place=", then ".join(f"{leg.topology}, {leg.world} ranks" for leg in legs),
+        worlds=[leg.world for leg in legs],
+        steps=scenario.steps,
+        seed=scenario.seed,
+        growth=scenario.growth_factor,
+        backoff=scenario.backoff_factor,
+        interval=scenario.growth_interval,
+        init_scale=scenario.init_scale,
+        magnitude=scenario.magnitude,
+        primed=recipe.primed,
+        manual=recipe.new_scale,
+        faults=[[_fault(f, leg) for f in parse_faults(leg.faults)] for leg in legs],
+        wrappers=WRAPPERS,
+        mesh_shape=chosen(scenario, lambda leg: tuple(_mesh(leg).values())),
+        mesh_axes=chosen(scenario, lambda leg: tuple(_mesh(leg))),
+        order=ORDERS[scenario.order],
+        two=recipe.optimizers == 2,
+        elsewhere=recipe.elsewhere,
+        resumes=recipe.resume and not recipe.elsewhere,
+        seam=scenario.seam,
+    )
+
+
+def _values(scenario: Scenario) -> dict[str, object]:
+    """What stands for the model, data, layout and optimizer of the fixtures."""
+    recipe, legs = scenario.parsed_recipe, scenario.legs
+    return dict(
+        model="standalone_model.py.j2",
+        trained="The model is of the same kind as the scenario's; the data are random.",
+        imports=dict.fromkeys(line for leg in legs for line in imports(leg)),
+        layers=_layers(scenario.data),
+        experts=scenario.data == "digits-experts",
+        tied=scenario.data == "text-tied",
+        frozen=recipe.training.frozen,
+        compiled=recipe.compile,
+        averages=any(leg.topology in ("fsdp+plain", "ep") for leg in legs),
+        layout=lines(scenario, layout),
+        optimizer=f"torch.optim.{OPTIMIZERS[scenario.optimizer]}",
+        groups=scenario.optimizer == "adamw-groups",
+        numbered=recipe.elsewhere,
+        parity=False,
+        schedule=lines(scenario, schedule),
+        rows=chosen(scenario, _rows),
+        batch=BATCHES[scenario.dataset],
+        passes=lines(scenario, passes),
+        calls=calls(scenario),
+    )
+
+
+def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
+    """Write the script to ``path``, whole or not at all.
+
+    Raises:
+        UsageError: as :func:`standalone_script`.
+    """
+    text = standalone_script(scenario, scaler_spec)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("gradparity.conformance.script"),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("standalone.py.j2")
+
+
+def _refuse(scenario: Scenario) -> None:
+    known: Sequence[tuple[str, Mapping[str, object] | Sequence[str]]] = (
+        ("data", LAYERS),
+        ("topology", PARTS),
+        ("optimizer", OPTIMIZERS),
+        ("order", ORDERS),
+    )
+    for name, table in known:
+        value = getattr(scenario, name)
+        if value not in table:
+            raise UsageError(
+                f"no standalone script for {name} {value!r}: it is made for "
+                f"{', '.join(table)}"
+            )
+
+
+def _fault(fault: Fault, scenario: Scenario) -> tuple[object, ...]:
+    name = fault.parameter
+    if name not in (*PLACES, LOSS) and not is_workload(scenario.data):
+        *_, layer, kind = ("", *name.split("."))
+        layer = LIKENESS.get(layer, layer)
+        if layer not in LAYERS[scenario.data] or kind not in ("weight", "bias"):
+            raise UsageError(f"no standalone script for the fault {fault}")
+        name = f"{layer}.{kind}"
+    return fault.kind, fault.rank, fault.step, name, fault.place, fault.alone
+
+
+def _layers(data: str) -> str:
+    lines = [f'        "{name}": {layer},' for name, layer in LAYERS[data].items()]
+    return "\n".join(["{", *lines, "    }"])
+
+
+def _mesh(scenario: Scenario) -> dict[str, int]:
+    return scenario.parsed_topology.mesh_shape(scenario.world)
+
+
+def _rows(scenario: Scenario) -> str:
+    """A number that tells which rows a rank sees."""
+    axes = [a for a in _mesh(scenario) if a in scenario.parsed_topology.data_axes]
+    ranks = [
+        f'{10**i} * mesh.get_local_rank("{axis}")' for i, axis in enumerate(axes, 1)
+    ]
+    return " + ".join([str(scenario.seed), *ranks])

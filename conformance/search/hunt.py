@@ -1,0 +1,225 @@
+"""The hunt: hypothesis draws scenarios over the whole space and shrinks a violation.
+
+Steps: draw a scenario from the fixtures' tables; run it on warm clusters; if a law
+fails, let hypothesis shrink towards the first entry of every table (fewest ranks, fp32,
+SGD, no fault); tell the smallest one as a line that ``gradparity replay`` takes. Then,
+for the other half of the time, the same with call histories (``machine``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
+from rich.console import Console
+from rich.text import Text
+
+from ...fixtures import KINDS
+from ..judge.law import Status
+from ..rank.scaler_spec import refuse_unfit
+from ..report.terminal import plain
+from ..run.recorder import replay_command
+from ..run.runner import Case, Runner
+from ..script.standalone import write_standalone
+from ..space.catalogue import (
+    OVERFLOWING_SCALE,
+    TARGETS,
+    Selection,
+    columns,
+    fits,
+    split_parameter,
+    to_scenario,
+)
+from ..space.recipes import OWN_RECIPES
+from ..space.scenario import Scenario
+from ..status import UsageError
+from .call_histories import Departure, MachineSettings, machine
+
+__all__ = ["HuntSettings", "hunt", "scenarios"]
+
+SCALES = (1024.0, 1.0, 2.0**16, OVERFLOWING_SCALE, 3.0)
+MOST_STEPS = 12
+ROUND = 10
+"""Scenarios drawn between two looks at the clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuntSettings:
+    """One hunt."""
+
+    scaler: str
+    selection: Selection
+    folder: str
+    budget_s: float
+    """Seconds to draw; shrinking a violation may take as long again."""
+    database: str = ".hypothesis/gradparity"
+    """Folder in which failures are kept; they are tried first next time."""
+    timeout_s: float = 60.0
+    script: Path | None = None
+    """Where to write a violation as a standalone script."""
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise UsageError(f"the budget must be positive, got {self.budget_s}")
+
+    @property
+    def histories(self) -> bool:
+        """Whether call histories are hunted, too: with parameters of their own."""
+        return not self.selection.bare and not self.selection.workload
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a hunt came to."""
+
+    tried: int = 0
+    """Scenarios that were run."""
+    case: Case | None = None
+    """The last, and after shrinking the smallest, case with a violation."""
+    broken: list[str] = field(default_factory=list)
+    """Scenarios in which the harness broke; they prove nothing."""
+
+
+@st.composite
+def fault_plans(draw: st.DrawFn, world: int, steps: int, data: str) -> str:
+    """Up to three faults anywhere in the run."""
+    count = draw(st.integers(0, 3))
+    targets = [split_parameter(data) if t == "split" else t for t in TARGETS]
+    parts = [
+        f"{draw(st.sampled_from(sorted(KINDS)))}"
+        f"@r{draw(st.sampled_from([*map(str, range(world)), '*']))}"
+        f"s{draw(st.integers(0, steps - 1))}"
+        f":{draw(st.sampled_from(targets))}"
+        for _ in range(count)
+    ]
+    return ";".join(parts) or "none"
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
+    """Any scenario that torch itself can train."""
+    row: dict[str, str] = {"when": "never"}  # faults are drawn more freely below
+    for column, values in columns(selection).items():
+        # what fits pair by pair can be completed: the plainest values go with all
+        open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
+        if column not in row:
+            row[column] = draw(st.sampled_from(open_))
+    fewest = 2 if OWN_RECIPES[row["recipe"]].elsewhere else 1  # one on each world
+    steps = draw(st.integers(fewest, MOST_STEPS))
+    scenario = to_scenario(
+        row,
+        selection,
+        steps=steps,
+        seed=draw(st.integers(0, 1000)),
+        init_scale=draw(st.sampled_from(SCALES)),
+        growth_interval=draw(st.integers(1, 4)),
+    )
+    if selection.bare or not scenario.parsed_recipe.enabled:
+        return scenario
+    faults = draw(fault_plans(scenario.world, steps, scenario.data))
+    return replace(scenario, faults=faults)
+
+
+def hunt(settings_: HuntSettings, console: Console) -> int:
+    """Search scenarios and call histories, each until its half of the budget is spent.
+
+    Returns:
+        0 nothing found, 1 a violation or a departure, 3 one search could judge nothing.
+    """
+    if not settings_.histories:
+        return _hunt_scenarios(settings_, console)
+    half = replace(settings_, budget_s=settings_.budget_s / 2)
+    searched = MachineSettings(
+        scaler=settings_.scaler,
+        folder=settings_.folder,
+        world=settings_.selection.world or MachineSettings.world,
+        budget_s=half.budget_s,
+        database=f"{settings_.database}-machine",
+    )
+    return max(_hunt_scenarios(half, console), machine(searched, console))
+
+
+def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
+    """Search until the budget is spent or a violation is shrunk."""
+    found = Found()
+    with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:
+        refuse_unfit(runner.place.ranks(1), settings_.scaler, settings_.folder)
+        end = time.monotonic() + settings_.budget_s
+        search = _search(settings_, runner, found)
+        try:
+            while time.monotonic() < end:
+                search()  # one round; hypothesis itself knows no budget
+        except Departure:
+            pass  # the violation is in ``found``, shrunk
+    return _tell(settings_, found, console)
+
+
+def _search(
+    settings_: HuntSettings, runner: Runner, found: Found
+) -> Callable[[], None]:
+    end = time.monotonic() + 2 * settings_.budget_s
+    known: dict[Scenario, Status] = {}
+
+    @settings(
+        max_examples=ROUND,
+        deadline=None,
+        database=DirectoryBasedExampleDatabase(settings_.database),
+        derandomize=False,
+        verbosity=Verbosity.quiet,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.reuse, Phase.generate, Phase.shrink),
+    )
+    @given(scenarios(settings_.selection))
+    def search(scenario: Scenario) -> None:
+        if scenario not in known:
+            if time.monotonic() > end:
+                return  # shrink no further: what is not known to fail does not
+            case = runner.run(settings_.scaler, scenario)
+            found.tried += 1
+            known[scenario] = case.status
+            _note(case, found)
+        if known[scenario] is Status.FAIL:
+            raise Departure
+
+    return search
+
+
+def _note(case: Case, found: Found) -> None:
+    if case.status is Status.FAIL:
+        found.case = case
+    if case.status is Status.ERROR:
+        found.broken.append(f"{case.scenario.id}: {case.problem}")
+
+
+def _tell(settings_: HuntSettings, found: Found, console: Console) -> int:
+    lines = [f"{found.tried} scenarios tried with {settings_.scaler}"]
+    lines += [f"harness failure: {text}" for text in found.broken[:3]]
+    if found.case is not None:
+        case = found.case
+        first = next(v for v in case.verdicts if v.status is Status.FAIL)
+        lines += [
+            f"violation of {first.law}: {first.finding.message}",
+            *_script(settings_, case.scenario),
+            replay_command(case.scaler, case.scenario.id),
+        ]
+    for line in lines:
+        console.print(Text(plain(line)), soft_wrap=True)
+    if found.case is not None:
+        return 1
+    return 3 if found.broken or not found.tried else 0
+
+
+def _script(settings_: HuntSettings, scenario: Scenario) -> list[str]:
+    if settings_.script is None:
+        return []
+    try:
+        write_standalone(settings_.script, scenario, settings_.scaler)
+    except UsageError as error:  # the replay line shows the violation all the same
+        return [str(error)]
+    return [f"script: {settings_.script}"]

@@ -1,0 +1,189 @@
+"""The matrix scaler x law of a run over scalers whose faults are known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ..judge.law import LAWS
+from ..report.records import Header
+from ..status import UsageError
+
+__all__ = ["Matrix", "Row", "as_text", "read_matrix", "write_matrix"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What the laws said of one scaler."""
+
+    scaler: str
+    """Its class name in ``fixtures.faulty``."""
+    fault: str
+    """First line of its docstring."""
+    law: str
+    """The law that must catch it; empty for a right one."""
+    tried: int
+    """Scenarios in which it was judged."""
+    accused: dict[str, int]
+    """Law -> number of scenarios in which it accused the scaler."""
+    preset: str = ""
+    """Preset in which its own law caught it first; empty where it did not."""
+    scenario: str = ""
+    """Scenario in which its own law caught it first, or, of a right scaler, in which
+    any law accused it."""
+    message: str = ""
+    """The finding there."""
+    broken: int = 0
+    """Scenarios in which the harness broke; they prove nothing."""
+
+    @property
+    def right(self) -> bool:
+        """Whether no law may accuse it."""
+        return not self.law
+
+    @property
+    def as_it_should_be(self) -> bool:
+        """A wrong one caught by its law, a right one judged and accused by none."""
+        if self.broken:
+            return False
+        if self.right:
+            return self.tried > 0 and not self.accused
+        return self.law in self.accused
+
+
+class Matrix(msgspec.Struct, frozen=True, kw_only=True):
+    """One run over all of them."""
+
+    header: Header
+    seeds: int
+    """Seeds with which the right ones were judged."""
+    seconds: float
+    rows: list[Row]
+
+    @property
+    def wrong_rows(self) -> list[Row]:
+        """Rows of the faulty scalers."""
+        return [row for row in self.rows if not row.right]
+
+    @property
+    def right_rows(self) -> list[Row]:
+        """Rows of the right scalers."""
+        return [row for row in self.rows if row.right]
+
+
+def as_text(matrix: Matrix) -> str:
+    """The matrix as Markdown: provenance, both tables, and the legend of laws."""
+    return "\n".join(
+        [
+            *_summary(matrix),
+            "",
+            *_wrong_table(matrix),
+            "",
+            *_right_table(matrix),
+            "",
+            *_legend(),
+            "",
+        ]
+    )
+
+
+def _summary(matrix: Matrix) -> Iterator[str]:
+    head, wrong, right = matrix.header, matrix.wrong_rows, matrix.right_rows
+    caught = [r for r in wrong if r.as_it_should_be]
+    yield (
+        f"`{head.command}`, commit {head.commit or 'unknown'}, torch {head.torch}, "
+        f"Python {head.python}, {head.platform}, {head.started}, "
+        f"{matrix.seconds:.0f} s."
+    )
+    yield ""
+    yield f"- wrong: {len(caught)} of {len(wrong)} caught by the law they name"
+    for preset in dict.fromkeys(r.preset for r in caught):
+        count = sum(r.preset == preset for r in caught)
+        yield f"  - {count} ({count / len(wrong):.0%}) first by preset `{preset}`"
+    clean, cases = sum(r.as_it_should_be for r in right), sum(r.tried for r in right)
+    yield (
+        f"- right: {clean} of {len(right)} never accused, {cases} cases, "
+        f"{matrix.seeds} seeds"
+    )
+    broken = sum(r.broken for r in matrix.rows)
+    yield f"- cases in which the harness broke: {broken}"
+
+
+def _letters() -> dict[str, str]:
+    """Law -> a short column head."""
+    return {law: chr(ord("A") + place) for place, law in enumerate(LAWS)}
+
+
+def _legend() -> Iterator[str]:
+    yield "Laws (X: the law that the scaler names; x: others that caught it, too):"
+    yield ""
+    for law, letter in _letters().items():
+        yield f"- {letter}: `{law}`"
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    names = list(heads)
+    yield f"| {' | '.join(names)} |"
+    yield f"|{'---|' * len(names)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _wrong_table(matrix: Matrix) -> Iterator[str]:
+    heads = ["wrong scaler", "fault", *_letters().values(), "first caught in"]
+    rows = (
+        [
+            r.scaler,
+            r.fault,
+            *(_cell(r, law) for law in LAWS),
+            f"`{r.scenario}`" if r.scenario else "**missed**",
+        ]
+        for r in matrix.wrong_rows
+    )
+    return _table(heads, rows)
+
+
+def _cell(row: Row, law: str) -> str:
+    if law == row.law:
+        return "X" if law in row.accused else "**-**"
+    return "x" if law in row.accused else ""
+
+
+def _right_table(matrix: Matrix) -> Iterator[str]:
+    rows = ([r.scaler, r.fault, str(r.tried), _accusers(r)] for r in matrix.right_rows)
+    return _table(["right scaler", "how it is built", "cases", "accused by"], rows)
+
+
+def _accusers(row: Row) -> str:
+    if not row.accused:
+        return "none" if row.tried and not row.broken else "**not judged**"
+    return f"**{', '.join(row.accused)}** in `{row.scenario}`"
+
+
+def write_matrix(matrix: Matrix, folder: Path) -> Path:
+    """Write ``mutants.json`` and ``mutants.md`` and return the latter's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = msgspec.json.format(msgspec.json.encode(matrix), indent=1) + b"\n"
+    _replace(folder / "mutants.json", data)
+    return _replace(folder / "mutants.md", as_text(matrix).encode())
+
+
+def _replace(path: Path, data: bytes) -> Path:
+    draft = path.with_name(path.name + ".draft")
+    draft.write_bytes(data)
+    os.replace(draft, path)
+    return path
+
+
+def read_matrix(path: Path) -> Matrix:
+    """Read ``mutants.json``.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Matrix)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{path} is no matrix of mutants: {error}") from error

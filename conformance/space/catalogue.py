@@ -1,0 +1,460 @@
+"""The catalogue: which scenarios a run consists of.
+
+``parity`` is the main job: on both data sets and every topology a clean fp32 run
+(transparency, parity), a half-precision run that starts with a scale so large that
+gradients overflow by themselves, and a run with planted inf and nan on single ranks.
+
+``quick`` covers every choice (topology, precision, optimizer, order, recipe, faults,
+data) at least once, ``default`` every pair, ``full`` every triple; each also drives the
+scale to its limits. The laws are the same in all. Scenarios that add most new choices
+for their cost come first, so that a common fault is found early.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+from ...fixtures import (
+    ADAPTIVE,
+    DATASETS,
+    KINDS,
+    MODELS,
+    ORDERS,
+    OWN,
+    PRECISIONS,
+    TOPOLOGIES,
+    Topology,
+    WorkloadError,
+    dataset_of,
+    kit_of,
+)
+from ..status import UsageError, as_usage
+from .constraints import PAIRS, why_not
+from .covering import cover, most_new_first, subsets
+from .random_layers import draws_in_forward
+from .recipes import BARE_RECIPES, OWN_RECIPES, recipes_of
+from .scenario import Scenario
+from .selection import MAIN_TOPOLOGIES, Selection, check_names
+from .workload_checks import check_workload
+
+__all__ = [
+    "PRESETS",
+    "Selection",
+    "columns",
+    "fits",
+    "not_tried",
+    "select",
+    "split_parameter",
+    "to_scenario",
+]
+
+OVERFLOWING_SCALE = 2.0**26
+"""Large enough that fp16 gradients of every model here overflow in the first steps."""
+
+WHEN: dict[str, tuple[str, ...]] = {
+    "never": (),
+    "natural": (),
+    "once": ("1",),
+    "on growth": ("1", "3"),
+    "alternating": ("0", "2", "4"),
+    "always": ("*",),
+}
+"""When gradients are bad -> steps of planted faults; growth takes 2 good steps."""
+TARGETS = ("first", "middle[middle]", "last[last]", "split", "loss", "loss[last]")
+"""What is struck; ``split`` is a parameter that is sharded where anything is."""
+RANKS = ("0", "last", "*")
+MAGNITUDES = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
+"""Factors of the loss: gradients of about 1e-2, 1e-11 and 1e7."""
+NOTHING = "-"
+"""The value of a column that has no meaning in a row."""
+LONG = 200
+"""Bad steps on end bring any scale to its floor, good ones to 2^110."""
+LIMITS: dict[str, tuple[str, dict[str, float]]] = {
+    # beyond the first growth, to 2^127, there is no fp32 number; a planted fault, since
+    # large gradients of a user's own workload may overflow here in every step
+    "highest": ("once", {"init_scale": 2.0**126, "growth_interval": 1}),
+    # the rule gives 2^-152 at the fourth step, which fp32 rounds to 0
+    "lowest": ("always", {"init_scale": 2.0**-100, "backoff_factor": 2.0**-13}),
+    # the smallest at which the unscaled gradients are exact down to 2^-100
+    "small": ("never", {"init_scale": 2.0**-24}),
+    # reciprocals of 1000, 750 and 1125 are rounded, in half precision by a lot
+    "no power of two": (
+        "once",
+        {"init_scale": 1000.0, "growth_factor": 1.5, "backoff_factor": 0.75},
+    ),
+}
+"""Name -> when gradients are bad, and the settings that drive the scale there."""
+
+SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
+_FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
+
+
+def _parity(selection: Selection) -> Iterator[Scenario]:
+    for data in (
+        [selection.workload] if selection.workload else selection.data or DATASETS
+    ):
+        for name in selection.main_topologies():
+            topology = selection.kit.topologies[name]
+            if selection.workload or data in topology.models:
+                yield from _three_runs(topology, data, selection)
+    yield from _narrowed(selection)
+    yield from _random_runs(selection)
+
+
+def _random_runs(selection: Selection) -> Iterator[Scenario]:
+    """Each layout of a workload with its random layers on, where it has any."""
+    data = selection.workload
+    for name in selection.main_topologies() if draws_in_forward(data) else ():
+        topology = selection.kit.topologies[name]
+        yield Scenario(
+            topology=name,
+            world=selection.world or topology.default_world,
+            precision="fp32",
+            optimizer=OWN,
+            data=data,
+            recipe="random",
+            seed=selection.seed,
+            steps=4,
+        )
+
+
+def _three_runs(
+    topology: Topology, data: str, selection: Selection
+) -> Iterator[Scenario]:
+    world = selection.world or topology.default_world
+    optimizers = ("sgd", "adamw") if not selection.workload else (OWN, OWN)
+    run = partial(
+        Scenario,
+        topology=topology.name,
+        world=world,
+        data=data,
+        seed=selection.seed,
+        steps=6,
+    )
+    yield run(precision="fp32", optimizer=optimizers[0])
+    if selection.bare:
+        yield run(precision="bf16-autocast", optimizer=optimizers[1])
+        return
+    half = "fp16-params" if topology.name in _FULLY_SHARD else "fp16-autocast"
+    yield run(
+        precision=half,
+        optimizer=optimizers[0],
+        steps=14,
+        init_scale=OVERFLOWING_SCALE,
+        growth_interval=2,
+    )
+    # where tensors are split, this one is: only the ranks that hold it see the fault
+    struck, holder = split_parameter(data), 0 if "pp" in topology.name else world - 1
+    yield run(
+        precision="fp32",
+        optimizer=optimizers[1],
+        faults=f"inf@r{holder}s1:{struck};nan@r0s3:last",
+    )
+
+
+def split_parameter(data: str) -> str:
+    """A parameter that is sharded where anything is; of a workload nobody knows."""
+    return SPLIT.get(dataset_of(data), "first")
+
+
+def columns(selection: Selection) -> dict[str, list[str]]:
+    """The choices that make a scenario, column by column."""
+    kit, own = selection.kit, bool(selection.workload)
+    plain = {"when": ["never"], "target": [NOTHING], "ranks": [NOTHING]}
+    chosen = {
+        "topology": selection.layouts(kit.topologies),
+        "data": selection.models,
+        "recipe": [
+            name
+            for name in recipes_of(kit)
+            if name in BARE_RECIPES or not selection.bare
+        ],
+        "when": list(WHEN),
+        "precision": list(selection.precisions or PRECISIONS),
+        "optimizer": list(selection.optimizers or kit.optimizers),
+        "target": [NOTHING, *(t for t in TARGETS if not own or t != "split")],
+        "ranks": [NOTHING, *RANKS],
+        "kind": [NOTHING, *KINDS],
+        # only where the size of a step is known can it be told from rounding
+        "magnitude": ["usual"] if own else list(MAGNITUDES),
+        "order": list(ORDERS),
+    }
+    if not selection.bare:
+        return chosen
+    if not selection.precisions:  # fp16 needs a scaler: ask for it to see how it fails
+        wide = [p for p in PRECISIONS if not p.startswith("fp16")]
+        chosen["precision"] = wide
+    return chosen | plain | {"kind": [NOTHING]}
+
+
+def fits(row: Row, workload: str = "") -> bool:
+    """Whether the choices made so far can become a scenario.
+
+    Args:
+        row: some columns' values.
+        workload: the user's own, in place of the fixtures' models.
+    """
+    return all(
+        _go_together(pair, row[pair[0]], row[pair[1]], workload)
+        for pair in _RULES
+        if pair[0] in row and pair[1] in row
+    )
+
+
+@cache  # asked a hundred thousand times for a few hundred answers
+def _go_together(pair: tuple[str, str], a: str, b: str, workload: str) -> bool:
+    sensible, kit = _SENSIBLE.get(pair), kit_of(workload or next(iter(MODELS)))
+    if why_not(kit, {pair[0]: a, pair[1]: b}):
+        return False
+    return not sensible or sensible(a, b)
+
+
+def _both_or_none(a: str, b: str) -> bool:
+    return (a == NOTHING) == (b == NOTHING)
+
+
+def _where_planted(when: str, value: str) -> bool:
+    return (when in _PLANTED) == (value != NOTHING)
+
+
+_PLANTED = tuple(when for when, steps in WHEN.items() if steps)
+_SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
+    # only fp16 overflows by itself
+    ("precision", "when"): lambda p, when: when != "natural" or p.startswith("fp16"),
+    # a disabled scaler has no answer to bad gradients
+    ("recipe", "when"): lambda r, when: OWN_RECIPES[r].enabled or when == "never",
+    # the columns of a planted fault have a meaning where one is planted
+    ("when", "target"): _where_planted,
+    ("when", "ranks"): _where_planted,
+    ("when", "kind"): _where_planted,
+    ("target", "ranks"): _both_or_none,
+    ("target", "kind"): _both_or_none,
+    ("ranks", "kind"): _both_or_none,
+    ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
+    # a stage, or a rank's part of a flat parameter, need not hold it
+    ("topology", "target"): lambda t, x: (
+        x != "split" or not t.startswith(("pp", "fsdp1"))
+    ),
+    # one rank need not hold anything of the half that trains
+    ("recipe", "ranks"): lambda r, x: r != "frozen" or x in (NOTHING, "*"),
+    # half precision loses tiny gradients, and plain SGD takes steps of their size
+    ("magnitude", "precision"): lambda m, p: m == "usual" or p == "fp32",
+    ("optimizer", "magnitude"): lambda o, m: m == "usual" or o in ADAPTIVE,
+}
+_RULES = tuple(dict.fromkeys([*PAIRS, *_SENSIBLE]))
+
+
+def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
+    """The scenario of a complete row."""
+    topology, data = selection.kit.topologies[row["topology"]], row["data"]
+    world = selection.world or _world(topology, data)
+    natural = row["when"] == "natural"
+    made: dict[str, Any] = {
+        "steps": 12 if natural else 5,
+        "init_scale": OVERFLOWING_SCALE if natural else 1024.0,
+        "growth_interval": 2,
+        "seed": selection.seed,
+    }
+    return Scenario(
+        topology=topology.name,
+        world=world,
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        order=row["order"],
+        recipe=row["recipe"],
+        faults=_faults(row, world),
+        data=data,
+        magnitude=MAGNITUDES[row["magnitude"]],
+        **made | settings,
+    )
+
+
+def _world(topology: Topology, data: str) -> int:
+    # 3 rows over 4 ranks: one rank holds nothing of most parameters
+    empty_shards = data == "digits-uneven" and topology.mesh_takes(4)
+    return 4 if empty_shards else topology.default_world
+
+
+def _faults(row: Row, world: int) -> str:
+    rank = str(world - 1) if row["ranks"] == "last" else row["ranks"]
+    target = split_parameter(row["data"]) if row["target"] == "split" else row["target"]
+    steps = WHEN[row["when"]]
+    plan = ";".join(f"{row['kind']}@r{rank}s{step}:{target}" for step in steps)
+    return plan or "none"
+
+
+Row = dict[str, str]
+_PLACE = ("topology", "target", "ranks")
+_OVERFLOW = ("topology", "precision", "when")
+
+
+def _rules(selection: Selection) -> Callable[[Row], bool]:
+    return partial(fits, workload=selection.workload)
+
+
+def _quick(selection: Selection) -> Iterable[Scenario]:
+    """Every topology with every way of going bad; other pairs on the way."""
+    wanted = [("topology", "when"), *subsets(columns(selection), 1)]
+    limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
+    own = [*_narrowed(selection), *_accumulating(selection), *_random_runs(selection)]
+    return _in_order(selection, [*_covering(selection, wanted), *limits, *own])
+
+
+def _default(selection: Selection) -> Iterable[Scenario]:
+    """All pairs; each place and each time of a fault on each topology."""
+    wanted = [_PLACE, _OVERFLOW, *subsets(columns(selection), 2)]
+    return _in_order(selection, [*_covering(selection, wanted), *_extremes(selection)])
+
+
+def _full(selection: Selection) -> Iterable[Scenario]:
+    """All triples."""
+    wanted = subsets(columns(selection), 3)
+    return _in_order(selection, [*_covering(selection, wanted), *_extremes(selection)])
+
+
+def _covering(
+    selection: Selection, wanted: Sequence[tuple[str, ...]]
+) -> Iterator[Scenario]:
+    for row in cover(columns(selection), _rules(selection), wanted):
+        yield to_scenario(row, selection)
+
+
+def _extremes(selection: Selection) -> Iterator[Scenario]:
+    yield from _limits(selection, MAIN_TOPOLOGIES)
+    yield from _long_runs(selection)
+    yield from _narrowed(selection)
+
+
+def _narrowed(selection: Selection) -> Iterator[Scenario]:
+    """Each mesh of a workload once with each axis at size 1."""
+    for name, topology in selection.kit.topologies.items():
+        fits_in = selection.world is None or topology.mesh_takes(selection.world)
+        if topology.narrowed and fits_in and not selection.topologies:
+            yield from _plain_runs(selection, topology=name)
+
+
+def _accumulating(selection: Selection) -> Iterator[Scenario]:
+    """Where most wrong gradients are, a workload is always tried."""
+    if selection.workload:
+        for name in selection.layouts(selection.kit.topologies):
+            for recipe in ("accumulate", "accumulate-no-sync", "accumulate-uneven"):
+                if name != "single":
+                    yield from _plain_runs(selection, topology=name, recipe=recipe)
+
+
+def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
+    """A workload's plainest run with these choices, if they go together."""
+    row = _PLAINEST | {"data": selection.workload, "optimizer": OWN, "when": "never"}
+    if not why_not(selection.kit, row | choices):
+        yield to_scenario(row | choices, selection)
+
+
+def not_tried(selection: Selection) -> list[str]:
+    """Why recipes are left out of the presets of a user's own workload."""
+    if not selection.workload:
+        return []
+    kit, names = selection.kit, columns(selection)
+    recipes: dict[str, dict[str, None]] = {}
+    for recipe in names["recipe"]:
+        for topology in names["topology"]:
+            text = why_not(kit, {"topology": topology, "recipe": recipe})
+            recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
+    return [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
+
+
+def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:
+    """The scale driven to its limits, with and without a fused optimizer."""
+    for when, settings in LIMITS.values():
+        for optimizer in ("sgd", "adamw-fused"):
+            for row in _plainest(selection, usual, when, optimizer):
+                yield to_scenario(row, selection, **settings)
+
+
+def _long_runs(selection: Selection) -> Iterator[Scenario]:
+    """Down to any floor, and up to any ceiling, by the usual factors."""
+    for when, usual in _LONG_RUNS.items():
+        for row in _plainest(selection, usual, when, "adamw"):
+            yield to_scenario(row, selection, steps=LONG)
+
+
+def _plainest(
+    selection: Selection, usual: Sequence[str], when: str, optimizer: str
+) -> Iterator[Row]:
+    """Rows of the plainest model, on those of the usual topologies asked for."""
+    if selection.bare:
+        return
+    own = selection.workload
+    chosen = [*selection.kit.topologies] if own else usual
+    for name in selection.layouts(chosen):
+        data = own or TOPOLOGIES[name].models[0]
+        row = _PLAINEST | {"topology": name, "data": data, "when": when}
+        row["optimizer"] = OWN if own else optimizer
+        trained = own or selection.trains(data)
+        if name in chosen and trained and not why_not(kit_of(data), row):
+            yield row
+
+
+QUICK_LIMIT_TOPOLOGIES = ("single", "fsdp", "tp")
+"""Plain tensors, DTensors of one mesh, and both at once."""
+_LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
+"""When gradients are bad -> where."""
+_PLAINEST = {
+    "recipe": "plain",
+    "precision": "fp32",
+    "target": "first",
+    "ranks": "0",
+    "kind": "nan",
+    "magnitude": "usual",
+    "order": "model",
+}
+
+
+def _in_order(selection: Selection, scenarios: Iterable[Scenario]) -> list[Scenario]:
+    """Those first that show most for their cost: common faults are found early.
+
+    Without a scaler fp32 is first: there a fault stands out of the rounding, and so
+    does the module in which it begins.
+    """
+    chosen = most_new_first(list(dict.fromkeys(scenarios)), _words, _cost)
+    return sorted(chosen, key=lambda s: selection.bare and s.precision != "fp32")
+
+
+def _words(scenario: Scenario) -> set[str]:
+    """What its id consists of: names, settings, and the parts of a fault."""
+    return set(re.split("[/,;@:]", scenario.id))
+
+
+def _cost(scenario: Scenario) -> float:
+    """Roughly proportional to its run time on two cores, the references included."""
+    model = 4 if scenario.dataset == "text" else 1
+    compiles = 6 if scenario.parsed_recipe.compile else 1
+    return sum(leg.world * (leg.steps + 5) * model * compiles for leg in scenario.legs)
+
+
+PRESETS: dict[str, Callable[[Selection], Iterable[Scenario]]] = {
+    "parity": _parity,
+    "quick": _quick,
+    "default": _default,
+    "full": _full,
+}
+"""Preset name -> scenarios of a selection."""
+
+
+def select(preset: str, selection: Selection) -> list[Scenario]:
+    """The scenarios of a preset that the selection keeps.
+
+    Raises:
+        UsageError: for unknown names, a world size that no chosen topology can take,
+            a workload that breaks its protocol, or a selection that leaves nothing.
+    """
+    check_names("preset", [preset], PRESETS)
+    with as_usage(WorkloadError):  # what goes together may depend on its batches
+        if selection.workload:
+            check_workload(selection.workload)
+    found = [s for s in PRESETS[preset](selection) if selection.keeps(s)]
+    if not found:
+        raise UsageError(f"the selection leaves no scenario of preset {preset!r}")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,56 @@
+"""Random layers of a workload: whether it has any, and how they are turned off."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+
+import torch
+from torch import nn
+
+from ...fixtures import WorkloadError, is_workload, kit_of
+
+__all__ = ["draws_in_forward", "turn_off_random_layers"]
+
+_PROBABILITIES = ("drop", "jitter")
+"""What the names of attributes contain that hold a probability or a size of noise."""
+
+
+def turn_off_random_layers(stack: object) -> None:
+    """Set the probability of every random layer to 0, so that a run can be compared.
+
+    Taken are torch's dropouts, and every attribute of a module that has ``drop`` or
+    ``jitter`` in its name and a number from 0 to 1 as its value, as those of torch's
+    attention and recurrent layers and of transformers' models.
+
+    Args:
+        stack: a module, or an object that holds modules.
+    """
+    held = [stack, *getattr(stack, "__dict__", {}).values()]
+    for root in [h for h in held if isinstance(h, nn.Module)]:
+        for module in root.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+            for name, value in vars(module).items():
+                is_number = isinstance(value, float) and 0.0 < value <= 1.0
+                if is_number and any(word in name for word in _PROBABILITIES):
+                    setattr(module, name, 0.0)
+
+
+@cache
+def draws_in_forward(data: str) -> bool:
+    """Whether the model of a user's own workload draws random numbers in training.
+
+    False where it cannot be called: ``check_workload`` has the words for that.
+    """
+    if not is_workload(data):
+        return False
+    kit = kit_of(data)
+    with torch.random.fork_rng(devices=[]), suppress(WorkloadError):
+        torch.manual_seed(0)
+        model, batch = kit.model(), kit.batch(0, 0)
+        before = torch.get_rng_state()
+        with kit.calling("forward"):
+            model(batch.inputs)
+        return not torch.equal(before, torch.get_rng_state())
+    return False

@@ -1,0 +1,244 @@
+"""Recipes: in which order a training loop makes its calls, as values.
+
+What changes the mathematics of a run is apart (:class:`Training`): the reference trains
+by it. All else must leave the result as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ...fixtures import CannotError, Kit, Topology, is_workload
+
+__all__ = [
+    "BARE_RECIPES",
+    "CLIP_NORM",
+    "CLIP_VALUE",
+    "LR_DECAY",
+    "MANUAL_STEP",
+    "OWN_RECIPES",
+    "RECIPES",
+    "Recipe",
+    "Training",
+    "clip_norm_of",
+    "frozen_names",
+    "recipes_of",
+]
+
+CLIP_VALUE = 2.0**-8
+"""Bound of clipping by value: some gradients of every model here exceed it."""
+CLIP_NORM = 2.0**-2
+"""Bound of clipping by norm: gradients of every model here exceed it at first."""
+LR_DECAY = 0.75
+"""Factor of the learning rate a step, where a scheduler runs."""
+Z_LOSS = 2.0**-6
+"""Weight of the second loss, the squared log-partition (z-loss, PaLM, 2022)."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a recipe changes in the mathematics."""
+
+    clip: str = ""
+    """``value`` or ``norm``: how unscaled gradients are clipped."""
+    frozen: bool = False
+    """The second half of the model does not train; its gradients are None."""
+    decay: bool = False
+    """The learning rate falls each step."""
+    losses: int = 1
+    """Losses; a second one is the z-loss."""
+    random: bool = False
+    """Random layers stay on; there is then no reference to compare with."""
+
+    def losses_of(self, first: Tensor, output: Any) -> list[Tensor]:
+        """The 0-d losses of a micro-batch.
+
+        Args:
+            first: the loss of the workload.
+            output: of the model; logits where there is a second loss.
+        """
+        if self.losses == 1:
+            return [first]
+        logits: Tensor = output
+        wide = logits.to(first.dtype)
+        return [first, Z_LOSS * wide.logsumexp(-1).square().mean()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training loop around the scaler."""
+
+    text: str
+    """One sentence for ``gradparity explain``."""
+    training: Training = field(default_factory=Training)
+    unscale: bool = False
+    """Call ``unscale_`` before ``step``."""
+    parts: int = 1
+    """Backward passes a step."""
+    uneven: bool = False
+    """Parts have unequal numbers of rows."""
+    defer_sync: bool = False
+    """Gradients are synchronised in the last pass only."""
+    optimizers: int = 1
+    """With 2, experts, or else biases, have one of their own; one ``update``."""
+    enabled: bool = True
+    """The constructor's argument."""
+    new_scale: float | None = None
+    """Argument of ``update`` at the third step."""
+    resume: bool = False
+    """Half-way, scaler and optimizers are made anew from their saved states."""
+    elsewhere: bool = False
+    """The half before is a run of its own on another world, see ``other_world``."""
+    primed: bool = False
+    """Before the first step every rank calls ``scale`` once, on zero."""
+    compile: bool = False
+    """The model is compiled (without code generation, which is not in question)."""
+
+    def sizes(self, rows: int) -> list[int]:
+        """How many of the rows of a rank each backward pass has.
+
+        Raises:
+            CannotError: if so many rows cannot be cut so.
+        """
+        first = (rows + 1) // 2
+        last = max(1, rows // 6)
+        sizes = (
+            [first, rows - first - last, last]
+            if self.uneven
+            else [rows // self.parts] * self.parts
+        )
+        if min(sizes) < 1 or sum(sizes) != rows or self.uneven == (len({*sizes}) == 1):
+            kind = "unequal" if self.uneven else "equal"
+            text = f"{rows} rows of a rank cannot be cut in {self.parts} {kind} parts"
+            raise CannotError(text)
+        return sizes
+
+    def refuses(self, topology: Topology) -> str:
+        """Why it cannot run on ``topology``, or the empty string."""
+        if topology.pipelined and (self.parts > 1 or self.training.losses > 1):
+            return "a pipeline's schedule runs the passes: choose another recipe"
+        if topology.pipelined and self.compile:
+            return "a stage is compiled by its own call, not by the schedule's"
+        if self.defer_sync and not topology.defers_sync:
+            return f"topology {topology.name!r} synchronises in every backward"
+        return ""
+
+
+RECIPES: dict[str, Recipe] = {
+    "plain": Recipe(text="backward, step, update"),
+    "unscale": Recipe(text="backward, explicit unscale_, step, update", unscale=True),
+    "clip-value": Recipe(
+        text="backward, unscale_, clip_grad_value_, step, update",
+        training=Training(clip="value"),
+        unscale=True,
+    ),
+    "clip-norm": Recipe(
+        text="backward, unscale_, clipping by the global norm, step, update",
+        training=Training(clip="norm"),
+        unscale=True,
+    ),
+    "accumulate": Recipe(
+        text="two backward passes a step, synchronised in each", parts=2
+    ),
+    "accumulate-no-sync": Recipe(
+        text="two backward passes a step, synchronised in the last",
+        parts=2,
+        defer_sync=True,
+    ),
+    "two-losses": Recipe(
+        text="scale([loss, z-loss]), one backward", training=Training(losses=2)
+    ),
+    "two-optimizers": Recipe(
+        text="step for weights and for biases (dense and experts), one update",
+        optimizers=2,
+    ),
+    "two-optimizers-unscale": Recipe(
+        text="unscale_ both, step both, one update", optimizers=2, unscale=True
+    ),
+    "scheduler": Recipe(
+        text="a learning rate scheduler steps each step", training=Training(decay=True)
+    ),
+    "frozen": Recipe(
+        text="the second half of the model does not train",
+        training=Training(frozen=True),
+    ),
+    "manual-scale": Recipe(text="update(new_scale) at the third step", new_scale=64.0),
+    "disabled": Recipe(text="a scaler constructed with enabled=False", enabled=False),
+    "resume": Recipe(
+        text="half-way, scaler and optimizers are loaded from saved states",
+        resume=True,
+    ),
+    "resume-elsewhere": Recipe(
+        text="begun on another world; half-way model, optimizers and scaler are saved "
+        "there and loaded here",
+        resume=True,
+        elsewhere=True,
+    ),
+    "primed": Recipe(
+        text="every rank calls scale once before the first step: how users make "
+        "pipelines run with scalers that know no stages",
+        primed=True,
+    ),
+    "compiled": Recipe(text="torch.compile around the model", compile=True),
+}
+"""Training recipes by name."""
+
+OWN_RECIPES: dict[str, Recipe] = {
+    **RECIPES,
+    "accumulate-uneven": Recipe(
+        text="three backward passes a step, of unequal numbers of rows",
+        parts=3,
+        uneven=True,
+    ),
+    "random": Recipe(
+        text="random layers are on, and what they draw is compared; in every other "
+        "recipe they are off, and gradients are compared",
+        training=Training(random=True),
+    ),
+}
+"""Those of a user's own workload."""
+
+BARE_RECIPES = tuple(
+    name
+    for name, recipe in OWN_RECIPES.items()
+    if recipe.enabled
+    and recipe.new_scale is None
+    and not recipe.primed
+    and not name.endswith("unscale")
+)
+"""Recipes that mean something without a scaler."""
+
+MANUAL_STEP = 2
+"""The step, from 0, whose ``update`` is given a scale where a recipe says so."""
+
+
+def recipes_of(kit: Kit) -> dict[str, Recipe]:
+    """The recipes that there are for a workload, built in or not."""
+    return OWN_RECIPES if is_workload(kit.name) else RECIPES
+
+
+def clip_norm_of(kit: Kit, training: Training) -> float | None:
+    """The norm to which gradients are clipped: by the recipe or by ``train_step``."""
+    if training.clip == "norm":
+        return CLIP_NORM
+    return None if training.clip else kit.clip_norm
+
+
+_SECOND_HALF = ("down.", "head.", "blocks.1.", "norm.")
+
+
+def frozen_names(kit: Kit, names: Sequence[str]) -> set[str]:
+    """The parameters of the second half of a model.
+
+    Args:
+        kit: what is trained.
+        names: of all parameters, in the model's order.
+    """
+    if is_workload(kit.name):
+        return {*names[(len(names) + 1) // 2 :]}
+    later = _SECOND_HALF if kit.name.startswith("text") else _SECOND_HALF[:2]
+    return {name for name in names if name.startswith(later)}

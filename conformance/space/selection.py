@@ -1,0 +1,101 @@
+"""Selection: what a user asked for, and which of the catalogue that leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...fixtures import MODELS, PRECISIONS, Kit, dataset_of, is_workload, kit_of
+from ..status import UsageError, as_usage, did_you_mean
+from .scenario import Scenario
+
+__all__ = ["MAIN_TOPOLOGIES", "Selection", "check_names"]
+
+MAIN_TOPOLOGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "tp+sp", "fsdp+tp", "pp")
+"""Topologies of the main job; the others are larger or variations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What the user asked for; an empty field means everything."""
+
+    topologies: Sequence[str] = ()
+    data: Sequence[str] = ()
+    precisions: Sequence[str] = ()
+    optimizers: Sequence[str] = ()
+    world: int | None = None
+    """World size instead of each topology's own."""
+    seed: int = 0
+    workload: str = ""
+    """A user's own workload, ``module:attribute``, in place of the fixtures' models."""
+    bare: bool = False
+    """Train without a scaler: nothing that only a scaler could answer is chosen."""
+
+    @as_usage(ValueError)
+    def __post_init__(self) -> None:
+        if self.workload and self.data:
+            raise UsageError("a workload brings its own data: give no --data beside it")
+        if self.workload and not is_workload(self.workload):
+            raise UsageError(
+                f"workload {self.workload!r} is no module:attribute, such as "
+                "mypackage.stack:Workload"
+            )
+        check_names("topology", self.topologies, self.kit.topologies)
+        check_names("data", self.data, MODELS)
+        check_names("precision", self.precisions, PRECISIONS)
+        check_names("optimizer", self.optimizers, self.kit.optimizers)
+
+    @property
+    def kit(self) -> Kit:
+        """The workload asked for; of fixtures any one tells what there is."""
+        return kit_of(self.workload or next(iter(MODELS)))
+
+    @property
+    def models(self) -> list[str]:
+        """What scenarios may have as ``data``."""
+        if self.workload:
+            return [self.workload]
+        return [m for m in MODELS if self.trains(m)]
+
+    def main_topologies(self) -> list[str]:
+        """Those of the main job that were asked for."""
+        return self.layouts(self.kit.topologies if self.workload else MAIN_TOPOLOGIES)
+
+    def layouts(self, usual: Iterable[str]) -> list[str]:
+        """The topologies asked for, or those of ``usual`` that the world can hold.
+
+        Meshes with an axis at size 1 that no workload asked for are tried apart.
+        """
+        if self.topologies:
+            return list(self.topologies)
+        made = self.kit.topologies
+        usual = [name for name in usual if not made[name].narrowed]
+        if self.world is None:
+            return usual
+        return [name for name in usual if made[name].mesh_takes(self.world)]
+
+    def trains(self, model: str) -> bool:
+        """Whether a model was asked for, by its name or by that of its data set."""
+        return not self.data or model in self.data or dataset_of(model) in self.data
+
+    def keeps(self, scenario: Scenario) -> bool:
+        """Whether ``scenario`` was asked for."""
+        wanted = (
+            (self.precisions, scenario.precision),
+            (self.optimizers, scenario.optimizer),
+        )
+        return all(not names or value in names for names, value in wanted)
+
+
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a name that is unknown.
+
+    Raises:
+        UsageError: says what was got, and what is known.
+    """
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"unknown {what} {name!r}: expected one of {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
+            )

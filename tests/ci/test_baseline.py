@@ -1,0 +1,243 @@
+"""Baselines: what is written, what is refused, and when the file changes."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gradparity.ci.baseline import (
+    BaselineError,
+    make_baseline,
+    read_baseline,
+    write_baseline,
+)
+from gradparity.ci.gate import main
+from gradparity.ci.ratios import LUCK, Spread, limit, worst
+from gradparity.ci.update import difference
+from gradparity.tests.ci.test_samples import (
+    MESSAGES,
+    report_of,
+    sample,
+    verdict,
+    with_curves,
+    with_verdict,
+    write,
+)
+
+
+def update(report: Path, baseline: Path, *options: str) -> int:
+    return main(
+        [str(report), "--baseline", str(baseline), "--update-baseline", *options]
+    )
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    return write(sample(), tmp_path / "report.jsonl")
+
+
+def test_a_baseline_reads_as_it_was_written(tmp_path: Path) -> None:
+    made = make_baseline([sample()])
+    write_baseline(tmp_path / "b.jsonl", made)
+    assert read_baseline(tmp_path / "b.jsonl") == made
+
+
+def test_provenance_is_the_first_line_and_fields_are_apart(tmp_path: Path) -> None:
+    write_baseline(tmp_path / "b.jsonl", make_baseline([sample()]))
+    lines = [json.loads(x) for x in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert [x["kind"] for x in lines] == ["baseline", "case", "case", "case"]
+    assert (lines[0]["torch"], lines[0]["cases"]) == ("2.13.0+cpu", 3)
+    exact, measured = lines[1]["exact"], lines[1]["measured"]
+    numbers = {"compared", "not_compared"}
+    assert set(exact) == {"status", "laws", *numbers, "stepped", "scale"}
+    assert exact["compared"] == dict.fromkeys(MESSAGES, 6)
+    assert exact["not_compared"] == dict.fromkeys(MESSAGES, 0)
+    assert exact["scale"] == [[8.0, 4.0, 4.0]] * 2
+    assert measured["ratio"] == {"low": 0.6, "high": 0.6}
+    assert measured["parameters"]["b"] == {"low": 0.05, "high": 0.05}
+
+
+def test_neither_order_nor_timing_changes_the_file(tmp_path: Path) -> None:
+    turned = report_of(replace(c, seconds=9.0) for c in reversed(sample().cases))
+    for name, each in {"a": sample(), "b": turned}.items():
+        write_baseline(tmp_path / name, make_baseline([each]))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_repeated_runs_give_the_spread_and_widen_the_noise(
+    report: Path, tmp_path: Path
+) -> None:
+    luckier = with_curves(
+        sample().cases[0], parity=[0.1, 0.5, 0.1], parameters={"w": 0.5, "b": 0.05}
+    )
+    other = write(report_of([luckier, *sample().cases[1:]]), tmp_path / "other.jsonl")
+    target = tmp_path / "b.jsonl"
+    assert update(report, target, "--yes", "--repeat", str(other)) == 0
+    made = read_baseline(target)
+    assert made.provenance.runs == 2
+    (spread,) = {c.measured.ratio for c in made.cases if c.scenario == luckier.scenario}
+    assert spread == Spread(low=0.5, high=0.6)
+    assert spread is not None
+    assert limit(spread) == pytest.approx(0.9)
+
+
+def test_repeated_runs_must_agree_in_exact_fields() -> None:
+    other = with_verdict(sample().cases[0], verdict("scale.rule", "fail"))
+    runs = [sample(), report_of([other, *sample().cases[1:]])]
+    with pytest.raises(BaselineError, match=r"run 2 of fsdp/2/fp32/sgd/none"):
+        make_baseline(runs)
+    with pytest.raises(BaselineError, match="other cases"):
+        make_baseline([sample(), report_of(sample().cases[1:])])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "end"),
+    [(0.0, 0.0, LUCK), (0.01, 0.02, LUCK), (0.6, 0.6, 0.75), (0.2, 0.4, 1.0)],
+)
+def test_where_the_noise_ends(low: float, high: float, end: float) -> None:
+    assert limit(Spread(low=low, high=high)) == pytest.approx(end)
+
+
+def test_nan_is_the_worst_and_no_noise() -> None:
+    assert worst([0.5, "nan", 0.1]) == float("inf")
+    assert worst(["nan", 0.5]) == float("inf")
+    with pytest.raises(ValueError, match="no range"):
+        Spread(low="nan", high="nan")
+
+
+def test_update_shows_the_difference_and_asks(
+    report: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = tmp_path / "b.jsonl"
+    failing = with_verdict(sample().cases[0], verdict("scale.rule", "fail"))
+    write_baseline(target, make_baseline([report_of([failing])]))
+    before = target.read_bytes()
+    for answer, code in {"": 2, "n\n": 2, "maybe\n": 2, "y\n": 0}.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        assert target.read_bytes() == before
+        assert update(report, target) == code
+    told = capsys.readouterr().out
+    where = "fsdp/2/fp32/sgd/none mine.amp:Scaler"
+    assert f"changed: {where}: scale.rule fail -> pass" in told
+    assert "new: tp/2/bf16/sgd/none mine.amp:Scaler: pass" in told
+    assert f"write 3 cases to {target}? [y/N]" in told
+    assert target.read_bytes() != before
+    assert main([str(report), "--baseline", str(target), "--strict"]) == 0
+
+
+def test_a_changed_sequence_is_told_where_it_begins() -> None:
+    old = make_baseline([sample()])
+    moved = with_curves(sample().cases[0], scale=[[8.0, 4.0, 2.0]] * 2)
+    new = make_baseline([report_of([moved, *sample().cases[1:]])])
+    (line,) = difference(old, new)
+    assert line.endswith("the scale after step 2 on rank 0 is 2.0, was 4.0")
+
+
+def test_what_changed_alike_in_many_cases_is_one_line() -> None:
+    new = make_baseline([sample()])
+    failing = [with_verdict(c, verdict("scale.rule", "fail")) for c in sample().cases]
+    (line, lost) = difference(make_baseline([report_of(failing)]), new)
+    where = "fsdp/2/fp32/sgd/none  mine.amp:Scaler"
+    assert line == f"changed: {where}: scale.rule fail -> pass (and 2 more)"
+    assert lost == (
+        f"changed: {where}: comparisons of scale.rule none -> 6 (and 2 more)"
+    )
+    moved = [
+        with_curves(
+            c, parity=[0.1, 0.6 + n / 100, 0.1], parameters={"w": 0.6 + n / 100}
+        )
+        for n, c in enumerate(sample().cases, 1)
+    ]
+    (line,) = difference(new, make_baseline([report_of(moved)]))
+    assert "largest error / bound 0.6..0.6 -> " in line
+    assert line.endswith("(and 2 more)")
+    (line,) = difference(None, new)
+    assert line == f"new: {where}: pass (and 2 more)"
+
+
+def test_the_not_compared_of_a_baseline_may_not_grow_unseen() -> None:
+    old = make_baseline([sample()])
+    missed = verdict("parity.gradient", not_compared=2)
+    cases = [with_verdict(sample().cases[0], missed), *sample().cases[1:]]
+    (line,) = difference(old, make_baseline([report_of(cases)]))
+    assert line.endswith("comparisons that parity.gradient could not make 0 -> 2")
+
+
+def test_a_second_update_changes_nothing(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "deep" / "b.jsonl"
+    assert update(report, target, "--yes") == 0
+    before = target.read_bytes()
+    assert update(report, target, "--yes") == 0
+    assert target.read_bytes() == before
+    assert "\n0 differences\n" in capsys.readouterr().out
+    assert [p.name for p in target.parent.iterdir()] == ["b.jsonl"]
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "no footer": (
+        lambda p: write(replace(sample(), footer=None), p),
+        3,
+        "there is no footer",
+    ),
+    "a contradiction": (
+        lambda p: write(
+            report_of(replace(c, status="fail") for c in sample().cases), p
+        ),
+        3,
+        "its verdicts come to pass",
+    ),
+    "nothing compared": (lambda p: write(report_of([]), p), 4, "nothing was"),
+    "no report": (lambda p: p.unlink(), 3, "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_no_baseline_is_made_of_a_bad_report(
+    name: str, report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, code, words = REFUSED[name]
+    spoil(report)
+    assert update(report, tmp_path / "b.jsonl", "--yes") == code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+CUT: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "a case is gone": lambda lines: lines[:-1],
+    "a case twice": lambda lines: [*lines[:-1], lines[1]],
+    "no provenance": lambda lines: lines[1:],
+    "provenance twice": lambda lines: [lines[0], *lines[:-1]],
+    "empty": lambda lines: [],
+    "no JSON": lambda lines: [*lines, b"{"],
+    "not UTF-8": lambda lines: [b'"\xff"', *lines],
+    "version of tomorrow": lambda lines: [
+        lines[0].replace(b'"schema":1', b'"schema":2'),
+        *lines[1:],
+    ],
+    "noise is a word": lambda lines: [x.replace(b"0.05", b'"much"') for x in lines],
+    "noise is negative": lambda lines: [
+        x.replace(b'"low":0.05', b'"low":-50') for x in lines
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_baseline_that_was_cut_or_edited_is_no_baseline(
+    name: str, report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "b.jsonl"
+    write_baseline(target, make_baseline([sample()]))
+    lines = target.read_bytes().splitlines()
+    target.write_bytes(b"\n".join(CUT[name](lines)))
+    with pytest.raises(BaselineError, match=r"b\.jsonl"):
+        read_baseline(target)
+    assert main([str(report), "--baseline", str(target)]) == 2
+    assert str(target) in capsys.readouterr().err

@@ -1,0 +1,361 @@
+"""Formats: valid for their readers, whatever a model or an exception is called."""
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from datetime import datetime
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import junitparser
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from junitparser import xunit2
+from msgspec.structs import replace
+
+from gradparity.ci import annotations, badge, ctrf, junit, markdown
+from gradparity.ci.locate import Place, locate
+from gradparity.conformance.report.records import Report
+from gradparity.conformance.report.terminal import plain
+from gradparity.tests.ci.test_samples import (
+    case,
+    report_of,
+    sample,
+    verdict,
+    with_verdict,
+)
+
+RENDERERS: dict[str, Callable[[Report], str]] = {
+    "annotations": annotations.render,
+    "badge": badge.render,
+    "ctrf": ctrf.render,
+    "junit": junit.render,
+    "markdown": markdown.render,
+}
+HOSTILE = [
+    "\x00\x1b[31m\x07 bell",
+    "]]> <![CDATA[",
+    "<script>alert(1)</script>",
+    "a | b \\| c",
+    "one\ntwo\r\nthree\u2028four",
+    "`code` **bold** [link](http://x) ![i](//x) @team #1 :smile: ~~no~~ $x$",
+    "&amp; &#124; \"quoted\" 'single'",
+    "::error file=x::y %0A::warning::",
+    "\u202eevil \ufffe \ud800 \U0001f600",
+    "</pre></details><img src=x onerror=alert(1)>",
+]
+
+
+def hostile_report(text: str) -> Report:
+    """A report whose every text is ``text``."""
+    broken = replace(
+        verdict("scale.rule", "fail", text),
+        step=1,
+        ranks=(0, 1),
+        parameter=text,
+        numbers={text: "inf", "error": 0.5},
+    )
+    record = with_verdict(case(), broken)
+    record = replace(
+        record, scaler=text, topology=text, data=text, problem=text, replay=text
+    )
+    report = report_of([record], command=text, commit=text, platform=text)
+    assert report.footer is not None
+    return replace(report, footer=replace(report.footer, complete=False, reason=text))
+
+
+class Tags(HTMLParser):
+    """Every element of a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_markdown_shows_hostile_text_as_it_is(text: str) -> None:
+    made = markdown.render(hostile_report(text))
+    assert Tags(made).seen <= {"pre"}
+    assert plain(text) in unescape(made)
+    table = [line for line in made.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {3}
+    for found in re.findall(r"[`*~$\[\]!<>@#:\\_]", markdown.escape(text)):
+        assert found == "#", "only the sign of a character reference is left"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_junit_is_valid_xml_for_hostile_text(text: str) -> None:
+    root = ET.fromstring(junit.render(hostile_report(text)).encode())
+    message = root.findall(".//failure")[0].get("message")
+    assert message == junit.xml_text(text)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_annotations_stay_one_command_a_line(text: str) -> None:
+    lines = annotations.render(hostile_report(text)).split("\n")
+    assert all(line.startswith("::error ") for line in lines[:-1])
+    assert lines[-1] == ""
+    for line in lines[:-1]:
+        properties = line.removeprefix("::error ").partition("::")[0]
+        assert {p.partition("=")[0] for p in properties.split(",")} == {"title"}
+
+
+@pytest.mark.parametrize("text", [t for t in HOSTILE if "\ud800" not in t])
+def test_ctrf_keeps_hostile_text(text: str) -> None:
+    said = json.loads(ctrf.render(hostile_report(text)))
+    told = [t["message"] for t in said["results"]["tests"]]
+    assert told.count(text) == 3  # of harness, law and report
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_every_format_takes_every_text(text: str) -> None:
+    report = hostile_report(text)
+    made = {name: render(report) for name, render in RENDERERS.items()}
+    assert Tags(made["markdown"]).seen <= {"pre"}
+    ET.fromstring(made["junit"].encode())
+    ET.fromstring(made["badge"].encode())
+    json.loads(made["ctrf"])
+
+
+def failing_report(count: int, message: str = "why") -> Report:
+    broken = verdict("scale.rule", "fail", message)
+    ids = [f"tp/2/fp32/sgd/none/seed={n}" for n in range(count)]
+    bad = [with_verdict(case(each), broken) for each in ids]
+    return report_of([*sample().cases, *bad])
+
+
+def test_markdown_tells_failures_first() -> None:
+    made = markdown.render(failing_report(1))
+    lines = [line for line in made.splitlines() if line]
+    assert lines[0] == "## gradparity: violations"
+    assert lines[1] == "4 of 4 cases: 3 pass, 1 fail"
+    assert lines[2].startswith("### fail: tp/2/fp32/sgd/none/seed=0")
+    assert made.index("### fail") < made.index("| topology")
+
+
+def test_markdown_keeps_below_the_limit_and_says_what_is_left_out() -> None:
+    made = markdown.render(failing_report(600, "\U0001f600 <" * 500))
+    assert 900_000 < len(made.encode()) <= markdown.LIMIT_BYTES
+    shown = made.count("\n### fail")
+    assert f"{600 - shown} more cases are in report.jsonl" in made
+
+
+def test_markdown_of_an_incomplete_report_says_so() -> None:
+    made = markdown.render(replace(sample(), footer=None))
+    assert made.startswith("## gradparity: incomplete\n")
+    assert "**Incomplete:** the run was cut off after 3 of 3 cases" in made
+
+
+def test_junit_counts_and_properties() -> None:
+    numbers = {"error": 0.5, "bound": 0.1}
+    law = replace(verdict("scale.rule", "fail"), step=2, ranks=(0, 3), numbers=numbers)
+    undecided = verdict("agreement.scale", "inconclusive")
+    record = with_verdict(with_verdict(case(), law), undecided)
+    root = ET.fromstring(junit.render(report_of([record])).encode())
+    suite = root[0]
+    counts = [suite.get(k) for k in ("tests", "failures", "errors", "skipped")]
+    assert counts == ["6", "1", "1", "1"]
+    assert [root.get(k) for k in ("tests", "failures", "errors")] == ["6", "1", "1"]
+    (test,) = (t for t in suite.iter("testcase") if t.get("name") == "scale.rule")
+    found = {p.get("name"): p.get("value") for p in test.iter("property")}
+    assert found == {"step": "2", "rank": "0, 3", "error": "0.5", "bound": "0.1"}
+    (error,) = suite.iter("error")
+    assert error.get("type") == "inconclusive"
+
+
+def test_a_reader_of_junit_finds_what_we_wrote(tmp_path: Path) -> None:
+    law = replace(verdict("scale.rule", "fail", HOSTILE[2]), step=2, ranks=(0, 3))
+    undecided = verdict("agreement.scale", "inconclusive")
+    record = with_verdict(with_verdict(case(), law), undecided)
+    file = tmp_path / "junit.xml"
+    file.write_text(junit.render(report_of([record, *sample().cases[1:]])))
+    suite: Any = next(iter(xunit2.JUnitXml.fromfile(str(file))))
+    assert (suite.name, suite.time) == (f"{record.scenario} {record.scaler}", 0.5)
+    told = (suite.tests, suite.failures, suite.errors, suite.skipped)
+    suite.update_statistics()  # what the reader counts by itself
+    assert told == (suite.tests, suite.failures, suite.errors, suite.skipped)
+    assert told == (6, 1, 1, 1)
+    tests = {test.name: test for test in suite}
+    (failure,) = tests["scale.rule"].result
+    assert isinstance(failure, junitparser.Failure)
+    assert failure.message == HOSTILE[2]
+    found = {p.name: p.value for p in tests["scale.rule"].properties()}
+    assert found == {"step": "2", "rank": "0, 3"}
+    assert isinstance(tests["agreement.scale"].result[0], junitparser.Error)
+    assert isinstance(tests["skip.nobody-steps"].result[0], junitparser.Skipped)
+    assert tests["liveness.completes"].is_passed
+
+
+def test_junit_of_an_incomplete_report_has_an_error() -> None:
+    root = ET.fromstring(junit.render(replace(sample(), footer=None)).encode())
+    assert root.get("errors") == "1"
+    assert [e.get("type") for e in root.iter("error")] == ["incomplete"]
+
+
+# CTRF: field -> type, "?" where it is optional. Objects take no other fields.
+TEXT, WHOLE, TABLE, ROWS = str, int, dict, list
+RULES: dict[str, dict[str, type]] = {
+    "": {
+        "reportFormat": TEXT,
+        "specVersion": TEXT,
+        "reportId?": TEXT,
+        "timestamp?": TEXT,
+        "generatedBy?": TEXT,
+        "results": TABLE,
+    },
+    "results": {
+        "tool": TABLE,
+        "summary": TABLE,
+        "tests": ROWS,
+        "environment?": TABLE,
+        "extra?": TABLE,
+    },
+    "tool": {"name": TEXT, "version?": TEXT, "extra?": TABLE},
+    "summary": {
+        **dict.fromkeys(("tests", "passed", "failed", "skipped", "pending"), WHOLE),
+        **dict.fromkeys(("other", "start", "stop", "suites?", "duration?"), WHOLE),
+    },
+    "test": {
+        "id?": TEXT,
+        "name": TEXT,
+        "status": TEXT,
+        "duration": WHOLE,
+        "suite?": ROWS,
+        "message?": TEXT,
+        "rawStatus?": TEXT,
+        "parameters?": TABLE,
+        "extra?": TABLE,
+    },
+    "environment": {
+        "appName?": TEXT,
+        "appVersion?": TEXT,
+        "commit?": TEXT,
+        "osPlatform?": TEXT,
+        "extra?": TABLE,
+    },
+}
+
+
+def check_ctrf(value: dict[str, Any], rule: str) -> None:
+    fields = {name.rstrip("?"): kind for name, kind in RULES[rule].items()}
+    needed = {name for name in RULES[rule] if not name.endswith("?")}
+    assert needed <= value.keys() <= fields.keys(), rule
+    for name, item in value.items():
+        assert type(item) is fields[name], f"{rule}.{name}"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_ctrf_keeps_the_rules_of_its_schema(finished: bool) -> None:
+    report = failing_report(2)
+    said = json.loads(ctrf.render(report if finished else replace(report, footer=None)))
+    results = said["results"]
+    check_ctrf(said, "")
+    check_ctrf(results, "results")
+    for part in ("tool", "summary", "environment"):
+        check_ctrf(results[part], part)
+    for test in results["tests"]:
+        check_ctrf(test, "test")
+        assert test["name"]
+        assert all(isinstance(s, str) for s in test.get("suite", ["one"]))
+    assert said["reportFormat"] == "CTRF"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", said["specVersion"])
+    uuid.UUID(said["reportId"])
+    assert datetime.fromisoformat(said["timestamp"]).tzinfo is not None
+
+
+def test_ctrf_counts_add_up_and_inconclusive_is_neither() -> None:
+    undecided = with_verdict(case(), verdict("scale.rule", "inconclusive"))
+    results = json.loads(ctrf.render(report_of([undecided])))["results"]
+    summary, tests = results["summary"], results["tests"]
+    statuses = [t["status"] for t in tests]
+    for status in ("passed", "failed", "skipped", "pending", "other"):
+        assert summary[status] == statuses.count(status)
+    assert (summary["tests"], summary["other"]) == (len(tests), 1)
+    assert summary["stop"] - summary["start"] == summary["duration"] == 1500
+    ids = [t["id"] for t in tests]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("passed", "total", "words"),
+    [(1, 1, "100 %"), (199, 200, "99 %"), (9999, 10000, "99 %"), (0, 3, "0 %")],
+)
+def test_the_badge_truncates(passed: int, total: int, words: str) -> None:
+    assert f"{badge.percentage(passed, total)} %" == words
+
+
+@given(st.integers(1, 10**9), st.data())
+def test_only_all_of_them_are_a_hundred(total: int, data: st.DataObject) -> None:
+    passed = data.draw(st.integers(0, total))
+    assert (badge.percentage(passed, total) == 100) == (passed == total)
+
+
+def test_a_badge_without_a_whole_run_has_no_percentage() -> None:
+    assert "100 %" in badge.render(sample())
+    assert "incomplete" in badge.render(replace(sample(), footer=None))
+    assert "no cases" in badge.render(report_of([]))
+    with pytest.raises(ValueError, match="2 of 1"):
+        badge.percentage(2, 1)
+
+
+def test_annotations_name_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "amp.py").write_text("from x import y\n\nclass Scaler: ...\n")
+    lines = annotations.commands(failing_report(3), tmp_path)
+    assert len(lines) == 1
+    assert lines[0].startswith("::error file=mine/amp.py,line=3,title=scale.rule%3A ")
+    assert "(and in 2 more cases)" in lines[0]
+    assert "%0Agradparity replay tp/2/fp32/sgd/none/seed=0" in lines[0]
+
+
+def test_annotations_stop_where_github_does() -> None:
+    bad = [
+        replace(with_verdict(case(), verdict("scale.rule", "fail")), scaler=f"a:S{n}")
+        for n in range(30)
+    ]
+    lines = annotations.commands(report_of(bad), Path("none"))
+    assert len(lines) == annotations.SHOWN
+    assert "21 more broken laws" in lines[-1]
+    assert annotations.render(sample()) == ""
+
+
+LAYOUTS = {
+    "in the root": ("pkg/amp.py", "pkg.amp:Scaler"),
+    "under src": ("src/pkg/amp.py", "pkg.amp:Scaler"),
+    "the root is the package": ("amp.py", "pkg.amp:Scaler"),
+    "handed on": ("pkg/inner.py", "pkg:Alias"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_scaler_is_located_without_importing_it(name: str, tmp_path: Path) -> None:
+    file, spec = LAYOUTS[name]
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    source = 'raise RuntimeError("imported")\n\n\nclass Scaler:\n    pass\n'
+    (tmp_path / file).write_text(source)
+    if name == "handed on":
+        text = "from .inner import Scaler as Alias\n"
+        (tmp_path / "pkg" / "__init__.py").write_text(text)
+    assert locate(spec, tmp_path) == Place(file=file, line=4)
+
+
+@pytest.mark.parametrize(
+    "spec", ["none:Scaler", "pkg:None", "pkg", "../x:Scaler", "a b:c", ":", "loop:Self"]
+)
+def test_a_scaler_that_is_not_there_has_no_place(spec: str, tmp_path: Path) -> None:
+    (tmp_path / "pkg.py").write_text("x = 1\n")
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop" / "__init__.py").write_text("from .a import Self\n")
+    (tmp_path / "loop" / "a.py").write_text("from .a import Self\n")
+    assert locate(spec, tmp_path) is None

@@ -1,0 +1,509 @@
+"""The gate as a program: exit codes, a line a reason, JSON, a table of tampering."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gradparity.ci.baseline import make_baseline, write_baseline
+from gradparity.ci.gate import main
+from gradparity.ci.reasons import PRECEDENCE, Reason, causes_of
+from gradparity.conformance import LAWS as ALL_LAWS
+from gradparity.conformance.report.records import CaseRecord, Report
+from gradparity.tests.ci.test_samples import (
+    case,
+    curves,
+    report_of,
+    sample,
+    verdict,
+    with_curves,
+    with_verdict,
+    write,
+)
+
+Edit = Callable[[Report], Report]
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    path = tmp_path / "baseline.jsonl"
+    write_baseline(path, make_baseline([sample()]))
+    return path
+
+
+def gate(
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, str]:
+    path = write(report, tmp_path / "report.jsonl")
+    code = main([str(path), *options])
+    return code, capsys.readouterr().out
+
+
+def first(change: Callable[[CaseRecord], CaseRecord]) -> Edit:
+    """Change the first case and keep the footer honest."""
+    return lambda report: report_of([change(report.cases[0]), *report.cases[1:]])
+
+
+def drop_law(record: CaseRecord) -> CaseRecord:
+    kept = tuple(v for v in record.verdicts if v.law != "scale.rule")
+    return replace(record, verdicts=kept)
+
+
+def relabel(law: str, status: str, message: str | None = None) -> Edit:
+    return first(lambda c: with_verdict(c, verdict(law, status, message)))
+
+
+def counted(law: str, *, compared: int, not_compared: int = 0) -> Edit:
+    """The same words and other numbers: the gate reads the numbers."""
+    return first(
+        lambda c: with_verdict(
+            c, verdict(law, compared=compared, not_compared=not_compared)
+        )
+    )
+
+
+def errors(**parameters: float) -> Edit:
+    """Other ratios error / bound, told alike for steps and for parameters."""
+    parity = [0.0, max(parameters.values()), 0.0]
+    return first(lambda c: with_curves(c, parity=parity, parameters=parameters))
+
+
+def header(**changes: object) -> Edit:
+    return lambda report: report_of(report.cases, **changes)
+
+
+def new_law(record: CaseRecord) -> CaseRecord:
+    return replace(record, verdicts=(*record.verdicts, verdict("new.law")))
+
+
+FAILING_DDP = relabel("scale.rule", "fail")(report_of([case("ddp/2/fp32/sgd/none")]))
+WORSE: dict[str, tuple[Edit, int, str]] = {
+    "a law fails": (relabel("scale.rule", "fail"), 1, "worse: scale.rule pass -> fail"),
+    "a law breaks the harness": (relabel("scale.rule", "error"), 1, "pass -> error"),
+    "a law is no longer checked": (relabel("scale.rule", "skipped"), 1, "-> skipped"),
+    "a law decides nothing": (
+        relabel("scale.rule", "inconclusive"),
+        4,
+        "undecided: scale.rule pass -> inconclusive",
+    ),
+    "fewer comparisons": (
+        counted("scale.rule", compared=2),
+        1,
+        "too-few: scale.rule rests on 2 comparisons, was 6",
+    ),
+    "fewer comparisons of parity": (
+        counted("parity.gradient", compared=5),
+        1,
+        "too-few: parity.gradient rests on 5 comparisons, was 6",
+    ),
+    "more that could not be compared": (
+        counted("parity.gradient", compared=6, not_compared=3),
+        1,
+        "too-few: parity.gradient could not make 3 comparisons, was 0",
+    ),
+    "a law is gone": (first(drop_law), 1, "vanished: law scale.rule is not judged"),
+    "a scenario is gone": (
+        lambda r: report_of(r.cases[1:]),
+        1,
+        "vanished: scenario fsdp/2/fp32/sgd/none",
+    ),
+    "another scaler was judged": (
+        first(lambda c: replace(c, scaler="other:Scaler")),
+        1,
+        "vanished: scenario",
+    ),
+    "no case at all": (lambda r: report_of([]), 1, "nothing was compared"),
+    "another scale": (
+        first(lambda c: with_curves(c, scale=[[8.0, 4.0, 2.0]] * 2)),
+        1,
+        "sequence: the scale after step 2 on rank 0 is 2.0, was 4.0",
+    ),
+    "another skip": (
+        first(lambda c: with_curves(c, stepped=[[True, True, True]] * 2)),
+        1,
+        "sequence: whether the parameters changed in step 1 on rank 0 is True",
+    ),
+    "a decision is hidden": (
+        first(lambda c: with_curves(c, stepped=[[True, None, True]] * 2)),
+        1,
+        "step 1 on rank 0 is None",
+    ),
+    "fewer steps": (
+        first(
+            lambda c: with_curves(
+                c,
+                scale=[[8.0, 4.0]] * 2,
+                stepped=[[True, False]] * 2,
+                parity=[0.1, 0.6],
+            )
+        ),
+        1,
+        "the scale after each step covers [2, 2]",
+    ),
+    "the error grew": (
+        errors(w=0.8, b=0.05),
+        1,
+        "ratio: the w error / bound grew to 0.8, was 0.6",
+    ),
+    "the error of a lesser parameter grew": (
+        errors(w=0.6, b=0.55),
+        1,
+        "ratio: the b error / bound grew to 0.55, was 0.05",
+    ),
+    "a parameter is no longer measured": (
+        errors(w=0.6),
+        1,
+        "ratio: the b error / bound is no longer measured",
+    ),
+    "nothing is measured": (
+        first(lambda c: with_curves(c, parity=[], parameters={})),
+        1,
+        "ratio: the largest error / bound is no longer measured",
+    ),
+    "no curves": (first(lambda c: replace(c, curves=None)), 1, "no longer recorded"),
+    "a new law fails": (
+        first(lambda c: with_verdict(new_law(c), verdict("new.law", "fail"))),
+        1,
+        "failing: new.law is fail",
+    ),
+    "a new law is not checked": (
+        first(lambda c: with_verdict(new_law(c), verdict("new.law", "skipped"))),
+        4,
+        "undecided: new.law is skipped, and the baseline does not know it",
+    ),
+    "a new scenario fails": (
+        lambda r: report_of([*r.cases, *FAILING_DDP.cases]),
+        1,
+        "failing: scale.rule is fail in ddp/2/fp32/sgd/none",
+    ),
+    "another torch": (
+        header(torch="2.14.0"),
+        4,
+        "elsewhere: the baseline was made with torch 2.13",
+    ),
+    "another backend": (
+        header(backend="nccl"),
+        4,
+        "backend gloo, the report has nccl",
+    ),
+    "another platform": (header(platform="darwin-arm64"), 4, "elsewhere: "),
+    "other data": (header(data={"digits": "0"}), 4, "data digits"),
+    "no data": (header(data={}), 4, "the report has missing"),
+}
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_a_worse_report_is_refused(
+    name: str, tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit, code, words = WORSE[name]
+    told = gate(edit(sample()), tmp_path, capsys, "--baseline", str(baseline))
+    assert told[0] == code, told[1]
+    assert any(words in line for line in told[1].splitlines()), told[1]
+
+
+def test_an_unchanged_report_passes(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = gate(sample(), tmp_path, capsys, "--baseline", str(baseline))
+    assert code == 0
+    assert told.splitlines() == [
+        "gate: PASS: 0 causes, 0 reasons, 3 cases, 30 judgements"
+    ]
+
+
+def test_the_gate_reads_no_numbers_out_of_words(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for message in ("all is well", "2 of 6 updates", "0 and 7"):
+        told = relabel("scale.rule", "pass", message)(sample())
+        assert gate(told, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
+
+
+def test_a_law_that_the_baseline_does_not_know_is_told(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = report_of(new_law(c) for c in sample().cases)
+    code, told = gate(new, tmp_path, capsys, "--baseline", str(baseline))
+    assert code == 0
+    line = "note: new: law new.law is not in the baseline: it is pass in fsdp/2/"
+    (note,) = [x for x in told.splitlines() if x.startswith(line)]
+    assert note.endswith("--update-baseline makes it a promise (and 2 more)")
+
+
+def test_a_baseline_of_another_torch_is_told_with_the_command_that_renews_it(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = header(torch="2.14.0")(sample())
+    target = tmp_path / "gate.json"
+    options = ("--baseline", str(baseline), "--json", str(target))
+    code, told = gate(newer, tmp_path, capsys, *options)
+    (note,) = [x for x in told.splitlines() if "--update-baseline" in x]
+    assert code == 4 and "docs/gate.md" in note
+    assert f"{tmp_path}/report.jsonl --baseline {baseline} --update-baseline" in note
+    assert note.removeprefix("note: ") in json.loads(target.read_text())["notes"]
+
+
+STEPS = {"agreement.scale": 1, "scale.rule": 1, "parity.gradient": 2}
+
+
+def worse(record: CaseRecord) -> CaseRecord:
+    """A scaler that lets ranks disagree: one cause, and what follows from it."""
+    for law, step in STEPS.items():
+        broken = replace(verdict(law, "fail", f"{law} in {record.topology}"), step=step)
+        record = with_verdict(record, broken)
+    record = with_verdict(record, verdict("agreement.skip", "inconclusive"))
+    return with_curves(record, scale=[[8.0, 4.0, 4.0], [8.0, 8.0, 8.0]])
+
+
+def test_a_worse_scaler_is_a_line_for_each_cause(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(worse(c) for c in sample().cases)
+    target = tmp_path / "gate.json"
+    options = ("--baseline", str(baseline), "--json", str(target))
+    code, told = gate(report, tmp_path, capsys, *options)
+    assert code == 1
+    head, line = told.splitlines()
+    assert head == "gate: REGRESSION: 1 causes, 15 reasons, 3 cases, 30 judgements"
+    assert line == (
+        "worse (3 cases, 12 consequences): agreement.scale pass -> fail in "
+        "fsdp/2/fp32/sgd/none mine.amp:Scaler: step 1: agreement.scale in fsdp"
+    )
+    said = json.loads(target.read_text())
+    assert len(said["reasons"]) == 15  # as data nothing is left out
+    (cause,) = said["causes"]
+    assert (cause["cases"], cause["consequences"]) == (3, 12)
+    assert cause["line"] == line and cause["law"] == "agreement.scale"
+
+
+def test_two_causes_are_two_lines(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, *others = sample().cases
+    raised = [
+        replace(verdict("liveness.completes", "fail", f"{name}: no"), cause=name)
+        for name in ("step raised ValueError", "step raised RuntimeError")
+    ]
+    cases = [with_verdict(c, v) for c, v in zip(others, raised, strict=True)]
+    report = report_of([worse(one), *cases])
+    _, told = gate(report, tmp_path, capsys, "--baseline", str(baseline))
+    assert [line.partition(" in ")[0] for line in told.splitlines()[1:]] == [
+        "worse (1 cases, 4 consequences): agreement.scale pass -> fail",
+        "worse: liveness.completes pass -> fail",
+        "worse: liveness.completes pass -> fail",
+    ]
+
+
+def test_a_harness_that_broke_is_one_line_however_many_cases_it_lost(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [
+        replace(c, status="error", verdicts=(), curves=None, problem="rank 1: killed")
+        for c in sample().cases
+    ]
+    code, told = gate(report_of(cases), tmp_path, capsys, "--baseline", str(baseline))
+    (line,) = told.splitlines()[1:]
+    assert code == 3
+    assert line.startswith("invalid: ") and "broke in 3 cases" in line
+
+
+def test_lost_scenarios_are_one_line(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(sample().cases[:1])
+    _, told = gate(report, tmp_path, capsys, "--baseline", str(baseline))
+    (line,) = told.splitlines()[1:]
+    assert line.startswith("vanished (2 cases): scenario tp/2/bf16/sgd/none")
+
+
+def test_every_law_has_its_place_among_the_causes() -> None:
+    assert sorted(PRECEDENCE) == sorted(ALL_LAWS)
+
+
+@pytest.mark.parametrize(
+    ("cause", "others"),
+    [
+        ("agreement.scale", ["agreement.growth", "agreement.skip", "scale.rule"]),
+        ("skip.nobody-steps", ["skip.frozen", "parity.update"]),
+        ("transparency.gradient", ["transparency.bitwise", "parity.gradient"]),
+    ],
+)
+def test_of_laws_that_break_at_one_step_the_cause_is_told(
+    cause: str, others: list[str]
+) -> None:
+    reasons = [
+        Reason(kind="worse", text=law, scaler="m:S", scenario="a/b", law=law, step=1)
+        for law in [*others, cause]
+    ]
+    (found,) = causes_of(reasons)
+    assert (found.reason.law, found.consequences) == (cause, len(others))
+    earlier = Reason(
+        kind="worse", text="e", scaler="m:S", scenario="a/b", law="parity.loss", step=0
+    )
+    (found,) = causes_of([*reasons, earlier])
+    assert found.reason is earlier
+
+
+def test_notes_are_folded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = report_of(
+        with_verdict(c, verdict("scale.rule", "fail")) for c in sample().cases
+    )
+    path = tmp_path / "b.jsonl"
+    write_baseline(path, make_baseline([failing]))
+    _, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
+    (line,) = told.splitlines()[1:]
+    assert line.startswith("note: better: scale.rule is pass in fsdp/2/fp32/sgd/none")
+    assert line.endswith("(and 2 more)")
+
+
+def test_without_a_baseline_every_law_owes_a_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gate(sample(), tmp_path, capsys)[0] == 0
+    assert gate(relabel("scale.rule", "fail")(sample()), tmp_path, capsys)[0] == 1
+    undecided = relabel("scale.rule", "inconclusive")(sample())
+    assert gate(undecided, tmp_path, capsys)[0] == 4
+
+
+def test_nothing_compared_is_inconclusive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = gate(report_of([]), tmp_path, capsys)
+    assert code == 4
+    assert "nothing: nothing was compared" in told
+
+
+def test_growth_within_the_noise_passes(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grown = errors(w=0.7, b=0.4)(sample())
+    assert gate(grown, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
+
+
+def test_a_known_failure_stays_and_a_fix_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = relabel("scale.rule", "fail")(sample())
+    path = tmp_path / "b.jsonl"
+    write_baseline(path, make_baseline([failing]))
+    assert gate(failing, tmp_path, capsys, "--baseline", str(path))[0] == 0
+    code, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
+    assert code == 0
+    assert "note: better: scale.rule is pass in fsdp/2/fp32/sgd/none" in told
+
+
+def test_too_few_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate(sample(), tmp_path, capsys, "--min-cases", "3")[0] == 0
+    code, told = gate(sample(), tmp_path, capsys, "--min-cases", "4")
+    assert code == 1
+    assert "too-few: 3 cases were judged, at least 4 were promised" in told
+
+
+def test_a_case_that_could_not_run_is_no_pass(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "not runnable here: needs 8 ranks, torchrun made 2"
+    large = case("hsdp+tp/8/fp32/sgd/none")
+    skipped = tuple(verdict(v.law, "skipped", words) for v in large.verdicts)
+    large = replace(large, verdicts=skipped, status="inconclusive", curves=None)
+    report = report_of([*sample().cases, large])
+    line = f"undecided: no law was decided: {words} in hsdp+tp/8/fp32/sgd/none"
+    for options in ((), ("--baseline", str(baseline))):
+        code, told = gate(report, tmp_path, capsys, *options)
+        assert code == 4 and line in told
+    expected = tmp_path / "known.toml"
+    expected.write_text(
+        '[[expect]]\nlaw = "baseline.decided"\nstatus = "inconclusive"\n'
+        'world = [8]\nreason = "two GPUs"\n'
+    )
+    code, told = gate(report, tmp_path, capsys, "--expect", str(expected), "--strict")
+    assert code == 0 and "expected, two GPUs" in told
+    path = tmp_path / "all.jsonl"
+    write_baseline(path, make_baseline([report_of([case("hsdp+tp/8/fp32/sgd/none")])]))
+    code, told = gate(report, tmp_path, capsys, "--baseline", str(path))
+    assert (
+        code == 1
+        and "worse (1 cases, 7 consequences): liveness.completes pass -> skipped"
+        in told
+    )
+
+
+def test_a_reason_names_law_topology_step_and_is_in_json(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = replace(
+        verdict("scale.rule", "fail", "rank 1\nis off"), step=2, ranks=(1,)
+    )
+    edited = first(lambda c: with_verdict(c, broken))(sample())
+    target = tmp_path / "gate.json"
+    options = ("--baseline", str(baseline), "--json", str(target))
+    code, told = gate(edited, tmp_path, capsys, *options)
+    line = (
+        "worse: scale.rule pass -> fail in fsdp/2/fp32/sgd/none mine.amp:Scaler: "
+        "step 2: rank 1 is off"
+    )
+    assert told.splitlines()[1:] == [line]
+    said = json.loads(target.read_text())
+    assert (said["outcome"], said["exit_code"]) == ("regression", code)
+    (reason,) = said["reasons"]
+    assert reason["line"] == line
+    where = (reason["law"], reason["scenario"])
+    assert where == ("scale.rule", "fsdp/2/fp32/sgd/none")
+    assert (reason["step"], reason["ranks"]) == (2, [1])
+    assert reason["replay"].startswith("gradparity replay")
+
+
+def test_an_invalid_report_has_its_json_too(tmp_path: Path) -> None:
+    target = tmp_path / "gate.json"
+    assert main([str(tmp_path / "none.jsonl"), "--json", str(target)]) == 3
+    assert json.loads(target.read_text())["outcome"] == "invalid"
+
+
+USAGE: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], "REPORT"),
+    "unknown option": (["R", "--loose"], "--loose"),
+    "abbreviated option": (["R", "--base", "B"], "--base"),
+    "no such baseline": (["R", "--baseline", "none.jsonl"], "none.jsonl"),
+    "no such expectations": (["R", "--expect", "none.toml"], "none.toml"),
+    "a report as baseline": (["R", "--baseline", "R"], "R: line 1: "),
+    "a report as expectations": (["R", "--expect", "R"], "R"),
+    "yes without update": (["R", "--yes"], "--update-baseline"),
+    "repeat without update": (["R", "--repeat", "R"], "--update-baseline"),
+    "update of nothing": (["R", "--update-baseline"], "--baseline FILE"),
+    "minimum no number": (["R", "--min-cases", "many"], "many"),
+    "minimum negative": (["R", "--min-cases", "-1"], "-1"),
+    "JSON into nowhere": (["R", "--json", "no/such/folder/x.json"], "no/such/folder"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_bad_usage_is_one_line_and_two(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(sample(), Path("R"))
+    arguments, words = USAGE[name]
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.startswith("gradparity gate: ")
+    assert words in told
+
+
+def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "4 inconclusive" in " ".join(capsys.readouterr().out.split())
+
+
+def test_more_ranks_may_lack_a_decision_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank without parameters has no decision: that is no disagreement."""
+    quiet = with_curves(case(), stepped=[curves().stepped[0], [None] * 3])
+    assert gate(report_of([quiet]), tmp_path, capsys)[0] == 0

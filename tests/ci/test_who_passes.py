@@ -1,0 +1,108 @@
+"""The page of known scalers: made from reports, and what it says is in them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+import gradparity
+from gradparity.ci.who_passes import main, render
+from gradparity.conformance import LAWS, Scenario
+from gradparity.conformance.run.peers import OURS, Record, judge_peers, not_judged
+from gradparity.conformance.space.catalogue import PRESETS, Selection
+from gradparity.fixtures.peers import PEERS
+from gradparity.tests.ci.test_samples import case, report_of, verdict, with_verdict
+
+PAGE = Path(gradparity.__file__).parent / "docs" / "who-passes.md"
+TORCH = PEERS["torch"].spec
+LARGE, SMALL = "fsdp+tp/4/fp32/sgd/none", "tp/2/fp32/sgd/none"
+
+
+def record() -> Record:
+    """torch fails two cases, Lightning none, fairscale fell at the smoke level."""
+    bad = verdict("scale.rule", "fail", "got | 3 <b>")
+    failed = [with_verdict(case(each, TORCH), bad) for each in (LARGE, SMALL)]
+    right = [case(each, OURS) for each in (LARGE, SMALL)]
+    lightning = PEERS["lightning"].spec
+    fallen = verdict("liveness.completes", "fail", "no CUDA")
+    smoke = with_verdict(case(SMALL, PEERS["fairscale"].spec), fallen)
+    return Record(
+        versions={"torch": "2.13.0", "pytorch-lightning": "2.6", "fairscale": "0.4"},
+        smoke=report_of([smoke]),
+        run=report_of([*right, *failed, case(SMALL, lightning)]),
+    )
+
+
+def test_the_page_says_what_the_reports_say() -> None:
+    page = render(record())
+    assert "| **ours**: `gradparity.scaler.GradScaler` |  | 2 | 0 | 0 | none |" in page
+    assert "| torch 2.13.0 | 0 | 2 | 0 | `scale.rule` |" in page
+    assert "| pytorch-lightning 2.6 | 1 | 0 | 0 | none |" in page
+    # the smaller of two examples, and nothing that Markdown or HTML would read
+    assert (
+        f"| `scale.rule` | 2 | `{SMALL}` | got &#124; 3 &#60;b&#62; | not run |" in page
+    )
+    assert "## lightning" not in page
+
+
+def test_who_is_not_judged_is_told_why() -> None:
+    reasons = not_judged(record())
+    assert reasons["fairscale"] == f"{SMALL}: no CUDA"
+    assert reasons["deepspeed"] == "deepspeed is not installed"
+    assert reasons["torch-sharded"] == "not asked for"
+    assert "not judged: deepspeed is not installed" in render(record())
+
+
+def test_a_run_that_was_cut_off_says_so() -> None:
+    whole = record()
+    cut = msgspec.structs.replace(whole.run, footer=None)
+    page = render(Record(versions={}, smoke=whole.smoke, run=cut))
+    assert "**Incomplete:**" in page
+
+
+@pytest.mark.slow
+def test_judges_smoke_first_then_the_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiny(_: Selection) -> Iterator[Scenario]:
+        yield Scenario.parse("tp/2/fp32/sgd/none/steps=2")
+
+    monkeypatch.setitem(PRESETS, "tiny", tiny)
+    found = judge_peers(tmp_path, ["torch"], "tiny", Console(quiet=True))
+    assert {c.scaler for c in found.smoke.cases} == {OURS, TORCH}
+    assert {c.status for c in found.smoke.cases} == {"pass"}
+    assert [(c.scaler, c.status) for c in found.run.cases] == [
+        (OURS, "pass"),
+        (TORCH, "fail"),  # plain tensors beside DTensors: it raises
+    ]
+    # the violation shows without any harness, by a script that is kept
+    (story,) = found.confirmed
+    assert (story.law, story.confirmed) == ("liveness.completes", True)
+    assert len(list((tmp_path / "scripts").glob("amp-GradScaler-*.py"))) == 1
+    out = tmp_path / "page.md"
+    assert main(["--render", "--reports", str(tmp_path), "--out", str(out)]) == 0
+    assert out.read_text() == render(found)
+
+
+@pytest.mark.parametrize(
+    "options", [["--render", "--reports", "nowhere"], ["--peer", "nobody"]]
+)
+def test_bad_usage_is_two_without_a_traceback(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_page_in_the_docs_is_not_stale() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name in PEERS:
+        assert f"**{name}**" in text
+    rows = re.findall(r"^\| `([a-z.-]+)` \| \d+ \| `(.+?)` \|", text, re.MULTILINE)
+    assert rows
+    for law, scenario in rows:
+        assert law in LAWS
+        assert Scenario.parse(scenario).id == scenario

@@ -1,0 +1,286 @@
+"""The page in a real browser: Chromium of the system, driven by Playwright."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]  # ships no types
+from msgspec.structs import replace
+from playwright.sync_api import Browser, Page, Request, sync_playwright
+
+from gradparity.conformance.report.page import write_page
+from gradparity.conformance.report.records import Report, VerdictRecord
+from gradparity.tests.conformance.test_report import HOSTILE
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason=f"no browser on PATH: none of {', '.join(NAMES)}"
+)
+PHONE, DESKTOP = 390, 1280
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@dataclass
+class Visit:
+    """An open page, and what went wrong while it was open."""
+
+    page: Page
+    requests: list[str] = field(default_factory=list)
+    console: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Visitor:
+    """Opens pages."""
+
+    browser: Browser
+    visits: list[Visit] = field(default_factory=list)
+
+    def __call__(
+        self,
+        file: Path,
+        fragment: str = "",
+        *,
+        width: int = DESKTOP,
+        dark: bool = False,
+        script: bool = False,
+    ) -> Page:
+        context = self.browser.new_context(
+            viewport={"width": width, "height": 900},
+            color_scheme="dark" if dark else "light",
+            java_script_enabled=script,  # the page has none: nothing may need it
+        )
+        visit = Visit(context.new_page())
+        self.visits.append(visit)
+        visit.page.on("request", lambda request: self._request(visit, request))
+        visit.page.on("console", lambda said: visit.console.append(said.text))
+        visit.page.on("pageerror", lambda error: visit.console.append(str(error)))
+        visit.page.goto(file.as_uri() + fragment)
+        return visit.page
+
+    def _request(self, visit: Visit, request: Request) -> None:
+        if not request.url.startswith("data:"):
+            visit.requests.append(request.url)
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Visitor]:
+    """Open a page; at the end no visit has asked for anything else or complained."""
+    visitor = Visitor(browser)
+    yield visitor
+    for each in visitor.visits:
+        asked = {url.partition("#")[0] for url in each.requests}
+        assert asked == {each.page.url.partition("#")[0]}
+        assert each.console == []
+        each.page.context.close()
+
+
+@pytest.fixture
+def failing(real_report: Path) -> Path:
+    """The page of a run in which torch's scaler fails under tp, and ours does not."""
+    return real_report.with_name("index.html")
+
+
+@pytest.fixture
+def passing(real: Report, tmp_path: Path) -> Path:
+    cases = tuple(c for c in real.cases if c.status == "pass")
+    assert cases
+    return write_page(replace(real, cases=cases), tmp_path)
+
+
+@pytest.fixture
+def hostile(real: Report, tmp_path: Path) -> Path:
+    """The page of a report whose every name is an attack."""
+    (good, bad) = (next(c for c in real.cases if c.status == s) for s in STATUSES)
+    verdict = VerdictRecord(
+        law=HOSTILE, status="fail", message=HOSTILE, step=0, parameter=HOSTILE
+    )
+    assert good.curves is not None
+    case = replace(
+        bad,
+        scaler=HOSTILE,
+        topology=HOSTILE,
+        scenario=HOSTILE,
+        precision=HOSTILE,
+        data=HOSTILE,
+        problem=HOSTILE,
+        replay=HOSTILE,
+        verdicts=(verdict, *bad.verdicts),
+        curves=replace(good.curves, parameters={HOSTILE: 2.0}),
+    )
+    header = replace(
+        real.header,
+        command=HOSTILE,
+        commit=HOSTILE,
+        data={HOSTILE: HOSTILE},
+        environment={HOSTILE: HOSTILE},
+    )
+    return write_page(Report(header=header, cases=(good, case), footer=None), tmp_path)
+
+
+STATUSES = ("pass", "fail")
+PAGES = ("failing", "passing", "hostile")
+
+
+@pytest.fixture(params=PAGES)
+def any_page(request: pytest.FixtureRequest) -> Path:
+    path = request.getfixturevalue(request.param)
+    assert isinstance(path, Path)
+    return path
+
+
+def test_a_failing_run_tells_its_story(failing: Path, visit: Visitor) -> None:
+    page = visit(failing)
+    assert page.title() == "fail: gradparity report"
+    tallies = page.locator(".tallies li").all_inner_texts()
+    assert tallies[0].endswith("gradparity.scaler:GradScaler")
+    assert tallies[0].startswith("2 pass")
+    assert tallies[1].startswith("1 fail") and "1 pass" in tallies[1]
+    heading = page.locator("main h2").first
+    assert heading.inner_text() == "Topology, precision and law"
+    story = page.locator(".story[data-verdict=fail]")
+    assert story.count() == 1
+    told = story.inner_text()
+    for words in (
+        "tp/2/fp32/sgd/none",
+        "liveness.completes",
+        "Every call of a legal training step returns",  # the sentence of the law
+        "step 0",
+        "ranks 0, 1",
+        "gradparity.conformance replay tp/2/fp32/sgd/none/steps=4 --scaler torch.amp",
+    ):
+        assert words in told, words
+    assert story.locator("svg").count() >= 2
+    boxes = [line.bounding_box() for line in story.locator("svg .line").all()]
+    assert max(box["width"] for box in boxes if box) > 200  # curves are drawn
+
+
+def test_a_passing_run_is_short(passing: Path, visit: Visitor) -> None:
+    page = visit(passing)
+    assert page.title() == "pass: gradparity report"
+    assert page.locator("details[open]").count() == 0
+    assert page.locator("main .fail").count() == 0
+
+
+def test_every_link_leads_somewhere(any_page: Path, visit: Visitor) -> None:
+    page = visit(any_page)
+    links = page.locator("a").all()
+    assert len(links) > 20
+    for link in links:
+        target = link.get_attribute("href") or ""
+        assert target.startswith("#"), target
+        assert page.locator(f'[id="{target[1:]}"]').count() == 1, target
+    found = [each.get_attribute("id") for each in page.locator("[id]").all()]
+    assert len(set(found)) == len(found)
+
+
+def test_a_mark_opens_the_run_that_shows_it(failing: Path, visit: Visitor) -> None:
+    page = visit(failing)
+    closed = page.locator(".story[data-verdict=pass]")
+    assert closed.locator("svg").first.is_hidden()
+    page.locator(".marks a.pass").first.click()
+    assert closed.locator("svg").first.is_visible()
+
+
+def test_filters_are_links_that_hide_other_runs(failing: Path, visit: Visitor) -> None:
+    page = visit(failing)
+    assert page.locator(".story:visible").count() == 2
+    page.locator(".filters a", has_text="fail").click()
+    assert page.locator(".story:visible").count() == 1
+    assert page.locator(".story:visible").get_attribute("data-verdict") == "fail"
+    assert page.locator("section:visible h3").all_inner_texts() == ["tp"]
+    page.get_by_text("Show all runs").locator("visible=true").click()
+    assert page.locator(".story:visible").count() == 2
+    page.locator(".filters a", has_text="single").click()
+    assert page.locator("section:visible h3").all_inner_texts() == ["single"]
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_nothing_is_wider_than_the_screen(
+    any_page: Path, width: int, visit: Visitor
+) -> None:
+    page = visit(any_page, width=width, script=True)
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("h1").is_visible()
+    small = page.evaluate(
+        "[...document.querySelectorAll('svg')].map(s => s.getScreenCTM().a)"
+    )
+    assert all(scale > 0.8 for scale in small)  # letters of plots stay readable
+
+
+def luminance(page: Page, what: str) -> float:
+    colour = page.evaluate(f"getComputedStyle(document.body).{what}")
+    red, green, blue = (int(x) for x in colour[4:-1].split(", "))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_light_dark_and_print(failing: Path, visit: Visitor) -> None:
+    light, dark = (visit(failing, dark=each, script=True) for each in (False, True))
+    assert luminance(light, "backgroundColor") > 200 > 60 > luminance(light, "color")
+    assert luminance(dark, "backgroundColor") < 60 < 200 < luminance(dark, "color")
+    dark.emulate_media(media="print", color_scheme="dark")  # ink on white paper
+    assert luminance(dark, "backgroundColor") > 200 > luminance(dark, "color")
+    assert dark.locator("nav:visible").count() == 0
+
+
+def test_a_printed_page_shows_failures_that_are_closed(
+    failing: Path, visit: Visitor
+) -> None:
+    page = visit(failing, script=True)
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = false)")
+    story = page.locator(".story[data-verdict=fail] .verdicts")
+    assert not story.evaluate("e => e.checkVisibility()")
+    page.emulate_media(media="print")
+    assert story.evaluate("e => e.checkVisibility()")
+    assert page.pdf().startswith(b"%PDF")
+
+
+def test_the_keyboard_reaches_all_in_order(failing: Path, visit: Visitor) -> None:
+    page = visit(failing, script=True)
+    wanted = "a[href], summary, [tabindex='0']"
+    visible = [e for e in page.locator(wanted).all() if e.is_visible()]
+    expected = [each.evaluate(WHO) for each in visible]
+    reached = []
+    for _ in expected:
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate(f"({WHO})(document.activeElement)"))
+    assert reached == expected
+    assert len(expected) > 20
+    page.locator(".story[data-verdict=pass] summary").focus()
+    page.keyboard.press("Enter")
+    assert page.locator(".story[data-verdict=pass][open]").count() == 1
+    style = "e => getComputedStyle(e).outlineStyle"
+    assert page.locator(".story[data-verdict=pass] summary").evaluate(style) == "solid"
+
+
+WHO = "e => e.tagName + '|' + e.textContent + '|' + e.getAttribute('href')"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_axe_finds_no_barrier(
+    any_page: Path, width: int, dark: bool, visit: Visitor
+) -> None:
+    page = visit(any_page, width=width, dark=dark, script=True)
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_hostile_names_are_text(hostile: Path, visit: Visitor) -> None:
+    page = visit(hostile, script=True)
+    assert page.locator("script, img, iframe, object, embed").count() == 0
+    assert page.locator("th", has_text="<script>alert(1)</script>").count() > 0
+    assert "\x1b" not in page.content()

@@ -1,0 +1,289 @@
+"""The command line as a user meets it: exit codes, clear lines, nothing left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradparity.ci import gate
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.cli import listing
+from gradparity.conformance.report.records import read_report
+from gradparity.tests.conformance.test_report import case, write
+
+PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
+DRIFTING = "gradparity.fixtures.faulty:NeverAgrees"
+FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=200,
+        env={**os.environ, "COLUMNS": "400"},  # no line of the table is broken
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--scaler", "nosuch:Thing"], "cannot import"),
+        (["run", "--scaler", "torch.amp:Nope"], "has no attribute 'Nope'"),
+        (["run", "--scaler", "torch"], "is no module:attribute"),
+        (["run", "--scaler", "math:pi"], "is not callable"),
+        (["run", "--topology", "ring"], "unknown topology 'ring'"),
+        (["run", "--data", "mnist"], "unknown data 'mnist'"),
+        (["run", "--preset", "nosuch"], "unknown preset"),
+        (["run", "--precision", "fp8"], "unknown precision 'fp8'"),
+        (
+            ["run", "--topology", "tp", "--precision", "fp16-params"],
+            "leaves no scenario",
+        ),
+        (["run", "--topology", "fsdp", "--world-size", "1"], "cannot be built on 1"),
+        (["run", "--topology", "hsdp", "--world-size", "7"], "cannot be built on 7"),
+        (["run", "--scenario", "what"], "is no scenario id"),
+        (["run", "--timeout-s", "0"], "must be positive"),
+        (["run", "--require", "a:B"], "is not judged"),
+        (["run", "--nosuch"], "unrecognized arguments"),
+        (["nosuch"], "unknown command"),
+        (["rnu"], "did you mean run?"),
+        (["run", "--topology", "ddp,fspd"], "did you mean fsdp?"),
+        (["explain", "agreement.scales"], "did you mean agreement.scale?"),
+        (["explain", "agreement.nosuch"], "neither a law"),
+        (["run", "--out", "/dev/null/x"], "is a file, expected a folder"),
+        (["report", "nosuch.jsonl", "--html", "/dev/null"], "expected a folder"),
+        (["replay", FAULTY_CASE, "--script", "/dev"], "expected a file"),
+        (["report", "nosuch.jsonl"], "No such file"),
+        (["replay", "a/b"], "is no scenario id"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_usage_is_one_line_and_exit_2(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        assert isinstance(error.code, int)
+        code = error.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert words in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "laws",
+        "topologies",
+        "precisions",
+        "optimizers",
+        "data",
+        "recipes",
+        "presets",
+        "faults",
+        "scalers",
+        "scenarios",
+    ],
+)
+def test_list(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", what]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_a_plugged_command_takes_options_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["gate", "--strict", "nosuch.jsonl"]) == 3
+    assert "nosuch.jsonl" in capsys.readouterr().out
+    assert main(["gate", "--help"]) == 0
+    assert "--baseline" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as nobody:
+        command = [sys.executable, "-m", "gradparity.conformance", "list", "laws"]
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_comma_list_is_as_good_as_repetition(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["list", "scenarios", "--topology", "ddp,fsdp+tp"]) == 0
+    listed = capsys.readouterr().out
+    twice = ["--topology", "ddp", "--topology", "fsdp+tp"]
+    assert main(["list", "scenarios", *twice]) == 0
+    assert listed == capsys.readouterr().out
+    topologies = {line.partition("/")[0] for line in listed.splitlines()}
+    assert topologies == {"ddp", "fsdp+tp"}
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, AssertionError])
+def test_a_fault_of_ours_is_a_traceback_and_exit_3(
+    kind: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken(*_: object) -> None:
+        raise kind("a fault of ours")
+
+    monkeypatch.setattr(listing, "listing", broken)
+    assert main(["list", "laws"]) == 3
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and "a fault of ours" in printed
+    assert "internal error" in printed.splitlines()[-1]
+
+
+def test_a_fault_of_ours_in_a_further_command_is_exit_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(gate, "read_report", broken)
+    assert main(["gate", "R"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_incomplete_report_is_exit_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write(tmp_path / "R", case(), close=False))
+    assert main(["report", path]) == 3
+    assert "INCOMPLETE" in capsys.readouterr().out
+    assert main(["report", path, "--html", str(tmp_path)]) == 3
+    assert main(["report", path, "--junit"]) == 0  # says so by itself
+    assert 'type="incomplete"' in capsys.readouterr().out
+
+
+def test_explain_a_chapter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "liveness"]) == 0
+    assert "liveness.completes" in capsys.readouterr().out
+
+
+def test_explain_a_law_and_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "agreement.scale"]) == 0
+    assert "same scale" in capsys.readouterr().out
+    assert main(["explain", FAULTY_CASE]) == 0
+    assert "mesh:      dp 2" in capsys.readouterr().out
+
+
+def test_run_judges_scalers_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")  # no line of the table is broken
+    judged = ["--scaler", PLAIN, "--scaler", DRIFTING]
+    code, told = main(["run", "--scenario", FAULTY_CASE, *judged]), capsys.readouterr()
+    assert code == 1, told.err
+    assert "agreement" in told.out
+    assert "step 1: rank 0 scale 1024; rank 1 scale 512" in told.out
+    report = read_report(tmp_path / "parity-report" / "report.jsonl")
+    assert [c.status for c in report.cases] == ["pass", "fail"]
+    assert report.incomplete == ""
+    assert (tmp_path / "parity-report" / "index.html").stat().st_size > 10_000
+
+
+def test_require_decides_the_exit_code_and_json_names_the_file(tmp_path: Path) -> None:
+    done = run(
+        "run", "--scenario", FAULTY_CASE, "--scaler", PLAIN, "--scaler", DRIFTING,
+        "--require", PLAIN, "--report", "out.json", "--quiet", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert len(read_report(tmp_path / "out.json").cases) == 2
+    assert {p.name for p in tmp_path.iterdir()} == {"out.json", ".out.json.lock"}
+
+
+def test_a_scaler_of_the_current_folder_and_fail_fast(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from gradparity.fixtures.faulty import NeverAgrees as Mine\n"
+    )
+    done = run(
+        "run", "--topology", "fsdp", "--data", "digits", "--scaler", "mine:Mine",
+        "--fail-fast", "--report", "r.jsonl", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    report = read_report(tmp_path / "r.jsonl")
+    assert report.cases[-1].status == "fail"
+    assert "stopped at the first violation" in report.incomplete or (
+        len(report.cases) == report.header.planned
+    )
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue  # ended while we looked
+            parent = int(stat.rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+    found, queue = [], [pid]
+    while queue:
+        new = children.get(queue.pop(), [])
+        found += new
+        queue += new
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2]
+    except OSError:
+        return False
+    return state.split()[0] != "Z"
+
+
+def test_a_killed_rank_gives_exit_3_and_an_incomplete_report(tmp_path: Path) -> None:
+    # a scaler that dawdles, so that the kill comes in the middle of the run
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, time\n"
+        "from gradparity.fixtures.faulty import PlainScaler\n"
+        "class Slow(PlainScaler):\n"
+        "    def update(self):\n"
+        "        super().update()\n"
+        "        pathlib.Path(f'rank-{os.getpid()}').touch()\n"
+        "        time.sleep(0.5)\n"
+    )
+    process = subprocess.Popen(
+        [*PROGRAM, "run", "--scenario", "fsdp/2/fp32/sgd/none/steps=30", "--scaler",
+         "slow:Slow", "--out", "out"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 100
+    while len(ranks := list(tmp_path.glob("rank-*"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    family = descendants(process.pid)
+    os.kill(int(ranks[0].name.partition("-")[2]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 3, output
+    assert "SIGKILL" in output
+    report = read_report(tmp_path / "out" / "report.jsonl")
+    assert "rank" in report.incomplete and "SIGKILL" in report.incomplete
+    assert report.cases[0].status == "error"
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in family) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in family if alive(pid)] == []

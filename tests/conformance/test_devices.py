@@ -1,0 +1,258 @@
+"""Devices: what is chosen, refused and told; what needs a GPU carries ``gpu``."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.rank import worker as rank_module
+from gradparity.conformance.rank.devices import Devices, settle
+from gradparity.conformance.report.records import read_report
+from gradparity.conformance.run import launcher as place_module
+from gradparity.conformance.run.launcher import Place, Pool, Torchrun
+from gradparity.conformance.run.recorder import make_header, replay_command
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.fixtures import DATASETS, MODELS, OPTIMIZERS, Batch, loss
+from gradparity.multiprocess import Cluster, WorldSpec
+from gradparity.multiprocess.elastic.membership import Member
+from gradparity.multiprocess.rank import worker
+
+OURS = "gradparity.scaler:GradScaler"
+CUDA = Devices(device="cuda")
+SHARED = Devices(device="cuda", share=True)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs, as far as anybody asks."""
+    monkeypatch.setattr(place_module, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def test_the_backend_follows_the_device() -> None:
+    assert (Devices().backend, CUDA.backend, SHARED.backend) == ("gloo", "nccl", "gloo")
+    spec = SHARED.spec(4, 9.0)
+    assert (spec.size, spec.device, spec.share_devices) == (4, "cuda", True)
+    assert (spec.backend, spec.timeout_s) == ("gloo", 9.0)
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "sharing without GPUs": (["--share-gpus"], "goes with --device cuda only"),
+    "an unknown device": (["--device", "tpu"], "invalid choice"),
+    "more ranks than GPUs": (
+        ["--device", "cuda", "--topology", "hsdp"],
+        "4 ranks and 2 GPUs, and NCCL takes one rank a GPU: choose another --topology "
+        "or --world-size, or let ranks share with --share-gpus (gloo)",
+    ),
+}
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, words = REFUSED[name]
+    try:
+        code: object = main(["run", *options])
+    except SystemExit as error:
+        code = error.code
+    told = capsys.readouterr().err
+    assert code == 2
+    assert words in told and told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_gpu_is_told_with_its_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(place_module, "visible_gpus", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = ["--device", "cuda", "--scaler", OURS]
+    assert main(["replay", "single/1/fp32/sgd/none", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert "no CUDA device is visible (CUDA_VISIBLE_DEVICES='')" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_sharing_and_few_ranks_are_allowed() -> None:
+    Pool(SHARED, 9.0).check([1, 8])
+    Pool(CUDA, 9.0).check([1, 2])
+    Pool(Devices(), 9.0).check([64])
+
+
+@dataclass
+class FakeStation:
+    gpus: tuple[int, ...]
+    size: int = 4
+    hosts: int = 2
+    attempt: int = 0
+
+    def members(self) -> list[Member]:
+        return [Member(place="", pid=1, gpus=n, local_size=2) for n in self.gpus]
+
+
+def torchrun(devices: Devices, *gpus: int) -> Place:
+    station: Any = FakeStation(gpus)
+    return Torchrun(devices, 9.0, station)
+
+
+def test_under_torchrun_every_machine_counts_for_itself() -> None:
+    torchrun(CUDA, 2, 2, 2, 2).check([4])
+    torchrun(SHARED, 1, 1, 1, 1).check([4])
+    torchrun(Devices(), 0, 0, 0, 0).check([4])
+    words = "2 ranks and 1 GPU, .*start with --nproc-per-node 1, or let ranks share"
+    with pytest.raises(ValueError, match=words):
+        torchrun(CUDA, 2, 2, 1, 1).check([4])
+    with pytest.raises(ValueError, match="no CUDA device is visible"):
+        torchrun(SHARED, 2, 2, 2, 0).check([4])
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_rank_takes_its_own_gpu_or_shares() -> None:
+    spec = CUDA.spec(4, 9.0)
+    assert [str(worker._device(spec, r)) for r in (0, 1)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(RuntimeError, match="rank 2 has no CUDA device of its own: 2"):
+        worker._device(spec, 2)
+    shared = SHARED.spec(4, 9.0)
+    assert [str(worker._device(shared, r)) for r in (2, 3)] == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_header_tells_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "gpu_names", lambda self: ["Fake GPU"] * 2)
+    seen = [
+        make_header(planned=0, preset="", seed=0, arguments=[], place=Pool(d, 9.0))
+        for d in (Devices(), CUDA, SHARED)
+    ]
+    assert [(h.device, h.backend) for h in seen] == [
+        ("cpu", "gloo"),
+        ("cuda", "nccl"),
+        ("cuda", "gloo"),
+    ]
+    assert seen[1].gpus == ("Fake GPU", "Fake GPU")
+    assert seen[0].threads == WorldSpec(size=1).threads
+    assert seen[0].launcher.name == "pool"
+
+
+def test_a_replay_line_keeps_the_devices() -> None:
+    scenario = "single/1/fp32/sgd/none"
+    assert replay_command(OURS, scenario).endswith(f"{scenario} --scaler {OURS}")
+    line = replay_command(OURS, scenario, SHARED)
+    assert line.endswith(f"--scaler {OURS} --device cuda --share-gpus")
+
+
+@pytest.fixture
+def kernels() -> Iterator[Any]:
+    """The switches of the CUDA kernels, put back afterwards."""
+    cuda = torch.backends.cuda
+    flash = cuda.flash_sdp_enabled()
+    efficient, cudnn = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    half = cuda.matmul.allow_fp16_reduced_precision_reduction
+    wide = cuda.matmul.allow_bf16_reduced_precision_reduction
+    yield cuda
+    cuda.enable_flash_sdp(flash)
+    cuda.enable_mem_efficient_sdp(efficient)
+    cuda.enable_cudnn_sdp(cudnn)
+    cuda.matmul.allow_fp16_reduced_precision_reduction = half
+    cuda.matmul.allow_bf16_reduced_precision_reduction = wide
+
+
+def test_on_cuda_the_same_bits_come_each_time(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's stays
+    settle(torch.device("cpu"))
+    assert kernels.flash_sdp_enabled()
+    settle(torch.device("cuda", 0))
+    assert not kernels.flash_sdp_enabled() and not kernels.mem_efficient_sdp_enabled()
+    assert not kernels.cudnn_sdp_enabled() and kernels.math_sdp_enabled()
+    assert kernels.matmul.allow_fp16_reduced_precision_reduction is False
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+# experts read on the host how many rows each has, which a meta tensor cannot tell
+@pytest.mark.parametrize("name", [name for name in MODELS if "experts" not in name])
+def test_models_make_no_tensor_elsewhere(name: str) -> None:
+    """On the meta device, as on CUDA, an operation on tensors of two devices raises."""
+    device = torch.device("meta")
+    model = MODELS[name]().to(device)
+    batch = DATASETS[name.split("-")[0]].batch(0, 0)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        loss(model(batch.inputs), batch.targets)  # without the move
+    moved = batch.to(device)
+    loss(model(moved.inputs), moved.targets).backward()
+    OPTIMIZERS["sgd"](list(model.named_parameters())).step()
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
+def moves_of_a_run(scenario: Scenario) -> list[str]:
+    """On a rank: the devices to which batches were moved."""
+    moves: list[str] = []
+    move = Batch.to
+
+    def noted(self: Batch, device: torch.device) -> Batch:
+        moves.append(device.type)
+        return move(self, device)
+
+    Batch.to = noted  # type: ignore[method-assign]  # this process is a rank of its own
+    try:
+        rank_module.observe_rank(scenario, "none", ".")
+    finally:
+        Batch.to = move  # type: ignore[method-assign]
+    return moves
+
+
+def test_every_batch_is_moved_to_the_device() -> None:
+    scenario = Scenario.parse("single/1/fp32/sgd/none/steps=3")
+    with Cluster(1) as cluster:
+        assert cluster.run(moves_of_a_run, scenario) == [["cpu"] * 3]
+
+
+def run_on_gpu(folder: Path, *arguments: str) -> tuple[str, ...]:
+    """Judge our scaler there; the report must be whole and all of it a pass."""
+    command = [sys.executable, "-m", "gradparity.conformance", "run", "--scaler", OURS]
+    done = subprocess.run(
+        [*command, "--device", "cuda", "--out", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = read_report(folder / "report.jsonl")
+    assert report.incomplete == "" and {c.status for c in report.cases} == {"pass"}
+    assert report.header.device == "cuda" and report.header.gpus
+    return report.header.backend, *report.topologies
+
+
+@pytest.mark.gpu
+def test_the_catalogue_on_nccl_with_one_rank(tmp_path: Path) -> None:
+    assert run_on_gpu(tmp_path, "--topology", "single") == ("nccl", "single")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topology", ["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "pp"])
+def test_ranks_share_a_gpu(tmp_path: Path, topology: str) -> None:
+    options = ["--share-gpus", "--topology", topology, "--data", "digits"]
+    assert run_on_gpu(tmp_path, *options) == ("gloo", topology)
+
+
+@pytest.mark.gpu(count=2)
+def test_two_ranks_on_nccl(tmp_path: Path) -> None:
+    options = ["--topology", "fsdp", "--topology", "tp"]
+    assert run_on_gpu(tmp_path, *options) == ("nccl", "fsdp", "tp")

@@ -1,0 +1,95 @@
+"""The judge judged: each faulty scaler is caught by its law, the right ones by none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gradparity.conformance import LAWS, Case, Runner, Scenario, Status
+from gradparity.conformance.space.catalogue import Selection, select
+from gradparity.fixtures import faulty
+from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
+from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
+from gradparity.tests.made_up import OF_STACKS
+
+MODULE = "gradparity.fixtures.faulty"
+# the recorded run of `gradparity mutants` has many more, see docs/mutants.md
+PLACES = (
+    plain.CLEAN,
+    plain.BAD,
+    plain.BURST,
+    plain.FOUR,
+    plain.PIPELINE,
+    plain.LARGE,
+    plain.MOVED,
+    plain.HIGHEST,
+    plain.LOWEST,
+    plain.SMALL,
+    plain.NO_POWER_OF_TWO,
+)
+
+FEW = (plain.BURST, plain.LARGE, plain.SMALL, plain.LOWEST)
+"""Where few faulty scalers fail."""
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=30) as runner:
+        yield runner
+
+
+def judged(runner: Runner, scaler: type[Any], scenario: str) -> Case:
+    case = runner.run(f"{MODULE}:{scaler.__name__}", Scenario.parse(scenario))
+    assert case.status is not Status.ERROR, case.problem
+    return case
+
+
+def accusations(case: Case) -> dict[str, str]:
+    return {v.law: v.finding.message for v in case.verdicts if v.status is Status.FAIL}
+
+
+@pytest.mark.parametrize(
+    ("scaler", "broken"), FAULTY.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_a_faulty_scaler_is_caught_by_its_law(
+    runner: Runner, scaler: type[Any], broken: Broken
+) -> None:
+    case = judged(runner, scaler, broken.at)
+    assert broken.law in accusations(case), case.verdicts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaler", FAULTY)
+def test_a_faulty_scaler_is_found_early_by_a_default_run(
+    runner: Runner, scaler: type[Any]
+) -> None:
+    ids = [scenario.id for scenario in select("default", Selection())]
+    soon = ids[:60]
+    if scaler.__name__ == "NeedsAGradientOnEveryRank":
+        # Only a pipeline's stage without gradients shows it: a rare pair, tried later.
+        soon = [each for each in ids if each[:2] == "pp" and "recipe=frozen" in each]
+    assert any(accusations(judged(runner, scaler, scenario)) for scenario in soon)
+
+
+@pytest.mark.parametrize("scaler", RIGHT)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p in FEW)) for p in PLACES],
+)
+def test_a_right_scaler_is_never_accused_where_others_fail(
+    runner: Runner, scaler: type[Any], scenario: str
+) -> None:
+    assert accusations(judged(runner, scaler, scenario)) == {}
+
+
+def test_every_law_has_a_scaler_or_a_stack_that_breaks_it() -> None:
+    every = [*FAULTY.values(), *FAULTY_STACKS.values()]
+    of_random_layers = {law for law in LAWS if law.startswith(OF_STACKS)}
+    assert {broken.law for broken in every} == set(LAWS) - of_random_layers
+
+
+def test_there_are_enough_of_both_and_each_says_what_it_is() -> None:
+    assert len(FAULTY) >= 40 and len(RIGHT) >= 9
+    for scaler in [*FAULTY, *RIGHT]:
+        assert scaler.__doc__, scaler
+        assert getattr(faulty, scaler.__name__) is scaler

@@ -1,0 +1,625 @@
+"""What laws say on made-up traces, word by word: counts, groups, steps and borders."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gradparity.conformance import LAWS, Evidence, Scenario, Status
+from gradparity.conformance.judge.law import judge
+from gradparity.conformance.judge.laws.scale import SMALLEST
+from gradparity.conformance.judge.laws.transparency import SUBNORMAL
+from gradparity.conformance.judge.parity import Parity, _compare
+from gradparity.conformance.rank.trace import Collective, Problem
+from gradparity.conformance.space.recipes import MANUAL_STEP
+from gradparity.tests.made_up import (
+    BAD_STEP,
+    OF_STACKS,
+    SCENARIO,
+    evidence,
+    finding,
+    parity_without_rows,
+    row,
+)
+
+COUNTS = {
+    "liveness.completes": "12 rank-steps completed",
+    "agreement.scale": "12 rank-steps compared by their scale",
+    "agreement.growth": "12 rank-steps compared by their growth tracker",
+    "agreement.skip": "12 rank-steps compared by their decision",
+    "agreement.replicas": "8 pairs of replicas compared bitwise",
+    "skip.nobody-steps": "3 rank-steps with a bad gradient somewhere",
+    "skip.everybody-steps": "9 rank-steps with finite gradients",
+    "skip.frozen": "3 rank-steps with a bad gradient somewhere",
+    "scale.rule": "12 updates equal to the rule",
+    "scale.positive": "12 scales looked at",
+    "scale.continuity": "9 pairs of steps",
+    # until the first bad step
+    "transparency.gradient": "3 gradients bitwise equal to the bare run",
+    "transparency.bitwise": "3 tensors bitwise equal to the bare run",
+    "parity.gradient": "worst gradient at 0.5 of its bound (w, step 2, rank 1, norm)",
+    "parity.update": "worst update at 0.5 of its bound (w, step 2, rank 1, norm)",
+    "parity.loss": "worst loss at 0.5 of its bound (w, step 2, rank 1, norm)",
+    "random.replicas": "random layers, where there are any, are off: recipe=random",
+    "random.data": "random layers, where there are any, are off: recipe=random",
+    "random.recompute": "random layers, where there are any, are off: recipe=random",
+    "collectives.same-sequence": "12 sequences compared",
+    "collectives.no-crosstalk": "12 checked collectives",
+    "misuse.refused": "3 calls in a wrong order refused",
+    "norm.reported": "9 norms within their bound",
+    "norm.factor": "9 gradients clipped by their factor",
+    "dtype.reduction": "12 reductions of gradients in the promised dtype",
+}
+
+
+def test_a_pass_says_how_much_was_compared() -> None:
+    of = evidence(bad=True, size=3)
+    assert {v.law: v.finding.message for v in judge(of)} == COUNTS
+
+
+NUMBERS = {
+    "agreement.replicas": (8, 0),
+    "skip.nobody-steps": (3, 0),
+    "skip.everybody-steps": (9, 0),
+    "skip.frozen": (3, 0),
+    "scale.continuity": (9, 0),
+    "transparency.gradient": (3, 9),  # until the first bad step
+    "transparency.bitwise": (3, 9),
+    "parity.gradient": (1, 0),
+    "parity.update": (1, 0),
+    "parity.loss": (1, 0),
+    "random.replicas": (0, 0),
+    "random.data": (0, 0),
+    "random.recompute": (0, 0),
+    "misuse.refused": (3, 0),
+    "norm.reported": (9, 0),
+    "norm.factor": (9, 0),
+}
+
+
+def test_a_pass_says_in_numbers_how_much_was_compared_and_how_much_was_not() -> None:
+    found = {v.law: v.finding for v in judge(evidence(bad=True, size=3))}
+    assert {law: (f.compared, f.not_compared) for law, f in found.items()} == {
+        law: NUMBERS.get(law, (12, 0)) for law in LAWS
+    }
+
+
+def test_steps_of_a_run_that_stopped_were_not_compared() -> None:
+    of = evidence(size=3)
+    for trace in of.ranks:
+        del trace.steps[3:]
+    for law in ("scale.rule", "agreement.scale", "collectives.no-crosstalk"):
+        found = finding(of, law)
+        assert (found.compared, found.not_compared) == (9, 3), law
+
+
+def test_a_violation_says_how_much_was_compared_up_to_it() -> None:
+    of = evidence(size=3)
+    of.ranks[1].steps[2].scale_after = 99.0
+    assert finding(of, "agreement.scale").compared == 9
+
+
+def test_what_only_one_rank_knows_is_compared_with_nothing() -> None:
+    of = evidence()
+    of.ranks[0].steps[1].decisions[0].parameters_changed = None
+    found = finding(of, "agreement.skip")
+    assert (found.compared, found.not_compared) == (6, 2)
+
+
+def test_nothing_seen_is_inconclusive_under_every_law_that_was_not_excused() -> None:
+    of = evidence()
+    for trace in of.ranks:
+        trace.steps.clear()
+        trace.misuse = None
+    blind = Evidence(scenario=SCENARIO, ranks=of.ranks)
+    told = {law: finding(blind, law).status for law in LAWS}
+    expected = dict.fromkeys(LAWS, Status.INCONCLUSIVE)
+    expected |= {x: Status.SKIPPED for x in LAWS if x.startswith(OF_STACKS)}
+    assert told == expected
+
+
+# - Agreement
+
+
+def test_the_smaller_group_is_the_one_that_departs() -> None:
+    of = evidence(size=3)
+    of.ranks[0].steps[1].scale_after = 3.0
+    found = finding(of, "agreement.scale")
+    assert found.ranks == (0,)
+    assert found.message == "step 1: rank 0 scale 3; ranks 1, 2 scale 16"
+    assert found.numbers == {"rank 0": 3.0, "rank 1": 16.0, "rank 2": 16.0}
+
+
+def test_who_stepped_and_who_skipped() -> None:
+    of = evidence(bad=True, size=3)
+    of.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
+    assert finding(of, "agreement.skip").message == (
+        "step 1: rank 0 stepped; ranks 1, 2 skipped (w is not finite on rank 1)"
+    )
+
+
+def test_which_replica_differs_from_which() -> None:
+    for rank, others in ((1, "0, 2"), (2, "0, 1")):
+        of = evidence(size=3)
+        of.ranks[rank].steps[3].digests["w"] = "else"
+        assert finding(of, "agreement.replicas").message == (
+            f"step 3: w on rank {rank} differs from its replica on ranks {others}"
+        )
+
+
+def test_replicas_of_a_run_that_stopped_on_one_rank_were_not_excused() -> None:
+    of = evidence()
+    for rank, trace in enumerate(of.ranks):
+        trace.shards = {"w": f"part {rank}"}
+    assert finding(of, "agreement.replicas").status is Status.SKIPPED
+    of.ranks[1].problem = Problem(step=3, call="step", error="RuntimeError: no")
+    assert finding(of, "agreement.replicas").status is Status.INCONCLUSIVE
+
+
+def test_empty_shards_are_no_replicas() -> None:
+    of = evidence()
+    for trace in of.ranks:
+        trace.index = {"w": np.arange(0)}
+    assert finding(of, "agreement.replicas").status is Status.SKIPPED
+
+
+# - Collectives
+
+
+def test_both_sequences_are_told() -> None:
+    of = evidence()
+    of.ranks[1].steps[2].collectives = []
+    assert finding(of, "collectives.same-sequence").message == (
+        "step 2: rank 1 issued none, rank 0 allreduce[6:float64] over ranks 0, 1, 2, 3"
+    )
+    of.ranks[1].steps[2].collectives = [Collective("barrier", (0, 1))] * 2
+    text = "rank 1 issued barrier over ranks 0, 1 + barrier over ranks 0, 1, rank 0"
+    assert text in finding(of, "collectives.same-sequence").message
+
+
+PAIRS = ((0, 1), (2, 3))
+
+
+def test_groups_without_a_common_rank_have_sequences_of_their_own() -> None:
+    of = evidence(size=4)
+    for trace in of.ranks:
+        mine = Collective("barrier", PAIRS[trace.rank // 2])
+        trace.steps[1].collectives = [mine] * (1 + trace.rank // 2)
+    assert finding(of, "collectives.same-sequence").status is Status.PASS
+    of.ranks[3].steps[1].collectives.pop()
+    broken = finding(of, "collectives.same-sequence")
+    assert (broken.status, broken.ranks) == (Status.FAIL, (3,))
+    assert "rank 2 barrier over ranks 2, 3 + barrier over" in broken.message
+
+
+def test_groups_that_are_mixed_up_are_seen() -> None:
+    of = evidence()
+    of.ranks[0].steps[1].collectives = [Collective("barrier", (0, 1))]
+    of.ranks[1].steps[1].collectives = [Collective("barrier", (0, 1, 2))]
+    assert finding(of, "collectives.same-sequence").status is Status.FAIL
+
+
+def test_a_rank_without_a_checked_collective_hides_no_other() -> None:
+    of = evidence()
+    of.ranks[0].steps[1].checked_sum = None
+    of.ranks[1].steps[1].checked_sum = (2.0, 3.0)
+    found = finding(of, "collectives.no-crosstalk")
+    assert (found.status, found.step, found.ranks) == (Status.FAIL, 1, (1,))
+    assert found.numbers == {"got": 2.0, "expected": 3.0}
+
+
+# - Liveness
+
+
+@pytest.mark.parametrize(
+    ("steps", "words", "step", "ranks"),
+    [
+        ((-1, -1), "in the constructor: step raised on ranks 0, 1: E: no", 0, (0, 1)),
+        ((0, 2), "step 0: step raised on rank 0: E: no", 0, (0,)),
+        ((2, 1), "step 1: step raised on rank 1: E: no", 1, (1,)),
+    ],
+)
+def test_the_earliest_problem_is_told(
+    steps: tuple[int, int], words: str, step: int, ranks: tuple[int, ...]
+) -> None:
+    of = evidence()
+    for trace, at in zip(of.ranks, steps, strict=True):
+        trace.problem = Problem(step=at, call="step", error="E: no")
+    found = finding(of, "liveness.completes")
+    assert (found.message, found.step, found.ranks) == (words, step, ranks)
+
+
+# - Misuse
+
+
+def test_wrong_calls_that_one_rank_did_not_get_to_are_not_excused() -> None:
+    of = evidence()
+    of.ranks[0].misuse, of.ranks[1].misuse = [], None
+    assert finding(of, "misuse.refused").status is Status.INCONCLUSIVE
+
+
+# - Parity
+
+
+def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
+    parity = parity_without_rows()
+    for kind, error in rows:
+        parity.add(row(kind, error=error))
+    return Evidence(scenario=of.scenario, ranks=of.ranks, bare=of.bare, parity=parity)
+
+
+def test_what_departs_is_named() -> None:
+    of = parity_of(evidence(), ("gradient", 2.0), ("update", 3.0), ("loss", 4.0))
+    bound = "departs from the fp64 truth: relative norm of the error"
+    for law, subject, error in (
+        ("gradient", "the gradient of w on rank 1", 2),
+        ("update", "the update of w on rank 1", 3),
+        ("loss", "the loss", 4),
+    ):
+        found = finding(of, f"parity.{law}")
+        assert found.message == f"step 2: {subject} {bound} {error}, bound 1"
+
+
+def test_only_gradients_are_excused_by_bad_steps_and_only_by_bad_steps_alone() -> None:
+    of = evidence()
+    for seen in of.ranks[1].steps:
+        seen.decisions[0].non_finite = ["w"]
+    nothing = parity_of(of)
+    assert finding(nothing, "parity.gradient").status is Status.SKIPPED
+    assert finding(nothing, "parity.update").status is Status.INCONCLUSIVE
+    of.ranks[1].steps[2].decisions[0].non_finite = []
+    assert finding(nothing, "parity.gradient").status is Status.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("missed", "status"), [(3, "pass"), (4, "inconclusive")])
+@pytest.mark.parametrize("kind", ["gradient", "update", "loss"])
+def test_parity_over_less_than_half_is_no_pass(
+    kind: str, missed: int, status: str
+) -> None:
+    of = parity_of(evidence(), *[(kind, 0.5)] * 3)
+    assert of.parity is not None
+    for _ in range(missed):
+        of.parity.add(replace(row(kind, np.nan), bound=np.inf))
+    found = finding(of, f"parity.{kind}")
+    assert (found.status, found.compared, found.not_compared) == (status, 3, missed)
+    if status != "pass":
+        assert found.message.startswith(f"3 of 7 comparisons of the {kind} could be")
+
+
+def test_a_departure_is_told_however_little_was_compared() -> None:
+    of = parity_of(evidence(), ("gradient", 2.0))
+    assert of.parity is not None
+    for _ in range(9):
+        of.parity.add(replace(row("gradient", np.nan), bound=np.inf))
+    assert finding(of, "parity.gradient").status is Status.FAIL
+
+
+@pytest.mark.parametrize(
+    ("error", "bound", "ratio"),
+    [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (1.0, 2.0, 0.5), (0.5, 0.0, np.inf)],
+)
+def test_error_over_bound(error: float, bound: float, ratio: float) -> None:
+    assert replace(row("gradient", error), bound=bound).ratio == ratio
+
+
+def test_what_parity_keeps_of_its_rows() -> None:
+    parity = Parity(per_step=[0.0] * 4)
+    errors = [(1, "w", 1.0), (2, "w", 3.0), (2, "b", 5.0), (2, "w", 4.0), (3, "w", 9.0)]
+    rows = [
+        replace(row("gradient", error), step=step, parameter=name)
+        for step, name, error in errors
+    ]
+    for each in [*rows, row("update", error=0.25)]:
+        parity.add(each)
+    assert parity.compared == {"gradient": 5, "update": 1}
+    assert parity.not_compared.total() == 0
+    assert parity.worst["gradient"] is rows[4]
+    assert parity.first_bad == {"gradient": rows[2]}  # the worst of its first step
+    assert parity.per_step == [0.0, 1.0, 5.0, 9.0]
+    assert parity.per_parameter == {"w": 9.0, "b": 5.0}
+
+
+def test_where_the_truth_is_zero_the_error_is_absolute() -> None:
+    where, truth = ("gradient", 0, "w", 0), (np.zeros(2), np.arange(2))
+    rows = list(_compare(where, np.array([0.0, 0.5]), truth, (2.0, 4.0)))
+    assert [(r.measure, r.error, r.bound) for r in rows] == [
+        ("norm", 0.5, 2.0),
+        ("largest element", 0.5, 4.0),
+    ]
+
+
+def test_a_bound_itself_is_kept_and_no_error_is_worst_of_none() -> None:
+    parity = Parity(per_step=[0.0] * 4)
+    parity.add(row("gradient", error=0.0))
+    parity.add(row("gradient", error=1.0))
+    parity.add(row("gradient", error=0.5))
+    assert parity.first_bad == {}
+    assert parity.worst["gradient"].error == 1.0
+    parity.add(row("gradient", error=np.nextafter(1.0, 2.0)))
+    assert set(parity.first_bad) == {"gradient"}
+
+
+# - Scale
+
+
+def one_step(
+    settings: str, before: tuple[float, int], after: tuple[float, int], *, bad: bool
+) -> Status:
+    """What the rule says of one step: MANUAL_STEP of a run of two ranks."""
+    of = evidence(scenario=Scenario.parse(f"ddp/2/fp32/sgd/none/{settings}"))
+    for trace in of.ranks:
+        trace.steps = [trace.steps[MANUAL_STEP]]
+        (seen,) = trace.steps
+        seen.scale_before, seen.growth_before = before
+        seen.scale_after, seen.growth_after = after
+        seen.decisions[0].non_finite = ["w"] * bad
+    return finding(of, "scale.rule").status
+
+
+LAST = 2.0**127
+PLAIN, MANUAL = "interval=3", "interval=3,recipe=manual-scale"
+OFF = "interval=3,recipe=disabled"
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "after", "bad", "right"),
+    [
+        (PLAIN, (8.0, 0), (8.0, 1), False, True),
+        (PLAIN, (8.0, 1), (8.0, 2), False, True),
+        (PLAIN, (8.0, 2), (16.0, 0), False, True),
+        (PLAIN, (8.0, 2), (8.0, 0), False, False),
+        (PLAIN, (8.0, 2), (16.0, 1), False, False),
+        (PLAIN, (8.0, 1), (16.0, 0), False, False),
+        (PLAIN, (8.0, 2), (4.0, 0), True, True),
+        (PLAIN, (8.0, 2), (4.0, 2), True, False),
+        (PLAIN, (8.0, 2), (8.0, 0), True, False),
+        # growth that would not be finite does not happen, and counts anew
+        (PLAIN, (LAST, 2), (LAST, 0), False, True),
+        (PLAIN, (LAST, 2), (LAST, 2), False, False),
+        # below the smallest normal number a floor is one's own choice
+        (PLAIN, (SMALLEST, 1), (SMALLEST, 0), True, True),
+        (PLAIN, (SMALLEST, 1), (SMALLEST / 2, 0), True, True),
+        (PLAIN, (SMALLEST, 1), (SMALLEST, 1), True, False),
+        (PLAIN, (SMALLEST, 1), (SMALLEST * 2, 0), True, False),
+        (PLAIN, (SMALLEST * 2, 1), (SMALLEST * 2, 0), True, False),
+        (PLAIN, (SMALLEST * 2, 1), (SMALLEST, 0), True, True),
+        # a scale set by hand leaves the count
+        (MANUAL, (8.0, 2), (64.0, 2), False, True),
+        (MANUAL, (8.0, 2), (64.0, 0), False, False),
+        (MANUAL, (8.0, 2), (64.0, 2), True, True),
+        (MANUAL, (8.0, 2), (16.0, 0), False, False),
+        (OFF, (1.0, 0), (1.0, 0), False, True),
+        (OFF, (1.0, 0), (1.0, 1), False, False),
+        (OFF, (1.0, 0), (0.5, 0), True, False),
+    ],
+)
+def test_one_update(
+    settings: str,
+    before: tuple[float, int],
+    after: tuple[float, int],
+    bad: bool,
+    right: bool,
+) -> None:
+    expected = Status.PASS if right else Status.FAIL
+    assert one_step(settings, before, after, bad=bad) is expected
+
+
+def untold(of: Evidence) -> Evidence:
+    """The same run of a scaler whose state_dict has no growth tracker."""
+    for trace in of.ranks:
+        for seen in trace.steps:
+            seen.growth_before = seen.growth_after = None
+    return of
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_scaler_may_keep_its_growth_tracker_to_itself(bad: bool) -> None:
+    of = untold(evidence(bad=bad))
+    assert finding(of, "agreement.growth").status is Status.SKIPPED
+    told = finding(of, "agreement.growth").message
+    assert told == "no two ranks have a growth tracker"
+    for law in ("scale.rule", "scale.continuity", "agreement.scale"):
+        assert finding(of, law).status is Status.PASS, law
+
+
+def test_a_tracker_on_one_rank_alone_agrees_with_nothing() -> None:
+    of = evidence()
+    for seen in of.ranks[0].steps:
+        seen.growth_before = seen.growth_after = None
+    assert finding(of, "agreement.growth").status is Status.SKIPPED
+
+
+def test_where_one_rank_alone_trains_there_is_no_decision_to_disagree_on() -> None:
+    of = evidence()
+    for seen in of.ranks[1].steps:
+        seen.decisions[0].parameters_changed = None
+    found = finding(of, "agreement.skip")
+    assert found.status is Status.SKIPPED
+    assert found.message == "no two ranks have a decision"
+
+
+@pytest.mark.parametrize(
+    ("bad", "step", "factor"),
+    [(False, 0, 2.0), (False, 1, 0.5), (True, BAD_STEP, 2.0), (True, 2, 2.0)],
+)
+def test_a_tracker_that_is_not_told_is_counted(
+    bad: bool, step: int, factor: float
+) -> None:
+    of = untold(evidence(bad=bad))
+    for trace in of.ranks:
+        trace.steps[step].scale_after *= factor
+    found = finding(of, "scale.rule")
+    assert (found.status, found.step) == (Status.FAIL, step)
+
+
+@pytest.mark.parametrize(
+    ("factor", "status"), [(1.0, "pass"), (2.0, "pass"), (4.0, "fail"), (0.5, "fail")]
+)
+def test_a_count_that_a_load_may_have_lost_is_not_held_against_a_scaler(
+    factor: float, status: str
+) -> None:
+    resumed = replace(SCENARIO, recipe="resume")
+    of = untold(evidence(scenario=resumed))
+    for trace in of.ranks:
+        later = trace.steps[resumed.seam :]
+        later[0].scale_after = later[0].scale_before * factor
+        later[1].scale_before = later[0].scale_after
+        later[1].scale_after = later[0].scale_after * (1.0 if factor == 2.0 else 2.0)
+    assert finding(of, "scale.rule").status == status
+
+
+def test_a_scale_is_set_by_hand_at_one_step_only() -> None:
+    of = evidence(scenario=Scenario.parse(f"ddp/2/fp32/sgd/none/steps=4,{MANUAL}"))
+    of.ranks[0].steps[0].scale_after = 64.0
+    of.ranks[0].steps[0].growth_after = 0
+    assert finding(of, "scale.rule").step == 0
+
+
+def test_any_scale_above_zero_is_positive() -> None:
+    of = evidence()
+    of.ranks[1].steps[0].scale_after = 2.0**-149
+    assert finding(of, "scale.positive").status is Status.PASS
+
+
+def test_what_the_rule_says_is_told() -> None:
+    of = evidence(bad=True)
+    of.ranks[1].steps[BAD_STEP].scale_after = 8.0
+    found = finding(of, "scale.rule")
+    assert found.message == (
+        "step 1: after a bad step rank 1 went from scale 8, tracker 1 to 8, 0; the "
+        "rule says 4, 0"
+    )
+    assert found.numbers == {"got": 8.0, "expected": 4.0}
+    of = evidence()
+    of.ranks[0].steps[0].growth_after = 0
+    assert "after a good step rank 0" in finding(of, "scale.rule").message
+
+
+def test_where_a_state_changes_between_steps() -> None:
+    of = evidence()
+    of.ranks[1].steps[2].growth_before = 1
+    found = finding(of, "scale.continuity")
+    assert found.message == (
+        "step 2: rank 1 left step 1 with scale 16, tracker 0, and starts with 16, 1"
+    )
+    assert (found.step, found.ranks) == (2, (1,))
+    assert found.numbers == {"got": 16.0, "expected": 16.0}
+
+
+def test_one_step_has_no_next_one() -> None:
+    of = evidence()
+    for trace in of.ranks:
+        del trace.steps[1:]
+    assert finding(of, "scale.continuity").status is Status.SKIPPED
+
+
+def test_steps_that_were_not_finished_are_not_compared() -> None:
+    of = evidence()
+    for trace in of.ranks:
+        trace.steps[3].complete = False
+        trace.steps[3].scale_before = 99.0
+        trace.steps[3].scale_after = float("nan")
+    for law in ("scale.continuity", "scale.positive", "scale.rule", "agreement.scale"):
+        assert finding(of, law).status is Status.PASS, law
+
+
+# - Skip
+
+
+def test_a_good_step_after_a_bad_one_is_looked_at() -> None:
+    of = evidence(bad=True)
+    of.ranks[0].steps[BAD_STEP + 1].decisions[0].parameters_changed = False
+    found = finding(of, "skip.everybody-steps")
+    assert found.message == (
+        "step 2: rank 0 did not step although all gradients are finite"
+    )
+
+
+def planted(plan: str, *, struck: str = "") -> Evidence:
+    """A right run in which faults were planted, and one of them or none struck."""
+    of = evidence(bad=bool(struck), scenario=replace(SCENARIO, faults="inf@r1s1:first"))
+    object.__setattr__(of.scenario, "faults", plan)  # of a model with one parameter
+    if struck:
+        of.ranks[1].steps[BAD_STEP].faults = [struck]
+    return of
+
+
+@pytest.mark.parametrize("law", ["skip.nobody-steps", "skip.frozen"])
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("inf@r1s1:w", "there was no gradient of w on rank 1"),
+        ("inf@r1s1:head", "there is no element of head on rank 1"),
+        ("nan@r*s1:head", "there is no element of head on any rank"),
+        ("nan@r*s1:last", "there was no gradient of the last parameter on any rank"),
+        ("inf@r0s1:loss", "there was no loss on rank 0"),
+    ],
+)
+def test_a_planted_fault_that_did_not_strike_is_told(
+    law: str, plan: str, why: str
+) -> None:
+    found = finding(planted(plan), law)
+    assert found.status is Status.INCONCLUSIVE
+    assert found.message == f"{plan} was due at step 1 and did not strike: {why}"
+    assert (found.step, found.compared, found.not_compared) == (1, 0, 2)
+
+
+@pytest.mark.parametrize("law", ["skip.nobody-steps", "skip.frozen"])
+def test_one_fault_that_struck_does_not_hide_another(law: str) -> None:
+    one, other = "inf@r1s1:w", "nan@r0s*:w"
+    assert finding(planted(one, struck=f"{one}=w"), law).status is Status.PASS
+    found = finding(planted(f"{one};{other}", struck=f"{one}=w"), law)
+    assert (found.status, found.compared, found.not_compared) == ("inconclusive", 2, 8)
+
+
+def test_a_violation_goes_before_a_fault_that_did_not_strike() -> None:
+    of = planted("inf@r1s1:w;nan@r0s2:w", struck="inf@r1s1:w=w")
+    of.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
+    assert finding(of, "skip.nobody-steps").status is Status.FAIL
+
+
+def test_a_fault_of_a_step_that_was_not_reached_was_not_due() -> None:
+    of = planted("inf@r1s3:w")
+    for trace in of.ranks:
+        trace.steps[3].complete = False
+    assert finding(of, "skip.nobody-steps").status is Status.SKIPPED
+
+
+# - Transparency
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "equal"),
+    [
+        (SUBNORMAL, 0.0, False),
+        (0.0, SUBNORMAL, False),
+        (SUBNORMAL / 2, 0.0, True),
+        (0.0, SUBNORMAL / 2, True),
+        (SUBNORMAL / 2, SUBNORMAL / 4, True),
+    ],
+)
+def test_the_border_of_what_is_compared(got: float, want: float, equal: bool) -> None:
+    of = evidence()
+    assert of.bare is not None
+    of.ranks[0].steps[1].gradients["w"][0] = got
+    of.bare[0].steps[1].gradients["w"][0] = want
+    expected = Status.PASS if equal else Status.FAIL
+    assert finding(of, "transparency.gradient").status is expected
+
+
+def test_the_element_that_differs_is_told() -> None:
+    of = evidence()
+    of.ranks[1].steps[2].gradients["w"][1] = 0.5
+    found = finding(of, "transparency.gradient")
+    assert found.message == (
+        "step 2: the gradient of w (0.5 for -0.5, 1 of 2 elements) on rank 1 is not "
+        "bitwise what the run without a scaler gives"
+    )
+    assert (found.step, found.ranks, found.parameter) == (2, (1,), "w")
+
+
+@pytest.mark.parametrize("law", ["transparency.gradient", "transparency.bitwise"])
+def test_a_bad_gradient_on_one_rank_ends_the_comparison(law: str) -> None:
+    of = evidence()
+    of.ranks[1].steps[1].decisions[0].non_finite = ["w"]
+    assert finding(of, law).message.startswith("2 ")

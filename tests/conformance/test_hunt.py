@@ -1,0 +1,95 @@
+"""The hunt finds a planted fault, shrinks it, and prints a line that replays it."""
+
+import io
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from rich.console import Console
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.run.runner import Runner
+from gradparity.conformance.search.call_histories import (
+    MachineSettings,
+    machine,
+    parse_drawn,
+)
+from gradparity.conformance.search.hunt import HuntSettings, hunt, scenarios
+from gradparity.conformance.space.catalogue import Selection
+
+MODULE = "gradparity.fixtures.faulty"
+
+
+def hunted(scaler: str, budget_s: float, database: Path) -> tuple[int, str]:
+    output = io.StringIO()
+    code = hunt(
+        HuntSettings(
+            scaler=f"{MODULE}:{scaler}",
+            selection=Selection(
+                topologies=["ddp"], data=["digits"], precisions=["fp32"]
+            ),
+            folder=".",
+            budget_s=budget_s,
+            database=str(database),
+        ),
+        Console(file=output, width=200),
+    )
+    return code, output.getvalue()
+
+
+@settings(max_examples=300, database=None)
+@given(scenarios(Selection()))
+def test_what_is_drawn_is_a_scenario(scenario: Scenario) -> None:
+    assert Scenario.parse(scenario.id) == scenario
+
+
+def test_a_planted_fault_is_found_and_shrunk_to_one_step(tmp_path: Path) -> None:
+    code, output = hunted("ForgetsToUnscale", 20, tmp_path)
+    assert code == 1, output
+    assert "violation of" in output
+    words = _line(output, " replay ")
+    scenario = Scenario.parse(words[words.index("replay") + 1])
+    assert scenario.steps == 1
+    assert scenario.faults == "none"
+
+
+def _line(output: str, word: str) -> list[str]:
+    return shlex.split(next(line for line in output.splitlines() if word in line))
+
+
+def test_call_histories_are_hunted_too_and_told_as_a_line(tmp_path: Path) -> None:
+    code, output = hunted("UnscalesTwice", 12, tmp_path)
+    assert code == 1, output
+    words = _line(output, " machine ")
+    (scaler, history) = (
+        words[words.index(f"--{o}") + 1] for o in ("scaler", "history")
+    )
+    again = MachineSettings(scaler=scaler, folder=".", history=parse_drawn(history, 2))
+    told = io.StringIO()
+    assert machine(again, Console(file=told, width=200)) == 1
+    assert "departure from the oracle" in told.getvalue()
+
+
+def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
+    code, output = hunted("PlainScaler", 4, tmp_path)
+    assert code == 0, output
+    assert all(int(line.split()[0]) > 0 for line in output.splitlines())
+    assert "scenarios tried" in output
+    assert "histories tried" in output
+
+
+def test_a_fault_of_the_judge_ends_a_hunt_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("a fault of ours")
+
+    monkeypatch.setattr(Runner, "run", broken)
+    with pytest.raises(AssertionError, match="a fault of ours"):
+        hunted("PlainScaler", 5, tmp_path)
+
+
+def test_a_budget_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        HuntSettings(scaler="a:B", selection=Selection(), folder=".", budget_s=0)

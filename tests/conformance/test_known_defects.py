@@ -1,0 +1,79 @@
+"""Torch's defects are found by name: every row of docs/defects.md is run."""
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from rich.console import Console
+
+from gradparity.conformance import Runner, Scenario
+from gradparity.conformance.judge.law import Status
+from gradparity.conformance.run.peers import OURS, PEERS
+from gradparity.conformance.search.call_histories import MachineSettings, machine
+from gradparity.conformance.search.oracle import parse_history
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/defects.md"
+
+
+class Row(NamedTuple):
+    """One line of the page."""
+
+    id: str
+    scaler: str
+    scenario: str
+    law: str
+
+    @property
+    def history(self) -> str:
+        """Of calls, where the row is no scenario."""
+        kind, _, text = self.scenario.partition(" ")
+        return text.strip("`") if kind == "history" else ""
+
+
+def rows() -> list[Row]:
+    found = []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if re.fullmatch(r"B\d\d[a-z]?", cells[0]):
+            known, scaler, _, scenario, law = cells
+            found.append(Row(known, PEERS[scaler].spec, scenario, law.strip("`")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with Runner(folder=str(tmp_path_factory.mktemp("defects"))) as kept:
+        yield kept
+
+
+SCENARIOS = [row for row in rows() if not row.history]
+HISTORIES = [row for row in rows() if row.history]
+
+
+@pytest.mark.parametrize("row", SCENARIOS, ids=lambda r: f"{r.id}-{r.scaler[-12:]}")
+def test_the_scaler_breaks_the_law_and_ours_none(runner: Runner, row: Row) -> None:
+    scenario = Scenario.parse(row.scenario.strip("`"))
+    case = runner.run(row.scaler, scenario)
+    assert not case.problem
+    broken = {v.law for v in case.verdicts if v.status is Status.FAIL}
+    assert row.law in broken
+    ours = runner.run(OURS, scenario)
+    assert ours.status is Status.PASS, ours.verdicts
+
+
+@pytest.mark.parametrize("row", HISTORIES, ids=lambda r: r.id)
+def test_the_scaler_departs_from_the_oracle_and_ours_does_not(row: Row) -> None:
+    codes = []
+    for scaler in (row.scaler, OURS):
+        calls = parse_history(row.history, 2)
+        settings = MachineSettings(scaler=scaler, folder=".", history=calls)
+        codes.append(machine(settings, Console(file=io.StringIO())))
+    assert codes == [1, 0]
+
+
+def test_what_the_issue_of_torch_was_is_found() -> None:
+    families = {row.id[:3] for row in rows()}
+    assert families >= {"B01", "B02", "B03", "B04", "B05", "B06", "B09", "B13", "B14"}

@@ -1,0 +1,275 @@
+"""Where parity begins to fail: module, ranks and factor; and where it does not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import nn
+
+from gradparity.conformance import Runner, Scenario
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.rank.modules import is_whole, names_of
+from gradparity.conformance.report.page import render_page
+from gradparity.conformance.report.records import Location, read_report
+from gradparity.conformance.report.terminal import print_report
+from gradparity.tests import misplaced
+
+MODULE = "gradparity.tests.misplaced"
+TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=60) as made:
+        yield made
+
+
+def own(stack: type, place: str = "tp2/2/fp32", more: str = "steps=2") -> str:
+    return f"{place}/own/none/data={MODULE}:{stack.__name__},{more}"
+
+
+def located(runner: Runner, id: str, scaler: str = "none") -> Location:
+    case = runner.run(scaler, Scenario.parse(id))
+    assert not case.problem
+    found = runner.localise(case)
+    assert found is not None
+    failed = any(
+        v.status == "fail" for v in case.verdicts if v.law.startswith("parity")
+    )
+    assert failed == (found.where != "nowhere"), found.text
+    return found
+
+
+@pytest.mark.parametrize(
+    "id",
+    [
+        own(misplaced.Right, "tp2/2/fp32"),
+        own(misplaced.Right, "dp2/2/fp32"),
+        own(misplaced.Right, "dp2/2/bf16-autocast", "steps=2,recipe=accumulate"),
+        own(misplaced.Right, "dp2-tp2/4/fp32"),
+        own(misplaced.RightSequence),
+        own(misplaced.RightSharded, "dp2/2/fp32"),
+        own(misplaced.RightPipeline, "stages2/2/fp32"),
+        own(misplaced.RightContext, "dp2-cp2/4/fp32", "steps=2,recipe=accumulate"),
+        "ddp/2/fp32/adamw/none/steps=2",
+        "fsdp1/2/fp16-params/sgd/none/steps=2",
+        "fsdp/2/fp16-reduce/sgd/none/data=text-tied,steps=2",
+        "fsdp+tp/4/fp32/sgd/none/data=text,steps=2",
+        "pp/2/fp32/sgd/none/data=text,steps=2",
+        "ep/2/fp32/sgd/none/data=digits-experts,steps=2",
+    ],
+)
+def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
+    found = located(runner, id)
+    assert found.where == "nowhere", found.text
+    assert found.compared > 10 * found.not_compared
+    assert "all agree" in found.text
+    assert (found.module, found.ranks, found.parameters) == ("", (), ())
+
+
+@pytest.mark.parametrize(
+    ("stack", "place", "where", "module", "ranks"),
+    [
+        (misplaced.NoGather, "tp2/2", "forward", "blocks.0.feed.down", (0, 1)),
+        # the first token of rank 0 sees nobody else anyway
+        (misplaced.NoAttentionGather, "tp2/2", "forward", "blocks.1.attention", (1,)),
+        (misplaced.BiasOnEveryRank, "tp2/2", "forward", "blocks.0.feed.down", (0, 1)),
+        (misplaced.NoSum, "tp2/2", "forward", "blocks.1.attention.out", (0, 1)),
+        # rank 0's output is wrong, too: what is wrong on rank 1 is added to it
+        (misplaced.MaskOnRank1, "tp2/2", "forward", "blocks.0.attention", (1,)),
+        (misplaced.MaskOnRank1, "dp2/2", "forward", "blocks.0.attention", (1,)),
+        (misplaced.NoSumInBackward, "tp2/2", "backward", "blocks.1.feed.up", (0, 1)),
+        (misplaced.Multiplied, "tp2/2", "backward", "blocks.1.attention", (0, 1)),
+        (misplaced.Multiplied, "dp2/2", "backward", "blocks.1.attention", (0, 1)),
+        (misplaced.StageOff, "stages2/2", "forward", "blocks.1.norm_2", (1,)),
+        (misplaced.OwnKeys, "cp2/2", "forward", "blocks.0.attention", (1,)),
+        (misplaced.NormNotReduced, "tp2/2", "gradient", "blocks.0.norm_2", (0, 1)),
+        (misplaced.NeverAveraged, "dp2/2", "gradient", "head", (0, 1)),
+        (misplaced.SteppedTwice, "dp2/2", "update", "head", (0, 1)),
+    ],
+)
+def test_the_module_is_named(
+    runner: Runner,
+    stack: type,
+    place: str,
+    where: str,
+    module: str,
+    ranks: tuple[int, ...],
+) -> None:
+    found = located(runner, own(stack, f"{place}/fp32"))
+    assert (found.where, found.module, found.ranks) == (where, module, ranks), (
+        found.text
+    )
+    assert found.step == 0
+    assert found.not_compared == 0
+    assert found.parameters
+
+
+def test_what_is_told_of_a_wrong_forward(runner: Runner) -> None:
+    found = located(runner, own(misplaced.MaskOnRank1))
+    assert found.text.startswith(
+        "forward of blocks.0.attention on rank 1, step 0, micro-batch 0: what came in "
+        "is right, the output departs by 0.0"
+    )
+    assert found.inside == "blocks.0.attention.out"
+    assert "36 of 36 gradients" not in found.text  # those of the head's input are right
+    below = located(runner, own(misplaced.NoSum))
+    assert below.collective == "allreduce[16x6x8:float32] over ranks 0, 1"
+    assert below.collective in below.text
+
+
+def test_a_wrong_micro_batch_is_named(runner: Runner) -> None:
+    found = located(
+        runner, own(misplaced.SecondCallOff, "dp2/2/fp32", "steps=2,recipe=accumulate")
+    )
+    assert (found.module, found.micro_batch) == ("blocks.0.norm_1", 1)
+
+
+def test_a_factor_of_all_gradients_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.AveragedTwice, "dp2/2/fp32"))
+    assert found.where == "gradient"
+    assert found.factor == pytest.approx(0.5)
+    assert "all 36 gradients are 0.500 x the truth" in found.text
+    assert "averaged once too often over dp (2 ranks)" in found.text
+
+
+def test_a_factor_is_told_where_a_stack_owns_its_step(runner: Runner) -> None:
+    found = located(runner, own(misplaced.ChunksAddedUp, "stages2/2/fp32"))
+    assert found.where == "gradient"
+    assert found.factor == pytest.approx(4.0)
+    assert "all 36 gradients are 4.000 x the truth" in found.text
+
+
+def test_a_stack_without_modules_is_judged_by_its_gradients(runner: Runner) -> None:
+    found = located(runner, own(misplaced.HiddenSummed, "dp2/2/fp32"))
+    assert (found.where, found.compared) == ("gradient", 0)
+    assert "all 36 gradients are 2.000 x the truth" in found.text
+    assert "added up where they are to be averaged over dp (2 ranks)" in found.text
+    assert "the stack shows no modules" in found.text
+
+
+def test_a_factor_of_the_updates_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.SteppedTwice, "dp2/2/fp32"))
+    assert found.module == "head"
+    assert found.factor == pytest.approx(2.0, rel=1e-3)
+    assert "the update of head.weight is 2.000 x the truth" in found.text
+
+
+def test_a_loss_that_each_rank_normalises_by_itself_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.OwnCount, "cp2/2/fp32"))
+    assert found.where in ("loss", "backward")
+    assert found.module == ""
+
+
+def test_a_factor_of_the_loss_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.LossOfBothRanks))
+    assert found.where == "loss"
+    assert found.factor == pytest.approx(2.0)
+    assert "gradients are 2.000 x the truth" in found.text
+
+
+@pytest.mark.parametrize(
+    ("stack", "place", "words"),
+    [
+        (misplaced.NormNotReduced, "tp2/2", "each rank has a part of the sum"),
+        (misplaced.NeverAveraged, "dp2/2", "each rank has that of its own rows"),
+        (misplaced.NoSumInBackward, "tp2/2", "is a partial sum that nothing adds up"),
+        (misplaced.SteppedTwice, "dp2/2", "all gradients of step 0 are right"),
+    ],
+)
+def test_the_kind_of_fault_is_told(
+    runner: Runner, stack: type, place: str, words: str
+) -> None:
+    assert words in located(runner, own(stack, f"{place}/fp32")).text
+
+
+def test_a_scaler_that_is_wrong_on_a_right_stack(runner: Runner) -> None:
+    id = "fsdp/2/fp32/sgd/none/steps=2"
+    found = located(runner, id, TWICE)
+    assert found.where == "gradient"
+    assert found.factor is not None and "x the truth" in found.text
+    assert located(runner, id).where == "nowhere"
+
+
+def test_a_later_step_and_a_second_world_are_found(runner: Runner) -> None:
+    found = located(runner, own(misplaced.WrongAtStep2, "dp2/2/fp32", "steps=4"))
+    assert (found.where, found.step, found.module) == ("forward", 2, "blocks.1.norm_2")
+
+
+def test_a_run_says_where_in_terminal_report_and_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    id = own(misplaced.BiasOnEveryRank)
+    code = main(["run", "--scaler", "none", "--scenario", id, "--out", str(tmp_path)])
+    assert code == 1
+    report = read_report(tmp_path / "report.jsonl")
+    (case,) = report.cases
+    assert case.location is not None
+    assert case.location.module == "blocks.0.feed.down"
+    text = case.location.text
+    assert text in capsys.readouterr().out
+    assert text in render_page(report)
+    console = Console(record=True, width=100)
+    print_report(console, report)
+    assert "blocks.0.feed.down" in console.export_text()
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["localise", own(misplaced.NoSum)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("forward of blocks.1.attention.out on ranks 0, 1, step 0")
+    assert "  departs: embed.weight\n" in out
+    assert main(["localise", "single/1/fp32/sgd/none/steps=2"]) == 0
+    assert capsys.readouterr().out.startswith("nothing departs at step 0")
+    assert main(["localise", "pp/2/fp32/sgd/inf@r0s0:first/steps=2"]) == 2
+    assert "cannot be trained without a scaler" in capsys.readouterr().err
+
+
+def test_a_run_localises_once_for_a_topology_and_recipe() -> None:
+    with Runner(folder=".", timeout_s=60, localises=1) as runner:
+        wrong = own(misplaced.BiasOnEveryRank)
+        first = runner.run("none", Scenario.parse(wrong))
+        again = runner.run("none", Scenario.parse(f"{wrong},seed=1"))
+        other = runner.run(
+            "none", Scenario.parse(own(misplaced.AveragedTwice, "dp2/2/fp32"))
+        )
+    assert first.status == again.status == other.status == "fail"
+    assert first.location is not None
+    assert again.location is other.location is None
+
+
+def test_a_second_run_that_breaks_changes_no_verdict(runner: Runner) -> None:
+    case = runner.run("none", Scenario.parse(own(misplaced.BreaksIfWatched)))
+    assert case.status == "fail"
+    found = runner.localise(case)
+    assert found is not None and found.where == "unknown"
+    assert "it does not like to be watched" in found.text
+
+
+# - Names of modules
+
+
+def test_a_stage_that_counts_its_layers_anew_goes_by_its_parameters() -> None:
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4)]
+    model, stage = nn.Sequential(*layers), nn.Sequential(*layers[2:])
+    parameters = {n: p for n, p in model.named_parameters() if n[0] in "23"}
+    names = names_of(stage, model, parameters)
+    assert names == {
+        layers[2]: "2",
+        layers[2][0]: "2.0",
+        layers[3]: "3",
+        layers[3][0]: "3.0",
+    }
+    assert all(is_whole(module, name, model) for module, name in names.items())
+
+
+def test_a_wrapper_and_a_part_are_not_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    wrapper = nn.Module()
+    wrapper.module = model
+    names = names_of(wrapper, model, dict(model.named_parameters()))
+    assert names == {model: "", model[0]: "0", model[1]: "1"}
+    part = nn.Sequential(model[0])
+    assert not is_whole(part, "", model)
+    assert is_whole(model[0], "0", model)

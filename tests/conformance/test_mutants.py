@@ -1,0 +1,102 @@
+"""The matrix of mutants: what counts as caught, what is written, what is refused."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.judge.law import LAWS
+from gradparity.conformance.search.matrix import Row, as_text, read_matrix
+from gradparity.conformance.search.mutants import MutantSettings, mutants
+from gradparity.conformance.space.catalogue import Selection
+
+SMALL = Selection(
+    topologies=["single"], data=["digits"], precisions=["fp32"], optimizers=["sgd"]
+)
+
+
+def row(**changes: object) -> Row:
+    values = {
+        "scaler": "A",
+        "fault": "None.",
+        "law": "scale.rule",
+        "tried": 1,
+        "accused": {"scale.rule": 1},
+    }
+    return Row(**values | changes)  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.parametrize(
+    ("changes", "good"),
+    [
+        ({}, True),
+        ({"accused": {"scale.positive": 1}}, False),
+        ({"accused": {}}, False),
+        ({"broken": 1}, False),
+        ({"law": "", "accused": {}}, True),
+        ({"law": "", "accused": {}, "tried": 0}, False),
+        ({"law": ""}, False),
+    ],
+)
+def test_what_is_as_it_should_be(changes: dict[str, object], good: bool) -> None:
+    assert row(**changes).as_it_should_be is good
+
+
+def judged(folder: Path, *scalers: str, seeds: int = 1) -> tuple[int, str]:
+    output = io.StringIO()
+    settings = MutantSettings(
+        selection=SMALL,
+        folder=".",
+        presets=["parity"],
+        scalers=scalers,
+        seeds=seeds,
+        out=folder,
+    )
+    code = mutants(settings, Console(file=output, width=200))
+    return code, output.getvalue()
+
+
+def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
+    code, output = judged(tmp_path, "ForgetsToUnscale", "PlainScaler")
+    assert code == 0, output
+    matrix = read_matrix(tmp_path / "mutants.json")
+    wrong, right = matrix.rows
+    assert wrong.law in wrong.accused and wrong.preset == "parity"
+    assert wrong.tried == 1 and right.tried > 0 and not right.accused
+    text = (tmp_path / "mutants.md").read_text(encoding="utf-8")
+    assert text == as_text(matrix) and text.strip() in output
+    assert "1 of 1 caught" in text and all(f"`{law}`" in text for law in LAWS)
+
+
+def test_what_is_missed_decides_the_exit_code(tmp_path: Path) -> None:
+    """On one rank nobody can disagree."""
+    code, output = judged(tmp_path, "NeverAgrees", seeds=0)
+    assert code == 1
+    assert "NeverAgrees: not caught by agreement.scale" in output
+    assert "**missed**" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--only", "Nobody"], "unknown scaler 'Nobody'"),
+        (["--preset", "none"], "unknown preset"),
+        (["--share", "0"], "share at least 1"),
+        (["--topology", "ring"], "unknown topology 'ring'"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mutants", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and len(error.splitlines()) == 1
+
+
+def test_a_file_that_is_no_matrix_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mutants.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no matrix of mutants"):
+        read_matrix(path)

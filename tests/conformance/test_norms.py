@@ -1,0 +1,256 @@
+"""Norms that stacks report, factors they clip by, dtypes they reduce in."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance.judge.law import Finding
+from gradparity.conformance.judge.laws.norm import _used_norm
+from gradparity.fixtures.faulty import stacks
+from gradparity.fixtures.faulty.plain import Broken
+from gradparity.fixtures.faulty.stacks import FAULTY_STACKS, RIGHT_STACKS
+from gradparity.tests.made_up import BAD_STEP, clip_row, evidence, finding, row
+
+NEW = ("norm.reported", "norm.factor", "dtype.reduction")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=60) as made:
+        yield made
+
+
+def judged(runner: Runner, where: str) -> Case:
+    case = runner.run("none", Scenario.parse(where))
+    assert not case.problem
+    return case
+
+
+def told(case: Case) -> dict[str, Finding]:
+    return {v.law: v.finding for v in case.verdicts}
+
+
+@pytest.mark.parametrize(
+    ("stack", "broken"), FAULTY_STACKS.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_a_faulty_stack_is_caught_by_its_law(
+    runner: Runner, stack: type[Any], broken: Broken
+) -> None:
+    case = judged(runner, broken.at)
+    assert told(case)[broken.law].status is Status.FAIL, told(case)
+
+
+RIGHT = [(stack, at) for stack, places in RIGHT_STACKS.items() for at in places]
+
+
+@pytest.mark.parametrize(("stack", "at"), RIGHT, ids=[at[:40] for _, at in RIGHT])
+def test_a_right_stack_breaks_no_law(runner: Runner, stack: type[Any], at: str) -> None:
+    found = told(judged(runner, at))
+    accused = {law: f for law, f in found.items() if f.status is not Status.PASS}
+    assert {f.status for f in accused.values()} <= {Status.SKIPPED}, accused
+    decided = {
+        stacks.ClipsByTheWholeNorm: {"norm.reported", "norm.factor"},
+        stacks.FlatEngine: {*NEW},
+        stacks.Replicated: {"dtype.reduction"},
+        stacks.ShardedWithAPolicy: {"dtype.reduction"},
+    }[stack]
+    assert {law for law in NEW if found[law].status is Status.PASS} == decided
+    assert all(found[law].compared for law in decided)
+
+
+def test_right_clipping_of_wrong_gradients_is_not_accused(runner: Runner) -> None:
+    wrong = FAULTY_STACKS[stacks.DoublesOneGradient]
+    found = told(judged(runner, wrong.at))
+    for law in ("norm.reported", "norm.factor"):
+        assert found[law].status is Status.INCONCLUSIVE
+        assert "the gradients themselves depart" in found[law].message
+
+
+def test_a_finding_says_which_factor_came_and_which_was_due(runner: Runner) -> None:
+    at = FAULTY_STACKS[stacks.LeavesReplicasUnclipped].at
+    found = told(judged(runner, at))["norm.factor"]
+    assert found.numbers["got"] == pytest.approx(1.0)
+    assert found.numbers["expected"] == pytest.approx(0.25 / 0.85276, rel=1e-4)
+    assert "first.weight, first.bias, norm.weight, norm.bias and 1 more" in (
+        found.message
+    )
+    assert "came with 1, due is 0.293165 (clip_norm 0.25, norm 0.85276)" in (
+        found.message
+    )
+    assert (found.step, found.ranks, found.cause) == (0, (0, 1, 2, 3), "not clipped")
+
+
+@pytest.mark.parametrize(
+    "stack", [stacks.LeavesReplicasUnclipped, stacks.CompressesGradients]
+)
+def test_the_cause_is_told_before_what_follows_from_it(
+    runner: Runner, stack: type[Any]
+) -> None:
+    broken = FAULTY_STACKS[stack]
+    failed = [v.law for v in judged(runner, broken.at).verdicts if v.status == "fail"]
+    assert failed[0] == broken.law
+    assert "parity.gradient" in failed
+
+
+def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
+    """A scaler whose unscale_ does nothing; clipping hides it, the norm does not."""
+    scaler = "gradparity.fixtures.faulty:LeavesExplicitUnscaleOut"
+    (where,) = [
+        at for at in RIGHT_STACKS[stacks.ClipsByTheWholeNorm] if at[:5] == "tp2/2"
+    ]
+    case = runner.run(scaler, Scenario.parse(f"{where},scale=1024"))
+    found = told(case)
+    assert found["norm.reported"].status is Status.FAIL
+    assert "1024 times it" in found["norm.reported"].message
+    assert found["norm.factor"].status is Status.PASS
+
+
+@pytest.mark.parametrize("scaler", ["PlainScaler", "none"])
+def test_the_recipe_that_clips_is_looked_at_too(runner: Runner, scaler: str) -> None:
+    where = Scenario.parse("fsdp+tp/4/fp32/sgd/none/steps=2,recipe=clip-norm")
+    spec = scaler if scaler == "none" else f"gradparity.fixtures.faulty:{scaler}"
+    found = told(runner.run(spec, where))
+    assert found["norm.factor"].status is Status.PASS
+    assert found["norm.factor"].compared == 64
+    assert found["norm.reported"].status is Status.SKIPPED
+
+
+# - On made-up traces
+
+
+def norms(reports: dict[int, float | None], *, step: int = 1, size: int = 2) -> Finding:
+    """What is said where ranks report these norms at a step; 0.5 is right."""
+    of = evidence(size=size)
+    for rank, norm in reports.items():
+        of.ranks[rank].steps[step].reported_norm = norm
+    return finding(of, "norm.reported")
+
+
+@pytest.mark.parametrize(
+    ("norm", "right"),
+    [
+        (0.5, True),
+        (0.5 + 0.9e-6, True),
+        (0.5 - 0.9e-6, True),
+        (0.5 + 1.1e-6, False),
+        (0.0, False),
+        (float("inf"), False),
+        (float("nan"), False),
+    ],
+)
+def test_a_norm_may_be_off_by_its_bound(norm: float, right: bool) -> None:
+    found = norms({1: norm})
+    assert found.status is (Status.PASS if right else Status.FAIL)
+    assert found.ranks == (() if right else (1,))
+
+
+def test_who_reports_another_norm_is_named_and_who_is_right() -> None:
+    found = norms({1: 1.0}, size=3)
+    assert found.message == (
+        "step 1: rank 1 wrong: rank 1 reports the norm 1, that of the whole gradient "
+        "is 0.5, 2 times it, bound 1e-06; ranks 0, 2 right"
+    )
+
+
+def test_one_missing_report_is_counted_and_a_rank_without_any_is_none() -> None:
+    found = norms({1: None})
+    assert (found.status, found.compared, found.not_compared) == ("pass", 7, 1)
+    of = evidence()
+    for seen in of.ranks[1].steps:
+        seen.reported_norm = None
+    found = finding(of, "norm.reported")
+    assert (found.status, found.compared, found.not_compared) == ("pass", 4, 0)
+    for seen in of.ranks[0].steps:
+        seen.reported_norm = None
+    found = finding(of, "norm.reported")
+    assert (found.status, found.message) == ("skipped", "the workload reports no norm")
+
+
+def test_the_norm_of_a_skipped_step_is_left_out() -> None:
+    of = evidence(bad=True)
+    for trace in of.ranks:
+        trace.steps[BAD_STEP].reported_norm = float("inf")
+    assert finding(of, "norm.reported").status is Status.PASS
+
+
+@pytest.mark.parametrize("law", ["norm.reported", "norm.factor"])
+def test_once_the_weights_depart_norms_say_nothing(law: str) -> None:
+    of = evidence()
+    assert of.parity is not None
+    of.parity.add(replace(row("update", error=2.0), step=0))
+    for trace in of.ranks:
+        trace.steps[1].reported_norm = 9.0
+    of.parity.clipped[2:] = [replace(r, factor=1.0) for r in of.parity.clipped[2:]]
+    found = finding(of, law)
+    assert (found.status, found.compared, found.not_compared) == ("inconclusive", 2, 6)
+
+
+@pytest.mark.parametrize("law", ["norm.reported", "norm.factor"])
+def test_a_step_without_a_bound_is_not_compared(law: str) -> None:
+    of = evidence()
+    assert of.parity is not None
+    of.parity.norm_bound[1:3] = [float("inf")] * 2
+    of.parity.clipped[2:4] = [replace(r, tells=False) for r in of.parity.clipped[2:4]]
+    found = finding(of, law)
+    missed = 4 if law == "norm.reported" else 2
+    assert (found.status, found.not_compared) == ("pass", missed)
+
+
+def factors(gradients: float, *rows: float, due: float = 0.5) -> Finding:
+    """What is said of these factors, two a rank, of gradients of a common size.
+
+    Args:
+        gradients: norm of the whole gradient as it was used; the limit is 0.25.
+        rows: the factors.
+        due: the right one.
+    """
+    of = evidence()
+    assert of.parity is not None
+    of.parity.clipped = [
+        replace(clip_row(rank=n // 2, step=0, factor=x), due=due, parameter="wv"[n % 2])
+        for n, x in enumerate(rows)
+    ]
+    for trace in of.ranks:
+        trace.steps[0].gradients = {"w": np.array([gradients, 0], np.float32)}
+    return finding(of, "norm.factor")
+
+
+@pytest.mark.parametrize(
+    ("used", "rows", "status"),
+    [
+        (0.25, (0.5, 0.5, 0.5, 0.5), "pass"),
+        # above the limit: whatever the gradients are, clipping was wrong
+        (0.3, (0.5, 0.5, 1.0, 0.5), "fail"),
+        (0.5, (1.0, 1.0, 1.0, 1.0), "fail"),
+        # below it by one factor: clipped too much
+        (0.2, (0.4, 0.4, 0.4, 0.4), "fail"),
+        # at it, by several: what was clipped right is another gradient
+        (0.25, (0.4, 0.8, 0.4, 0.8), "inconclusive"),
+        # below it, by several
+        (0.2, (0.4, 0.8, 0.4, 0.8), "inconclusive"),
+    ],
+)
+def test_wrong_factors_are_told_from_wrong_gradients(
+    used: float, rows: tuple[float, ...], status: str
+) -> None:
+    assert factors(used, *rows).status == status
+
+
+def test_where_nothing_is_to_be_clipped_a_factor_is_a_wrong_gradient() -> None:
+    assert factors(0.2, 1.0, 1.0, 1.0, 1.0, due=1.0).status is Status.PASS
+    assert factors(0.2, 0.5, 0.5, 0.5, 0.5, due=1.0).status is Status.INCONCLUSIVE
+
+
+def test_an_element_that_two_ranks_hold_counts_once() -> None:
+    of = evidence()
+    seen = [trace.steps[0] for trace in of.ranks]
+    for at in seen:
+        at.gradients = {"w": np.array([3, 4], np.float32)}
+    assert _used_norm(of, seen) == 5.0
+    for at in seen:
+        at.partial = {"w": (0, 1)}
+    assert _used_norm(of, seen) == 10.0

@@ -1,0 +1,76 @@
+"""Observers: what counts as a change of an optimizer, and a judge that breaks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+
+from gradparity.conformance import Runner, Scenario, Status
+from gradparity.conformance.rank.observe import CallLog, optimizer_digest
+from gradparity.conformance.rank.trace import Collective
+from gradparity.conformance.run import runner
+from gradparity.multiprocess import Cluster
+
+
+def test_zeros_are_no_optimizer_state_and_anything_else_is() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    fresh = optimizer_digest(optimizer)
+    optimizer.state[weight] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros(3)}
+    assert optimizer_digest(optimizer) == fresh
+    optimizer.state[weight]["step"] += 1
+    counted = optimizer_digest(optimizer)
+    optimizer.state[weight]["exp_avg"][1] = 1e-30
+    assert len({fresh, counted, optimizer_digest(optimizer)}) == 3
+
+
+def test_state_of_another_parameter_is_another_state() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([first, second], lr=1.0, momentum=0.9)
+    optimizer.state[first] = {"momentum_buffer": torch.ones(3)}
+    digest = optimizer_digest(optimizer)
+    optimizer.state[second] = optimizer.state.pop(first)
+    assert optimizer_digest(optimizer) != digest
+
+
+def test_a_judge_that_breaks_is_told_and_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("some parameter")
+
+    scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
+    scaler = "gradparity.fixtures.faulty:PlainScaler"
+    with Runner(folder=".", timeout_s=30) as judging:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "measure_parity", broken)
+            case = judging.run(scaler, scenario)
+        assert case.status is Status.ERROR
+        assert case.problem == "the judge broke: KeyError: 'some parameter'"
+        assert judging.run(scaler, scenario).status is Status.PASS
+
+
+def collectives_of_two_groups() -> list[Collective]:
+    """Each rank has a pair of its own; barriers are collectives, waiting is none."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    log = CallLog()
+    with log:
+        dist.all_reduce(torch.ones(2), group=mine)
+        dist.barrier()
+        functional.all_reduce(torch.ones(3), "sum", mine).add(1)
+        dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1), group=mine)
+    return log.collectives
+
+
+def test_a_collective_is_noted_with_the_ranks_of_its_group(four: Cluster) -> None:
+    for rank, seen in enumerate(four.run(collectives_of_two_groups)):
+        mine = (0, 1) if rank < 2 else (2, 3)
+        assert [(c.call, c.ranks) for c in seen] == [
+            ("allreduce[2:float32]", mine),
+            ("barrier", (0, 1, 2, 3)),
+            ("all_reduce[3:float32]", mine),
+            ("allgather[1:float32],[1:float32]", mine),
+        ]
+    assert str(seen[0]) == "allreduce[2:float32] over ranks 2, 3"

@@ -1,0 +1,323 @@
+"""Parity has no blind spot: small wrongs are caught, right runs are not accused."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.judge import bounds
+from gradparity.conformance.judge.bounds import make_yardstick
+from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
+from gradparity.conformance.judge.reference import (
+    KEPT,
+    NOISY,
+    TRUTH,
+    Reference,
+    Schedule,
+    Variant,
+    train_reference,
+)
+from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
+from gradparity.fixtures.models import DigitsMLP
+
+DIGITS = Scenario.parse("single/1/fp32/sgd/none/steps=4")
+TEXT = Scenario.parse("single/1/fp32/adamw/none/data=text,steps=4")
+NONE: frozenset[str] = frozenset()
+PARAMETERS = [name for name, _ in DigitsMLP().named_parameters()]
+# another order of reduction than any of the references that make the bounds
+UNSEEN = Variant(parts=8, reverse_rows=True)
+
+
+def traces_of(
+    scenario: Scenario, variant: Variant = UNSEEN, schedule: Schedule | None = None
+) -> list[RankTrace]:
+    """Traces as a rank would give them that trains like ``variant``."""
+    schedule = schedule or Schedule(
+        skipped=(NONE,) * scenario.steps, scales=(1.0,) * scenario.steps
+    )
+    run = train_reference(scenario, schedule, variant)
+    index = {n: np.arange(len(g)) for n, g in run.gradients[0].items()}
+    trace = RankTrace(rank=0, coordinate={"dp": 0}, index=index, shards={})
+    trace.start = {n: np.zeros(len(i), np.float32) for n, i in index.items()}
+    for step in range(scenario.steps):
+        seen = StepTrace(step=step, complete=True, loss=run.losses[step])
+        seen.scale_before = schedule.scales[step]
+        seen.gradients = {
+            n: g.astype(np.float32) for n, g in run.gradients[step].items()
+        }
+        seen.parameters = {
+            n: u.astype(np.float32) for n, u in run.updates[step].items()
+        }
+        trace.steps.append(seen)
+    return [trace]
+
+
+@pytest.mark.parametrize("scenario", [DIGITS, TEXT], ids=["digits", "text"])
+def test_a_right_run_is_within_its_bounds(scenario: Scenario) -> None:
+    parity = measure_parity(scenario, traces_of(scenario))
+    assert parity.compared.total() > 100
+    assert parity.not_compared.total() == 0
+    assert parity.first_bad == {}
+
+
+def _off_by_a_thousandth(trace: RankTrace) -> None:
+    trace.steps[2].gradients["up.weight"] *= np.float32(1.001)
+
+
+def _one_sign_in_a_bias(trace: RankTrace) -> None:
+    trace.steps[1].gradients["head.bias"][0] *= -1
+
+
+def _all_zero(trace: RankTrace) -> None:
+    trace.steps[0].gradients["down.weight"][:] = 0
+
+
+def _one_element(trace: RankTrace) -> None:
+    gradient = trace.steps[0].gradients["up.weight"]
+    gradient[np.abs(gradient).argmax()] *= np.float32(1.01)
+
+
+def _forgotten_unscale(trace: RankTrace) -> None:
+    trace.steps[0].gradients["norm.bias"] *= np.float32(65536)
+
+
+def _not_a_number(trace: RankTrace) -> None:
+    trace.steps[3].gradients["norm.weight"][5] = np.nan
+
+
+def _half_an_update(trace: RankTrace) -> None:
+    trace.steps[3].parameters["down.bias"] *= np.float32(0.5)
+
+
+def _wrong_loss(trace: RankTrace) -> None:
+    assert trace.steps[2].loss is not None
+    trace.steps[2].loss *= 1.001
+
+
+WRONGS: list[tuple[str, int, Callable[[RankTrace], None]]] = [
+    ("gradient", 2, _off_by_a_thousandth),
+    ("gradient", 1, _one_sign_in_a_bias),
+    ("gradient", 0, _all_zero),
+    ("gradient", 0, _one_element),
+    ("gradient", 0, _forgotten_unscale),
+    ("gradient", 3, _not_a_number),
+    ("update", 3, _half_an_update),
+    ("loss", 2, _wrong_loss),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "spoil"), WRONGS, ids=[w[2].__name__ for w in WRONGS]
+)
+def test_small_wrongs_are_caught_at_their_step(
+    kind: str, step: int, spoil: Callable[[RankTrace], None]
+) -> None:
+    traces = traces_of(DIGITS)
+    spoil(traces[0])
+    parity = measure_parity(DIGITS, traces)
+    assert set(parity.first_bad) == {kind}
+    assert parity.first_bad[kind].step == step
+
+
+def test_a_flushed_tiny_gradient_is_caught() -> None:
+    """assert_close accepts zeros for 1e-7: here they are as wrong as any zeros."""
+    traces = traces_of(DIGITS)
+    gradient = traces[0].steps[0].gradients["up.weight"]
+    tiny = np.abs(gradient) < np.abs(gradient).max() * 1e-3
+    assert tiny.any() and np.abs(gradient[tiny]).max() < 1e-4
+    gradient[tiny] = 0
+    parity = measure_parity(DIGITS, traces)
+    assert "gradient" in parity.first_bad
+
+
+def test_partial_gradients_are_summed_over_their_ranks() -> None:
+    (whole,) = traces_of(DIGITS)
+    halves = []
+    for rank in range(2):
+        (trace,) = traces_of(DIGITS)
+        trace.rank, trace.coordinate = rank, {"tp": rank}
+        for seen in trace.steps:
+            seen.gradients["norm.bias"] /= np.float32(2)
+            seen.partial = {"norm.bias": (0, 1)}
+        halves.append(trace)
+    assert measure_parity(DIGITS, halves).first_bad == {}
+    for trace in halves:
+        for seen in trace.steps:
+            seen.partial = {}
+    assert "gradient" in measure_parity(DIGITS, halves).first_bad
+    assert whole.steps[0].partial == {}
+
+
+def test_the_demanded_schedule_is_what_any_rank_saw() -> None:
+    first, second = traces_of(DIGITS)[0], traces_of(DIGITS)[0]
+    for trace in (first, second):
+        trace.owned = [["up.weight", "head.weight"], ["up.bias"]]
+        for seen in trace.steps:
+            seen.decisions = [Decision(), Decision()]
+    second.steps[2].decisions[0].non_finite = ["up.weight"]
+    schedule = demanded_schedule([first, second])
+    held = frozenset({"up.weight", "head.weight"})
+    assert schedule.skipped == (NONE, NONE, held, NONE)
+
+
+def test_skipped_steps_freeze_the_reference() -> None:
+    schedule = Schedule(
+        skipped=(NONE, frozenset(PARAMETERS), NONE, NONE), scales=(1.0,) * 4
+    )
+    run = train_reference(DIGITS, schedule, NOISY[0])
+    assert np.array_equal(run.updates[0]["up.weight"], run.updates[1]["up.weight"])
+    assert not np.array_equal(run.updates[1]["up.weight"], run.updates[2]["up.weight"])
+
+
+def test_references_differ_by_rounding_only() -> None:
+    schedule = Schedule(skipped=(NONE,) * 4, scales=(1.0,) * 4)
+    runs = [train_reference(DIGITS, schedule, v) for v in NOISY]
+    first = runs[0].gradients[0]["up.weight"]
+    for run in runs[1:]:
+        other = run.gradients[0]["up.weight"]
+        assert 0 < np.linalg.norm(other - first) < 1e-5 * np.linalg.norm(first)
+
+
+def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
+    half = Scenario.parse("single/1/fp16-autocast/adamw/none/data=text,steps=2")
+    plain = Scenario.parse("single/1/fp16-autocast/sgd/none/data=text,steps=2")
+    schedule = Schedule(skipped=(NONE, NONE), scales=(1024.0, 1024.0))
+    left_out = [
+        sum(
+            int((weight == 0).sum())
+            for weight in make_yardstick(s, schedule).weights[1].values()
+        )
+        for s in (half, plain)
+    ]
+    assert left_out[0] > 0
+    assert left_out[1] == 0
+
+
+def test_adam_errs_more_where_gradients_are_small() -> None:
+    """A jump in a small gradient is a large one in its update: no accusation for it."""
+    scenario = Scenario.parse("single/1/fp16-autocast/adam/none/steps=3")
+    (trace,) = traces_of(scenario)
+    name = "head.weight"
+    yardstick = make_yardstick(scenario, demanded_schedule([trace]))
+    weights, (_, bound) = yardstick.weights[2][name], yardstick.update[2][name]
+    assert weights.max() == 1.0
+    for element, accused in (
+        (weights.argmax(), True),
+        (np.where(weights > 0, weights, 2.0).argmin(), False),
+    ):
+        (trace,) = traces_of(scenario)
+        trace.steps[2].parameters[name][element] += np.float32(2 * bound)
+        assert ("update" in measure_parity(scenario, [trace]).first_bad) is accused
+
+
+def test_the_weight_of_an_update_is_its_smallest_gradient() -> None:
+    scenario = Scenario.parse("single/1/fp32/adam/none/steps=3")
+    held = frozenset(PARAMETERS)
+    schedule = Schedule(skipped=(NONE, held, NONE), scales=(1.0,) * 3)
+    yardstick = make_yardstick(scenario, schedule)
+    for name in PARAMETERS:
+        sizes = [
+            np.abs(yardstick.truth.gradients[step][name])
+            * (np.abs(yardstick.truth.gradients[step][name]) > bound[name][1])
+            for step, bound in ((0, yardstick.gradient[0]), (2, yardstick.gradient[2]))
+        ]
+        smallest = np.minimum(*sizes)
+        assert (yardstick.weights[1][name] == sizes[0] / sizes[0].max()).all()
+        assert (yardstick.weights[2][name] == smallest / smallest.max()).all()
+
+
+def test_an_update_is_seen_through_the_rounding_of_its_parameter() -> None:
+    """Attention does not depend on the bias of its keys: all its updates are noise."""
+    scenario = Scenario.parse("single/1/fp32/sgd/none/data=text,steps=2")
+    (trace,) = traces_of(scenario)
+    name = "blocks.1.attention.key.bias"
+    schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
+    start = train_reference(scenario, schedule, Variant()).start[name]
+    trace.start[name] = start.astype(np.float32)
+    for seen in trace.steps:
+        seen.parameters[name] = np.nextafter(trace.start[name], np.float32(1))
+    assert measure_parity(scenario, [trace]).first_bad == {}
+    for seen in trace.steps:
+        seen.parameters[name] = trace.start[name] * np.float32(1 + 2.0**-18)
+    assert measure_parity(scenario, [trace]).first_bad["update"].parameter == name
+
+
+WHOLE = Schedule(skipped=(NONE,) * 4, scales=(1024.0,) * 4)
+TURNED = "blocks.1.feed_forward.down.weight"
+
+
+def test_a_contrary_run_turns_small_elements_alone() -> None:
+    scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
+    schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
+    plain = train_reference(scenario, schedule, Variant())
+    gradient = plain.gradients[0]["up.weight"]
+    limit = float(np.median(np.abs(gradient)))
+    step = (("up.weight", limit),)
+    contrary = train_reference(scenario, schedule, Variant(contrary=(step, ())))
+    assert np.array_equal(contrary.gradients[0]["up.weight"], gradient)
+    moved, other = plain.updates[0], contrary.updates[0]
+    small = np.abs(gradient) <= limit
+    assert np.allclose(other["up.weight"][small], -moved["up.weight"][small], atol=1e-6)
+    assert np.array_equal(other["up.weight"][~small], moved["up.weight"][~small])
+    assert np.array_equal(other["head.bias"], moved["head.bias"])
+    first, second = (run.gradients[1]["up.weight"] for run in (plain, contrary))
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "contrary"),
+    [
+        ("fp16-autocast", "adamw", 1),
+        ("bf16-autocast", "adagrad", 1),
+        ("fp16-autocast", "sgd-momentum", 0),
+        ("fp32", "adamw", 0),
+    ],
+)
+def test_where_chance_turns_elements_a_reference_has_them_turned(
+    monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, contrary: int
+) -> None:
+    variants: list[Variant] = []
+
+    def noted(scenario: Scenario, schedule: Schedule, variant: Variant) -> Reference:
+        variants.append(variant)
+        return train_reference(scenario, schedule, variant)
+
+    monkeypatch.setattr(bounds, "train_reference", noted)
+    text = f"single/1/{precision}/{optimizer}/none/steps=4"
+    make_yardstick(Scenario.parse(text), WHOLE)
+    found = [v.contrary for v in variants if v.contrary]
+    assert len(found) == contrary
+    assert all(len(steps) == 4 and min(map(len, steps)) > 0 for steps in found)
+
+
+def test_one_weight_that_went_the_other_way_accuses_nobody() -> None:
+    """As in fsdp+tp/4/fp16-reduce/adagrad on the text, whose scaler was right."""
+    scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/data=text,steps=4")
+    truth = train_reference(scenario, WHOLE, Variant(double=True))
+    size = np.abs(truth.gradients[0][TURNED])
+    limit = float(np.sort(size)[3])  # some ten thousandth of the largest
+    assert limit < 1e-3 * size.max()
+    turned = Variant(contrary=(((TURNED, limit),), (), (), ()))
+    (trace,) = traces_of(scenario, turned, WHOLE)
+    assert measure_parity(scenario, [trace]).first_bad == {}
+    trace.steps[0].gradients[TURNED] *= np.float32(1.02)
+    assert measure_parity(scenario, [trace]).first_bad["gradient"].step == 0
+
+
+def test_few_references_are_kept() -> None:
+    def train(seed: int) -> Reference:
+        scenario = Scenario.parse(f"single/1/fp32/sgd/none/steps=1,seed={seed}")
+        schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
+        return train_reference(scenario, schedule, TRUTH)
+
+    first = train(1000)
+    assert train(1000) is first  # the scalers of a scenario share it
+    alive = weakref.ref(first)
+    del first
+    for seed in range(1001, 1001 + KEPT):
+        train(seed)
+    gc.collect()
+    assert alive() is None

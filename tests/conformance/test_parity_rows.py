@@ -1,0 +1,173 @@
+"""What parity compares, row by row: made-up traces against a made-up yardstick."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from gradparity.conformance.judge import parity as parity_module
+from gradparity.conformance.judge.bounds import Yardstick
+from gradparity.conformance.judge.parity import Parity, measure_parity
+from gradparity.conformance.judge.reference import Reference
+from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.tests.made_up import row
+
+ONE = Scenario.parse("ddp/2/fp32/sgd/none/steps=1")
+BOUND = (0.5, 0.5)
+NAMES = ("a", "b")
+TRUTH = {name: np.array([3.0, 4.0]) for name in NAMES}
+
+
+def rank(number: int, held: Sequence[int] = (0, 1), **coordinate: int) -> RankTrace:
+    """A rank that is right in every element it holds of both parameters."""
+    index = {name: np.array(held, np.int64) for name in NAMES}
+    trace = RankTrace(
+        rank=number, coordinate=coordinate or {"dp": number}, index=index, shards={}
+    )
+    trace.owned = [[*NAMES]]
+    trace.start = {n: np.ones(len(held), np.float32) for n in NAMES}
+    seen = StepTrace(step=0, complete=True, loss=2.0, decisions=[Decision()])
+    mine = {n: TRUTH[n][index[n]].astype(np.float32) for n in NAMES}
+    seen.gradients = dict(mine)
+    seen.parameters = {n: mine[n] + 1 for n in NAMES}
+    trace.steps = [seen]
+    return trace
+
+
+@pytest.fixture
+def yardstick(monkeypatch: pytest.MonkeyPatch) -> Yardstick:
+    made = Yardstick(
+        truth=Reference((2.0,), (dict(TRUTH),), (dict(TRUTH),), dict(TRUTH)),
+        weights=[{name: np.ones(2) for name in NAMES}],
+        gradient=[dict.fromkeys(NAMES, BOUND)],
+        update=[dict.fromkeys(NAMES, BOUND)],
+        loss=[{"loss": BOUND}],
+    )
+    monkeypatch.setattr(parity_module, "make_yardstick", lambda *_: made)
+    return made
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_all_is_compared_and_nothing_is_found() -> None:
+    parity = measure_parity(ONE, [rank(0), rank(1)])
+    # by norm and by element: a loss, and on two ranks two gradients and two updates
+    assert parity.compared.total() == 2 * (1 + 2 * 4)
+    assert (parity.not_compared.total(), parity.first_bad) == (0, {})
+    assert parity.per_step == [0.0]
+    assert parity.per_parameter == {"loss": 0.0, "a": 0.0, "b": 0.0}
+    assert parity.worst["loss"].rank == 0
+    assert parity.reference_loss == [2.0]
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_errors_are_relative_to_the_whole_tensor() -> None:
+    trace = rank(1, held=(1,))
+    trace.steps[0].gradients["b"][0] += 1.0
+    worst = measure_parity(ONE, [rank(0), trace]).worst["gradient"]
+    assert (worst.parameter, worst.rank, worst.measure) == ("b", 1, "norm")
+    assert (worst.error, worst.bound, worst.ratio) == (0.2, 0.1, 2.0)
+
+
+@pytest.mark.parametrize("bounds", [(math.inf, 0.5), (0.5, math.inf), (math.nan,) * 2])
+@pytest.mark.parametrize("kind", ["gradient", "update", "loss"])
+def test_without_a_bound_nothing_is_compared(
+    yardstick: Yardstick, kind: str, bounds: tuple[float, float]
+) -> None:
+    name = "loss" if kind == "loss" else "a"
+    getattr(yardstick, kind)[0][name] = bounds
+    parity = measure_parity(ONE, [rank(0)])
+    assert parity.not_compared == {kind: 2}
+    assert parity.compared.total() == 2 * (1 + 4) - 2
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_what_follows_an_empty_shard_is_compared() -> None:
+    trace = rank(0)
+    trace.index["a"] = np.array([], np.int64)
+    trace.steps[0].gradients["b"] *= 2
+    trace.steps[0].parameters["b"] *= 2
+    first = measure_parity(ONE, [trace]).first_bad
+    assert {first[kind].parameter for kind in ("gradient", "update")} == {"b"}
+
+
+def test_what_follows_an_update_without_weight_is_compared(
+    yardstick: Yardstick,
+) -> None:
+    yardstick.weights[0]["a"][:] = 0.0
+    trace = rank(0)
+    trace.steps[0].parameters["b"] *= 2
+    assert measure_parity(ONE, [trace]).first_bad["update"].parameter == "b"
+    trace.steps[0].parameters["b"] /= 2
+    trace.steps[0].parameters["a"] *= 2
+    assert measure_parity(ONE, [trace]).first_bad == {}
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_gradients_of_a_skipped_step_are_not_compared() -> None:
+    trace = rank(0)
+    trace.steps[0].decisions = [Decision(non_finite=["a"])]
+    trace.steps[0].gradients["b"] *= 2
+    assert "gradient" not in measure_parity(ONE, [trace]).worst
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_a_gradient_that_a_rank_has_not_is_not_compared() -> None:
+    trace = rank(0)
+    del trace.steps[0].gradients["a"]
+    parity = measure_parity(ONE, [trace])
+    assert parity.compared.total() == 2 * (1 + 3)
+    assert parity.not_compared == {"gradient": 2}
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_ranks_without_a_loss_do_not_count() -> None:
+    first, second = rank(0), rank(1)
+    first.steps[0].loss = None
+    assert "loss" not in measure_parity(ONE, [first, second]).first_bad
+    second.steps[0].loss = None
+    assert "loss" not in measure_parity(ONE, [first, second]).worst
+
+
+def partial(dp: int, tp: int, share: float) -> RankTrace:
+    trace = rank(2 * dp + tp, dp=dp, tp=tp)
+    trace.steps[0].gradients["a"] = (TRUTH["a"] * share).astype(np.float32)
+    trace.steps[0].partial = {"a": (2 * dp, 2 * dp + 1)}
+    return trace
+
+
+SHARES = ((0, 0, 0.25), (0, 1, 0.75), (1, 0, 0.5), (1, 1, 0.5))
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_a_partial_gradient_is_summed_over_its_ranks_alone() -> None:
+    traces = [partial(*share) for share in SHARES]
+    assert measure_parity(ONE, traces).first_bad == {}
+    traces[3].steps[0].gradients["a"] *= 2
+    first = measure_parity(ONE, traces).first_bad["gradient"]
+    assert (first.parameter, first.rank) == ("a", 2)
+
+
+@pytest.mark.usefixtures("yardstick")
+def test_a_part_that_a_rank_has_not_is_not_in_the_sum() -> None:
+    traces = [partial(*share) for share in SHARES]
+    del traces[1].steps[0].gradients["a"]
+    traces[0].steps[0].gradients["a"] *= 4
+    assert measure_parity(ONE, traces).first_bad == {}
+
+
+def test_of_equal_rows_the_first_is_told() -> None:
+    parity = Parity(per_step=[0.0] * 3)
+    rows = [row("gradient", error=2.0) for _ in range(2)]
+    for each in rows:
+        parity.add(each)
+    assert parity.worst["gradient"] is rows[0]
+    assert parity.first_bad["gradient"] is rows[0]
+
+
+def test_a_parameter_is_told_with_its_own_ratio() -> None:
+    parity = Parity(per_step=[0.0] * 3)
+    parity.add(row("gradient", error=0.5))
+    assert parity.per_parameter == {"w": 0.5}
+    assert parity.per_step == [0.0, 0.0, 0.5]

@@ -1,0 +1,468 @@
+"""Random layers: what is drawn is compared; with them off, gradients are."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradparity.conformance import Case, Evidence, Runner, Scenario
+from gradparity.conformance.rank.randomness import DrawLog
+from gradparity.conformance.rank.trace import Draw
+from gradparity.conformance.script.standalone import standalone_script
+from gradparity.conformance.space.catalogue import Selection, select
+from gradparity.conformance.space.random_layers import turn_off_random_layers
+from gradparity.conformance.status import UsageError
+from gradparity.tests import random_stacks as stacks
+from gradparity.tests.made_up import finding, rank_trace
+
+MODULE = "gradparity.tests.random_stacks"
+PLAIN_MODULE = "gradparity.tests.stacks"
+
+
+def scenario(stack: type, place: str, recipe: str = "random") -> Scenario:
+    text = f"{place}/own/none/data={MODULE}:{stack.__name__},steps=4,recipe={recipe}"
+    return Scenario.parse(text)
+
+
+# - Stacks
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=60) as made:
+        yield made
+
+
+def statuses(case: Case) -> dict[str, str]:
+    assert not case.problem, case.problem
+    return {v.law: v.status.value for v in case.verdicts}
+
+
+@pytest.mark.parametrize(
+    ("stack", "place", "compared"),
+    [
+        (stacks.Dropout, "single/1/fp32", {"data"}),
+        (stacks.Dropout, "dp2/2/fp32", {"data"}),
+        (stacks.Dropout, "dp2/2/bf16-autocast", {"data"}),
+        (stacks.Dropout, "tp2/2/fp32", {"data", "replicas"}),
+        (stacks.Dropout, "dp2-tp2/4/fp32", {"data", "replicas"}),
+        (stacks.SequenceParallel, "tp2/2/fp32", {"data"}),
+        (stacks.DropsDTensors, "tp2/2/fp32", {"data", "replicas"}),
+        (stacks.Recomputes, "dp2/2/fp32", {"data", "recompute"}),
+        (stacks.RecomputesReentrant, "dp2/2/fp32", {"data", "recompute"}),
+        (stacks.NoisyAttention, "dp2/2/fp32", {"data"}),
+        (stacks.SeedsInBatch, "dp2/2/fp32", {"data"}),
+        (stacks.OwnStep, "dp2/2/fp32", {"data"}),
+    ],
+)
+def test_a_right_stack_passes_with_its_random_layers_on_and_off(
+    runner: Runner, stack: type, place: str, compared: set[str]
+) -> None:
+    told = statuses(runner.run("none", scenario(stack, place)))
+    passed = {law for law, status in told.items() if status == "pass"}
+    chapter = {law for law in passed if law.startswith("random.")}
+    assert chapter == {f"random.{name}" for name in compared}
+    assert not {"fail", "inconclusive"} & {*told.values()}
+    # nobody can take the one run for the other
+    assert not any(law.startswith("parity") for law in passed)
+    off = statuses(runner.run("none", scenario(stack, place, "plain")))
+    passed = {law for law, status in off.items() if status == "pass"}
+    assert {"parity.gradient", "parity.update", "parity.loss"} <= passed
+    assert not any(law.startswith("random") for law in passed)
+
+
+@pytest.mark.parametrize(
+    ("stack", "place", "law", "words"),
+    [
+        (
+            stacks.ReplicasDrawApart,
+            "tp2/2/fp32",
+            "replicas",
+            "step 0: bernoulli_[16, 32] in module 3: applied to one activation, rank 1 "
+            "drew other numbers than rank 0",
+        ),
+        (
+            stacks.SeedsAlike,
+            "dp2/2/fp32",
+            "data",
+            "rank 1 drew the numbers that rank 0 drew at step 0, for other data",
+        ),
+        (
+            stacks.SeedsEachForward,
+            "dp2/2/fp32",
+            "data",
+            "step 1: bernoulli_[8, 32] in module 3: rank 0 drew the numbers that rank "
+            "0 drew at step 0",
+        ),
+        (
+            stacks.ForgetsTheGenerator,
+            "dp2/2/fp32",
+            "recompute",
+            "step 0: bernoulli_[8, 32] in module rest.3: drawn anew in backward",
+        ),
+        (
+            stacks.ForgetsTheGeneratorReentrant,
+            "dp2/2/fp32",
+            "recompute",
+            "drawn anew in backward on rank 0",
+        ),
+        (
+            stacks.SeedsEachStep,
+            "dp2/2/fp32",
+            "data",
+            "rank 0 drew the numbers that rank 0 drew at step 0",
+        ),
+    ],
+)
+def test_a_wrong_stack_breaks_its_law_and_no_other_one_of_the_chapter(
+    runner: Runner, stack: type, place: str, law: str, words: str
+) -> None:
+    case = runner.run("none", scenario(stack, place))
+    told = {v.law: v.finding.message for v in case.verdicts if v.status == "fail"}
+    assert {n for n in told if n.startswith("random")} == {f"random.{law}"}
+    assert words in told[f"random.{law}"]
+    # what is drawn has no effect on a run without random layers
+    assert runner.run("none", scenario(stack, place, "plain")).status == "pass"
+
+
+def test_a_scaler_is_judged_with_random_layers_on(runner: Runner) -> None:
+    """The run without a scaler draws the same, so that its bits can be compared."""
+    ours = "gradparity.scaler:GradScaler"
+    told = statuses(runner.run(ours, scenario(stacks.Dropout, "dp2/2/fp32")))
+    assert told["transparency.gradient"] == told["random.data"] == "pass"
+
+
+def test_random_layers_that_cannot_be_turned_off_are_no_violation(
+    runner: Runner,
+) -> None:
+    case = runner.run("none", scenario(stacks.DropsInAHook, "dp2/2/fp32", "plain"))
+    told = {v.law: v.finding for v in case.verdicts}
+    assert case.status == told["parity.gradient"].status == "inconclusive"
+    assert "ranks 0, 1 drew random numbers" in told["parity.gradient"].message
+
+
+def test_the_recipe_needs_random_layers() -> None:
+    text = f"dp2/2/fp32/own/none/data={PLAIN_MODULE}:Right,recipe=random"
+    with pytest.raises(UsageError, match=r"random layers, and .*Right has none"):
+        Scenario.parse(text)
+    with pytest.raises(UsageError, match="unknown recipe 'random'"):
+        Scenario.parse("ddp/2/fp32/sgd/none/recipe=random")
+
+
+@pytest.mark.parametrize("preset", ["parity", "quick", "default"])
+def test_every_layout_is_tried_with_random_layers_on(preset: str) -> None:
+    chosen = select(preset, Selection(workload=f"{MODULE}:Dropout", bare=True))
+    on = {s.topology for s in chosen if s.recipe == "random"}
+    assert on >= {"single", "dp2", "tp2", "dp2-tp2"}
+    other = select(preset, Selection(workload=f"{PLAIN_MODULE}:Right", bare=True))
+    assert "random" not in {s.recipe for s in other}
+
+
+def test_no_script_is_made_that_would_compare_random_numbers() -> None:
+    with pytest.raises(UsageError, match="random layers"):
+        standalone_script(scenario(stacks.Dropout, "dp2/2/fp32", "plain"), "none")
+
+
+# - What is noted of a draw
+
+ROWS, WIDTH = 8, 32
+
+
+def activation(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def draws(forward: Callable[[Tensor], Any], seed: int = 0) -> list[Draw]:
+    x = activation(seed)
+    with DrawLog() as log:
+        forward(x)
+    return log.draws
+
+
+def functional_mask(x: Tensor) -> Tensor:
+    return x * (torch.rand(x.shape) > 0.4) / 0.6
+
+
+def filled_mask(x: Tensor) -> Tensor:
+    return x.masked_fill(torch.rand_like(x) > 0.4, 0.0)
+
+
+def diffusion(x: Tensor) -> Tensor:
+    noise, amount = torch.randn_like(x), torch.linspace(0.1, 0.9, ROWS).view(-1, 1)
+    return amount * x + (1 - amount) * noise
+
+
+def gumbel(x: Tensor) -> Tensor:
+    return nn.functional.gumbel_softmax(x)
+
+
+def in_place(x: Tensor) -> Tensor:
+    return x.clone().add_(torch.zeros_like(x).uniform_(-1, 1))
+
+
+def random_order(x: Tensor) -> Tensor:
+    return x.gather(1, torch.rand_like(x).argsort(1))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(0.4),
+        nn.Dropout(0.4, inplace=True),
+        nn.AlphaDropout(0.4),
+        functional_mask,
+        filled_mask,
+        diffusion,
+        gumbel,
+        in_place,
+        random_order,
+    ],
+)
+def test_numbers_and_what_they_are_applied_to_are_known(
+    layer: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(1)
+    (one,) = draws(layer)
+    torch.manual_seed(1)
+    (again,) = draws(layer)
+    (other,) = draws(layer)
+    torch.manual_seed(1)
+    (elsewhere,) = draws(layer, seed=5)
+    assert one.applied and one.used and one.varied and one.by_row
+    assert one.bits > 64
+    assert (again.used, again.applied) == (one.used, one.applied)
+    assert other.applied == one.applied and other.used != one.used
+    assert elsewhere.applied != one.applied and elsewhere.used == one.used
+    assert not one.recomputed
+
+
+def test_features_that_are_dropped_whole_are_drawn_by_row() -> None:
+    (seen,) = draws(lambda x: nn.Dropout1d(0.5)(x.view(ROWS, 4, 8)))
+    assert seen.call == "bernoulli_[8, 4, 1]" and seen.by_row and seen.applied
+
+
+def layer_drop(x: Tensor) -> Tensor:
+    keep = torch.rand(12) > 0.1
+    return x + 1 if bool(keep[3]) else x
+
+
+def random_features(x: Tensor) -> Tensor:
+    return x @ torch.randn(WIDTH, 100)
+
+
+@pytest.mark.parametrize("forward", [layer_drop, random_features])
+def test_numbers_that_are_no_noise_of_an_activation_are_applied_to_nothing(
+    forward: Callable[[Tensor], Tensor],
+) -> None:
+    (seen,) = draws(forward)
+    assert seen.bits > 64 / 2 and not seen.applied
+
+
+def test_signs_that_all_rows_share_are_no_noise() -> None:
+    (seen,) = draws(lambda x: x * torch.randint(0, 2, (WIDTH,)))
+    assert seen.applied and not seen.by_row
+
+
+def uniform_attention(_: Tensor) -> Tensor:
+    scores = torch.zeros(1, 1, 16, 16) + torch.full((16, 16), -1e9).triu(1)
+    return nn.functional.dropout(scores.softmax(-1), 0.5)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        uniform_attention,
+        lambda _: nn.functional.dropout(torch.zeros(8, 8)),
+        lambda _: nn.functional.dropout(torch.ones(8, 8)),
+    ],
+)
+def test_what_is_equal_on_ranks_by_accident_says_nothing(
+    forward: Callable[[Tensor], Tensor],
+) -> None:
+    (seen,) = draws(forward)
+    assert seen.applied and not seen.varied
+
+
+def test_few_numbers_and_rare_ones_have_few_bits() -> None:
+    (tiny,) = draws(lambda _: nn.functional.dropout(torch.ones(5, 5)))
+    torch.manual_seed(0)
+    (rare,) = draws(lambda _: nn.functional.dropout(torch.ones(16, 16), 0.01))
+    assert tiny.bits < 64 and rare.bits < 64
+
+
+def test_what_is_drawn_without_being_recomputed_in_backward_is_left_out() -> None:
+    """Noise on gradients, stochastic rounding and compression draw in hooks."""
+    weight = activation().requires_grad_()
+    weight.register_hook(lambda g: g + torch.randn_like(g))
+    assert draws(lambda _: (weight * weight).sum().backward()) == []
+
+
+def test_modules_are_named_as_they_are_called_and_hooks_end_with_the_log() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nn.functional.dropout(x)
+            raise RuntimeError("no")
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Dropout(), Fails()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            with pytest.raises(RuntimeError):
+                self.blocks[1](x)
+            return nn.functional.dropout(self.blocks[0](x))
+
+    found = draws(Outer())
+    assert [d.module for d in found] == ["blocks.1", "blocks.0", ""]
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_random_layers_are_turned_off_wherever_the_modules_are() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.module = nn.ModuleDict(
+                {
+                    "drop": nn.Dropout(0.3),
+                    "attention": nn.MultiheadAttention(4, 2, dropout=0.5),
+                    "rnn": nn.GRU(4, 4, num_layers=2, dropout=0.5),
+                    "linear": nn.Linear(4, 4),
+                }
+            )
+            setattr(self.module, "jitter_noise", 0.1)  # noqa: B010  # no tensor
+            setattr(self.module, "dropped", 3)  # noqa: B010
+
+    engine = Engine()
+    turn_off_random_layers(engine)
+    parts: Any = engine.module
+    assert parts["drop"].p == parts["attention"].dropout == parts["rnn"].dropout == 0.0
+    assert (parts.jitter_noise, parts.dropped) == (0.0, 3)
+
+
+# - Laws on made-up draws
+
+
+def made_up(*ranks: dict[str, Any], place: str = "dp2-tp2/4/fp32") -> Evidence:
+    """Four ranks that each draw once a step, as ``ranks`` say."""
+    traces = []
+    for number, change in enumerate(ranks):
+        trace = rank_trace(number, bad=False)
+        trace.coordinate = {"dp": number // 2, "tp": number % 2}
+        for seen in trace.steps:
+            data = f"data {number // 2} at {seen.step}"
+            settings: dict[str, Any] = {
+                "module": "drop",
+                "call": "bernoulli_",
+                "numbers": f"numbers for {data}",
+                "used": f"numbers for {data}",
+                "applied": data,
+                "varied": True,
+                "by_row": True,
+                "bits": 100.0,
+            }
+            seen.draws = [Draw(**(settings | change))]
+        traces.append(trace)
+    return Evidence(scenario=scenario(stacks.Dropout, place), ranks=tuple(traces))
+
+
+RIGHT: dict[str, Any] = {}
+
+
+def test_made_up_right_draws_pass() -> None:
+    of = made_up(RIGHT, RIGHT, RIGHT, RIGHT)
+    assert finding(of, "random.replicas").compared == 8  # two pairs, four steps
+    assert finding(of, "random.data").status == "pass"
+    assert finding(of, "random.recompute").status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("change", "law"),
+    [
+        ({"used": "others"}, "random.replicas"),
+        # a mask in another module is another mask
+        ({"used": "others", "module": "else"}, None),
+        ({"used": "others", "applied": "another part"}, None),
+        ({"used": "others", "varied": False}, None),
+    ],
+)
+def test_replicas(change: dict[str, Any], law: str | None) -> None:
+    of = made_up(RIGHT, RIGHT, RIGHT, {**change, "bits": 0.0})
+    status = finding(of, "random.replicas").status
+    assert status == ("fail" if law else "pass")
+    if law:
+        assert finding(of, law).ranks == (3,)
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({}, "fail"),
+        ({"bits": 63.0}, "pass"),
+        ({"by_row": False}, "pass"),
+        ({"applied": ""}, "pass"),
+        # equal data, such as a weight, may have equal noise on all ranks
+        ({"applied": "weight"}, "pass"),
+        ({"module": "else"}, "pass"),
+    ],
+)
+def test_data(change: dict[str, Any], status: str) -> None:
+    ranks = [{**RIGHT}, {**RIGHT}, {**change}, {**change}]
+    of = made_up(*ranks)
+    for trace, twin in zip(of.ranks[2:], of.ranks[:2], strict=True):
+        for seen, other in zip(trace.steps, twin.steps, strict=True):
+            seen.draws[0].used = other.draws[0].used
+            if change.get("applied") == "weight":
+                other.draws[0].applied = "weight"
+    found = finding(of, "random.data")
+    assert found.status == status
+    assert found.ranks == ((2,) if status == "fail" else ())
+
+
+def test_ranks_that_see_the_same_data_may_draw_alike_for_parts_of_it() -> None:
+    """Without a generator of DTensor's own, shards of one tensor get equal masks."""
+    ranks = [{"used": "mask 0"}, {"used": "mask 0"}, {}, {}]
+    of = made_up(*ranks)
+    for trace in of.ranks[:2]:
+        del trace.steps[1:]
+        trace.steps[0].draws[0].applied = f"part of rank {trace.rank}"
+    assert finding(of, "random.data").status == "pass"
+
+
+def recomputed(numbers: str, applied: str) -> Evidence:
+    of = made_up(RIGHT)
+    for seen in of.ranks[0].steps:
+        (first,) = seen.draws
+        second = Draw(module="", call="bernoulli_", numbers="n2", bits=100.0)
+        second.applied = "second"
+        again = Draw(module="", call="bernoulli_", numbers=numbers, bits=100.0)
+        again.applied, again.recomputed = applied, True
+        first.numbers, first.applied = "n1", "first"
+        seen.draws = [first, second, again]
+    return of
+
+
+@pytest.mark.parametrize(
+    ("numbers", "applied", "status"),
+    [
+        ("n1", "first", "pass"),
+        ("n2", "second", "pass"),
+        ("n1", "", "pass"),  # what is not needed is not run again
+        ("n3", "", "fail"),
+        ("n2", "first", "fail"),  # the mask of the other forward
+    ],
+)
+def test_recompute(numbers: str, applied: str, status: str) -> None:
+    assert finding(recomputed(numbers, applied), "random.recompute").status == status
+
+
+def test_a_run_that_drew_nothing_is_no_pass() -> None:
+    of = made_up(RIGHT, RIGHT, RIGHT, RIGHT)
+    for trace in of.ranks:
+        for seen in trace.steps:
+            seen.draws = []
+    for law in ("random.replicas", "random.data", "random.recompute"):
+        assert finding(of, law).status == "inconclusive"

@@ -1,0 +1,112 @@
+"""The run command around its judge: exit codes, when it stops, what it leaves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.judge.law import Finding, Verdict
+from gradparity.conformance.report.records import Report, ReportWriter, read_report
+from gradparity.conformance.run.runner import Case, Runner, _Seen
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.conformance.status import Status
+from gradparity.tests.conformance.test_report import header
+
+IDS = [f"ddp/2/fp32/sgd/none/seed={seed}" for seed in range(1, 4)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the cases come to, one after another; no rank is started."""
+    due: list[str] = []
+    left: Iterator[str] = iter(due)
+
+    def observe(self: Runner, spec: str, scenario: Scenario) -> _Seen:
+        status = next(left)
+        if status == "ctrl-c":
+            raise KeyboardInterrupt
+        broke = status == "error"
+        finding = Finding(status=Status(status), message="as planned")
+        case = Case(
+            scaler=spec,
+            scenario=scenario,
+            verdicts=() if broke else (Verdict(law="scale.rule", finding=finding),),
+            evidence=None,
+            seconds=0.0,
+            problem="as planned" if broke else "",
+        )
+        return _Seen(spec=spec, scenario=scenario, case=case)
+
+    monkeypatch.setattr(Runner, "_observe", observe)
+    return due
+
+
+def run(*options: str) -> int:
+    scenarios = [word for each in IDS for word in ("--scenario", each)]
+    return main(["run", *scenarios, "--report", "R", *options])
+
+
+def report() -> Report:
+    return read_report(Path("R"))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["pass", "pass", "pass"], 0),
+        (["pass", "skipped", "pass"], 4),
+        (["pass", "inconclusive", "pass"], 4),
+        (["inconclusive", "fail", "pass"], 1),
+        (["error", "fail", "inconclusive"], 3),
+    ],
+    ids=str,
+)
+def test_the_worst_case_decides_the_exit_code(
+    statuses: list[str], code: int, judge: list[str]
+) -> None:
+    judge += statuses
+    assert run() == code
+
+
+def test_fail_fast_stops_at_the_first_violation_and_at_nothing_less(
+    judge: list[str],
+) -> None:
+    judge += ["inconclusive", "fail", "pass"]
+    assert run("--fail-fast") == 1
+    assert [case.status for case in report().cases] == ["inconclusive", "fail"]
+    assert report().incomplete == "stopped at the first violation: 2 of 3 cases ran"
+
+
+def test_an_interrupt_leaves_a_report_and_its_page(
+    judge: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge += ["pass", "ctrl-c"]
+    assert run("--out", "page") == 130
+    assert report().incomplete == "interrupted after 1 of 3 cases"
+    assert (folder / "page" / "index.html").is_file()
+    printed = capsys.readouterr().out
+    assert "INCOMPLETE: interrupted after 1 of 3 cases" in printed
+    assert "report: R" in printed
+
+
+def test_two_runs_of_one_report_are_bad_usage(
+    judge: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ReportWriter(Path("R"), header()):
+        assert run() == 2
+    assert "another run writes this report now" in capsys.readouterr().err
+
+
+def test_a_second_run_keeps_the_report_of_the_first(
+    judge: list[str], folder: Path
+) -> None:
+    judge += ["pass"] * 9
+    assert [run(), run(), run()] == [0, 0, 0]
+    assert all((folder / name).is_file() for name in ("R", "R.1", "R.2"))

@@ -1,0 +1,207 @@
+"""The runner on made-up ranks: what it does twice before it accuses anybody."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.rank.devices import Devices
+from gradparity.conformance.rank.scaler_spec import NO_SCALER
+from gradparity.conformance.rank.trace import Problem, RankTrace
+from gradparity.conformance.rank.worker import JudgedError
+from gradparity.conformance.report.records import read_report
+from gradparity.conformance.run.launcher import Place
+from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
+from gradparity.tests.made_up import SCENARIO, rank_trace
+
+SCALER = "torch.amp:GradScaler"
+Traces = list[RankTrace]
+Run = Callable[[], Traces]
+WHY = "no answer within 30 s"
+
+
+class MadeUp(Place):
+    """Ranks that do not exist: each call of a spec gives the next of its results."""
+
+    def __init__(self, **runs: list[Run]) -> None:
+        super().__init__(Devices(), 30.0)
+        self.runs = {SCALER: runs["scaler"], NO_SCALER: runs.get("control", [right])}
+        self.calls: list[str] = []
+
+    def not_runnable(self, world: int) -> str:
+        return ""
+
+    def ranks(self, world: int) -> Any:
+        return self
+
+    def run(self, _: Any, scenario: Scenario, spec: str, *rest: Any) -> Traces:
+        self.calls.append(spec)
+        left = self.runs[spec]
+        return (left.pop(0) if len(left) > 1 else left[0])()
+
+
+def right() -> Traces:
+    return [rank_trace(rank, bad=False) for rank in range(2)]
+
+
+def hangs() -> Traces:
+    outcomes = tuple(
+        RankOutcome(rank=rank, state=RankState.HUNG, message=WHY) for rank in range(2)
+    )
+    raise WorldFailure(outcomes, outcomes[1])
+
+
+def late() -> Traces:
+    traces = right()
+    for trace in traces:
+        del trace.steps[2:]
+        trace.misuse = None
+        trace.steps[1].checked_sum = (np.nan if trace.rank else 3.0, 3.0)
+    raise _failure(traces)
+
+
+def wrong() -> Traces:
+    """A checked collective that came back in time with a wrong number."""
+    traces = right()
+    for trace in traces:
+        del trace.steps[2:]
+        trace.steps[1].checked_sum = (4.0, 3.0)
+    raise _failure(traces)
+
+
+def raises() -> Traces:
+    """One rank raises; the other waits for it until the limit."""
+    traces = right()
+    traces[0].problem = Problem(step=1, call="step", error="RuntimeError: no")
+    failure = _failure(traces)
+    waits = RankOutcome(rank=1, state=RankState.HUNG, message=WHY)
+    raise WorldFailure((failure.outcomes[0], waits), failure.root)
+
+
+def _failure(traces: Traces) -> WorldFailure:
+    outcomes = tuple(
+        RankOutcome(rank=t.rank, state=RankState.RAISED, exception=JudgedError(t))
+        for t in traces
+    )
+    return WorldFailure(outcomes, outcomes[0])
+
+
+def drifts() -> Traces:
+    """Of a stack with a kernel that sums in another order each time."""
+    traces = right()
+    traces[1].steps[2].gradients["w"][1] *= np.float32(1 + 2.0**-23)
+    return traces
+
+
+def moved() -> Traces:
+    traces = right()
+    for trace in traces:
+        trace.steps[3].digests = {"w": "else"}
+    return traces
+
+
+def judged(place: MadeUp) -> Case:
+    return Runner(folder=".", place=place).run(SCALER, SCENARIO, parity=False)
+
+
+def said(case: Case, law: str) -> tuple[Status, str]:
+    (finding,) = [v.finding for v in case.verdicts if v.law == law]
+    return finding.status, finding.message
+
+
+@pytest.mark.parametrize(
+    ("run", "law", "words"),
+    [
+        (hangs, "liveness.completes", WHY),
+        (late, "collectives.no-crosstalk", "step 1: the checked all-reduce did not"),
+    ],
+)
+def test_what_ran_out_of_time_is_tried_again_before_it_is_a_violation(
+    run: Run, law: str, words: str
+) -> None:
+    place = MadeUp(scaler=[run, right])
+    status, message = said(judged(place), law)
+    assert status is Status.PASS
+    assert "tried again alone" in message and words in message
+    assert place.calls.count(SCALER) == 2
+
+    place = MadeUp(scaler=[run])
+    status, message = said(judged(place), law)
+    assert status is Status.FAIL
+    assert "tried again alone" in message and words in message
+    assert place.calls.count(SCALER) == 2
+
+
+@pytest.mark.parametrize("run", [right, wrong, raises])
+def test_what_did_not_run_out_of_time_is_not_tried_again(run: Run) -> None:
+    place = MadeUp(scaler=[run])
+    case = judged(place)
+    assert place.calls.count(SCALER) == 1
+    assert "again" not in "".join(v.finding.message for v in case.verdicts)
+
+
+BITWISE = ("transparency.gradient", "transparency.bitwise")
+
+
+def test_a_control_that_differs_from_itself_accuses_nobody() -> None:
+    case = judged(MadeUp(scaler=[moved], control=[right, drifts]))
+    for law in BITWISE:
+        status, message = said(case, law)
+        assert status is Status.INCONCLUSIVE
+        assert "the gradient of w on rank 1 at step 2" in message
+    assert case.status is Status.INCONCLUSIVE
+
+
+def test_a_control_that_is_the_same_again_does() -> None:
+    place = MadeUp(scaler=[moved])
+    case = judged(place)
+    assert said(case, "transparency.bitwise")[0] is Status.FAIL
+    assert said(case, "transparency.gradient")[0] is Status.PASS
+    assert place.calls.count(NO_SCALER) == 2
+
+
+def test_a_control_whose_parameters_differ_is_seen() -> None:
+    case = judged(MadeUp(scaler=[right], control=[right, moved]))
+    assert "w on rank 0 at step 3" in said(case, "transparency.bitwise")[1]
+
+
+def test_a_control_is_made_twice_once_and_not_for_other_precisions() -> None:
+    place = MadeUp(scaler=[right])
+    runner = Runner(folder=".", place=place)
+    for init_scale in (8.0, 16.0, 32.0):
+        scenario = replace(SCENARIO, init_scale=init_scale)
+        runner.run(SCALER, scenario, parity=False)
+    runner.run(SCALER, replace(SCENARIO, precision="bf16-autocast"), parity=False)
+    runner.run(SCALER, replace(SCENARIO, faults="inf@r0s1:first"), parity=False)
+    assert place.calls.count(NO_SCALER) == 2
+
+
+def test_a_control_without_a_judged_scaler_is_made_once() -> None:
+    place = MadeUp(scaler=[right])
+    runner = Runner(folder=".", place=place)
+    runner.run(NO_SCALER, replace(SCENARIO, init_scale=8.0), parity=False)
+    assert place.calls == [NO_SCALER]
+
+
+def test_a_planted_fault_that_strikes_nothing_ends_in_no_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F31: the first stage of a pipeline holds no element of the head."""
+    plan = "inf@r0s1:head.weight"
+    scaler = "gradparity.fixtures.faulty:PlainScaler"
+    out = ["--scaler", scaler, "--out", str(tmp_path)]
+    assert main(["replay", f"pp/2/fp32/sgd/{plan}/steps=2", *out]) == 4
+    (record,) = read_report(tmp_path / "report.jsonl").cases
+    for law in ("skip.nobody-steps", "skip.frozen"):
+        verdict = record.verdict(law)
+        assert verdict is not None and verdict.status == "inconclusive"
+        assert verdict.message.startswith(
+            f"{plan} was due at step 1 and did not strike"
+        )
+        assert (verdict.compared, verdict.not_compared) == (0, 2)
+    assert plan in capsys.readouterr().out

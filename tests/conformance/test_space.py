@@ -1,0 +1,77 @@
+"""Every topology, recipe and model is trained rightly by a right scaler."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from gradparity.conformance import Runner, Scenario, Status
+from gradparity.conformance.space.recipes import RECIPES
+from gradparity.fixtures import TOPOLOGIES
+
+SCALER = "gradparity.fixtures.faulty:PlainScaler"
+LAID_OUT = [
+    f"{t.name}/{t.default_world}/fp32/adamw/nan@r*s1:last[last]/data={t.models[0]},steps=3"
+    for t in TOPOLOGIES.values()
+]
+WITH_RECIPE = [
+    f"{'ddp' if recipe.compile else 'fsdp'}/2/fp32/sgd/none/steps=4,recipe={name}"
+    for name, recipe in RECIPES.items()
+]
+SPECIAL = [
+    "fsdp/4/fp32/adamw/none/data=digits-uneven,steps=3,recipe=clip-norm",
+    "fsdp1/4/fp16-params/adamw/none/data=digits-uneven,steps=3",
+    "pp/2/fp32/adamw/none/steps=3,recipe=frozen",
+    "tp+sp/2/fp32/adamw/none/data=text,steps=3,recipe=frozen",
+    "ddp/2/fp32/sgd-fused/inf@r1s0:up.bias/steps=4,recipe=two-optimizers",
+    "pp/2/fp32/adamw/nan@r1s0:loss[last]/steps=3",
+    "fsdp/2/fp32/adamw/-inf@r1s1:loss[last]/steps=3,recipe=accumulate",
+    "ddp/2/fp32/adamw/none/steps=3,magnitude=9.313225746154785e-10",
+]
+LONG = [
+    "ddp/2/fp32/sgd/nan@r0s*:first/steps=150",
+    "fsdp+tp/4/fp16-reduce/adagrad/none/data=text,steps=12,order=reversed,"
+    "scale=67108864,interval=2",
+]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=60) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *LAID_OUT,
+        *WITH_RECIPE,
+        *SPECIAL,
+        *(pytest.param(long, marks=pytest.mark.slow) for long in LONG),
+    ],
+)
+def test_a_right_scaler_passes(runner: Runner, scenario: str) -> None:
+    case = runner.run(SCALER, Scenario.parse(scenario))
+    bad = {
+        v.law: v.finding.message
+        for v in case.verdicts
+        if v.status not in (Status.PASS, Status.SKIPPED)
+    }
+    assert bad == {}, case.problem
+    assert case.status is Status.PASS
+
+
+def test_a_loss_fault_strikes_the_ranks_that_see_the_same_rows(runner: Runner) -> None:
+    case = runner.run(SCALER, Scenario.parse("tp/2/fp32/sgd/nan@r1s1:loss/steps=3"))
+    assert case.evidence is not None
+    struck = [bool(t.steps[1].faults) for t in case.evidence.ranks]
+    assert struck == [True, True]
+
+
+def test_optimizers_decide_each_for_itself(runner: Runner) -> None:
+    plan = "inf@r1s1:up.bias;nan@r0s2:up.weight"
+    scenario = f"fsdp/2/fp32/sgd/{plan}/steps=4,recipe=two-optimizers"
+    case = runner.run(SCALER, Scenario.parse(scenario))
+    assert case.evidence is not None and case.status is Status.PASS
+    for trace in case.evidence.ranks:
+        moved = [[d.parameters_changed for d in s.decisions] for s in trace.steps]
+        assert moved == [[True, True], [True, False], [False, True], [True, True]]

@@ -1,0 +1,338 @@
+"""Standalone scripts run without us, and show what the catalogue shows."""
+
+import ast
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.script import parts as standalone_parts
+from gradparity.conformance.script.standalone import standalone_script
+from gradparity.conformance.space.catalogue import Selection, select
+from gradparity.fixtures import OPTIMIZERS
+from gradparity.tests.script_server import Scripts, alone
+
+TORCH = "torch.amp:GradScaler"
+OURS = "gradparity.scaler:GradScaler"
+FAULTY = "gradparity.fixtures.faulty"
+BAD = "inf@r1s1:up.weight"
+TWO = "ddp/2/fp32/sgd/inf@r1s1:up.bias;nan@r0s2:up.weight/steps=4,recipe=two-optimizers"
+
+BAD_EXPERT = "inf@r3s1:down.experts.weight/data=digits-experts,steps=3"
+OWN_EXPERTS = f"fsdp+ep-local/4/fp32/sgd/{BAD_EXPERT},recipe=two-optimizers"
+EXPERTS_FIRST = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
+
+
+MOVED = "recipe=resume-elsewhere,interval=4,steps=4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scaler", "scenario", "words"),
+    [
+        (TORCH, f"fsdp+tp/4/fp32/sgd/{BAD}/steps=3", "step 1: ranks disagree on"),
+        (OURS, "tp+sp/2/fp32/sgd/none/data=text,steps=2", "no violation\n"),
+        (OURS, f"pp/2/fp32/adamw/none/{MOVED}", "no violation\n"),
+    ],
+)
+def test_a_script_needs_nothing_of_the_tests(
+    tmp_path: Path, scaler: str, scenario: str, words: str
+) -> None:
+    code, output = alone(tmp_path, scaler, scenario)
+    assert code == int(scaler == TORCH)
+    assert words in output
+
+
+@pytest.mark.parametrize(
+    ("scaler", "scenario", "words"),
+    [
+        (TORCH, "tp/2/fp32/sgd/none/steps=2", "got mixed torch.Tensor"),
+        (TORCH, "pp/2/fp32/sgd/none/steps=2", "_scale is None"),
+        (
+            TORCH,
+            "pp/2/fp32/sgd/inf@r0s1:first/steps=3,recipe=primed",
+            "ranks disagree",
+        ),
+        (f"{FAULTY}:NeverAgrees", f"fsdp/2/fp32/sgd/{BAD}/steps=3", "ranks disagree"),
+        (
+            f"{FAULTY}:ForgetsToUnscale",
+            "ddp/2/fp32/sgd/none/steps=1",
+            "gradient / scale is wrong",
+        ),
+        (TORCH, OWN_EXPERTS, "{0: True, 1: False, 2: True, 3: False}"),
+        (TORCH, EXPERTS_FIRST, "{0: True, 1: False, 2: True, 3: False}"),
+        (TORCH, "ep/2/fp32/adam/none/data=digits-experts,steps=2", "got mixed torch"),
+        (
+            TORCH,
+            "fsdp+tp/4/fp32/sgd-momentum/nan@r0s*:up.weight/steps=3,order=reversed",
+            "ranks disagree",
+        ),
+        (
+            f"{FAULTY}:NeverAgrees",
+            "fsdp1/2/fp32/adamw-groups/-inf@r1s1:middle[last]/steps=3,order=vectors-first",
+            "each rank stepped or not: {0: True, 1: False}",
+        ),
+        (
+            f"{FAULTY}:NeverSkips",
+            "pp/2/fp32/adagrad/nan@r1s1:loss[last]/data=digits-uneven,steps=3",
+            "each rank stepped or not: {0: True, 1: True}",
+        ),
+        (f"{FAULTY}:LooksAtFirstOptimizerOnly", TWO, "{0: True, 1: True}"),
+        (
+            f"{FAULTY}:IgnoresManualScale",
+            "single/1/fp32/sgd/none/steps=4,recipe=manual-scale",
+            "step 2: rank 0: scale 1024.0, the rule says 64.0",
+        ),
+        (
+            f"{FAULTY}:WorksThoughDisabled",
+            "single/1/fp32/sgd/none/steps=4,recipe=disabled",
+            "the rule says",
+        ),
+        (
+            f"{FAULTY}:UnscalesSlightlyOff",
+            "fsdp/2/fp32/adam/none/steps=2,recipe=clip-norm,magnitude=1073741824",
+            "gradient / scale is wrong",
+        ),
+        (
+            f"{FAULTY}:SavesATrackerForEachRank",
+            f"fsdp/4/fp32/sgd/none/{MOVED}",
+            "step 2: rank 3 raised IndexError: list index out of range",
+        ),
+        (
+            f"{FAULTY}:SharesItsScaleAmongRanks",
+            f"pp/2/fp32/sgd/none/{MOVED}",
+            "step 2: rank 1: starts with (scale, growth tracker) (512.0, 2), "
+            "(1024.0, 2) was left",
+        ),
+        (
+            f"{FAULTY}:ForgetsOnAnotherWorld",
+            f"single/1/fp32/adam/none/{MOVED}",
+            "step 2: rank 0: starts with (scale, growth tracker) (1024.0, 0)",
+        ),
+        (
+            f"{FAULTY}:SavesStaleTracker",
+            f"ddp/4/fp32/sgd/none/{MOVED}",
+            "step 3: rank 0: scale 1024.0, the rule says 2048.0",
+        ),
+        (
+            f"{FAULTY}:NeverAgrees",
+            f"fsdp/4/fp32/sgd/inf@r3s1:up.weight/{MOVED}",
+            "step 1: ranks disagree",
+        ),
+        (
+            TORCH,
+            f"fsdp+tp/4/fp32/sgd/inf@r3s2:up.weight/{MOVED}",
+            "step 2: ranks disagree",
+        ),
+        (
+            f"{FAULTY}:KeepsTheTrackerOnGrowth",
+            "single/1/fp32/sgd/none/steps=3",
+            "step 2: rank 0: tracker 3, the rule says 0",
+        ),
+    ],
+)
+def test_a_failure_is_shown(
+    scripts: Scripts, scaler: str, scenario: str, words: str
+) -> None:
+    code, output = scripts(scaler, scenario)
+    assert code == 1, output
+    assert words in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        f"fsdp+tp/4/fp32/sgd/{BAD}/steps=4",
+        f"tp/2/fp32/adamw/{BAD}/steps=3",
+        "pp/2/fp32/sgd/nan@r0s1:last/steps=3",
+        "hsdp/4/fp16-params/adamw-fused/none/steps=3,scale=67108864",
+        "ddp/2/fp16-autocast/sgd/nan@r0s1:last/recipe=accumulate,steps=3",
+        "pp+fsdp/4/fp32/sgd/none/steps=2,recipe=clip-value",
+        "fsdp/2/fp32/adamw/none/steps=4,recipe=resume",
+        TWO,
+        "fsdp1/2/fp16-params/adagrad/none/steps=12,scale=67108864,interval=2,"
+        "recipe=accumulate-no-sync",
+        "fsdp+ep/4/fp32/adam/inf@r3s1:loss/data=digits-experts,steps=3,recipe=clip-norm",
+        OWN_EXPERTS,
+        EXPERTS_FIRST,
+        "fsdp+plain/2/fp32/adamw-groups/nan@r0s1:last[last]/steps=3,recipe=frozen",
+        "tp/2/fp32/adamw/none/data=text-tied,steps=3,recipe=two-losses",
+        "single/1/fp32/adamw/nan@r0s*:first/steps=150",
+        f"fsdp1/4/fp32/adamw/inf@r3s2:last/{MOVED}",
+        f"fsdp/3/fp32/adagrad/none/data=digits-uneven,{MOVED}",
+        f"fsdp+tp/4/fp32/sgd-momentum/none/{MOVED}",
+        f"tp+sp/4/fp16-autocast/adam/nan@r*s0:middle/data=text,{MOVED}",
+        f"fsdp+ep/4/fp16-params/adamw/none/data=digits-experts,{MOVED}",
+        f"ep/2/fp32/adamw-groups/inf@r1s2:loss/data=digits-experts,{MOVED}",
+        f"pp+fsdp/4/fp32/adamw-fused/nan@r3s3:last/{MOVED}",
+    ],
+)
+def test_a_right_scaler_passes(scripts: Scripts, scenario: str) -> None:
+    assert scripts(OURS, scenario) == (0, "no violation\n")
+
+
+@pytest.mark.parametrize("name", standalone_parts.OPTIMIZERS)
+def test_optimizers_are_those_of_the_fixtures(name: str) -> None:
+    _same_optimizer(name, ["up.weight", "up.bias"], "digits")
+
+
+def test_groups_of_experts_are_those_of_the_fixtures() -> None:
+    experts = ["down.experts.weight", "down.experts.bias"]
+    _same_optimizer(
+        "adamw-groups", ["up.weight", *experts, "head.bias"], "digits-experts"
+    )
+
+
+def _same_optimizer(name: str, names: list[str], data: str) -> None:
+    params = {n: torch.nn.Parameter(torch.ones(2)) for n in names}
+    scenario = Scenario.parse(f"single/1/fp32/{name}/none/data={data}")
+    text = standalone_script(scenario, TORCH)
+    made = eval(
+        f"torch.optim.{standalone_parts.OPTIMIZERS[name]}",
+        {"torch": torch, "params": params, **_functions(text, "groups")},
+    )
+    wanted = OPTIMIZERS[name](list(params.items()))
+    assert type(made) is type(wanted)
+    assert made.defaults == wanted.defaults
+    assert len(made.param_groups) == len(wanted.param_groups)
+    for mine, theirs in zip(made.param_groups, wanted.param_groups, strict=True):
+        assert [mine[key] for key in ("lr", "weight_decay")] == [
+            theirs[key] for key in ("lr", "weight_decay")
+        ]
+        assert [*map(id, mine["params"])] == [*map(id, theirs["params"])]
+
+
+def _functions(text: str, name: str) -> dict[str, Any]:
+    """The function of a script, if it is there."""
+    found = [n for n in ast.parse(text).body if getattr(n, "name", "") == name]
+    space: dict[str, Any] = {}
+    exec(compile(ast.Module(found, []), "script", "exec"), space)
+    return space
+
+
+def test_what_is_saved_is_laid_out_anew_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = standalone_script(Scenario.parse(f"fsdp/4/fp32/adamw/none/{MOVED}"), OURS)
+    (tmp_path / "script.py").write_text(text)
+    with warnings.catch_warnings():
+        script = runpy.run_path(str(tmp_path / "script.py"))
+    whole = _trained(torch.arange(5.0))
+    for rank, places in enumerate(([4, 0, 2], [1, 2, 3])):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        where = {"w": torch.tensor(places)}
+        script["save"](tmp_path, Saves(rank), *_trained(where["w"].float()), where)
+    for places in ([0, 1, 2, 3, 4], [3], [1, 0]):
+        where = {"w": torch.tensor(places)}
+        part = _trained(torch.zeros(len(places)), steps=0)
+        assert script["load"](tmp_path, *part, where) == {"rank": 0}
+        mine, wanted = (_held(*trained) for trained in (part, whole))
+        assert mine.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(mine[key], value[places] if value.ndim else value), key
+
+
+Trained = tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]
+
+
+def _trained(values: torch.Tensor, steps: int = 2) -> Trained:
+    weight = torch.nn.Parameter(values.clone())
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    for _ in range(steps):
+        weight.grad = weight.detach() + 0.3
+        optimizer.step()
+    return {"w": weight}, optimizer
+
+
+def _held(
+    params: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    return {"": params["w"].detach(), **optimizer.state[params["w"]]}
+
+
+class Saves:
+    """A scaler that saves the rank it is on."""
+
+    def __init__(self, rank: int) -> None:
+        self.state_dict = lambda: {"rank": rank}
+
+
+def test_only_torch_is_imported() -> None:
+    text = standalone_script(Scenario.parse(f"tp/2/fp32/sgd/{BAD}"), TORCH)
+    names = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert names - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_what_no_script_is_made_for_is_named() -> None:
+    with pytest.raises(ValueError, match="no standalone script for scaler 'a b:c'"):
+        standalone_script(Scenario.parse("single/1/fp32/sgd/none"), "a b:c")
+
+
+@pytest.mark.slow
+def test_every_scenario_has_a_script() -> None:
+    """``standalone_script`` compiles what it returns."""
+    for scenario in select("default", Selection()):
+        assert scenario.id in standalone_script(scenario, TORCH)
+
+
+def test_a_script_is_of_one_scaler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["replay", "single/1/fp32/sgd/none/steps=1", "--script", "s.py"]
+    assert main([*arguments, "--scaler", TORCH, "--scaler", OURS]) == 2
+    assert "--script shows one scaler" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replay_writes_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scenario = "single/1/fp32/sgd/none/steps=1"
+    assert main(["replay", scenario, "--scaler", TORCH, "--script", "s.py"]) == 0
+    assert (tmp_path / "s.py").read_text() == standalone_script(
+        Scenario.parse(scenario), TORCH
+    )
+
+
+@pytest.mark.parametrize("time", ["60", "0s", "-1m", "s", "infh", "nans", "1d"])
+def test_a_budget_has_a_unit(time: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["hunt", f"--budget={time}"])
+    assert error.value.code == 2
+    assert "is no positive time such as 60s" in capsys.readouterr().err
+
+
+def test_each_scaler_is_hunted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = main(
+        ["hunt", "--budget", "3s", "--topology", "single", "--precision", "fp32",
+         "--data", "digits", "--scaler", f"{FAULTY}:PlainScaler",
+         "--scaler", f"{FAULTY}:ForgetsToUnscale"]
+    )  # fmt: skip
+    output = capsys.readouterr().out
+    assert code == 1, output
+    assert "tried with gradparity.fixtures.faulty:PlainScaler" in output
+    assert "script: violation-2.py" in output.replace("\n", "")
+    assert not (tmp_path / "violation.py").exists()
+    compile((tmp_path / "violation-2.py").read_text(), "violation-2.py", "exec")

@@ -1,0 +1,127 @@
+"""Standalone scripts on a workload of one's own: torch, the scaler and the workload."""
+
+from pathlib import Path
+
+import pytest
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.script.standalone import standalone_script
+from gradparity.conformance.status import UsageError
+from gradparity.tests import stacks
+from gradparity.tests.script_server import Scripts, alone
+
+MODULE = "gradparity.tests.stacks"
+LAYOUTS = "gradparity.tests.conformance.test_gradient_layouts"
+OURS = "gradparity.scaler:GradScaler"
+NEVER = "gradparity.fixtures.faulty:NeverAgrees"
+BAD = f"dp2-tp2/4/fp32/own/inf@r3s1:0.weight/data={MODULE}:Right,steps=3"
+EXAMPLE = "data=gradparity.examples.workload:Stack,steps=3"
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (stacks.ForgetsOneBias, "step 0: replicas differ: 2.bias"),
+        (stacks.SumsForMean, "gradients are not those of one process: ['0.weight', "),
+        (stacks.SlightlyOff, "gradients are not those of one process: ['0.weight'];"),
+        (stacks.BiasOnOneRank, "step 0: replicas differ: 2.bias"),
+        (stacks.StrayCollective, "step 0: rank 1 raised RuntimeError"),
+        (
+            stacks.RaisesOnRank1,
+            "rank 1 raised RuntimeError: no such layer (parallelize, line ",
+        ),
+    ],
+)
+def test_a_wrong_stack_is_shown_without_a_scaler(
+    scripts: Scripts, stack: type, words: str
+) -> None:
+    place = f"dp2/2/fp32/own/none/data={MODULE}:{stack.__name__}"
+    code, output = scripts("none", f"{place},steps=1")
+    assert code == 1, output
+    assert words in output
+
+
+@pytest.mark.parametrize(
+    ("scaler", "scenario"),
+    [
+        ("none", f"dp2/2/fp32/own/none/data={MODULE}:Nested,recipe=accumulate,steps=3"),
+        ("none", f"dp2-tp2/4/fp32/own/none/data={MODULE}:ZeroBiases,steps=3"),
+        ("none", "hsdp/4/fp32/adamw/none/steps=2"),
+        ("none", f"tp2/2/fp32/own/none/data={LAYOUTS}:Laid,steps=2"),
+        ("none", f"tp2/2/fp32/own/none/data={LAYOUTS}:ShardAndPartial,steps=2"),
+        (OURS, BAD),
+        (OURS, f"{BAD},recipe=two-optimizers,order=reversed"),
+        (OURS, f"single/1/bf16-autocast/own/nan@r0s*:loss/data={MODULE}:Right,steps=3"),
+        (
+            OURS,
+            f"dp2/2/fp16-params/own/inf@r1s1:last[last]/{EXAMPLE},recipe=clip-norm",
+        ),
+    ],
+)
+def test_what_is_right_passes(scripts: Scripts, scaler: str, scenario: str) -> None:
+    assert scripts(scaler, scenario) == (0, "no violation\n")
+
+
+def test_a_wrong_gradient_is_shown_however_it_is_laid_out(scripts: Scripts) -> None:
+    scenario = f"tp2/2/fp32/own/none/data={LAYOUTS}:ShardsSwapped,steps=2"
+    code, output = scripts("none", scenario)
+    assert (code, "not those of one process" in output) == (1, True), output
+
+
+def test_a_wrong_scaler_is_shown(scripts: Scripts) -> None:
+    code, output = scripts(NEVER, BAD)
+    assert code == 1, output
+    assert output.startswith("step 1: ranks disagree on (scale, growth tracker)")
+
+
+def test_the_workload_is_looked_for_where_the_script_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"from {MODULE} import Right, SumsForMean\nright = Right()\n"
+    (tmp_path / "stack_of_mine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    place = "dp2/2/fp32/own/none/steps=2,data=stack_of_mine"
+    assert alone(tmp_path, "none", f"{place}:right") == (0, "no violation\n")
+    code, output = alone(tmp_path, OURS, f"{place}:SumsForMean")
+    assert (code, "not those of one process" in output) == (1, True), output
+
+
+@pytest.mark.parametrize(
+    ("change", "there"),
+    [
+        ("fp32/own/none", True),
+        ("fp32/own/inf@r0s1:last", True),
+        ("fp32/own/inf@r0s0:last", False),
+        ("fp32/own/inf@r0s*:loss", False),
+        ("bf16-autocast/own/none", False),
+    ],
+)
+def test_gradients_are_compared_where_nothing_spoils_them(
+    change: str, there: bool
+) -> None:
+    text = standalone_script(
+        Scenario.parse(f"dp2/2/{change}/data={MODULE}:Right"), OURS
+    )
+    assert ("def astray" in text) == there
+    assert "Needs torch and gradparity. Exit" in text
+
+
+@pytest.mark.parametrize(
+    ("scenario", "needs"),
+    [
+        ("test_conformance_workload_steps:Trains", "train_step, weights"),
+        ("test_conformance_workload_parts:Counted", "a loss that is (sum, count)"),
+        ("test_conformance_workload_parts:Cuts", "micro_batches"),
+        (
+            "test_conformance_workload_parts:Ddp,recipe=accumulate-uneven",
+            "recipe 'accumulate-uneven'",
+        ),
+    ],
+)
+def test_what_needs_the_own_loop_is_refused_in_one_line(
+    scenario: str, needs: str
+) -> None:
+    text = f"dp2/2/fp32/own/none/data=gradparity.tests.{scenario}"
+    with pytest.raises(UsageError, match=r"needs gradparity's own loop") as told:
+        standalone_script(Scenario.parse(text), "none")
+    assert f": {needs} needs" in str(told.value)

@@ -1,0 +1,71 @@
+"""The terminal: live progress with time left on one, plain lines in a file."""
+
+import io
+import re
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from gradparity.conformance.report.records import Report
+from gradparity.conformance.report.terminal import facts, print_report, progress
+from gradparity.tests.conformance.test_report import HOSTILE, case, report_of
+
+ESCAPE = "\x1b"
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    """A console into a file; FORCE_COLOR and its like are not looked at."""
+    file = io.StringIO()
+    made = Console(file=file, force_terminal=terminal, width=160, _environ={})
+    return made, file
+
+
+def watch(report: Report, *, terminal: bool, quiet: bool = False) -> str:
+    """What is seen while the cases of ``report`` are judged."""
+    made, file = console(terminal=terminal)
+    with progress(made, len(report.cases), quiet=quiet) as ticker:
+        for each in report.cases:
+            ticker.begin(each.scaler, each.scenario)
+            ticker.end(each)
+    return file.getvalue()
+
+
+SEEN = report_of(case("a:B"), case("e:F"), case("g:H"), case(f"c:D{HOSTILE}", "fail"))
+
+
+def test_a_terminal_shows_how_far_it_is_and_the_time_left() -> None:
+    seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", watch(SEEN, terminal=True))
+    assert re.search(r"100%.*4/4 \d:\d\d:\d\d left \d:\d\d:\d\d", seen)
+    assert "fsdp/2/fp32/sgd/none" in seen
+    assert "c:D<script>alert(1)</script> [31m" in seen  # shown, and drives nothing
+
+
+def test_a_file_gets_a_line_a_violation_and_no_codes() -> None:
+    seen = watch(SEEN, terminal=False)
+    assert ESCAPE not in seen
+    (line,) = seen.splitlines()
+    assert line.startswith("fail         fsdp/2/fp32/sgd/none c:D<script>")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_shows_nothing(terminal: bool) -> None:
+    assert watch(SEEN, terminal=terminal, quiet=True) == ""
+
+
+def test_the_table_in_a_file_has_no_codes() -> None:
+    made, file = console(terminal=False)
+    print_report(made, report_of(case("a:B", "fail", HOSTILE)))
+    said = file.getvalue()
+    assert ESCAPE not in said
+    assert "FAIL (agreement, 1 of 1 runs)" in said
+    assert "INCOMPLETE: the run was cut off" in said
+
+
+def test_facts_are_step_ranks_parameter_and_numbers() -> None:
+    (verdict,) = case(status="fail").verdicts
+    assert facts(verdict) == []
+    full = replace(
+        verdict, step=0, ranks=(0, 3), parameter="w", numbers={"error": 0.1, "b": "inf"}
+    )
+    assert facts(full) == ["step 0", "ranks 0, 3", "w", "error = 0.1", "b = inf"]

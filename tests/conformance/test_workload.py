@@ -1,0 +1,287 @@
+"""A workload of one's own: right stacks pass, wrong ones are told as what they are."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.report.records import read_report
+from gradparity.conformance.space.constraints import why_not
+from gradparity.fixtures import kit_of
+from gradparity.tests import random_stacks, stacks
+
+HERE = Path(__file__).parents[1]
+OURS = "gradparity.scaler:GradScaler"
+MODULE = "gradparity.tests.stacks"
+NEVER = "gradparity.fixtures.faulty:NeverAgrees"
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=60) as made:
+        yield made
+
+
+def case(
+    runner: Runner,
+    stack: type,
+    scaler: str = "none",
+    place: str = "dp2/2/fp32",
+    faults: str = "none",
+) -> Case:
+    text = f"{place}/own/{faults}/data={MODULE}:{stack.__name__},steps=4"
+    return runner.run(scaler, Scenario.parse(text))
+
+
+def failed(case: Case) -> set[str]:
+    return {v.law for v in case.verdicts if v.status == "fail"}
+
+
+@pytest.mark.parametrize("scaler", ["none", OURS])
+@pytest.mark.parametrize(
+    ("stack", "place"),
+    [
+        (stacks.Right, "single/1/fp32"),
+        (stacks.Right, "dp2/2/fp32"),
+        (stacks.Right, "dp2/2/bf16-autocast"),
+        (stacks.Right, "dp2-tp2/4/fp32"),
+        (stacks.Nested, "dp2/2/fp32"),
+    ],
+)
+def test_a_right_stack_passes(
+    runner: Runner, stack: type, place: str, scaler: str
+) -> None:
+    found = case(runner, stack, scaler, place)
+    assert found.status == "pass", (found.problem, failed(found))
+    compared = {v.law for v in found.verdicts if v.status == "pass"}
+    assert {"parity.gradient", "parity.update", "parity.loss"} <= compared
+    if scaler == "none":
+        reasons = {v.finding.message for v in found.verdicts if v.law == "scale.rule"}
+        assert reasons == {"a law of scalers, and this run has none"}
+        assert not any(law.startswith(("scale", "transparency")) for law in compared)
+
+
+def test_a_wrong_scaler_is_caught_on_a_right_stack(runner: Runner) -> None:
+    found = case(runner, stacks.Right, NEVER, "dp2-tp2/4/fp32", "inf@r3s1:0.weight")
+    assert "agreement.scale" in failed(found)
+    ours = case(runner, stacks.Right, OURS, "dp2-tp2/4/fp32", "inf@r3s1:0.weight")
+    assert ours.status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("stack", "law", "words"),
+    [
+        (stacks.ForgetsAllReduce, "agreement.replicas", "differs from its replica"),
+        (stacks.ForgetsOneBias, "agreement.replicas", "2.bias"),
+        (stacks.SumsForMean, "parity.gradient", "departs from the fp64 truth"),
+        (stacks.SlightlyOff, "parity.gradient", "0.weight"),
+        (stacks.BiasOnOneRank, "agreement.replicas", "2.bias on rank 1"),
+        (stacks.StrayCollective, "collectives.no-crosstalk", "checked all-reduce"),
+    ],
+)
+def test_a_wrong_stack_is_caught_and_no_scaler_accused(
+    runner: Runner, stack: type, law: str, words: str
+) -> None:
+    found = case(runner, stack)
+    told = {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+    assert words in told[law], told
+    judged = case(runner, stack, OURS)
+    assert judged.status == "inconclusive"
+    assert failed(judged) == set()
+    assert "the stack is wrong without any scaler" in judged.verdicts[0].finding.message
+
+
+def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -> None:
+    found = case(runner, stacks.Nondeterministic, OURS)
+    told = {v.law: v.finding for v in found.verdicts}
+    assert failed(found) == set() and found.status == "inconclusive"
+    for law in ("transparency.gradient", "transparency.bitwise"):
+        assert told[law].status == "inconclusive"
+        assert "made twice, differs from itself in the gradient" in told[law].message
+    assert told["parity.gradient"].status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (stacks.OtherModelOnRank1, "model: gave another 0.weight on rank 1"),
+        (stacks.OtherBatchOnRank1, "batch: gave another tensor 0 on rank 1"),
+        (stacks.RaisesOnRank1, "rank 1, parallelize: raised RuntimeError: no such"),
+        (stacks.BackwardRaises, "backward: raised RuntimeError: out of buckets"),
+        (stacks.Initialises, "parallelize: changed the values of 0.weight"),
+        (stacks.Renames, "parallelize: gave the parameter 'inner.0.weight'"),
+        (
+            stacks.Unties,
+            "head.weight is tied to table.weight in model() and a",
+        ),
+        (stacks.RaisesOnRank1, "(stacks.py in parallelize, line"),
+        (stacks.LosesHalf, "parallelize: no rank holds 32 of 64 elements of 0.weight"),
+        (stacks.Dies, "rank 1: exited with code 9"),
+    ],
+)
+@pytest.mark.parametrize("scaler", ["none", OURS])
+def test_a_stack_that_breaks_is_an_error_and_no_verdict(
+    runner: Runner, stack: type, words: str, scaler: str
+) -> None:
+    found = case(runner, stack, scaler)
+    assert found.status == "error"
+    assert words in found.problem
+    assert found.verdicts == ()
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (stacks.NoOptimizer, "has no optimizer: it needs model, batch, loss"),
+        (stacks.PipelineAxis, "meshes: got {'pp': 2}"),
+        (stacks.TakesNoMesh, "parallelize: takes (model), expected (model, mesh"),
+        (stacks.LossIsNone, "loss: got None, expected a method"),
+        (stacks.ForwardRaises, "(stacks.py in forward, line"),
+        (stacks.RandomModel, "model: 0.weight has other values when made again"),
+        (stacks.RandomBatch, "batch: gave other numbers for the same step and seed"),
+        (stacks.UnevenBatch, "batch: raised ValueError: a batch needs tensors with"),
+        (stacks.OneTensor, "batch: returned Tensor, expected (inputs, targets)"),
+        (stacks.WrongShapes, "forward: raised RuntimeError: mat1 and mat2"),
+        (stacks.LossPerRow, "loss: returned a tensor of shape [16]"),
+        (stacks.SummedLoss, "the loss must be a mean over them"),
+        (stacks.BatchNorm, "the loss must be a mean over them"),
+        (random_stacks.AlwaysRandom, "forward: gave the losses"),
+        (stacks.UsesNothing, "backward: gave no gradient but zero to any of 0.weight"),
+        (stacks.HalfModel, "is torch.float16 on cpu, expected torch.float32"),
+        (stacks.LeavesOut, "optimizer: was given 0.bias and left it out"),
+    ],
+)
+def test_bad_workloads_are_usage_errors(
+    stack: type,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = f"{stack.__module__}:{stack.__name__}"
+    report = tmp_path / "report.jsonl"
+    assert main(["run", "--workload", spec, f"--report={report}"]) == 2
+    told = capsys.readouterr().err
+    assert f"workload {spec}: " in told
+    assert words in told
+    assert told.count("\n") == 1
+    assert not report.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--workload", "nosuch:Stack"], "cannot import"),
+        (["--workload", f"{MODULE}:Nothing"], "has no attribute 'Nothing'"),
+        (["--workload", "stacks"], "is no module:attribute"),
+        (["--workload", f"{MODULE}:Right", "--data", "text"], "brings its own data"),
+        (["--workload", f"{MODULE}:Right", "--topology", "fsdp"], "unknown topology"),
+        (["--workload", f"{MODULE}:Right", "--optimizer", "sgd"], "unknown optimizer"),
+        (["--workload", f"{MODULE}:Right", "--precision", "fp16-params"], "leaves no"),
+        (["--scaler", "none", "--scaler", OURS], "give no other"),
+        (
+            ["--scaler", "none", "--scenario", "ddp/2/fp32/sgd/inf@r0s0:first"],
+            "cannot be trained without a scaler",
+        ),
+    ],
+)
+def test_bad_options_are_usage_errors(
+    options: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_page_shows_the_example() -> None:
+    shown = (HERE.parent / "docs" / "workload.md").read_text(encoding="utf-8")
+    example = (HERE.parent / "examples" / "workload.py").read_text(encoding="utf-8")
+    assert example.partition("\n\n")[2] in shown
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_replays(tmp_path: Path) -> None:
+    words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]
+    words += [
+        "--workload=examples.workload:Stack",
+        "--world-size=2",
+        f"--out={tmp_path}",
+    ]
+    done = command(HERE.parent, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = read_report(tmp_path / "report.jsonl")
+    assert {c.status for c in report.cases} == {"pass"}
+    assert [*report.header.data] == ["examples.workload:Stack"]
+    again = ["replay", report.cases[0].scenario, "--scaler=none", f"--out={tmp_path}"]
+    assert command(HERE.parent, *words[:2], *again).returncode == 0
+
+
+def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path) -> None:
+    words = ["-m", "gradparity.conformance", "hunt", "--scaler=none", "--budget=20s"]
+    words += ["--workload=stacks:SumsForMean", "--world-size=2"]
+    (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
+    done = command(tmp_path, *words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "violation of parity." in done.stdout
+    assert "data=stacks:SumsForMean" in done.stdout
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_find_the_workload(tmp_path: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words += ["-m", "gradparity.conformance", "run", "--workload=stacks:Right"]
+    words += ["--preset=parity", "--topology=dp2", "--out=out"]
+    (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
+    done = command(tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(read_report(tmp_path / "out" / "report.jsonl").cases) == 3
+
+
+@pytest.mark.slow
+def test_the_pytest_plugin_takes_a_workload(tmp_path: Path) -> None:
+    (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
+    options = [
+        "--gradparity-scaler=none",
+        "--gradparity-workload=stacks:ForgetsOneBias",
+        "--gradparity-quick",
+        "--gradparity-topology=dp2",
+    ]
+    done = command(tmp_path, "-m", "pytest", "-q", *options)
+    assert done.returncode == 1, done.stdout
+    assert "agreement.replicas" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("biases", "names", "can"),
+    [
+        (True, ("up", "down"), True),
+        (False, ("up", "down"), False),
+        (False, ("up", "experts"), True),
+        (True, ("experts",), False),
+    ],
+)
+def test_two_optimizers_need_parameters_for_both(
+    biases: bool, names: tuple[str, ...], can: bool
+) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=biases) for name in names})
+    kit = replace(kit_of(f"{MODULE}:Right"), model=lambda: model)
+    told = why_not(kit, {"topology": "dp2", "recipe": "two-optimizers"})
+    assert told.endswith("the model has not both") is not can

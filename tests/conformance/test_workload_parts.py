@@ -1,0 +1,614 @@
+"""What each rank and each backward sees: shards, micro-batches, counts, idle layers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.parallel import DistributedDataParallel
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.report.records import read_report
+from gradparity.conformance.space.catalogue import Selection, not_tried, select
+from gradparity.fixtures import kit_of
+from gradparity.tests.stacks import Batch, Named, Right, SixRows, rank
+
+MODULE = "gradparity.tests.conformance.test_workload_parts"
+
+
+class Ddp(Right):
+    """No fault: DDP, which can put off the synchronisation of gradients."""
+
+    meshes: object = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+
+class Counted(Ddp):
+    """No fault: a mean over what is positive, of which each rank has another number."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        kept = targets > 0.5
+        return (output - targets)[kept].square().sum(), kept.sum()
+
+
+class CountedSharded(Counted):
+    """No fault: the same; only the layers of the model are under fully_shard."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh["dp"])
+        return model
+
+
+class CountedByHooks(Counted):
+    """No fault: gradients are averaged by hooks, in every backward."""
+
+    parallelize = Right.parallelize
+
+
+class MixesTokens(Right):
+    """No fault: the ranks along ``cp`` share the tokens of each row."""
+
+    meshes = ({"cp": 2},)
+    data_axes = ("cp",)
+
+    def model(self) -> nn.Module:
+        return Mixes()
+
+    def batch(self, step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        x = torch.randn(8, 4, 8, generator=generator)
+        return x, x.abs()[:, :, :4]
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        first = mesh.get_local_rank("cp") * 2
+        x, y = batch
+        return x[:, first : first + 2], y[:, first : first + 2]
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, Mixes)
+        model.group = mesh.get_group("cp")
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, n=name: self.reduce(n, p, mesh["cp"])
+            )
+        return model
+
+
+class Mixes(nn.Module):
+    """Adds the mean over all tokens, which needs those of the other ranks."""
+
+    group: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.value(x).tanh().sum(1, keepdim=True)
+        if self.group is not None:
+            total = self.together(total)
+        found: Tensor = self.head(x + total / 4)
+        return found
+
+    def together(self, total: Tensor) -> Tensor:
+        found: Tensor = all_reduce(total, group=self.group)
+        return found
+
+
+class Cuts(Ddp):
+    """No fault: micro-batches of its own, of 3, 4 and all other rows."""
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        x, y = batch
+        sizes = [3, 4, len(x) - 7]
+        return [*zip(x.split(sizes), y.split(sizes), strict=True)]
+
+
+class Packs(Counted):
+    """No fault: micro-batches of which nobody can reverse or cut the rows."""
+
+    def model(self) -> nn.Module:
+        return Packed()
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        x, y = batch
+        return [*zip(x.split(4), y.split(4), strict=True)]
+
+
+class Packed(nn.Module):
+    """Each row of four has another weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.linspace(1, 2, 4).to(x.dtype)
+        found: Tensor = self.head((x.view(-1, 4, 8) * weights[:, None]).view(-1, 8))
+        return found
+
+
+class UsesHalf(Ddp):
+    """No fault: one layer is used never, one in step 1 alone, where DDP makes zeros."""
+
+    def model(self) -> nn.Module:
+        return HalfUsed()
+
+    def batch(self, step: int, seed: int) -> Any:
+        x, y = super().batch(step, seed)
+        return (x, torch.full((16,), step)), y
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        group = mesh.get_group("dp")
+        return DistributedDataParallel(
+            model, process_group=group, find_unused_parameters=True
+        )
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        found = [p for _, p in parameters]
+        return torch.optim.AdamW(found, lr=1e-2, weight_decay=0.5)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.later, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: Any) -> Tensor:
+        x, step = inputs
+        x = self.first(x).tanh()
+        if int(step[0]) == 1:
+            x = self.later(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+class UsesHalfSharded(UsesHalf):
+    """No fault: the same, where the optimizer is handed zeros, which decay."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        model.register_full_backward_pre_hook(zeros_where_none)
+        return model
+
+
+def zeros_where_none(module: nn.Module, _: Any) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def tiny_where_none(module: nn.Module, _: Any) -> None:
+    gradient = module.get_parameter("never.bias").grad
+    assert gradient is not None
+    gradient.fill_(1e-9)
+
+
+# - Wrong stacks: the run shows it
+
+
+class KeepsTheLast(Ddp):
+    """Each forward throws away the gradients of the micro-batches before it."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = super().parallelize(model, mesh)
+        made.register_forward_pre_hook(lambda m, _: m.zero_grad())
+        return made
+
+
+class KeepsTheLastUnsynchronised(Ddp):
+    """Gradients of passes without synchronisation are lost."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = super().parallelize(model, mesh)
+        made.register_forward_pre_hook(
+            lambda m, _: m.zero_grad() if m.require_backward_grad_sync else None
+        )
+        return made
+
+
+class KeepsTheLastOfItsOwn(KeepsTheLast):
+    """As above, with micro-batches of its own."""
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        return Cuts().micro_batches(batch)
+
+
+class MixesItsOwnTokens(MixesTokens):
+    """Each rank takes the mean over its own tokens."""
+
+    def model(self) -> nn.Module:
+        return MixesAlone()
+
+
+class MixesAlone(Mixes):
+    def together(self, total: Tensor) -> Tensor:
+        return 2 * total
+
+
+class ForgetsHowMany(Counted):
+    """Gradients are weighted by the rank's own count, as if all had equal ones."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = super().parallelize(model, mesh)
+        for parameter in made.parameters():
+            parameter.register_hook(lambda g: g * (1.25 - 0.5 * rank()))
+        return made
+
+
+class TrainsTheUnused(UsesHalfSharded):
+    """A layer that no gradient reaches gets one."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = super().parallelize(model, mesh)
+        made.register_full_backward_pre_hook(tiny_where_none)
+        return made
+
+
+# - Stacks that break the protocol on the ranks
+
+
+class ShardsOverlap(MixesTokens):
+    """Both ranks see the middle tokens."""
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        first = mesh.get_local_rank("cp")
+        x, y = batch
+        return x[:, first : first + 3], y[:, first : first + 3]
+
+
+class ShardsLeaveAHole(MixesTokens):
+    """Nobody sees the last token."""
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        x, y = super().shard(batch, mesh)
+        return x[:, : 2 - rank()], y[:, : 2 - rank()]
+
+
+class ShardsAlike(MixesTokens):
+    """Both ranks see the first half."""
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        x, y = batch
+        return x[:, :2], y[:, :2]
+
+
+class CountsOverlap(Counted):
+    """Every row is seen twice, and counted so."""
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        return batch
+
+
+class CountsNothingLater(Counted):
+    """At step 1 there is nothing to count."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        return x, y * (step != 1)
+
+
+class ShardIsATensor(MixesTokens):
+    """``shard`` forgets the targets."""
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Any:
+        return super().shard(batch, mesh)[0]
+
+
+class RefusesOne(Ddp):
+    """``parallelize`` takes no mesh of one rank."""
+
+    meshes = ({"dp": 2, "tp": 1},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if mesh["dp"].size() == 1:
+            raise ValueError("no parallelism asked for")
+        return super().parallelize(model, mesh)
+
+
+# - Bad input: told before anything is started
+
+
+class CountIsText(Ddp):
+    """The count is a word."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        return (output - targets).square().sum(), "all"
+
+
+class CountIsNegative(Ddp):
+    """The count is below zero."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        return (output - targets).square().sum(), -1
+
+
+class CountsNothing(Ddp):
+    """Nothing is counted."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        return (output - targets).square().sum(), torch.tensor(0)
+
+
+class MeanAndCount(Ddp):
+    """The sum is a mean."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        return (output - targets).square().mean(), targets.numel()
+
+
+class SumOfRows(Ddp):
+    """The sum has rows."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        return (output - targets).square().sum(1), targets.numel()
+
+
+class CutsNothing(Ddp):
+    """There are no micro-batches."""
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        return []
+
+
+class CutsAway(Ddp):
+    """Micro-batches leave out rows."""
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        x, y = batch
+        return [(x[:4], y[:4]), (x[4:7], y[4:7])]
+
+
+class CutsInSeven(Ddp):
+    """A batch that cannot be cut."""
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        x, y = batch
+        return [*zip(x.view(7, -1, 8), y.view(7, -1, 4), strict=True)]
+
+
+class FiveRows(Ddp):
+    """Rows that two ranks cannot share."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        return x[:5], y[:5]
+
+
+class ShardTakesNoMesh(MixesTokens):
+    """``shard`` lacks an argument."""
+
+    def shard(self, batch: Batch) -> Batch:  # type: ignore[override]  # the fault
+        return batch
+
+
+class StepTakesNoScaler(Ddp):
+    """``train_step`` lacks an argument."""
+
+    def train_step(self, stack: nn.Module, micro_batches: Any) -> float:
+        return 0.0
+
+
+class ClipsWithoutStep(Ddp):
+    """``clip_norm`` without a ``train_step``."""
+
+    clip_norm = 1.0
+
+
+class ClipsToNothing(StepTakesNoScaler):
+    """``clip_norm`` is zero."""
+
+    clip_norm = 0.0
+
+    def train_step(self, stack: Any, micro_batches: Any, scaler: Any) -> float:  # type: ignore[override]  # as it should be
+        return 0.0
+
+
+class ReducesInText(Ddp):
+    """``reduce_dtype`` is a word."""
+
+    reduce_dtype = "bf16"
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=60) as made:
+        yield made
+
+
+def case(
+    runner: Runner, stack: type, recipe: str = "plain", scaler: str = "none"
+) -> Case:
+    mesh = "cp2" if issubclass(stack, MixesTokens) else "dp2"
+    settings = f"recipe={recipe},steps=3,data={MODULE}:{stack.__name__}"
+    return runner.run(scaler, Scenario.parse(f"{mesh}/2/fp32/own/none/{settings}"))
+
+
+def failed(found: Case) -> dict[str, str]:
+    return {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+
+
+ACCUMULATE = ("accumulate", "accumulate-no-sync", "accumulate-uneven")
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipes"),
+    [
+        (Ddp, ACCUMULATE),
+        (Counted, ("plain", *ACCUMULATE, "frozen", "resume")),
+        (CountedSharded, ("plain", *ACCUMULATE)),
+        (CountedByHooks, ("plain", "accumulate", "accumulate-uneven")),
+        (MixesTokens, ("plain", "accumulate", "accumulate-uneven", "clip-norm")),
+        (Cuts, ("plain", "accumulate-no-sync")),
+        (Packs, ("plain",)),
+        (UsesHalf, ("plain", "accumulate", "clip-norm")),
+        (UsesHalfSharded, ("plain", "accumulate-uneven")),
+    ],
+)
+def test_right_stacks_pass(
+    runner: Runner, stack: type, recipes: tuple[str, ...]
+) -> None:
+    for recipe in recipes:
+        found = case(runner, stack, recipe)
+        assert found.status == "pass", (recipe, found.problem, failed(found))
+        assert found.evidence is not None and found.evidence.parity is not None
+        assert found.evidence.parity.not_compared.total() == 0
+
+
+def test_a_scaler_is_judged_on_counted_losses(runner: Runner) -> None:
+    scaler = "gradparity.fixtures.faulty:PlainScaler"
+    assert case(runner, Counted, "accumulate-uneven", scaler).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipe"),
+    [
+        (KeepsTheLast, "accumulate"),
+        (KeepsTheLast, "accumulate-uneven"),
+        (KeepsTheLastUnsynchronised, "accumulate-no-sync"),
+        (KeepsTheLastOfItsOwn, "plain"),
+        (MixesItsOwnTokens, "plain"),
+        (ForgetsHowMany, "plain"),
+        (TrainsTheUnused, "plain"),
+    ],
+)
+def test_a_wrong_stack_is_caught(runner: Runner, stack: type, recipe: str) -> None:
+    found = case(runner, stack, recipe)
+    assert "departs from the fp64 truth" in failed(found)["parity.gradient"]
+    if recipe != "plain":
+        assert case(runner, stack).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (
+            ShardsOverlap,
+            "shard: the parts of all ranks overlap: together they have 192",
+        ),
+        (ShardsLeaveAHole, "shard: the parts of all ranks leave a hole: together"),
+        (ShardsAlike, "shard: the parts of all ranks overlap and leave a hole"),
+        (
+            CountsOverlap,
+            "shard: the parts of all ranks overlap: their counts add up to",
+        ),
+        (CountsNothingLater, "loss: the counts of a step add up to 0 over all ranks"),
+        (ShardIsATensor, "shard: returned Tensor, expected (inputs, targets)"),
+    ],
+)
+def test_parts_that_are_not_the_batch_are_an_error(
+    runner: Runner, stack: type, words: str
+) -> None:
+    found = case(runner, stack)
+    assert found.status == "error", failed(found)
+    assert words in found.problem
+    assert f"workload {MODULE}:{stack.__name__}: " in found.problem
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (CountIsText, "loss: the count of (sum, count) is 'all', expected a number"),
+        (CountIsNegative, "loss: the count of (sum, count) is -1, expected a number"),
+        (CountsNothing, "loss: the count of the whole first batch is 0"),
+        (
+            MeanAndCount,
+            "loss: the batch has the sum 1.35336557 and the count 64, its 4 parts",
+        ),
+        (SumOfRows, "loss: returned a tensor of shape [16]"),
+        (CutsNothing, "micro_batches: returned [], expected a list of (inputs,"),
+        (
+            CutsAway,
+            "micro_batches: leave out rows or repeat them: together they have 28",
+        ),
+        (CutsInSeven, "micro_batches: raised RuntimeError: shape '[7, -1, 8]'"),
+        (FiveRows, "batch: has 5 rows, which 2 does not divide"),
+        (ShardTakesNoMesh, "shard: takes (batch), expected (batch, mesh)"),
+        (StepTakesNoScaler, "train_step: takes (stack, micro_batches), expected"),
+        (ClipsWithoutStep, "clip_norm: needs train_step, which clips"),
+        (ClipsToNothing, "clip_norm: got 0.0, expected a norm above 0"),
+        (ReducesInText, "reduce_dtype: got 'bf16', expected a dtype"),
+    ],
+)
+def test_what_is_known_before_the_run_is_a_usage_error(
+    stack: type, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = f"{MODULE}:{stack.__name__}"
+    report = tmp_path / "report.jsonl"
+    assert main(["run", "--workload", spec, f"--report={report}"]) == 2
+    told = capsys.readouterr().err
+    assert f"workload {spec}: " in told
+    assert words in told
+    assert told.count("\n") == 1
+    assert not report.exists()
+
+
+# - What is tried, and what is not
+
+
+def test_quick_accumulates_on_every_mesh_and_narrows_each_axis() -> None:
+    for bare in (True, False):
+        spec = "gradparity.tests.stacks:Right"
+        quick = select("quick", Selection(workload=spec, bare=bare))
+        tried = {(s.topology, s.recipe) for s in quick if s.faults == "none"}
+        for mesh in ("dp2", "dp2-tp2"):
+            assert {(mesh, recipe) for recipe in ACCUMULATE} <= tried
+        narrowed = [s for s in quick if s.parsed_topology.narrowed]
+        assert sorted(s.topology for s in narrowed) == ["dp1", "dp1-tp2", "dp2-tp1"]
+        assert {s.recipe for s in narrowed} == {"plain"}
+
+
+def test_six_rows_of_three_a_rank_cannot_be_halved() -> None:
+    spec = f"{SixRows.__module__}:{SixRows.__name__}"
+    chosen = Selection(workload=spec, bare=True, topologies=["dp2"])
+    recipes = {s.recipe for s in select("quick", chosen)}
+    assert "plain" in recipes and not {*ACCUMULATE} & recipes
+    told = not_tried(chosen)
+    why = "3 rows of a rank cannot be cut in"
+    assert f"accumulate, accumulate-no-sync: {why} 2 equal parts" in told
+    assert f"accumulate-uneven: {why} 3 unequal parts" in told
+
+
+def test_what_the_layout_cannot_do_is_skipped_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "--scaler=none", f"--out={tmp_path}"]
+    settings = f"steps=1,recipe=accumulate-no-sync,data={MODULE}"
+    ids = [
+        f"--scenario=dp2/2/fp32/own/none/{settings}:CountedByHooks",
+        f"--scenario=dp2/2/fp32/own/none/{settings}:Ddp",
+        f"--scenario=dp1-tp1/1/fp32/own/none/steps=1,data={MODULE}:RefusesOne",
+    ]
+    assert main([*words, *ids]) == 0
+    report = read_report(tmp_path / "report.jsonl")
+    assert [c.status for c in report.cases] == ["skipped", "pass", "skipped"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the module has neither a no_sync() as DDP's nor a part under" in told
+    assert "parallelize: raised ValueError: no parallelism asked for" in told
+
+
+def test_frozen_parts_are_the_second_half_of_the_model(runner: Runner) -> None:
+    found = case(runner, Ddp, "frozen")
+    assert found.status == "pass", found.problem
+    assert found.evidence is not None
+    last = found.evidence.ranks[0].steps[-1]
+    assert {*last.gradients} == {"0.weight", "0.bias"}
+
+
+def test_a_kit_has_only_what_the_workload_has() -> None:
+    kit = kit_of(f"{MODULE}:Ddp")
+    calls = ("shard", "micro_batches", "train_step", "weights", "gradients")
+    assert not any(getattr(kit, n) for n in (*calls, "clip_norm", "reduce_dtype"))
+    assert not kit.counted and kit_of(f"{MODULE}:Counted").counted

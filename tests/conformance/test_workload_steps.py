@@ -1,0 +1,598 @@
+"""Workloads that train by themselves: engines, trainers, pipelines, flat shards."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import parallel as tp
+from torch.nn.parallel import DistributedDataParallel
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.tests.stacks import Named, Right, rank
+
+MODULE = "gradparity.tests.conformance.test_workload_steps"
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
+NEVER = "gradparity.fixtures.faulty:NeverAgrees"
+MicroBatches = list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Engine:
+    """What owns a module and its optimizer, as engines and trainers do."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class Trains(Right):
+    """No fault: an engine over DDP clips by the norm, reports it and steps."""
+
+    meshes: object = ({"dp": 2},)
+    clip_norm = 0.5
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+        return Engine(made, self.optimizer([*made.named_parameters()]))
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for _, p in parameters], lr=1e-2)
+
+    def weights(self, stack: Engine) -> Any:
+        return dict(stack.module.named_parameters())
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.optimizer.zero_grad()
+        loss = self.backward(stack, micro_batches, scaler)
+        if scaler is not None:
+            scaler.unscale_(stack.optimizer)
+        norm = self.clip(stack)
+        if scaler is None:
+            stack.optimizer.step()
+        else:
+            scaler.step(stack.optimizer)
+            scaler.update()
+        return loss, norm
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        total, rows = 0.0, sum(len(x) for x, _ in micro_batches)
+        for x, y in micro_batches:
+            loss = self.loss(stack.module(x), y) * (len(x) / rows)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            total += loss.item()
+        return total
+
+    def clip(self, stack: Engine) -> Tensor:
+        return nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
+
+
+class TrainsSharded(Trains):
+    """No fault: the same under fully_shard, whose norm is a DTensor."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        fully_shard(model, mesh=mesh)
+        return Engine(model, self.optimizer([*model.named_parameters()]))
+
+
+class TrainsOnTwoAxes(TrainsSharded):
+    """No fault: shards of shards, of which ranks hold no single block."""
+
+    meshes = ({"dp": 2, "tp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        plan = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+        tp.parallelize_module(model, mesh["tp"], plan)
+        return super().parallelize(model, mesh["dp"])
+
+    def clip(self, stack: Engine) -> Any:
+        return None
+
+    clip_norm = None  # type: ignore[assignment]  # as absent
+
+
+class Renames(Right):
+    """No fault: a module to call, whose parameters have other names."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+        return nn.Sequential(made)
+
+    def weights(self, stack: nn.Module) -> Any:
+        return {n.removeprefix("0."): p for n, p in stack.named_parameters()}
+
+
+class TrainsAModule(Trains):
+    """No fault: the stack is a module, so nothing need be told of its weights."""
+
+    weights = None  # type: ignore[assignment]  # as absent
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+        made.__dict__["optimizer"] = self.optimizer([*made.named_parameters()])
+        return made
+
+    def train_step(self, stack: Any, micro_batches: MicroBatches, scaler: Any) -> Any:
+        engine = Engine(stack, stack.__dict__["optimizer"])
+        return super().train_step(engine, micro_batches, scaler)
+
+
+class TwoOptimizers(Trains):
+    """No fault: weights and biases have an optimizer each; a scaler skips one alone."""
+
+    clip_norm = None  # type: ignore[assignment]  # as absent
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        named = [*engine.module.named_parameters()]
+        engine.optimizer = self.optimizer([i for i in named if "weight" in i[0]])
+        engine.kept["other"] = self.optimizer([i for i in named if "bias" in i[0]])
+        return engine
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        optimizers = [stack.optimizer, stack.kept["other"]]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = self.backward(stack, micro_batches, scaler)
+        for optimizer in optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        return loss
+
+
+class FlatShards(Trains):
+    """No fault: each rank owns a slice of every flattened parameter, as in ZeRO."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        shards = {}
+        for name, parameter in model.named_parameters():
+            cut = slice(*self.ends(parameter.numel()))
+            shards[name] = nn.Parameter(parameter.detach().reshape(-1)[cut].clone())
+        engine = Engine(model, self.optimizer([*shards.items()]))
+        engine.kept = {"shards": shards, "gradients": {}}
+        return engine
+
+    def ends(self, count: int) -> tuple[int, int]:
+        return rank() * count // 2, (rank() + 1) * count // 2
+
+    def weights(self, stack: Engine) -> Any:
+        whole = dict(stack.module.named_parameters())
+        return {
+            name: (shard, slice(*self.ends(whole[name].numel())))
+            for name, shard in stack.kept["shards"].items()
+        }
+
+    def gradients(self, stack: Engine) -> Any:
+        whole = dict(stack.module.named_parameters())
+        return {
+            name: (gradient, (slice(*self.ends(whole[name].numel())),))
+            for name, gradient in stack.kept["gradients"].items()
+        }
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.module.zero_grad()
+        loss = self.backward(stack, micro_batches, scaler)
+        shards, gradients = stack.kept["shards"], stack.kept["gradients"]
+        for name, parameter in stack.module.named_parameters():
+            assert parameter.grad is not None
+            self.reduce_gradient(parameter.grad)
+            flat = parameter.grad.reshape(-1)
+            shards[name].grad = flat[slice(*self.ends(len(flat)))].clone()
+        squares = torch.stack([s.grad.square().sum() for s in shards.values()]).sum()
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        for name, shard in shards.items():
+            shard.grad *= min(1.0, self.clip_norm / (norm.item() + 1e-6))
+            gradients[name] = shard.grad.clone()
+        stack.optimizer.step()
+        stack.optimizer.zero_grad()
+        for name, parameter in stack.module.named_parameters():
+            whole = torch.zeros(parameter.numel())
+            whole[slice(*self.ends(len(whole)))] = shards[name].detach()
+            dist.all_reduce(whole)
+            parameter.data.copy_(whole.view_as(parameter))
+        return loss, norm
+
+    def reduce_gradient(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient)
+        gradient /= 2
+
+
+class Pipeline(Trains):
+    """No fault: two unequal stages, 1F1B over two halves of each micro-batch."""
+
+    meshes = ({"pp": 2},)
+    clip_norm = None  # type: ignore[assignment]  # as absent
+    scales = False
+    """Whether each call of the schedule divides all gradients, also those before it."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        assert isinstance(model, nn.Sequential)
+        parts = [nn.Sequential(), nn.Sequential()]
+        for name, layer in model.named_children():
+            parts[int(name) > 1].add_module(name, layer)
+        part, device = parts[rank()], torch.device("cpu")
+        stage = PipelineStage(part, rank(), 2, device, group=mesh.get_group("pp"))
+        engine = Engine(part, self.optimizer([*part.named_parameters()]))
+        engine.kept["schedule"] = Schedule1F1B(
+            stage, 2, loss_fn=self.loss, scale_grads=self.scales
+        )
+        return engine
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.optimizer.zero_grad()
+        total = 0.0
+        for x, y in micro_batches:
+            losses: list[Tensor] = []
+            if rank():
+                stack.kept["schedule"].step(target=y, losses=losses)
+                total += torch.stack(losses).mean().item() / len(micro_batches)
+            else:
+                stack.kept["schedule"].step(x)
+        for parameter in stack.module.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= self.divisor(len(micro_batches))
+        stack.optimizer.step()
+        return total if rank() else None
+
+    def divisor(self, count: int) -> int:
+        return 2 * count
+
+
+# - Wrong stacks: the run shows it
+
+
+class NeverClips(Trains):
+    """The norm is reported and nothing is clipped."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        return nn.utils.clip_grad_norm_(stack.module.parameters(), 1e9)
+
+
+class ShardsUnreduced(FlatShards):
+    """Each rank keeps its own rows' gradient."""
+
+    def reduce_gradient(self, gradient: Tensor) -> None:
+        pass
+
+
+class SumsMicroBatches(Pipeline):
+    """Gradients of calls of the schedule are added up and not averaged."""
+
+    def divisor(self, count: int) -> int:
+        return 2
+
+
+class DividesAgain(Pipeline):
+    """The schedule's own division strikes the gradients of earlier calls, too."""
+
+    scales = True
+
+    def divisor(self, count: int) -> int:
+        return count
+
+
+class ReturnsNoGradients(FlatShards):
+    """Tells of no gradient at all."""
+
+    def gradients(self, stack: Engine) -> Any:
+        return {}
+
+
+class ScalesLate(Trains):
+    """Clips before it unscales."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.optimizer.zero_grad()
+        loss = self.backward(stack, micro_batches, scaler)
+        norm = self.clip(stack)
+        if scaler is None:
+            stack.optimizer.step()
+        else:
+            scaler.step(stack.optimizer)
+            scaler.update()
+        return loss, norm
+
+
+# - Stacks that break the protocol on the ranks
+
+
+class StepsTwice(Trains):
+    """Steps once more with the same gradients."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        norm = super().clip(stack)
+        stack.optimizer.step()
+        return norm
+
+
+class StepsNever(Trains):
+    """Leaves the step out."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        return self.backward(stack, micro_batches, scaler)
+
+
+class UnknownWeights(Trains):
+    """Names its weights otherwise."""
+
+    def weights(self, stack: Engine) -> Any:
+        named = stack.module.named_parameters()
+        return {f"inner.{n.removeprefix('module.')}": p for n, p in named}
+
+
+class UnknownGradients(FlatShards):
+    """Names its gradients otherwise."""
+
+    def gradients(self, stack: Engine) -> Any:
+        return {f"inner.{n}": g for n, g in super().gradients(stack).items()}
+
+
+class WrongSlices(FlatShards):
+    """Says that it holds more than it does."""
+
+    def weights(self, stack: Engine) -> Any:
+        found = super().weights(stack)
+        return found | {"0.bias": (found["0.bias"][0], slice(0, 7))}
+
+
+class OtherSlices(FlatShards):
+    """Each rank says that it holds the other one's slice."""
+
+    def weights(self, stack: Engine) -> Any:
+        found = super().weights(stack)
+        shard = found["0.bias"][0]
+        return found | {"0.bias": (shard, slice(4 - 4 * rank(), 8 - 4 * rank()))}
+
+
+class LosesShards(FlatShards):
+    """Does not tell of one weight."""
+
+    def weights(self, stack: Engine) -> Any:
+        return {n: w for n, w in super().weights(stack).items() if n != "2.weight"}
+
+
+class StepsCopies(FlatShards):
+    """Its optimizer steps what nobody sees, and it tells of no gradients."""
+
+    gradients = None  # type: ignore[assignment]  # as absent
+
+    def weights(self, stack: Engine) -> Any:
+        found = super().weights(stack)
+        return {n: (shard.detach().clone(), at) for n, (shard, at) in found.items()}
+
+
+class WeightsNotParameters(Renames):
+    """There is no train_step, and ``weights`` gives copies."""
+
+    def weights(self, stack: nn.Module) -> Any:
+        return {n: p.detach().clone() for n, p in super().weights(stack).items()}
+
+
+class WeightsAreAList(Trains):
+    """``weights`` returns no dict."""
+
+    def weights(self, stack: Engine) -> Any:
+        return [*stack.module.parameters()]
+
+
+class RunsFromItsWeights(Trains):
+    """The engine draws weights of its own."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        nn.init.ones_(model.get_parameter("2.bias"))
+        return super().parallelize(model, mesh)
+
+
+class HidesAllFromTheJudge(Trains):
+    """An engine, and no word of its weights."""
+
+    weights = None  # type: ignore[assignment]  # as absent
+
+
+class ReturnsText(Trains):
+    """The loss is a word."""
+
+    def backward(self, stack: Engine, micro_batches: MicroBatches, scaler: Any) -> Any:
+        super().backward(stack, micro_batches, scaler)
+        return "0.5"
+
+
+class ReturnsThree(Trains):
+    """Returns a value too many."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        return *super().train_step(stack, micro_batches, scaler), 1.0
+
+
+class TrainRaises(Trains):
+    """Raises in the middle of a step."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        raise RuntimeError("no norm here")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner(folder=".", timeout_s=60) as made:
+        yield made
+
+
+def case(
+    runner: Runner,
+    stack: type,
+    scaler: str = "none",
+    *,
+    recipe: str = "plain",
+    faults: str = "none",
+    precision: str = "fp32",
+) -> Case:
+    place = "pp2/2" if issubclass(stack, Pipeline) else "dp2/2"
+    settings = f"recipe={recipe},steps=3,data={MODULE}:{stack.__name__}"
+    text = f"{place}/{precision}/own/{faults}/{settings}"
+    return runner.run(scaler, Scenario.parse(text))
+
+
+def failed(found: Case) -> dict[str, str]:
+    return {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+
+
+RIGHT = (Trains, TrainsSharded, TrainsAModule, TwoOptimizers, FlatShards, Pipeline)
+
+
+@pytest.mark.parametrize("recipe", ["plain", "accumulate", "accumulate-uneven"])
+@pytest.mark.parametrize("stack", RIGHT)
+def test_right_steps_pass(runner: Runner, stack: type, recipe: str) -> None:
+    if recipe == "accumulate-uneven" and stack is Pipeline:
+        pytest.skip("its schedule has a fixed number of rows")
+    found = case(runner, stack, recipe=recipe)
+    assert found.status == "pass", (found.problem, failed(found))
+    assert found.evidence is not None and found.evidence.parity is not None
+    parity = found.evidence.parity
+    # 4 parameters, each in 3 steps by norm and by element, on the ranks that hold them
+    ranks = 1 if stack is Pipeline else 2
+    assert parity.compared == {
+        "loss": 6,
+        "gradient": 4 * 6 * ranks,
+        "update": 4 * 6 * ranks,
+    }
+    assert not parity.not_compared
+
+
+def test_weights_are_read_by_name_and_layout_whoever_trains(runner: Runner) -> None:
+    for stack, place in ((TrainsOnTwoAxes, "dp2-tp2/4"), (Renames, "dp2/2")):
+        text = f"{place}/fp32/own/none/steps=2,data={MODULE}:{stack.__name__}"
+        found = runner.run("none", Scenario.parse(text))
+        assert found.status == "pass", (stack, found.problem, failed(found))
+        assert found.evidence is not None and found.evidence.parity is not None
+        ranks = found.evidence.scenario.world
+        assert found.evidence.parity.compared["update"] == 4 * 4 * ranks
+        assert not found.evidence.parity.not_compared
+
+
+def test_the_norm_that_a_stack_reports_is_kept(runner: Runner) -> None:
+    for stack in (Trains, TrainsSharded, FlatShards):
+        found = case(runner, stack)
+        assert found.evidence is not None and found.evidence.parity is not None
+        for trace in found.evidence.ranks:
+            told = [seen.reported_norm for seen in trace.steps]
+            assert told == pytest.approx(found.evidence.parity.reference_norm, rel=1e-5)
+        assert max(found.evidence.parity.norm_bound) < 1e-4
+
+
+@pytest.mark.parametrize("stack", [Trains, TrainsSharded, TwoOptimizers])
+@pytest.mark.parametrize(
+    ("faults", "precision"),
+    [("none", "fp32"), ("inf@r1s1:0.bias", "fp32"), ("nan@r0s1:loss", "bf16-autocast")],
+)
+def test_a_right_scaler_passes_in_a_step_of_its_users(
+    runner: Runner, stack: type, faults: str, precision: str
+) -> None:
+    found = case(runner, stack, PLAIN, faults=faults, precision=precision)
+    assert found.status == "pass", (found.problem, failed(found))
+    assert found.evidence is not None
+    struck = [bool(t.steps[1].faults) for t in found.evidence.ranks]
+    assert any(struck) is (faults != "none")
+
+
+def test_two_optimizers_of_a_step_decide_each_for_itself(runner: Runner) -> None:
+    found = case(runner, TwoOptimizers, PLAIN, faults="inf@r0s1:0.bias")
+    assert found.evidence is not None
+    moved = [d.parameters_changed for d in found.evidence.ranks[1].steps[1].decisions]
+    assert moved == [True, False]
+
+
+def test_a_wrong_scaler_is_caught_in_a_step_of_its_users(runner: Runner) -> None:
+    found = case(runner, TrainsSharded, NEVER, faults="inf@r1s1:0.weight")
+    assert "agreement.scale" in failed(found)
+
+
+def test_a_step_that_clips_scaled_gradients_fails_with_any_scaler(
+    runner: Runner,
+) -> None:
+    assert case(runner, ScalesLate).status == "pass"
+    found = case(runner, ScalesLate, PLAIN)
+    assert "departs from the fp64 truth" in failed(found)["parity.gradient"]
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipe", "law"),
+    [
+        (NeverClips, "plain", "parity.gradient"),
+        (ShardsUnreduced, "plain", "parity.gradient"),
+        (SumsMicroBatches, "accumulate", "parity.gradient"),
+        (DividesAgain, "accumulate", "parity.gradient"),
+    ],
+)
+def test_a_wrong_step_is_caught(
+    runner: Runner, stack: type, recipe: str, law: str
+) -> None:
+    found = case(runner, stack, recipe=recipe)
+    assert law in failed(found), found.problem
+    if recipe == "accumulate":
+        assert case(runner, stack).status == "pass"
+
+
+def test_a_stack_without_gradients_does_not_pass(runner: Runner) -> None:
+    found = case(runner, ReturnsNoGradients)
+    assert found.status == "inconclusive"
+    told = {v.law: v.finding for v in found.verdicts}["parity.gradient"]
+    assert (told.compared, told.not_compared) == (0, 48)
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (StepsTwice, "train_step: stepped twice in one call: AdamW.step() came again"),
+        (StepsNever, "train_step: stepped never: no optimizer of torch was called"),
+        (UnknownWeights, "weights: gave 'inner.0.weight', which the model has not"),
+        (UnknownGradients, "gradients: gave 'inner.0.weight', which the model has not"),
+        (WrongSlices, "weights: gave 0.bias with 4 elements, and its slices"),
+        (OtherSlices, "parallelize: changed the values of 0.bias: 4 of 4 elements"),
+        (LosesShards, "parallelize: no rank holds 32 of 32 elements of 2.weight"),
+        (
+            StepsCopies,
+            "gradients: an optimizer was called, and no parameter had a grad",
+        ),
+        (WeightsNotParameters, "weights: gave 0.weight, which is no nn.Parameter"),
+        (WeightsAreAList, "weights: returned list, expected a dict of name -> tensor"),
+        (RunsFromItsWeights, "parallelize: changed the values of 2.bias"),
+        (HidesAllFromTheJudge, "a stack of another type needs weights(stack)"),
+        (ReturnsText, "train_step: returned '0.5' as the loss, expected a number"),
+        (ReturnsThree, "train_step: returned 3 values, expected the loss, or"),
+        (TrainRaises, "train_step: raised RuntimeError: no norm here (test_conf"),
+    ],
+)
+def test_a_step_that_breaks_the_protocol_is_an_error(
+    runner: Runner, stack: type, words: str
+) -> None:
+    found = case(runner, stack)
+    assert found.status == "error", failed(found)
+    assert words in found.problem
+    assert f"workload {MODULE}:{stack.__name__}: " in found.problem
+    assert found.verdicts == ()

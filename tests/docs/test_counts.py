@@ -1,0 +1,64 @@
+"""Numbers and names in the docs that follow from the code."""
+
+import re
+
+import pytest
+
+from gradparity.conformance.cli.arguments import SUITE
+from gradparity.conformance.space.catalogue import Selection, select
+from gradparity.fixtures import MODELS, TOPOLOGIES
+from gradparity.fixtures.faulty import FAULTY, RIGHT
+from gradparity.tests.docs_blocks import ROOT
+
+WORDS = {8: "eight", 7: "seven", 9: "nine"}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def row_of(page: str, name: str) -> list[str]:
+    """Cells of the table row that starts with ``name``."""
+    (row,) = re.findall(rf"^\| {re.escape(name)} \|.*\|$", text_of(page), re.M)
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("`--quick`", "quick"), ("default", "default"), ("`--full`", "full")],
+)
+def test_the_size_of_each_preset(name: str, preset: str) -> None:
+    count = row_of("docs/catalogue.md", name)[-1]
+    assert int(count) == len(list(select(preset, Selection())))
+
+
+@pytest.mark.parametrize(
+    ("row", "names"), [("topology", TOPOLOGIES), ("model", MODELS)]
+)
+def test_the_space_names_all_there_is(row: str, names: dict[str, object]) -> None:
+    told = re.sub(r"\([^)]*\)", "", row_of("docs/catalogue.md", row)[1])
+    assert {each.strip() for each in told.split(",")} == set(names)
+
+
+def test_the_main_job_of_the_readme() -> None:
+    scenarios = list(select("parity", Selection()))
+    topologies = {scenario.topology for scenario in scenarios}
+    assert f"on {WORDS[len(topologies)]} topologies" in text_of("README.md")
+    shown = re.findall(r"^ {5}(\S+) +PASS \((\d) runs\)", text_of("README.md"), re.M)
+    assert {name: int(runs) for name, runs in shown} == {
+        name: sum(scenario.topology == name for scenario in scenarios)
+        for name in topologies
+    }
+
+
+def test_faulty_and_right_scalers_of_the_changelog() -> None:
+    (wrong, right) = re.findall(
+        r"over (\d+) wrong scalers, .* and (\d+) right ones", text_of("CHANGELOG.md")
+    )[0]
+    assert len(FAULTY) > int(wrong) and len(RIGHT) == int(right)
+
+
+def test_the_options_of_the_plugin() -> None:
+    told = set(re.findall(r"`--gradparity-([a-z-]+)", text_of("docs/pytest.md")))
+    assert told == set(SUITE)
