@@ -1,6 +1,6 @@
 """Two hosts on one machine: ``hosts.py LINK FOLDER PROGRAM...`` runs torchrun on both.
 
-Must be started by ``unshare`` as test_multiprocess_hosts.py does: then this process is
+Must be started by ``unshare`` as test_ranks_on_hosts.py does: then this process is
 root of namespaces of its own, and all in them ends with it, however it ends. A host is
 a network namespace with its own loopback and one link, 10.77.0.1 or 10.77.0.2. LINK is
 

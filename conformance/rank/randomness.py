@@ -107,8 +107,6 @@ class DrawLog(TorchDispatchMode):
         recomputes = torch._C._current_graph_task_id() != -1
         if recomputes and not torch.is_grad_enabled():
             return found
-        if not (recomputes or self._calls):
-            return found  # what makes a batch is no layer's
         draw = Draw(
             module=self._path(),
             call=f"{name}{list(drawn[0].shape)}",

@@ -40,7 +40,7 @@ from ..space.recipes import MANUAL_STEP
 from ..space.scenario import Scenario
 from .checked import all_say_right, checked_collective
 from .devices import settle
-from .engine import Engine, Prepare, build_engine, shard_id
+from .engine import Engine, build_engine, shard_id
 from .held import held_parts
 from .layout_checks import same_everywhere
 from .observe import (
@@ -290,7 +290,8 @@ class _Judged:
         # gradients of a backward of their own: those of the last step carry its scale,
         # which only a rank that scaled a loss can know once update() has moved it
         last = self.engine.scenario.steps
-        _backward(self.engine, last, lambda losses, *_: self.scale(losses))
+        batch = _next_batch(self.engine, last)
+        self.engine.forward_backward(batch, lambda losses, *_: self.scale(losses))
         return probe(self.scaler, self.engine.optimizers, self._look, self.watch)
 
     def _look(self) -> dict[str, str]:
@@ -335,8 +336,9 @@ def _judges_step(
         seen.faults += struck
         return judged.scale([bad, *losses[1:]])
 
+    batch = _next_batch(engine, seen.step)  # what it draws is no layer's
     with _reductions(engine, seen), _watched_passes(engine, seen):
-        seen.loss = _backward(engine, seen.step, prepare)
+        seen.loss = engine.forward_backward(batch, prepare)
     seen.count = engine.count
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)
@@ -556,11 +558,11 @@ def _undecided(
     ]
 
 
-def _backward(engine: Engine, step: int, prepare: Prepare) -> float | None:
-    """Loss of one step on this rank; its gradients replace those before."""
+def _next_batch(engine: Engine, step: int) -> Batch:
+    """The global batch of a step, whose gradients replace those before."""
     for optimizer in engine.optimizers:
         optimizer.zero_grad()
-    return engine.forward_backward(_global_batch(engine, step), prepare)
+    return _global_batch(engine, step)
 
 
 def _global_batch(engine: Engine, step: int) -> Batch:

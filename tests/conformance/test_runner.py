@@ -36,10 +36,9 @@ class MadeUp(Place):
     def not_runnable(self, world: int) -> str:
         return ""
 
-    def ranks(self, world: int) -> Any:
-        return self
-
-    def run(self, _: Any, scenario: Scenario, spec: str, *rest: Any) -> Traces:
+    def call(
+        self, world: int, _: Any, scenario: Scenario, spec: str, *rest: Any
+    ) -> Traces:
         self.calls.append(spec)
         left = self.runs[spec]
         return (left.pop(0) if len(left) > 1 else left[0])()

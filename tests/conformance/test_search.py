@@ -29,7 +29,7 @@ from gradparity.fixtures.faulty import PlainScaler
 
 TORCH = "torch.amp:GradScaler"
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
-HERE = str(Path(__file__).parents[1])
+HERE = str(Path(__file__).parent)
 
 
 # - Planted scalers: right in torch's own loops, each wrong in one class of programs
@@ -208,7 +208,7 @@ PLANTED = {
 
 def judged(scaler: str, database: Path, **settings: Any) -> tuple[int, str]:
     output = io.StringIO()
-    spec = scaler if ":" in scaler else f"test_conformance_search:{scaler}"
+    spec = scaler if ":" in scaler else f"test_search:{scaler}"
     code = machine(
         MachineSettings(
             scaler=spec, folder=HERE, database=str(database), timeout_s=8.0, **settings

@@ -109,11 +109,11 @@ def test_gradients_are_compared_where_nothing_spoils_them(
 @pytest.mark.parametrize(
     ("scenario", "needs"),
     [
-        ("test_conformance_workload_steps:Trains", "train_step, weights"),
-        ("test_conformance_workload_parts:Counted", "a loss that is (sum, count)"),
-        ("test_conformance_workload_parts:Cuts", "micro_batches"),
+        ("test_workload_steps:Trains", "train_step, weights"),
+        ("test_workload_parts:Counted", "a loss that is (sum, count)"),
+        ("test_workload_parts:Cuts", "micro_batches"),
         (
-            "test_conformance_workload_parts:Ddp,recipe=accumulate-uneven",
+            "test_workload_parts:Ddp,recipe=accumulate-uneven",
             "recipe 'accumulate-uneven'",
         ),
     ],
@@ -121,7 +121,7 @@ def test_gradients_are_compared_where_nothing_spoils_them(
 def test_what_needs_the_own_loop_is_refused_in_one_line(
     scenario: str, needs: str
 ) -> None:
-    text = f"dp2/2/fp32/own/none/data=gradparity.tests.{scenario}"
+    text = f"dp2/2/fp32/own/none/data=gradparity.tests.conformance.{scenario}"
     with pytest.raises(UsageError, match=r"needs gradparity's own loop") as told:
         standalone_script(Scenario.parse(text), "none")
     assert f": {needs} needs" in str(told.value)

@@ -48,7 +48,7 @@ def test_a_missing_collective_is_named(cluster: Cluster) -> None:
     assert "different numbers of collectives in the default group" in text
     assert "rank 0: 2, the last #2 broadcast float32[4]" in text
     assert "rank 1: 1, the last #1 allreduce float64[2]" in text
-    assert "test_multiprocess_flight_recorder.py:" in text
+    assert "test_flight_recorder.py:" in text
 
 
 def test_different_collectives_are_named(cluster: Cluster) -> None:
@@ -64,7 +64,7 @@ def test_different_collectives_are_named(cluster: Cluster) -> None:
         cluster.run(act, timeout_s=2)
     text = str(caught.value)
     assert "the ranks disagree on collective #1 of the default group:" in text
-    here = "test_multiprocess_flight_recorder.py:"
+    here = "test_flight_recorder.py:"
     assert f"  rank 0: allreduce float32[2], {here}" in text
     assert f"  rank 1: allreduce float32[3], {here}" in text
 

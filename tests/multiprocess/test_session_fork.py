@@ -255,7 +255,7 @@ def test_no_child():
 @pytest.mark.slow
 def test_the_fault_matrix_holds_in_forks_of_the_session(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SESSION_SERVER % True)
-    matrix = HERE / "test_multiprocess_faults.py"
+    matrix = Path(__file__).with_name("test_faults.py")
     found = session(tmp_path, "--noconftest", tmp_path / "test_it.py", matrix)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "failed" not in found.stdout
