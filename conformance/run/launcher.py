@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ...multiprocess import Cluster, RankOutcome, WorldFailure
-from ...multiprocess.spec import CallOptions
+from ...multiprocess import Cluster, WorldFailure
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
 
@@ -24,11 +23,6 @@ class Ranks(Protocol):
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``fn`` on every rank; return every rank's result."""
-
-    def submit(
-        self, options: CallOptions, fn: Callable[..., Any], *args: Any
-    ) -> tuple[RankOutcome, ...]:
-        """Call ``fn`` on every rank; return every rank's outcome."""
 
 
 class Place:
@@ -56,16 +50,6 @@ class Place:
         if world not in self._worlds:
             self._worlds[world] = self._make(world)
         return self._worlds[world]
-
-    def call(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``fn`` on every rank of the world of this size.
-
-        Where it raised and every rank answered, the ranks stay for the next call with a
-        fresh process group: those of a new world would first warm up for seconds.
-        """
-        options = CallOptions(timeout_s=self.timeout_s, keep_answered=True)
-        outcomes = self.ranks(world).submit(options, fn, *args)
-        return [outcome.value for outcome in outcomes]
 
     def gpu_names(self) -> list[str]:
         """Names of the GPUs of this machine; empty where none is used."""

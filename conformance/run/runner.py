@@ -394,8 +394,8 @@ class Runner:
         saved: Saved | None = None
         for leg in scenario.legs:
             more = leg != scenario
-            results = self.place.call(
-                leg.world, observe_rank, leg, spec, self.folder, saved, more, choices
+            results = self.place.ranks(leg.world).run(
+                observe_rank, leg, spec, self.folder, saved, more, choices
             )
             _align(results)
             saved = gathered(results) if more else None
@@ -405,10 +405,10 @@ class Runner:
         """What passed in ``step``, one a rank of the world that made it."""
         saved: Saved | None = None
         for leg in scenario.legs:
-            given = leg, spec, self.folder, saved
+            ranks, given = self.place.ranks(leg.world), (leg, spec, self.folder, saved)
             if step < leg.steps:
-                return self.place.call(leg.world, observe_modules, *given, step)
-            saved = gathered(self.place.call(leg.world, observe_rank, *given, True))
+                return ranks.run(observe_modules, *given, step)
+            saved = gathered(ranks.run(observe_rank, *given, True))
         raise AssertionError(f"no leg makes step {step}")
 
 
