@@ -114,3 +114,27 @@ def test_no_circle_inside_multiprocess() -> None:
 def test_an_import_inside_multiprocess_is_seen() -> None:
     server = ROOT / "multiprocess" / "rank" / "forkserver.py"
     assert imports_of(server) == {"multiprocess/linux", "multiprocess/rank/worker"}
+
+
+# The folders inside conformance, from the bottom to the top: each imports lower ones.
+FLOORS = (
+    *("status", "report", "space", "rank", "judge", "script"),
+    *("run", "search", "cli", "__main__", "plugin", "__init__"),
+)
+CONFORMANCE = [p for p in MODULES if p.relative_to(ROOT).parts[0] == "conformance"]
+
+
+@pytest.mark.parametrize("path", CONFORMANCE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows_inside_conformance(path: Path) -> None:
+    own = path.relative_to(ROOT / "conformance").parts[0].removesuffix(".py")
+    found = {n.split("/")[1] for n in imports_of(path) if n.startswith("conformance/")}
+    assert not {other for other in found - {own} if floor(other) >= floor(own)}
+
+
+def floor(folder: str) -> int:
+    return FLOORS.index(folder)
+
+
+def test_an_import_inside_conformance_is_seen() -> None:
+    path = ROOT / "conformance" / "rank" / "reshard.py"
+    assert imports_of(path) == {"conformance/rank/engine", "conformance/rank/trace"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from ..run.launcher import Ranks
+    from ...multiprocess.cluster import BaseCluster
 
 __all__ = [
     "CONSTRUCTOR",
@@ -115,7 +115,9 @@ def _unfit(spec: str, text: str) -> UsageError:
     )
 
 
-def refuse_unfit(ranks: Ranks, spec: str, folder: str, device: str = "cpu") -> None:
+def refuse_unfit(
+    ranks: BaseCluster, spec: str, folder: str, device: str = "cpu"
+) -> None:
     """Refuse a scaler that lacks what is called of it, before anything is run.
 
     Args:

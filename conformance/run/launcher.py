@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from ...multiprocess import Cluster, WorldFailure
+from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
 
 if TYPE_CHECKING:
     from ...multiprocess.elastic.agent import Agent as Station
 
-__all__ = ["Place", "Pool", "Ranks", "Torchrun", "place_of"]
-
-
-class Ranks(Protocol):
-    """A world of ranks."""
-
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``fn`` on every rank; return every rank's result."""
+__all__ = ["Place", "Pool", "Torchrun", "place_of"]
 
 
 class Place:
@@ -31,7 +25,7 @@ class Place:
     def __init__(self, devices: Devices, timeout_s: float) -> None:
         self.devices = devices
         self.timeout_s = timeout_s
-        self._worlds: dict[int, Ranks] = {}
+        self._worlds: dict[int, BaseCluster] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -45,7 +39,7 @@ class Place:
     ) -> None:
         self._stack.close()
 
-    def ranks(self, world: int) -> Ranks:
+    def ranks(self, world: int) -> BaseCluster:
         """The world of this size."""
         if world not in self._worlds:
             self._worlds[world] = self._make(world)
@@ -85,7 +79,7 @@ class Place:
         """What the report's header says of this place."""
         raise NotImplementedError
 
-    def _make(self, world: int) -> Ranks:
+    def _make(self, world: int) -> BaseCluster:
         raise NotImplementedError
 
 
@@ -106,7 +100,7 @@ class Pool(Place):
         """See :meth:`Place.launcher`."""
         return Launcher(name="pool")
 
-    def _make(self, world: int) -> Ranks:
+    def _make(self, world: int) -> BaseCluster:
         cluster = Cluster.of(self.devices.spec(world, self.timeout_s))
         return self._stack.enter_context(cluster)
 
@@ -141,7 +135,7 @@ class Torchrun(Place):
             attempt=self.station.attempt,
         )
 
-    def _make(self, world: int) -> Ranks:
+    def _make(self, world: int) -> BaseCluster:
         from ...multiprocess.elastic.agent import AgentCluster
 
         spec = self.devices.spec(world, self.timeout_s)
