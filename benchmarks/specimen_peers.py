@@ -4,7 +4,7 @@ Each workload is trained for 100 steps on its ranks and on one process, in fp32,
 the same weights and on the same batches; loops of our own take two micro-batches.
 
 [Note: Thresholds]
-A loss curve is looked at by its relative difference from that of one process.
+A loss curve is compared with that of one process by their relative difference.
 Megatron's functional tests allow 5 % for ``lm loss`` at all but 1 % of the steps; 1 %
 at every step is what a strict eye would ask for. Weights are compared by
 ``assert_close`` with its defaults. DebugMode's hashes are those of runs that make the

@@ -19,7 +19,7 @@ from .cli.arguments import DEFAULT_SCALER, FORMATS, parse
 from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
-    from ..multiprocess.elastic.agent import Agent as Station
+    from ..multiprocess.elastic.agent import Agent
     from .space.catalogue import Selection
 
 __all__ = ["main"]
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _main(arguments, None)
 
 
-def _main(arguments: Sequence[str], station: Station | None) -> int:
+def _main(arguments: Sequence[str], agent: Agent | None) -> int:
     try:
-        status = _command(arguments, station)
+        status = _command(arguments, agent)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # who read our output has enough, as ``| head``
@@ -62,13 +62,13 @@ def _main(arguments: Sequence[str], station: Station | None) -> int:
         return EXIT_CODES["error"]
 
 
-def _command(arguments: Sequence[str], station: Station | None) -> int:
+def _command(arguments: Sequence[str], agent: Agent | None) -> int:
     plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
         return int(entry.load()(list(arguments[1:])))
     parsed = parse(arguments)
     parsed.arguments = arguments
-    parsed.station = station
+    parsed.agent = agent
     return COMMANDS[parsed.command](parsed)
 
 
@@ -96,7 +96,7 @@ def _run(parsed: argparse.Namespace) -> int:
         quiet=parsed.quiet,
         arguments=parsed.arguments,
     )
-    return run(settings, Console(), parsed.station)
+    return run(settings, Console(), parsed.agent)
 
 
 def _localise(parsed: argparse.Namespace) -> int:
@@ -116,7 +116,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     ).chosen()
     load_scaler(spec, os.getcwd())
     devices = Devices(device=parsed.device, share=parsed.share_gpus)
-    with place_of(devices, parsed.timeout_s, parsed.station) as place:
+    with place_of(devices, parsed.timeout_s, parsed.agent) as place:
         place.check([leg.world for leg in scenario.legs])
         runner = Runner(folder=os.getcwd(), place=place)
         case = runner.run(spec, scenario)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
@@ -14,6 +15,9 @@ from gradparity.conformance.report.records import Report, read_report
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.parent.slots import visible_gpus
 from gradparity.tests.script_server import Scripts, serving
+
+if TYPE_CHECKING:  # it imports torch, which not every session needs
+    from gradparity.conformance import Runner
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
@@ -39,6 +43,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
     """A server of standalone scripts for the tests of one module."""
     with serving(tmp_path_factory.mktemp("scripts")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator["Runner"]:
+    """A judge whose ranks stay warm for the tests of one module."""
+    from gradparity.conformance import Runner
+
+    with Runner(folder=".", timeout_s=60) as made:
         yield made
 
 

@@ -236,7 +236,7 @@ class Borders:
         return call == other or other in self._around(call)
 
     def _told(self, way: Direction, first: Border, rank: int) -> Location:
-        """What is told of the first tensor that departs."""
+        """The description of the first tensor that departs."""
         state = self._state(rank, first)
         ranks = [r for r in self.ranks if self._state(r, first) == state]
         to_blame, border = first.of, first
@@ -305,7 +305,7 @@ class Borders:
         factor: float,
         group: Sequence[int] = (),
     ) -> _Found | None:
-        """Against the part of the truth that is nearest; None where there is none."""
+        """Compare with the nearest part of the truth; None if none has this shape."""
         values = self._values(rank, border, group)
         if values is None:
             return None

@@ -159,7 +159,7 @@ def locate(
         scenario: what was trained.
         legs: the traces of the run that was judged.
         parity: of that run.
-        step: its first bad step, or another one where there is none.
+        step: its first bad step; any step of a case that has none.
         watched: one a rank of the world that made this step, made by a second run.
     """
     schedule = demanded_schedule(*legs)

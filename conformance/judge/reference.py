@@ -98,7 +98,7 @@ class Variant:
     """Reverse the rows of each batch, and the order of a workload's own micro-batches:
     another order of reduction."""
     parts: int = 1
-    """Split each batch into so many accumulated parts."""
+    """Number of accumulated parts of each batch."""
     contrary: Limits = ()
     """The optimizer is given elements below these limits with the other sign."""
     nudged: int = 0
@@ -117,8 +117,8 @@ NOISY = (
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
 KEPT = 16
-"""References kept: those of two schedules of the scenario at hand, which its scalers
-share. Of the default preset a cache of 256 held a gigabyte and spared 5 % of the
+"""Number of references kept: enough for two schedules of a scenario, which its scalers
+share. In the default preset a cache of 256 held a gigabyte and saved 5 % of the
 trainings."""
 
 

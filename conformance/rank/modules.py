@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ...fixtures import Batch, local
 from .held import full_name
-from .observe import CallLog, numbers_laid_out_as, partial_ranks
+from .observe import CallLog, in_backward, numbers_laid_out_as, partial_ranks
 from .trace import Collective
 
 __all__ = [
@@ -321,7 +321,7 @@ class _Watch:
 
     def _ignored(self) -> bool:
         # a forward in the midst of backward computes again what was recorded
-        return torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled()
+        return in_backward() or not torch.is_grad_enabled()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._ignored():

@@ -34,6 +34,7 @@ __all__ = [
     "ReductionLog",
     "digest",
     "gradient_places",
+    "in_backward",
     "non_finite",
     "numbers_laid_out_as",
     "optimizer_digest",
@@ -232,7 +233,7 @@ class ReductionLog(CallLog):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note whether this is backward, log ``func`` and run it."""
-        if _in_backward():
+        if in_backward():
             # between two backward passes lies the forward pass of the second one
             self._late.clear()
             self._stepped = False
@@ -246,7 +247,7 @@ class ReductionLog(CallLog):
     def _note(self, collective: Collective, args: tuple[Any, ...]) -> None:
         if self._stepped or "reduce" not in collective.call:
             return
-        into = self.reductions if _in_backward() else self._late
+        into = self.reductions if in_backward() else self._late
         # a reduce-scatter has its output before its input
         for tensor in [*_tensors(args[1:2])] or [*_tensors(args[:1])]:
             if tensor.is_floating_point() and _is_of_parameter(tensor.shape):
@@ -258,7 +259,8 @@ class ReductionLog(CallLog):
                 )
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -276,7 +278,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
       hook (``fully_shard`` makes such ones).
     Where this cannot be told it is no gradient of a parameter: nobody is accused.
     """
-    if not _in_backward():
+    if not in_backward():
         return math.prod(shape) > 1  # a norm, a count or a flag is none
     if torch.is_grad_enabled():
         return False

@@ -118,7 +118,7 @@ class WatchedScaler:
             scaler: the judged one.
             watch: a context for a call; what that raises is the scaler's fault.
             spoil: makes a loss bad where a fault is due, before it is scaled.
-            look: told of an optimizer before the scaler unscales or steps it.
+            look: called with an optimizer before the scaler unscales or steps it.
             new_scale: what ``update`` is given where it is given nothing.
         """
         self._scaler = scaler

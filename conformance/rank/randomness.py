@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .observe import digest
+from .observe import digest, in_backward
 from .trace import Draw
 
 __all__ = ["DrawLog"]
@@ -104,7 +104,7 @@ class DrawLog(TorchDispatchMode):
         drawn = written or [*_tensors(found)][-1:]
         if not drawn or not drawn[0].numel() or drawn[0].is_meta:
             return found
-        recomputes = torch._C._current_graph_task_id() != -1
+        recomputes = in_backward()
         if recomputes and not torch.is_grad_enabled():
             return found
         draw = Draw(

@@ -14,7 +14,7 @@ from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
 
 if TYPE_CHECKING:
-    from ...multiprocess.elastic.agent import Agent as Station
+    from ...multiprocess.elastic.agent import Agent
 
 __all__ = ["Place", "Pool", "Torchrun", "place_of"]
 
@@ -108,19 +108,19 @@ class Pool(Place):
 class Torchrun(Place):
     """The ranks that torchrun made; smaller worlds take the first of them."""
 
-    def __init__(self, devices: Devices, timeout_s: float, station: Station) -> None:
+    def __init__(self, devices: Devices, timeout_s: float, agent: Agent) -> None:
         super().__init__(devices, timeout_s)
-        self.station = station
+        self.agent = agent
 
     def check(self, worlds: Iterable[int]) -> None:
         """See :meth:`Place.check`; every machine of the job counts for itself."""
-        for member in self.station.members():
+        for member in self.agent.members():
             way_out = f"start with --nproc-per-node {max(1, member.gpus)}"
             self.devices.check(member.local_size, member.gpus, way_out)
 
     def not_runnable(self, world: int) -> str:
         """See :meth:`Place.not_runnable`."""
-        made = self.station.size
+        made = self.agent.size
         if world <= made:
             return ""
         return f"not runnable here: needs {world} ranks, torchrun made {made}"
@@ -129,21 +129,21 @@ class Torchrun(Place):
         """See :meth:`Place.launcher`."""
         return Launcher(
             name="torchrun",
-            ranks=self.station.size,
-            hosts=self.station.hosts,
+            ranks=self.agent.size,
+            hosts=self.agent.hosts,
             run=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            attempt=self.station.attempt,
+            attempt=self.agent.attempt,
         )
 
     def _make(self, world: int) -> BaseCluster:
         from ...multiprocess.elastic.agent import AgentCluster
 
         spec = self.devices.spec(world, self.timeout_s)
-        return AgentCluster(self.station, spec)
+        return AgentCluster(self.agent, spec)
 
 
-def place_of(devices: Devices, timeout_s: float, station: Station | None) -> Place:
+def place_of(devices: Devices, timeout_s: float, agent: Agent | None) -> Place:
     """Where the ranks of this process's runs come from."""
-    if station is None:
+    if agent is None:
         return Pool(devices, timeout_s)
-    return Torchrun(devices, timeout_s, station)
+    return Torchrun(devices, timeout_s, agent)

@@ -71,6 +71,11 @@ class Case:
     """Where parity begins to fail, if that was asked for."""
 
     @property
+    def kind(self) -> tuple[str, str, str]:
+        """Scaler, topology and recipe: one failure of each kind is localised."""
+        return self.scaler, self.scenario.topology, self.scenario.recipe
+
+    @property
     def status(self) -> Status:
         """The worst verdict; skipped laws do not count, and alone prove nothing."""
         if self.problem:
@@ -199,6 +204,9 @@ class Runner:
                 return result
             return end(self._localised_where_due(result))  # the ranks are free now
 
+        pairs = list(pairs)
+        for data in {scenario.data for _, scenario in pairs}:
+            chooses_in_forward(data)  # seeds torch's generator once: not beside a judge
         last: Future[bool | Case] | None = None
         with ThreadPoolExecutor(1, "judge") as judge:
             for spec, scenario in pairs:
@@ -282,16 +290,14 @@ class Runner:
         )
 
     def _is_localised(self, case: Case) -> bool:
-        key = (case.scaler, case.scenario.topology, case.scenario.recipe)
         broken = {v.law.partition(".")[0] for v in case.verdicts if v.status == "fail"}
-        done = key in self._localised or len(self._localised) >= self.localises
+        done = len(self._localised) >= self.localises or case.kind in self._localised
         return "parity" in broken and not done
 
     def _localised_where_due(self, case: Case) -> Case:
         if not self._is_localised(case):
             return case
-        scenario = case.scenario
-        self._localised.add((case.scaler, scenario.topology, scenario.recipe))
+        self._localised.add(case.kind)
         return replace(case, location=self.localise(case))
 
     def _evidence(self, seen: _Seen, measured: bool) -> Evidence:

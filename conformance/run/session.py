@@ -12,8 +12,7 @@ from rich.console import Console
 
 from ...fixtures import WorkloadError
 from ...multiprocess import HarnessError
-from ...multiprocess.elastic.agent import Agent as Station
-from ...multiprocess.elastic.agent import Ended
+from ...multiprocess.elastic.agent import Agent, Ended
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
 from ..report.page import write_page
@@ -100,13 +99,13 @@ class RunSettings:
         return chosen
 
 
-def run(settings: RunSettings, console: Console, station: Station | None = None) -> int:
+def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> int:
     """Run, report and return the exit code.
 
     Args:
         settings: what to run.
         console: where to tell of it.
-        station: this process's part in a run under torchrun, as its leader.
+        agent: this process's part in a run under torchrun, as its leader.
 
     Raises:
         UsageError: for bad usage, before anything is started.
@@ -118,12 +117,12 @@ def run(settings: RunSettings, console: Console, station: Station | None = None)
         load_scaler(spec, folder)
     pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
     path = settings.path
-    with place_of(settings.devices, settings.timeout_s, station) as place:
+    with place_of(settings.devices, settings.timeout_s, agent) as place:
         place.check([leg.world for scenario in scenarios for leg in scenario.legs])
         for spec in scalers if settings.refuse_unfit else ():
             refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
-        if station is not None:
-            station.note(REPORT_NOTE, str(path.absolute()))
+        if agent is not None:
+            agent.note(REPORT_NOTE, str(path.absolute()))
         earlier = earlier_attempt(
             path, place.launcher(), command_line(settings.arguments)
         )

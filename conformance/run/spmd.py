@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...multiprocess import HarnessError
-from ...multiprocess.elastic.agent import Agent as Station
-from ...multiprocess.elastic.agent import Ended
+from ...multiprocess.elastic.agent import Agent, Ended
 from ..rank.devices import visible_gpus
 from ..report.records import append_footer
 
 __all__ = ["REPORT_NOTE", "main_on_torchrun"]
 
-Command = Callable[[Sequence[str], Station | None], int]
+Command = Callable[[Sequence[str], Agent | None], int]
 ON_RANKS = ("run", "replay")
 """Commands that use torchrun's ranks; rank 0 alone does the others."""
 REPORT_NOTE = "report"
@@ -28,42 +27,42 @@ def main_on_torchrun(arguments: Sequence[str], command: Command) -> int:
 
     Args:
         arguments: the command line, the same on all ranks.
-        command: does it, on rank 0 alone; it is given the station to lead.
+        command: does it, on rank 0 alone; it is given the agent to lead.
     """
     leads = os.environ["RANK"] == "0"
     if not arguments or arguments[0] not in ON_RANKS:
         return command(arguments, None) if leads else 0
-    with Station(gpus=visible_gpus()) as station:
-        return _lead(station, arguments, command) if leads else _follow(station)
+    with Agent(gpus=visible_gpus()) as agent:
+        return _lead(agent, arguments, command) if leads else _follow(agent)
 
 
-def _lead(station: Station, arguments: Sequence[str], command: Command) -> int:
+def _lead(agent: Agent, arguments: Sequence[str], command: Command) -> int:
     code = _BROKEN
     try:
-        code = command(arguments, station)
+        code = command(arguments, agent)
     except SystemExit as error:  # argparse: bad usage, or --help
         code = error.code if isinstance(error.code, int) else 2
     finally:
         try:
-            station.reported()
-            station.finish(code)
+            agent.reported()
+            agent.finish(code)
         except HarnessError:
             pass  # torchrun's agent is gone: the others notice themselves
     return code
 
 
-def _follow(station: Station) -> int:
+def _follow(agent: Agent) -> int:
     try:
-        return station.follow()
+        return agent.follow()
     except HarnessError as error:
-        print(f"gradparity: rank {station.rank}: {error}", file=sys.stderr)
+        print(f"gradparity: rank {agent.rank}: {error}", file=sys.stderr)
         return _BROKEN
     except Ended as ended:
-        if not station.stands_in():
-            return station.wait_for_the_end()
-        path = station.noted(REPORT_NOTE)
+        if not agent.stands_in():
+            return agent.wait_for_the_end()
+        path = agent.noted(REPORT_NOTE)
         if path and Path(path).is_file():
             append_footer(Path(path), f"{ended}")
         print(f"gradparity: {ended}", file=sys.stderr)
-        station.reported()
+        agent.reported()
         return _BROKEN

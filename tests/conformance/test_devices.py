@@ -97,7 +97,7 @@ def test_sharing_and_few_ranks_are_allowed() -> None:
 
 
 @dataclass
-class FakeStation:
+class FakeAgent:
     gpus: tuple[int, ...]
     size: int = 4
     hosts: int = 2
@@ -108,8 +108,8 @@ class FakeStation:
 
 
 def torchrun(devices: Devices, *gpus: int) -> Place:
-    station: Any = FakeStation(gpus)
-    return Torchrun(devices, 9.0, station)
+    agent: Any = FakeAgent(gpus)
+    return Torchrun(devices, 9.0, agent)
 
 
 def test_under_torchrun_every_machine_counts_for_itself() -> None:

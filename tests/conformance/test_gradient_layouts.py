@@ -1,6 +1,5 @@
 """Gradients that are laid out unlike their parameters: right ones pass, wrong fail."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar
 
@@ -111,12 +110,6 @@ class PartIsLost(ShardAndPartial):
         assert isinstance(parameter.grad, DTensor)
         if parameter.grad.device_mesh.get_local_rank() == 1:
             parameter.grad.to_local().div_(3)
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def case(runner: Runner, stack: type, recipe: str = "plain") -> Case:

@@ -1,6 +1,5 @@
 """Where parity begins to fail: module, ranks and factor; and where it does not."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from gradparity.tests import misplaced
 
 MODULE = "gradparity.tests.misplaced"
 TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def own(stack: type, place: str = "tp2/2/fp32", more: str = "steps=2") -> str:

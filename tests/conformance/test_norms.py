@@ -1,6 +1,5 @@
 """Norms that stacks report, factors they clip by, dtypes they reduce in."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,6 @@ from gradparity.fixtures.faulty.stacks import FAULTY_STACKS, RIGHT_STACKS
 from gradparity.tests.made_up import BAD_STEP, clip_row, evidence, finding, row
 
 NEW = ("norm.reported", "norm.factor", "dtype.reduction")
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def judged(runner: Runner, where: str) -> Case:

@@ -1,6 +1,6 @@
 """Random layers: what is drawn is compared; with them off, gradients are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,12 +27,6 @@ def scenario(stack: type, place: str, recipe: str = "random") -> Scenario:
 
 
 # - Stacks
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def statuses(case: Case) -> dict[str, str]:

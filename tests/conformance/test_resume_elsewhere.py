@@ -1,7 +1,6 @@
 """Resume on another world: two runs, one judgement across the seam."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -19,12 +18,6 @@ from gradparity.tests import made_up
 
 RIGHT = "gradparity.fixtures.faulty:PlainScaler"
 MOVED = Scenario.parse(plain.MOVED)
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as runner:
-        yield runner
 
 
 # - The scenario

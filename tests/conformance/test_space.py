@@ -1,7 +1,5 @@
 """Every topology, recipe and model is trained rightly by a right scaler."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from gradparity.conformance import Runner, Scenario, Status
@@ -32,12 +30,6 @@ LONG = [
     "fsdp+tp/4/fp16-reduce/adagrad/none/data=text,steps=12,order=reversed,"
     "scale=67108864,interval=2",
 ]
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as runner:
-        yield runner
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """How small a wrong is caught in fp32, on real runs over two ranks."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from gradparity.conformance import Case, Runner, Scenario, Status
@@ -12,12 +10,6 @@ TIGHT = {
     "FlipsOneSign": ("parity.gradient", "one sign in one bias on one rank"),
     "FlushesOneTinyGradient": ("transparency.gradient", "one element below 1e-7"),
 }
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as runner:
-        yield runner
 
 
 def judged(runner: Runner, scaler: str, place: str) -> Case:

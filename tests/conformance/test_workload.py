@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +20,6 @@ HERE = Path(__file__).parents[1]
 OURS = "gradparity.scaler:GradScaler"
 MODULE = "gradparity.tests.stacks"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def case(

@@ -1,6 +1,5 @@
 """Which axes of a workload's meshes split the data: known, declared, or refused."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ from gradparity.fixtures import kit_of
 from gradparity.tests import stacks
 
 MODULE = "gradparity.tests.stacks"
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

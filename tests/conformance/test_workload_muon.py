@@ -1,6 +1,5 @@
 """Optimizers that look at whole matrices: what rounding does to them is no fault."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,12 +65,6 @@ class ShorterSteps(Matrices):
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def case(runner: Runner, stack: type, mesh: str) -> Case:

@@ -1,6 +1,5 @@
 """Names and batches of a workload that look like a wrapper's, and are its own."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,12 +59,6 @@ class KeepsAnObject(PlainScaler):
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"more": StateOfItsOwn()}
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 WHOLE = ("text_module.weight", "module.head.weight", "a.module.b.weight", "c.weight")

@@ -1,6 +1,5 @@
 """What each rank and each backward sees: shards, micro-batches, counts, idle layers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -420,12 +419,6 @@ class ReducesInText(Ddp):
     """``reduce_dtype`` is a word."""
 
     reduce_dtype = "bf16"
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def case(

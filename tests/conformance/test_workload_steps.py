@@ -1,6 +1,5 @@
 """Workloads that train by themselves: engines, trainers, pipelines, flat shards."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -435,12 +434,6 @@ class TrainRaises(Trains):
 
     def clip(self, stack: Engine) -> Tensor:
         raise RuntimeError("no norm here")
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner(folder=".", timeout_s=60) as made:
-        yield made
 
 
 def case(
