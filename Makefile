@@ -13,6 +13,8 @@ REPORT := parity-report
 BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank; ranks are the parallelism here.
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each of many processes would compile the same modules anew.
+export PYTHONDONTWRITEBYTECODE =
 # Two a core of a small machine: tests wait for half of their time.
 WORKERS ?= 4
 
@@ -23,8 +25,6 @@ parity: setup  ## the main job: train on meshes, compare every step on every ran
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
 	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
 
-# Where it is set, hundreds of processes would each compile the same modules anew.
-test test-all: export PYTHONDONTWRITEBYTECODE =
 test: SELECT := -m 'not slow'
 test: lint  ## ruff, mypy strict, pytest under xdist; nothing may be left behind
 	$(PYTEST)
