@@ -43,13 +43,13 @@ lint: setup-test
 	$(BIN)/mypy
 
 gate: setup  ## what this repository asks of itself: fp32 on digits, the same on every machine
-	$(BIN)/gradparity run --preset parity --data digits --precision fp32 --out $(REPORT)/gate --quiet; \
+	$(BIN)/gradparity run --preset parity --model digits --precision fp32 --out $(REPORT)/gate --quiet; \
 	  test $$? -le 1
 	$(BIN)/gradparity gate $(REPORT)/gate/report.jsonl --baseline $(BASELINE)
 
 baseline: setup  ## record the gate's baseline anew: two runs, the second for the noise
 	for run in baseline baseline-again; do \
-	  $(BIN)/gradparity run --preset parity --data digits --precision fp32 --out $(REPORT)/$$run --quiet || exit 1; \
+	  $(BIN)/gradparity run --preset parity --model digits --precision fp32 --out $(REPORT)/$$run --quiet || exit 1; \
 	done
 	$(BIN)/gradparity gate $(REPORT)/baseline/report.jsonl --baseline $(BASELINE) --update-baseline --yes \
 	  --repeat $(REPORT)/baseline-again/report.jsonl

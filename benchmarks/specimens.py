@@ -96,7 +96,7 @@ def _told(case: CaseRecord) -> dict[str, Any]:
 
 
 def _selection(spec: str, seed: int) -> Selection:
-    return Selection(workload=spec, bare=True, seed=seed)
+    return Selection(workload=spec, no_scaler=True, seed=seed)
 
 
 def accused(runner: Runner, spec: str, seed: int) -> Iterator[str]:

@@ -242,14 +242,14 @@ def check_whole(
         text = f"{len(decided)} cases were judged, at least {min_cases} were promised"
         yield Reason(kind="too-few", text=text)
     if baseline is not None:
-        yield from _elsewhere(report.header, baseline.provenance)
+        yield from _other_environment(report.header, baseline.provenance)
 
 
 def _decided(case: CaseRecord) -> bool:
     return any(v.status in ("pass", "fail") for v in case.verdicts)
 
 
-def _elsewhere(now: Header, then: Provenance) -> Iterator[Reason]:
+def _other_environment(now: Header, then: Provenance) -> Iterator[Reason]:
     """A baseline of another platform or of other data says nothing about this one."""
     places: list[tuple[str, str, str]] = [
         ("torch", _minor(then.torch), _minor(now.torch)),
@@ -265,7 +265,7 @@ def _elsewhere(now: Header, then: Provenance) -> Iterator[Reason]:
     for name, before, seen in places:
         if before != seen:
             text = f"the baseline was made with {name} {before}, the report has {seen}"
-            yield Reason(kind="elsewhere", text=text)
+            yield Reason(kind="environment", text=text)
 
 
 def _minor(version: str) -> str:

@@ -45,7 +45,7 @@ def render(report: Report) -> str:
 
 
 def _results(report: Report) -> dict[str, Any]:
-    tests = [_test(c, v) for c in report.cases for v in c.told]
+    tests = [_test(c, v) for c in report.cases for v in c.findings]
     tests += _incomplete(report)
     return {
         "tool": {"name": "gradparity", "version": report.header.gradparity},
@@ -80,9 +80,9 @@ def _test(case: CaseRecord, verdict: VerdictRecord) -> dict[str, Any]:
         "message": verdict.message,
         "parameters": {
             "topology": case.topology,
-            "world": case.world,
+            "world_size": case.world_size,
             "precision": case.precision,
-            "data": case.data,
+            "model": case.model,
         },
         "extra": {
             "step": verdict.step,

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from ..conformance.aliases import current_id, current_law
 from ..conformance.report.records import CaseRecord, Header
 from ..conformance.status import RANKING, UsageError
 
@@ -57,7 +59,7 @@ class Expectation(
     """Only with this torch, for example ``>=2.11,<2.15``; empty means any."""
     backend: str = ""
     """Only with this backend; empty means any."""
-    world: int | list[int] = []
+    world_size: int | list[int] = []
     """Only with these numbers of ranks; an empty list means any."""
     link: str = ""
     """Where it is tracked."""
@@ -89,15 +91,17 @@ class Expectation(
         return self.expires is not None and today > self.expires
 
     def matches(self, judgement: Judgement) -> bool:
-        """Whether patterns and world fit, whatever the status."""
+        """Whether patterns and world size fit, whatever the status."""
         case = judgement.case
-        worlds = [self.world] if isinstance(self.world, int) else self.world
+        sizes = (
+            [self.world_size] if isinstance(self.world_size, int) else self.world_size
+        )
         texts = (
             (case.scaler, self.scaler),
             (case.scenario, self.scenario),
             (judgement.law, self.law),
         )
-        return (not worlds or case.world in worlds) and all(
+        return (not sizes or case.world_size in sizes) and all(
             text == pattern or fnmatchcase(text, pattern) for text, pattern in texts
         )
 
@@ -136,11 +140,24 @@ def read_expectations(path: Path) -> list[Expectation]:
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        if isinstance(entries := raw.get("expect"), list):
+            raw["expect"] = [*map(_current, entries)]
         return msgspec.convert(raw, _File).expect
     except OSError as error:
         raise ExpectationError(f"{path}: {error.strerror or error}") from error
     except (ValueError, msgspec.ValidationError) as error:
         raise ExpectationError(f"{path}: {error}") from error
+
+
+def _current(entry: Any) -> Any:
+    """An entry in the names of today."""
+    if not isinstance(entry, dict):
+        return entry
+    entry = {"world_size" if key == "world" else key: entry[key] for key in entry}
+    for key, current in (("scenario", current_id), ("law", current_law)):
+        if isinstance(entry.get(key), str):
+            entry[key] = current(entry[key])
+    return entry
 
 
 Release = tuple[int, ...]

@@ -124,8 +124,8 @@ def _gate(parsed: argparse.Namespace) -> int:
 
 
 def _with_the_way_out(decision: Decision, parsed: argparse.Namespace) -> Decision:
-    """Add how to go on where the baseline was made elsewhere, as after an upgrade."""
-    if not any(reason.kind == "elsewhere" for reason in decision.reasons):
+    """Add the command for a baseline of another environment, as after an upgrade."""
+    if not any(reason.kind == "environment" for reason in decision.reasons):
         return decision
     report, baseline = str(parsed.report), str(parsed.baseline)
     command = ["gradparity", "gate", report, "--baseline", baseline]

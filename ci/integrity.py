@@ -37,14 +37,14 @@ def _one_verdict_a_law(case: CaseRecord) -> Iterator[str]:
 
 
 def _status_follows(case: CaseRecord) -> Iterator[str]:
-    expected = case_status(v.status for v in case.told)
+    expected = case_status(v.status for v in case.findings)
     if case.status != expected:
         yield f"the case says {case.status}, its verdicts come to {expected}"
 
 
 def _id_agrees(case: CaseRecord) -> Iterator[str]:
     """The id is what replays the case: its fields must be the ones that are shown."""
-    seen = f"{case.topology}/{case.world}/{case.precision}"
+    seen = f"{case.topology}/{case.world_size}/{case.precision}"
     if not f"{case.scenario}/".startswith(f"{seen}/"):
         yield f"the case says {seen}, which is not how its scenario id begins"
 
@@ -55,8 +55,8 @@ def _a_row_a_rank(case: CaseRecord) -> Iterator[str]:
         return
     for name in ("scale", "growth", "stepped", "bad"):
         count = len(getattr(curves, name))
-        if count != case.world:
-            yield f"{name} has {count} rows for {case.world} ranks"
+        if count != case.world_size:
+            yield f"{name} has {count} rows for {case.world_size} ranks"
 
 
 def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:

@@ -37,7 +37,7 @@ def render(report: Report) -> str:
         root.append(_suite(case, report.header.started))
     if report.incomplete:
         root.append(_incomplete(report))
-    verdicts = [v for c in report.cases for v in c.told]
+    verdicts = [v for c in report.cases for v in c.findings]
     _set_counts(root, verdicts, extra_errors=bool(report.incomplete))
     ET.indent(root)
     text = ET.tostring(root, encoding="unicode")
@@ -46,19 +46,19 @@ def render(report: Report) -> str:
 
 def _suite(case: CaseRecord, started: str) -> ET.Element:
     suite = _element("testsuite", name=f"{case.scenario} {case.scaler}")
-    _set_counts(suite, case.told)
+    _set_counts(suite, case.findings)
     suite.set("time", f"{case.seconds:.3f}")
     suite.set("timestamp", xml_text(started.partition("+")[0]))
     facts = {
         "scaler": case.scaler,
         "topology": case.topology,
-        "world": str(case.world),
+        "world_size": str(case.world_size),
         "precision": case.precision,
-        "data": case.data,
+        "model": case.model,
         "replay": case.replay,
     }
     _add_properties(suite, facts.items())
-    for verdict in case.told:
+    for verdict in case.findings:
         suite.append(_test(case, verdict))
     return suite
 

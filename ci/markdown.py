@@ -65,7 +65,7 @@ def _stories(report: Report) -> Iterator[str]:
 
 def _story(case: CaseRecord) -> Iterator[str]:
     yield f"\n### {case.status}: {escape(at(case))}\n"
-    undecided = [v.law for v in case.told if v.status == "inconclusive"]
+    undecided = [v.law for v in case.findings if v.status == "inconclusive"]
     for verdict in case.failures:
         yield f"- {_finding(verdict)}"
     if undecided:

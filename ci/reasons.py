@@ -52,7 +52,7 @@ KINDS = {
     "expectation": Outcome.REGRESSION,
     "undecided": Outcome.INCONCLUSIVE,
     "nothing": Outcome.INCONCLUSIVE,
-    "elsewhere": Outcome.INCONCLUSIVE,
+    "environment": Outcome.INCONCLUSIVE,
 }
 """Kind of reason -> what it makes of the whole."""
 
@@ -100,9 +100,9 @@ PRECEDENCE = (
     "agreement.growth",
     "agreement.skip",
     "agreement.replicas",
-    "skip.nobody-steps",
-    "skip.everybody-steps",
-    "skip.frozen",
+    "skip.all-ranks-skip",
+    "skip.all-ranks-step",
+    "skip.no-side-effects",
     "scale.rule",
     "scale.positive",
     "scale.continuity",

@@ -117,7 +117,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     load_scaler(spec, os.getcwd())
     devices = Devices(device=parsed.device, share=parsed.share_gpus)
     with place_of(devices, parsed.timeout_s, parsed.agent) as place:
-        place.check([leg.world for leg in scenario.legs])
+        place.check([phase.world_size for phase in scenario.phases])
         runner = Runner(folder=os.getcwd(), place=place)
         case = runner.run(spec, scenario)
         found = runner.localise(case)
@@ -155,6 +155,8 @@ def _script(parsed: argparse.Namespace) -> None:
 
 def _hunt(parsed: argparse.Namespace) -> int:
     """Hunt each scaler in turn; the exit code is the worst one."""
+    if parsed.calls:
+        return _hunt_calls(parsed)
     from rich.console import Console
 
     from ..fixtures import WorkloadError
@@ -186,26 +188,27 @@ def _numbered(path: Path, number: int) -> Path:
     return path if number == 1 else path.with_stem(f"{path.stem}-{number}")
 
 
-def _machine(parsed: argparse.Namespace) -> int:
+def _hunt_calls(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .rank.scaler_spec import load_scaler
-    from .search.call_histories import MachineSettings, machine, parse_drawn
+    from .search.call_histories import CallSearchSettings, parse_drawn, search_histories
 
     scaler, *more = parsed.scaler or [DEFAULT_SCALER]
     if more:
-        raise UsageError("a machine drives one scaler: give --scaler once")
+        raise UsageError("call histories drive one scaler: give --scaler once")
     load_scaler(scaler, os.getcwd())
-    history = parsed.history and parse_drawn(parsed.history, parsed.world_size)
-    settings = MachineSettings(
+    world_size = parsed.world_size or CallSearchSettings.world_size
+    history = parsed.history and parse_drawn(parsed.history, world_size)
+    settings = CallSearchSettings(
         scaler=scaler,
         folder=os.getcwd(),
-        world=parsed.world_size,
+        world_size=world_size,
         budget_s=parsed.budget,
         history=history or (),
         families=parsed.family,
     )
-    return machine(settings, Console())
+    return search_histories(settings, Console())
 
 
 def _mutants(parsed: argparse.Namespace) -> int:
@@ -234,13 +237,13 @@ def _selection(parsed: argparse.Namespace) -> Selection:
 
     return Selection(
         topologies=getattr(parsed, "topology", ()),
-        data=getattr(parsed, "data", ()),
+        models=getattr(parsed, "model", ()),
         precisions=getattr(parsed, "precision", ()),
         optimizers=getattr(parsed, "optimizer", ()),
-        world=getattr(parsed, "world_size", None),
+        world_size=getattr(parsed, "world_size", None),
         seed=getattr(parsed, "seed", 0),
         workload=getattr(parsed, "workload", ""),
-        bare=getattr(parsed, "scaler", []) == [NO_SCALER],
+        no_scaler=getattr(parsed, "scaler", []) == [NO_SCALER],
     )
 
 
@@ -310,7 +313,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replay": _run,
     "localise": _localise,
     "hunt": _hunt,
-    "machine": _machine,
+    "machine": _hunt_calls,  # its name in earlier versions
     "mutants": _mutants,
     "list": _list,
     "explain": _explain,

@@ -129,7 +129,7 @@ def pytest_terminal_summary(
 ) -> None:
     """Where the report lies."""
     suite = config.stash.get(_SUITE, None)
-    for line in suite.told if suite else ():
+    for line in suite.summary if suite else ():
         terminalreporter.write_line(line)
 
 

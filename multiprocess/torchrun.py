@@ -64,7 +64,7 @@ class TorchrunCluster(BaseCluster):
             return
         self._closed = True
         try:
-            with self._agent.heeding_sigterm():
+            with self._agent.handling_sigterm():
                 if self._leader is not None:
                     self._agent.finish(0)
                 else:
@@ -84,7 +84,7 @@ class TorchrunCluster(BaseCluster):
             HarnessError: Another process is gone, or has closed its cluster.
         """
         payload = pickled_call(fn, args, kwargs)  # fails in all processes alike
-        with self._agent.heeding_sigterm():
+        with self._agent.handling_sigterm():
             if self._leader is not None:
                 facts = self._leader.observe(options, payload)
                 self._agent.post(facts)

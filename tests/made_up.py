@@ -77,7 +77,7 @@ def evidence(
     for kind in ("gradient", "update", "loss"):
         parity.add(row(kind, error=0.5))
     return Evidence(
-        scenario=scenario, ranks=ranks, bare=copy.deepcopy(ranks), parity=parity
+        scenario=scenario, ranks=ranks, control=copy.deepcopy(ranks), parity=parity
     )
 
 

@@ -45,14 +45,17 @@ LISTS = (
     "topologies",
     "precisions",
     "optimizers",
-    "data",
+    "models",
     "recipes",
     "presets",
     "faults",
     "scalers",
     "scenarios",
 )
-
+OLD_LISTS = {"data": "models"}
+"""Earlier name of a list -> its name; accepted for one version."""
+OLD_COMMANDS = ("machine",)
+"""Earlier names of commands; accepted for one version, and not shown."""
 
 _EPILOG = """\
 examples:
@@ -83,13 +86,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not arguments:
         parser.print_help(sys.stderr)
         parser.exit(USAGE)
-    known = commands.choices
-    if not arguments[0].startswith("-") and arguments[0] not in known:
+    known = [name for name in commands.choices if name not in OLD_COMMANDS]
+    if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
         parser.error(
             f"unknown command {arguments[0]!r}: choose from {', '.join(known)}"
             f"{did_you_mean(arguments[0], known)}"
         )
     parsed = parser.parse_args(arguments)
+    if parsed.command == "hunt":
+        _check_hunt(parsed)
     judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
     for spec in getattr(parsed, "require", ()):
         if spec not in judged:
@@ -117,7 +122,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     _add_replay(commands)
     _add_localise(commands)
     _add_hunt(commands)
-    _add_machine(commands)
     _add_mutants(commands)
     _add_small(commands)
     for entry in entry_points(group=COMMANDS):  # listed here, parsed there
@@ -159,8 +163,9 @@ def _add_hunt(commands: Commands) -> None:
     hunt = commands.add_parser(
         "hunt", help="search scenarios and call histories, shrink what fails"
     )
-    _add(hunt, _JUDGED, _SELECTION)
+    _add(hunt, _JUDGED, _SELECTION, _CALLS)
     _add_budget(hunt, "time to search for each scaler, half of it call histories")
+    hunt.add_argument("--calls", action="store_true", help="search call histories only")
     hunt.add_argument(
         "--script",
         type=file,
@@ -168,6 +173,27 @@ def _add_hunt(commands: Commands) -> None:
         metavar="FILE",
         help="where to write a violation as a script that needs only torch",
     )
+    old = commands.add_parser("machine")  # no help: it is not shown
+    _add(old, _JUDGED, _CALLS, {"world-size": _SELECTION["world-size"]})
+    _add_budget(old, "time to search")
+
+
+def _check_hunt(parsed: argparse.Namespace) -> None:
+    """Refuse options that the kind of search asked for does not heed."""
+    given = {name for name in _CALLS if getattr(parsed, name)}
+    if given and not parsed.calls:
+        raise UsageError(f"--{min(given)} is about call histories: add --calls")
+    for name, settings in _SELECTION.items() if parsed.calls else ():
+        dest = str(settings.get("dest", name)).replace("-", "_")
+        if dest != "world_size" and getattr(parsed, dest) != _default(dest):
+            raise UsageError(
+                f"--{dest} is about scenarios: --calls takes --scaler, --world-size, "
+                "--family, --history and --budget"
+            )
+
+
+def _default(dest: str) -> Any:
+    return _SELECTION[dest].get("default")
 
 
 def _add_budget(parser: argparse.ArgumentParser, text: str) -> None:
@@ -197,14 +223,6 @@ def _seconds(text: str) -> float:
     return found
 
 
-def _add_machine(commands: Commands) -> None:
-    machine = commands.add_parser(
-        "machine", help="search call histories that depart from an oracle"
-    )
-    _add(machine, _JUDGED, _MACHINE)
-    _add_budget(machine, "time to search")
-
-
 def _add_mutants(commands: Commands) -> None:
     mutants = commands.add_parser(
         "mutants", help="check the judge: is each faulty scaler caught by its law"
@@ -220,9 +238,14 @@ def _add_mutants(commands: Commands) -> None:
 
 def _add_small(commands: Commands) -> None:
     listing = commands.add_parser(
-        "list", help="list laws, topologies, data and what else can be chosen"
+        "list", help="list laws, topologies, models and what else can be chosen"
     )
-    listing.add_argument("what", choices=LISTS, metavar="|".join(LISTS))
+    listing.add_argument(
+        "what",
+        type=lambda text: OLD_LISTS.get(text, text),
+        choices=LISTS,
+        metavar="|".join(LISTS),
+    )
     _add(listing, _SELECTION)
     explain = commands.add_parser(
         "explain", help="a law, a chapter, a scenario or the report's schema in words"
@@ -351,7 +374,11 @@ _SELECTION: Options = {
         "help": "module:attribute of a workload of your own (docs/workload.md)",
     },
     "topology": _repeated("NAME", "only these topologies"),
-    "data": _repeated("NAME", "only these models, see list data"),
+    "model": _repeated("NAME", "only these models, see list models"),
+    "data": {  # its name in earlier versions
+        **_repeated("NAME", argparse.SUPPRESS),
+        "dest": "model",
+    },
     "precision": _repeated("NAME", "only these precisions"),
     "optimizer": _repeated("NAME", "only these optimizers"),
     "world-size": {
@@ -361,7 +388,15 @@ _SELECTION: Options = {
     },
     "seed": {"type": int, "default": 0, "help": "seed of weights and data"},
 }
-_NARROWING = ("topology", "data", "precision", "optimizer", "world-size", "seed")
+_NARROWING = (
+    "topology",
+    "model",
+    "data",
+    "precision",
+    "optimizer",
+    "world-size",
+    "seed",
+)
 _DEVICES: Options = {
     "device": {
         "default": "cpu",
@@ -383,14 +418,15 @@ _RUN: Options = {
     "require": _repeated("SPEC", "scalers that decide the exit code (all)", _specs),
     "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
 }
-_MACHINE: Options = {
-    "world-size": {"type": int, "default": 2, "metavar": "N", "help": "ranks (2)"},
+_CALLS: Options = {
     "history": {
         "default": "",
         "metavar": "CALLS",
-        "help": "run this history again, as a search has told it",
+        "help": "with --calls: run this history again, as a search has printed it",
     },
-    "family": _repeated("NAME", "only this family of programs (docs/mutants.md)"),
+    "family": _repeated(
+        "NAME", "with --calls: only this family of programs (docs/mutants.md)"
+    ),
 }
 _MUTANTS: Options = {
     "every": {

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 from ...fixtures import KINDS, MODELS, OPTIMIZERS, PRECISIONS, TOPOLOGIES, dataset_of
 from ...fixtures.peers import PEERS
+from ..aliases import current_law
 from ..judge import laws as laws
 from ..judge.law import LAWS
 from ..space.catalogue import PRESETS, Selection, select
-from ..space.recipes import OWN_RECIPES
+from ..space.recipes import WORKLOAD_RECIPES
 from ..space.scenario import Scenario
 from ..status import UsageError, did_you_mean
 
@@ -34,20 +35,20 @@ def _laws() -> Iterator[str]:
 
 def _topologies() -> Iterator[str]:
     for t in TOPOLOGIES.values():
-        yield f"{t.name:10} {t.default_world} ranks; {t.text}"
+        yield f"{t.name:10} {t.default_world_size} ranks; {t.text}"
 
 
 def _precisions() -> Iterator[str]:
     return (f"{p.name:14} {p.text}" for p in PRECISIONS.values())
 
 
-def _data() -> Iterator[str]:
+def _models() -> Iterator[str]:
     for name in MODELS:
         yield f"{name:15} trained on {dataset_of(name)}"
 
 
 def _recipes() -> Iterator[str]:
-    return (f"{name:18} {recipe.text}" for name, recipe in OWN_RECIPES.items())
+    return (f"{name:18} {recipe.text}" for name, recipe in WORKLOAD_RECIPES.items())
 
 
 def _faults() -> Iterator[str]:
@@ -66,7 +67,7 @@ _TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "topologies": _topologies,
     "precisions": _precisions,
     "optimizers": lambda: iter(OPTIMIZERS),
-    "data": _data,
+    "models": _models,
     "recipes": _recipes,
     "presets": lambda: iter(PRESETS),
     "faults": _faults,
@@ -80,9 +81,9 @@ def explain(what: str) -> str:
     Raises:
         UsageError: if ``what`` is none of them.
     """
-    told = [law for law in LAWS.values() if what in (law.id, law.chapter)]
-    if told:
-        return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in told)
+    found = [law for law in LAWS.values() if current_law(what) in (law.id, law.chapter)]
+    if found:
+        return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in found)
     if "/" in what:
         return _explain_scenario(Scenario.parse(what))
     chapters = list(dict.fromkeys(law.chapter for law in LAWS.values()))
@@ -95,7 +96,8 @@ def explain(what: str) -> str:
 
 def _explain_scenario(s: Scenario) -> str:
     shape = " x ".join(
-        f"{axis} {size}" for axis, size in s.parsed_topology.mesh_shape(s.world).items()
+        f"{axis} {size}"
+        for axis, size in s.parsed_topology.mesh_shape(s.world_size).items()
     )
     return "\n".join(
         (
@@ -104,10 +106,10 @@ def _explain_scenario(s: Scenario) -> str:
             f"topology:  {s.topology}: {s.parsed_topology.text}",
             f"mesh:      {shape}",
             f"precision: {s.parsed_precision.text}",
-            f"model:     {s.data}, {s.steps} steps, seed {s.seed}",
-            f"optimizer: {s.optimizer}, parameters in {s.order} order",
+            f"model:     {s.model}, {s.steps} steps, seed {s.seed}",
+            f"optimizer: {s.optimizer}, parameters in {s.param_order} order",
             f"recipe:    {s.parsed_recipe.text}",
-            *(f"begins as: {leg.id}" for leg in s.legs[:-1]),
+            *(f"begins as: {phase.id}" for phase in s.phases[:-1]),
             f"scale:     {s.init_scale:g}, x {s.growth_factor:g} after "
             f"{s.growth_interval} good steps, x {s.backoff_factor:g} after a bad one",
             f"faults:    {s.faults}",

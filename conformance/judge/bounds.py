@@ -1,15 +1,16 @@
 """Bounds of parity, made of the errors that correct runs have themselves.
 
 [Note: Bounds]
-A bound is ``HEAD_ROOM`` times the largest error that correct single-process runs of the
-same precision show against fp64 for this parameter up to this step (errors of training
-do not shrink again), and never less than the median relative noise of all parameters
-at that step (a parameter may be lucky in all references) nor one unit roundoff of the
-compute dtype. There is no absolute floor, so tiny gradients are held as tightly as
-large ones. An update is seen through the rounding of the stored fp32 parameter: a run
-that shows no error may have one of half a unit in the last place, so its noise is never
-less than that. Norm and largest element are bounded separately: a norm hides one bad
-element, an element hides a drift. The derivation of ``HEAD_ROOM`` is in docs/parity.md.
+A bound is ``SAFETY_FACTOR`` times the largest error that correct single-process runs
+of the same precision show against fp64 for this parameter up to this step (errors of
+training do not shrink again), and never less than the median relative noise of all
+parameters at that step (a parameter may be lucky in all references) nor one unit
+roundoff of the compute dtype. There is no absolute floor, so tiny gradients are held as
+tightly as large ones. An update is seen through the rounding of the stored fp32
+parameter: a run that shows no error may have one of half a unit in the last place, so
+its noise is never less than that. Norm and largest element are bounded separately: a
+norm hides one bad element, an element hides a drift. docs/parity.md derives
+``SAFETY_FACTOR``.
 
 [Note: Weights of updates]
 Adam and its kin divide a gradient by its own size, so the error of an element's update
@@ -21,7 +22,7 @@ bound on gradient errors got a step of full length in a direction that rounding 
 its weight is 0 from that step on. Its gradient is still compared. Under SGD all weights
 are 1.
 
-[Note: Contrary run]
+[Note: Sign flips]
 Such a step also changes what other gradients are from then on, by far more than
 rounding does: one weight that goes the other way changes those of its neighbours by
 some percent. In half precision, where the noise of a gradient is large enough for that
@@ -34,7 +35,7 @@ An optimizer that makes a matrix orthogonal (Muon) mixes all elements: its updat
 compared as they are, and their noise is that of further references: gradients are
 changed by as much as correct ones differ, and what the optimizer computes in half
 precision is rounded once more. What follows from such a step counts as noise, too, as
-in the contrary run.
+in the sign-flip run.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ from .reference import (
 )
 
 __all__ = [
-    "HEAD_ROOM",
-    "Yardstick",
+    "SAFETY_FACTOR",
+    "ParityBounds",
     "expected_choices",
-    "make_yardstick",
+    "make_parity_bounds",
     "sizes",
 ]
 
-HEAD_ROOM = 8.0
+SAFETY_FACTOR = 8.0
 NUDGED = 3
 """Further references where an optimizer looks at whole matrices."""
 Doubles = NDArray[np.float64]
@@ -77,7 +78,7 @@ Pair = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yardstick:
+class ParityBounds:
     """The truth and the absolute bounds by kind: [step][parameter] -> pair."""
 
     truth: Reference
@@ -91,19 +92,19 @@ class Yardstick:
     """Of the norm of the whole unscaled gradient before it is clipped."""
 
 
-def make_yardstick(scenario: Scenario, schedule: Schedule) -> Yardstick:
+def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     """Train the references and derive truth and bounds; see [Note: Bounds]."""
     truth = train_reference(scenario, schedule, TRUTH)
     roundoff = _roundoff(scenario)
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
     runs, gradient = _noisy_runs(scenario, schedule, truth)
-    adaptive = scenario.kit.adaptive(scenario.optimizer)
-    matrices = not_elementwise(scenario.data, scenario.optimizer)
+    adaptive = scenario.workload.adaptive(scenario.optimizer)
+    matrices = not_elementwise(scenario.model, scenario.optimizer)
     weights = _weights(truth, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
-    return Yardstick(
+    return ParityBounds(
         truth=replace(truth, updates=updates),
         weights=weights,
         gradient=gradient,
@@ -140,7 +141,9 @@ def expected_choices(
             worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
         expected.append(
             {
-                kind: replace(told, noise=worst[kind], limit=HEAD_ROOM * worst[kind])
+                kind: replace(
+                    told, noise=worst[kind], limit=SAFETY_FACTOR * worst[kind]
+                )
                 for kind, told in choices.items()
             }
         )
@@ -159,13 +162,13 @@ def _noisy_runs(
 
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
     gradient = bounds()
-    adaptive = scenario.kit.adaptive(scenario.optimizer)
+    adaptive = scenario.workload.adaptive(scenario.optimizer)
     half = scenario.parsed_precision.compute_dtype != torch.float32
-    if adaptive and half:  # see [Note: Contrary run]
-        other = Variant(contrary=_noise(gradient))
+    if adaptive and half:  # see [Note: Sign flips]
+        other = Variant(sign_flip=_noise(gradient))
         runs.append(train_reference(scenario, schedule, other))
         gradient = bounds()
-    if not_elementwise(scenario.data, scenario.optimizer):  # [Note: Whole matrices]
+    if not_elementwise(scenario.model, scenario.optimizer):  # [Note: Whole matrices]
         limits = _noise(gradient)
         for seed in range(1, NUDGED + 1):
             other = Variant(nudged=seed, limits=limits)
@@ -182,7 +185,7 @@ def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
     """The largest element of the noise that ``bounds`` were made of."""
     return tuple(
         tuple(
-            (name, largest / HEAD_ROOM)
+            (name, largest / SAFETY_FACTOR)
             for name, (_, largest) in step.items()
             if np.isfinite(largest)
         )
@@ -267,7 +270,7 @@ def _bound(
             noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]
             if hidden is not None:
                 noises.append(sizes(hidden[step][name]))
-            bounds[-1][name] = _scaled(HEAD_ROOM, _larger(*noises))
+            bounds[-1][name] = _scaled(SAFETY_FACTOR, _larger(*noises))
     return bounds
 
 

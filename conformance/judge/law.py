@@ -54,9 +54,9 @@ class Evidence:
     scenario: Scenario
     ranks: tuple[RankTrace, ...]
     """One trace a rank; shorter than the scenario where the run stopped early."""
-    bare: tuple[RankTrace, ...] | None = None
+    control: tuple[RankTrace, ...] | None = None
     """The same scenario trained without a scaler, where a law asks for it."""
-    bare_differs: str = ""
+    control_differs: str = ""
     """Where the run without a scaler differs from itself, made again; else empty."""
     first_try: str = ""
     """What ran out of time at a first try, where this is the second; else empty."""
@@ -68,15 +68,15 @@ class Evidence:
     """The part on another world, from whose saved state this one went on."""
 
     @property
-    def leg(self) -> Scenario:
+    def phase(self) -> Scenario:
         """What was run on this world: all of the scenario, or its part here."""
-        return self.scenario.legs[0 if self.before is None else -1]
+        return self.scenario.phases[0 if self.before is None else -1]
 
     @property
     def unseen(self) -> int:
         """Steps of all ranks that were due here and that some rank did not complete."""
-        start = self.before.leg.steps if self.before else 0
-        due = self.leg.steps - start - sum(1 for _ in self.steps())
+        start = self.before.phase.steps if self.before else 0
+        due = self.phase.steps - start - sum(1 for _ in self.steps())
         return max(due, 0) * len(self.ranks)
 
     def steps(self) -> Iterator[tuple[int, Sequence[StepTrace]]]:
@@ -167,8 +167,8 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
     missed = there.not_compared + finding.not_compared
     if worst_of([there.status, finding.status]) != there.status:
         return replace(finding, compared=compared, not_compared=missed)
-    first = evidence.scenario.legs[0]
-    message = f"{there.message} ({first.topology}/{first.world}, where it began)"
+    first = evidence.scenario.phases[0]
+    message = f"{there.message} ({first.topology}/{first.world_size}, where it began)"
     if finding.status is there.status is Status.PASS:
         message += f", then {finding.message}"
     return replace(there, message=message, compared=compared, not_compared=missed)

@@ -2,8 +2,8 @@
 
 Steps: run the scenario once more up to the first bad step, with every module watched
 (:func:`observe_modules`, on the ranks); run the reference on the same rows, watched in
-the same way, in fp64 and in the scenario's precision; say of every tensor at the border
-of a module whether it is right; find where things begin to go wrong (:func:`locate`).
+the same way, in fp64 and in the scenario's precision; say of every tensor at a module
+boundary whether it is right; find where it begins to go wrong (:func:`locate`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..rank.worker import observe_rank
 from ..report.records import Location
 from ..space.scenario import Scenario
 from ..status import rank_list
-from .borders import BACKWARD, FORWARD, Borders, multiple_of
-from .bounds import HEAD_ROOM
+from .boundaries import BACKWARD, FORWARD, Boundaries, multiple_of
+from .bounds import SAFETY_FACTOR
 from .parity import Parity, demanded_schedule, gradient_of
 from .reference import TRUTH, Schedule, train_reference
 
@@ -61,14 +61,14 @@ def observe_modules(
         scenario: what to train.
         spec: the judged scaler, or ``none``.
         folder: import path of the scaler and of the workload.
-        saved: what another world came to at the seam, to go on from there.
+        saved: what another world came to at the resume, to go on from there.
         step: the last one.
     """
     found: list[Watched] = []
 
     @contextmanager
     def watching(engine: Engine) -> Iterator[None]:
-        model = scenario.kit.model()
+        model = scenario.workload.model()
         names = {
             module: name
             for root in modules_in(engine.module)
@@ -105,7 +105,7 @@ def observe_modules(
 def _micro_batches(engine: Engine, step: int) -> list[Batch]:
     """What this rank was given in ``step``, in the order of its passes."""
     scenario = engine.scenario
-    batch = scenario.kit.batch(step, scenario.seed)
+    batch = scenario.workload.batch(step, scenario.seed)
     if engine.schedule is not None:
         return [engine.share(batch)]
     return engine.micro_batches(batch)
@@ -148,7 +148,7 @@ def first_bad_step(parity: Parity) -> int | None:
 @np.errstate(over="ignore", invalid="ignore")  # masks are made of huge numbers
 def locate(
     scenario: Scenario,
-    legs: Sequence[Sequence[RankTrace]],
+    phases: Sequence[Sequence[RankTrace]],
     parity: Parity,
     step: int,
     watched: Sequence[Watched],
@@ -157,37 +157,39 @@ def locate(
 
     Args:
         scenario: what was trained.
-        legs: the traces of the run that was judged.
+        phases: the traces of the run that was judged.
         parity: of that run.
         step: its first bad step; any step of a case that has none.
         watched: one a rank of the world that made this step, made by a second run.
     """
-    schedule = demanded_schedule(*legs)
-    borders = Borders(scenario, schedule, step, watched)
-    gradients = _Gradients(scenario, legs, schedule, step, parity)
-    found = borders.blame(FORWARD)
+    schedule = demanded_schedule(*phases)
+    boundaries = Boundaries(scenario, schedule, step, watched)
+    gradients = _Gradients(scenario, phases, schedule, step, parity)
+    found = boundaries.first_departure(FORWARD)
     if found is None and gradients.departed["loss"]:
         found = gradients.loss()
     if found is None and gradients.departed["gradient"]:
-        found = borders.uneven()
-    found = found or borders.blame(BACKWARD)
+        found = boundaries.uneven()
+    found = found or boundaries.first_departure(BACKWARD)
     if found is None and gradients.departed["gradient"]:
-        found = gradients.own(borders)
+        found = gradients.own(boundaries)
     if found is None and gradients.departed["update"]:
         found = gradients.update()
     text = "" if found is None else found.text
     if found is None:
         found = Location(where="nowhere", text="")
         text = f"nothing departs at step {step}"
-    text += f"; {borders.agreed}" if found.where not in ("forward", "backward") else ""
+    text += (
+        f"; {boundaries.agreed}" if found.where not in ("forward", "backward") else ""
+    )
     text += f"; {gradients.also}" if found.where in ("forward", "backward") else ""
     return msgspec.structs.replace(
         found,
         step=step,
         text=text,
         parameters=tuple(gradients.names),
-        compared=borders.compared,
-        not_compared=borders.not_compared,
+        compared=boundaries.compared,
+        not_compared=boundaries.not_compared,
     )
 
 
@@ -200,7 +202,7 @@ class _Gradients:
     def __init__(
         self,
         scenario: Scenario,
-        legs: Sequence[Sequence[RankTrace]],
+        phases: Sequence[Sequence[RankTrace]],
         schedule: Schedule,
         step: int,
         parity: Parity,
@@ -210,17 +212,17 @@ class _Gradients:
             for kind in ("loss", "gradient", "update")
         }
         truth = train_reference(scenario, schedule, TRUTH)
-        self.axes = scenario.parsed_topology.mesh_shape(scenario.world)
+        self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
         self.step = step
         # proportional but for rounding
         roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
-        self.rest = max(PROPORTIONAL, HEAD_ROOM * roundoff)
+        self.rest = max(PROPORTIONAL, SAFETY_FACTOR * roundoff)
         self.truth_loss = truth.losses[step]
         self.truth, self.updates = truth.gradients[step], truth.updates
         self.seen = [
             (trace, at)
-            for leg in legs
-            for trace in leg
+            for phase in phases
+            for trace in phase
             for at in trace.steps
             if at.step == step
         ]
@@ -247,9 +249,9 @@ class _Gradients:
             where="loss", text=text, factor=factor, error=row.error, bound=row.bound
         )
 
-    def own(self, borders: Borders) -> Location:
+    def own(self, boundaries: Boundaries) -> Location:
         """Where gradients depart and no activation does."""
-        rank_of = {m: i for i, m in enumerate(borders.backwards)}
+        rank_of = {m: i for i, m in enumerate(boundaries.backwards)}
         rows = self.departed["gradient"]
         first = min(
             rows,

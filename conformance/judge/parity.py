@@ -19,11 +19,11 @@ from ...fixtures import is_workload
 from ..rank.trace import RankTrace, StepTrace
 from ..space.recipes import clip_norm_of
 from ..space.scenario import Scenario
-from .bounds import HEAD_ROOM, Yardstick, make_yardstick, sizes
+from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
 from .reference import Idle, Reference, Schedule
 
 __all__ = [
-    "HEAD_ROOM",
+    "SAFETY_FACTOR",
     "ClipRow",
     "Parity",
     "ParityRow",
@@ -129,25 +129,25 @@ class Parity:
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
 
-def demanded_schedule(*legs: Sequence[RankTrace]) -> Schedule:
+def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
     """Skips and scales that the rule demands, from what all ranks saw.
 
     The scale is the one of the first rank; whether ranks agree on it is another law's
     business.
 
     Args:
-        legs: one trace a rank for each world that the run was on, in order.
+        phases: one trace a rank for each world that the run was on, in order.
     """
-    steps = list(_steps(legs))
+    steps = list(_steps(phases))
     return Schedule(
         skipped=tuple(_held_still(seen) for seen in steps),
         scales=tuple(seen[0][1].scale_before for seen in steps),
     )
 
 
-def _steps(legs: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
+def _steps(phases: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
     """Each step that all ranks of its world have."""
-    for traces in legs:
+    for traces in phases:
         for seen in zip(*(t.steps for t in traces), strict=False):
             yield list(zip(traces, seen, strict=True))
 
@@ -165,43 +165,43 @@ def _held_still(seen: Seen) -> frozenset[str]:
     )
 
 
-def followed_schedule(scenario: Scenario, *legs: Sequence[RankTrace]) -> Schedule:
+def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Schedule:
     """The demanded schedule, and which gradients a user's own workload left out.
 
     Args:
         scenario: what was trained.
-        legs: one trace a rank for each world that the run was on, in order.
+        phases: one trace a rank for each world that the run was on, in order.
     """
-    schedule = demanded_schedule(*legs)
-    if is_workload(scenario.data):
-        idle = tuple(_idle(seen) for seen in _steps(legs))
+    schedule = demanded_schedule(*phases)
+    if is_workload(scenario.model):
+        idle = tuple(_idle(seen) for seen in _steps(phases))
         schedule = replace(schedule, idle=idle)
     return schedule
 
 
-def measure_parity(scenario: Scenario, *legs: Sequence[RankTrace]) -> Parity:
+def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     """Hold every rank and every step against the truth.
 
     Args:
         scenario: what was trained.
-        legs: one complete trace a rank, for each world that it was on.
+        phases: one complete trace a rank, for each world that it was on.
     """
-    schedule = followed_schedule(scenario, *legs)
-    yardstick = make_yardstick(scenario, schedule)
-    _check_counts(scenario, legs, yardstick.truth)
+    schedule = followed_schedule(scenario, *phases)
+    parity_bounds = make_parity_bounds(scenario, schedule)
+    _check_counts(scenario, phases, parity_bounds.truth)
     parity = Parity(
         per_step=[0.0] * scenario.steps,
-        reference_loss=list(yardstick.truth.losses),
-        reference_norm=list(yardstick.truth.norms),
-        norm_bound=[step["norm"][0] for step in yardstick.norm],
-        clip_norm=clip_norm_of(scenario.kit, scenario.parsed_recipe.training),
+        reference_loss=list(parity_bounds.truth.losses),
+        reference_norm=list(parity_bounds.truth.norms),
+        norm_bound=[step["norm"][0] for step in parity_bounds.norm],
+        clip_norm=clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
     )
     if parity.clip_norm is not None:
         factors = [
-            min(1.0, parity.clip_norm / (n + 1e-6)) for n in yardstick.truth.norms
+            min(1.0, parity.clip_norm / (n + 1e-6)) for n in parity_bounds.truth.norms
         ]
-        parity.clipped += _clip_rows(factors, schedule, legs, yardstick)
-    for row in _rows(schedule, legs, yardstick):
+        parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds)
+    for row in _rows(schedule, phases, parity_bounds):
         parity.add(row)
     return parity
 
@@ -221,20 +221,20 @@ def _idle(seen: Seen) -> Idle:
 
 
 def _check_counts(
-    scenario: Scenario, legs: Iterable[Sequence[RankTrace]], truth: Reference
+    scenario: Scenario, phases: Iterable[Sequence[RankTrace]], truth: Reference
 ) -> None:
     """See that the counts of all ranks add up to that of the whole batch.
 
     Raises:
         WorkloadError: if rows or tokens were left out, or seen twice.
     """
-    for seen, whole in zip(_steps(legs), truth.counts, strict=False):
+    for seen, whole in zip(_steps(phases), truth.counts, strict=False):
         for trace, at in seen:
             if at.count is None or whole is None or at.count == whole:
                 continue
             what = "leave a hole" if at.count < whole else "overlap"
-            raise scenario.kit.refuse(
-                "shard" if scenario.kit.shard else "loss",
+            raise scenario.workload.refuse(
+                "shard" if scenario.workload.shard else "loss",
                 f"the parts of all ranks {what}: their counts add up to {at.count:g} "
                 f"on rank {trace.rank} at step {at.step}, that of the whole batch is "
                 f"{whole:g}",
@@ -242,18 +242,22 @@ def _check_counts(
 
 
 def _rows(
-    schedule: Schedule, legs: Iterable[Sequence[RankTrace]], yardstick: Yardstick
+    schedule: Schedule,
+    phases: Iterable[Sequence[RankTrace]],
+    parity_bounds: ParityBounds,
 ) -> Iterator[ParityRow]:
-    truth = yardstick.truth
+    truth = parity_bounds.truth
     for step, (seen, skipped) in enumerate(
-        zip(_steps(legs), schedule.skipped, strict=True)
+        zip(_steps(phases), schedule.skipped, strict=True)
     ):
-        yield from _loss_rows(step, seen, yardstick)
+        yield from _loss_rows(step, seen, parity_bounds)
         for trace, at in seen:
             for name, index in trace.index.items():
                 if name not in skipped:
-                    yield from _gradient_rows(step, seen, trace, at, name, yardstick)
-                weight = yardstick.weights[step][name][index]
+                    yield from _gradient_rows(
+                        step, seen, trace, at, name, parity_bounds
+                    )
+                weight = parity_bounds.weights[step][name][index]
                 if not weight.any():
                     continue  # see [Note: Weights of updates] in bounds
                 start = trace.start[name].astype(np.float64)
@@ -261,7 +265,7 @@ def _rows(
                     ("update", step, name, trace.rank),
                     (at.parameters[name].astype(np.float64) - start) * weight,
                     (truth.updates[step][name], index),
-                    yardstick.update[step][name],
+                    parity_bounds.update[step][name],
                 )
 
 
@@ -271,15 +275,15 @@ def _gradient_rows(
     trace: RankTrace,
     at: StepTrace,
     name: str,
-    yardstick: Yardstick,
+    parity_bounds: ParityBounds,
 ) -> Iterator[ParityRow]:
     """No gradient and one of zeros are both right where no gradient is due."""
-    true, had = yardstick.truth.gradients[step].get(name), name in at.gradients
+    true, had = parity_bounds.truth.gradients[step].get(name), name in at.gradients
     if true is None and not had:
         return
     places = trace.places(at, name)
-    bound = (0.0, 0.0) if true is None else yardstick.gradient[step][name]
-    whole = np.zeros(len(yardstick.weights[step][name])) if true is None else true
+    bound = (0.0, 0.0) if true is None else parity_bounds.gradient[step][name]
+    whole = np.zeros(len(parity_bounds.weights[step][name])) if true is None else true
     nothing = None if whole.any() else np.zeros(len(places))
     yield from _compare(
         ("gradient", step, name, trace.rank),
@@ -292,19 +296,19 @@ def _gradient_rows(
 def _clip_rows(
     factors: Sequence[float],
     schedule: Schedule,
-    legs: Iterable[Sequence[RankTrace]],
-    yardstick: Yardstick,
+    phases: Iterable[Sequence[RankTrace]],
+    parity_bounds: ParityBounds,
 ) -> Iterator[ClipRow]:
     """What each gradient is of the truth's, as it was before it was clipped."""
-    steps = zip(_steps(legs), factors, schedule.skipped, strict=True)
+    steps = zip(_steps(phases), factors, schedule.skipped, strict=True)
     for step, (seen, due, skipped) in enumerate(steps):
         for trace, at in seen if not skipped else ():
-            for name, true in yardstick.truth.gradients[step].items():
+            for name, true in parity_bounds.truth.gradients[step].items():
                 if name not in at.gradients:
                     continue
                 whole = true[trace.places(at, name)] / due
                 size = float(np.linalg.norm(whole))
-                noise, _ = yardstick.gradient[step][name]
+                noise, _ = parity_bounds.gradient[step][name]
                 if not size or not np.isfinite(noise):
                     continue
                 values = gradient_of(seen, trace, at, name).astype(np.float64)
@@ -346,7 +350,9 @@ def gradient_of(
     return total
 
 
-def _loss_rows(step: int, seen: Seen, yardstick: Yardstick) -> Iterator[ParityRow]:
+def _loss_rows(
+    step: int, seen: Seen, parity_bounds: ParityBounds
+) -> Iterator[ParityRow]:
     known = [(at.loss, at.weight) for _, at in seen if at.loss is not None]
     total = sum(weight for _, weight in known)
     if total:
@@ -354,8 +360,8 @@ def _loss_rows(step: int, seen: Seen, yardstick: Yardstick) -> Iterator[ParityRo
         yield from _compare(
             ("loss", step, "loss", 0),
             mean,
-            (np.array([yardstick.truth.losses[step]]), np.array([0])),
-            yardstick.loss[step]["loss"],
+            (np.array([parity_bounds.truth.losses[step]]), np.array([0])),
+            parity_bounds.loss[step]["loss"],
         )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...fixtures import OWN, PRECISIONS, Batch, Precision, kit_of
+from ...fixtures import OWN, PRECISIONS, Batch, Precision, resolve_workload
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import initial_model
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
@@ -99,7 +99,7 @@ class Variant:
     another order of reduction."""
     parts: int = 1
     """Number of accumulated parts of each batch."""
-    contrary: Limits = ()
+    sign_flip: Limits = ()
     """The optimizer is given elements below these limits with the other sign."""
     nudged: int = 0
     """Where not 0, the seed of noise that is given to the optimizer of whole matrices:
@@ -158,11 +158,11 @@ def _is_half(scenario: Scenario, variant: Variant) -> bool:
 
 def _key(scenario: Scenario) -> _Key:
     return _Key(
-        data=scenario.data,
+        model=scenario.model,
         optimizer=scenario.optimizer,
         steps=scenario.steps,
         seed=scenario.seed,
-        magnitude=scenario.magnitude,
+        loss_factor=scenario.loss_factor,
         training=scenario.parsed_recipe.training,
     )
 
@@ -171,11 +171,11 @@ def _key(scenario: Scenario) -> _Key:
 class _Key:
     """What of a scenario a reference depends on."""
 
-    data: str
+    model: str
     optimizer: str
     steps: int
     seed: int
-    magnitude: float = 1.0
+    loss_factor: float = 1.0
     training: Training = field(default_factory=Training)
 
 
@@ -189,7 +189,7 @@ def _train(
     variant: Variant,
 ) -> Reference:
     run = ReferenceRun(key, precision_name, variant)
-    if chooses_in_forward(key.data) and variant != TRUTH:
+    if chooses_in_forward(key.model) and variant != TRUTH:
         ones = (1.0,) * key.steps
         truth = _train(key, "fp32", skipped, ones, idle, TRUTH)
         run.replayed = truth.choices
@@ -215,13 +215,13 @@ class ReferenceRun:
         self.variant = variant
         self.precision: Precision = PRECISIONS[precision]
         dtype = torch.float64 if variant.double else torch.float32
-        self.kit = kit_of(key.data)
-        model = initial_model(key.data, key.seed, key.training)
+        self.workload = resolve_workload(key.model)
+        model = initial_model(key.model, key.seed, key.training)
         # not .to(dtype), which casts complex buffers, too
         self.model = model.double() if dtype == torch.float64 else model.float()
         # one a parameter: the schedule tells parameters and not optimizers apart
         self.optimizers = {
-            name: self.kit.optimizers[key.optimizer]([(name, parameter)])
+            name: self.workload.optimizers[key.optimizer]([(name, parameter)])
             for name, parameter in self.model.named_parameters()
         }
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
@@ -246,7 +246,7 @@ class ReferenceRun:
         parts = self._parts(batch)
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
         # in backward a forward may run again
-        with log if chooses_in_forward(self.key.data) else nullcontext():
+        with log if chooses_in_forward(self.key.model) else nullcontext():
             passes = [self._objective(part) for part in parts]
             weights = self._weights(batch, parts, [count for _, count in passes])
             for (value, _), weight in zip(passes, weights, strict=True):
@@ -264,7 +264,7 @@ class ReferenceRun:
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
-        self._contradict(named, step)
+        self._flip_signs(named, step)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 with self._nudged(name, named[name], step):
@@ -275,8 +275,10 @@ class ReferenceRun:
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
-    def _contradict(self, named: dict[str, nn.Parameter], step: int) -> None:
-        for name, limit in self.variant.contrary[step] if self.variant.contrary else ():
+    def _flip_signs(self, named: dict[str, nn.Parameter], step: int) -> None:
+        for name, limit in (
+            self.variant.sign_flip[step] if self.variant.sign_flip else ()
+        ):
             gradient = named[name].grad
             if gradient is not None:
                 gradient[gradient.abs() <= limit] *= -1
@@ -286,7 +288,7 @@ class ReferenceRun:
     ) -> AbstractContextManager[Any]:
         """The context in which an optimizer steps."""
         variant, gradient = self.variant, parameter.grad
-        matrices = not_elementwise(self.key.data, self.key.optimizer)
+        matrices = not_elementwise(self.key.model, self.key.optimizer)
         if not variant.nudged or gradient is None or name not in matrices:
             return nullcontext()
         limit = dict(variant.limits[step]).get(name, 0.0)
@@ -313,12 +315,12 @@ class ReferenceRun:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.key.training.clip == "value":
             torch.nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
-        limit = clip_norm_of(self.kit, self.key.training)
+        limit = clip_norm_of(self.workload, self.key.training)
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def _batch(self, step: int) -> Batch:
-        return self._wide(self.kit.batch(step, self.key.seed))
+        return self._wide(self.workload.batch(step, self.key.seed))
 
     def _wide(self, batch: Batch) -> Batch:
         if not self.variant.double:
@@ -332,12 +334,12 @@ class ReferenceRun:
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""
-        own, variant = self.kit.micro_batches, self.variant
+        own, variant = self.workload.micro_batches, self.variant
         if own is None:
             return _in_rows([batch], variant)
         parts = own(batch)
         if self.rows_apart is None:
-            self.rows_apart = _rows_apart(self.key.data)
+            self.rows_apart = _rows_apart(self.key.model)
         return (
             _in_rows(parts, variant) if self.rows_apart else _shuffled(parts, variant)
         )
@@ -352,15 +354,15 @@ class ReferenceRun:
             return [part.elements / batch.elements for part in parts]
         if not sum(known):
             text = f"the counts of the batch add up to 0 at step {len(self.counts) - 1}"
-            raise self.kit.refuse("loss", text)
+            raise self.workload.refuse("loss", text)
         return [1.0 / sum(known)] * len(parts)
 
     def _objective(self, part: Batch) -> tuple[Tensor, float | None]:
         with self.precision.autocast("cpu"):
             output = self._forward(part.inputs)
-            first, count = self.kit.objective(output, part.targets)
+            first, count = self.workload.objective(output, part.targets)
             losses = self.key.training.losses_of(first, output)
-        return torch.stack(losses).sum() * self.key.magnitude, count
+        return torch.stack(losses).sum() * self.key.loss_factor, count
 
     def _forward(self, inputs: Any) -> Any:
         dtype = self.precision.parameter_dtype
@@ -401,7 +403,7 @@ def _shuffled(parts: list[Batch], variant: Variant) -> list[Batch]:
 
 
 @lru_cache
-def _rows_apart(data: str) -> bool:
+def _rows_apart(name: str) -> bool:
     """Whether rows of a workload's own micro-batches may be reversed and cut.
 
     They need not be rows: several sequences may be packed in one. Then the loss of what
@@ -409,7 +411,7 @@ def _rows_apart(data: str) -> bool:
     """
     losses = []
     for variant in (TRUTH, Variant(double=True, reverse_rows=True, parts=4)):
-        key = _Key(data=data, optimizer=OWN, steps=1, seed=0)
+        key = _Key(model=name, optimizer=OWN, steps=1, seed=0)
         run = ReferenceRun(key, "fp32", variant)
         run.rows_apart = True
         try:

@@ -20,7 +20,7 @@ from ...multiprocess import WorldSpec
 from ...multiprocess.spec import Backend, Device
 from ..status import UsageError
 
-__all__ = ["Devices", "device_names", "settle", "visible_gpus"]
+__all__ = ["Devices", "device_names", "set_deterministic", "visible_gpus"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def device_names() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def settle(device: torch.device) -> None:
+def set_deterministic(device: torch.device) -> None:
     """Have this rank compute the same bits each time, fp32 as fp32.
 
     The laws that ask for bitwise equality compare two runs; on CUDA some kernels sum in

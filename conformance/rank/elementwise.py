@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fixtures import is_workload, kit_of
+from ...fixtures import is_workload, resolve_workload
 
 __all__ = ["HalfNoise", "not_elementwise"]
 
@@ -25,32 +25,32 @@ EQUAL = 1e-9
 
 
 @cache
-def not_elementwise(data: str, optimizer: str) -> frozenset[str]:
+def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
     """Matrices whose optimizer does not treat each element for itself.
 
     Found by giving it a gradient, and the same one with its elements in another order:
     an elementwise optimizer gives the same updates in that order.
 
     Args:
-        data: a workload; of built-in ones all optimizers are known.
+        spec: a workload; of built-in ones all optimizers are known.
         optimizer: one of its optimizers.
     """
-    if not is_workload(data):
+    if not is_workload(spec):
         return frozenset()
-    kit = kit_of(data)
+    workload = resolve_workload(spec)
 
     def update(name: str, gradient: Tensor) -> Tensor:
         parameter = nn.Parameter(torch.zeros_like(gradient))
-        made = kit.optimizers[optimizer]([(name, parameter)])
+        made = workload.optimizers[optimizer]([(name, parameter)])
         parameter.grad = gradient.clone()
-        with kit.calling("optimizer"):
+        with workload.calling("optimizer"):
             made.step()
         return parameter.detach().flatten()
 
     found = set()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for name, parameter in kit.model().named_parameters():
+        for name, parameter in workload.model().named_parameters():
             if parameter.ndim < 2 or not parameter.requires_grad:
                 continue
             gradient = torch.randn(parameter.shape, dtype=torch.float64)

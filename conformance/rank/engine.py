@@ -6,8 +6,8 @@ the full tensor, whatever placements the topology chose; the true initial values
 written through that map. No knowledge of sharding internals is needed, and replicas
 are recognised by holding the same map.
 
-A workload that has ``weights`` says itself what each rank holds (``held``): it is laid
-out with its true values, and nothing is written into it.
+A workload that has ``weights`` says itself what each rank holds (``local_parts``): it
+is laid out with its true values, and nothing is written into it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ...fixtures import (
     WorkloadError,
     defers_gradient_sync,
     is_workload,
-    kit_of,
     local,
     loss,
     order_parameters,
+    resolve_workload,
     split_names,
     without_gradient_sync,
 )
 from ..space.random_layers import turn_off_random_layers
 from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
 from ..space.scenario import Scenario
-from .held import check_values, full_name, held_parts
 from .layout_checks import check_layout, check_share, same_everywhere
+from .local_parts import check_values, full_name, read_local_parts
 from .routing import Choices
 
 __all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
@@ -128,14 +128,16 @@ class Engine:
 
     def share(self, batch: Batch) -> Batch:
         """The part of a global batch that this rank sees."""
-        kit = self.scenario.kit
-        if kit.shard is None or self.is_single:
-            with kit.calling("batch"):
+        workload = self.scenario.workload
+        if workload.shard is None or self.is_single:
+            with workload.calling("batch"):
                 return batch.shard(*self._data_coordinate())
-        share = kit.shard(batch, self.mesh)
-        if not kit.counted:  # else the counts tell, which padding leaves as they are
+        share = workload.shard(batch, self.mesh)
+        if (
+            not workload.counted
+        ):  # else the counts tell, which padding leaves as they are
             groups = [self.mesh.get_group(axis) for axis in self._data_axes]
-            check_share(kit, batch, share, groups)
+            check_share(workload, batch, share, groups)
         return share
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
@@ -144,25 +146,27 @@ class Engine:
         Raises:
             CannotError: if there are too few rows for the recipe.
         """
-        share, kit = self.share(batch), self.scenario.kit
-        if kit.micro_batches is not None:
-            return kit.micro_batches(share)
+        share, workload = self.share(batch), self.scenario.workload
+        if workload.micro_batches is not None:
+            return workload.micro_batches(share)
         recipe = self.scenario.parsed_recipe
         if recipe.parts == 1:
             return [share]
-        with kit.calling("shard"):
+        with workload.calling("shard"):
             return share.cut(recipe.sizes(share.rows))
 
-    def held(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter now, local and as it was laid out."""
         if not self.tells_weights:
             return {n: local(p.detach()) for n, p in self.parameters.items()}
-        kit = self.scenario.kit
-        assert kit.weights is not None
-        now = held_parts(kit, "weights", kit.weights(self.module), self.whole)
+        workload = self.scenario.workload
+        assert workload.weights is not None
+        now = read_local_parts(
+            workload, "weights", workload.weights(self.module), self.whole
+        )
         if [*now] != [*self.index]:
             text = f"gave {len(now)} names, {len(self.index)} right after parallelize"
-            raise kit.refuse("weights", text)
+            raise workload.refuse("weights", text)
         return {name: local(part.tensor.detach()) for name, part in now.items()}
 
     @property
@@ -173,7 +177,7 @@ class Engine:
     @property
     def tells_weights(self) -> bool:
         """Whether the workload says what a rank holds; else the module has it."""
-        return self.scenario.kit.weights is not None and not self.is_single
+        return self.scenario.workload.weights is not None and not self.is_single
 
     def total_count(self, count: float) -> float:
         """The sum of a count over the ranks that see different rows.
@@ -186,7 +190,7 @@ class Engine:
             dist.all_reduce(total, group=self.mesh.get_group(axis))
         if not total > 0:
             text = "the counts of a step add up to 0 over all ranks and micro-batches"
-            raise self.scenario.kit.refuse("loss", text)
+            raise self.scenario.workload.refuse("loss", text)
         return float(total)
 
     def weight_of(self, parts: Iterable[Batch]) -> float:
@@ -195,19 +199,19 @@ class Engine:
         The counts of sums are told by the loss, which needs an output: that of the
         model on one process has the right form, whatever its values.
         """
-        kit = self.scenario.kit
-        if not kit.counted:
+        workload = self.scenario.workload
+        if not workload.counted:
             return float(sum(part.elements for part in parts))
         count = 0.0
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model = kit.model().to(self.device)
+            model = workload.model().to(self.device)
             for part in parts:
                 try:
-                    with kit.calling("forward"):
+                    with workload.calling("forward"):
                         output = model(part.inputs)
                 except WorkloadError:  # it takes only what the layout makes of it
                     return 1.0
-                count += kit.objective(output, part.targets)[1] or 0.0
+                count += workload.objective(output, part.targets)[1] or 0.0
         return count
 
     def _counted(self, parts: Iterable[Batch]) -> float | None:
@@ -216,8 +220,8 @@ class Engine:
         None where the loss is a mean. The passes for it leave nothing behind; with one
         micro-batch they are spared.
         """
-        kit = self.scenario.kit
-        if not kit.counted:
+        workload = self.scenario.workload
+        if not workload.counted:
             return None
         count = 0.0
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -269,15 +273,15 @@ class Engine:
     def _losses(self, first: Tensor, output: Any) -> list[Tensor]:
         training = self.scenario.parsed_recipe.training
         found = training.losses_of(first, output)
-        return [x * self.scenario.magnitude for x in found]
+        return [x * self.scenario.loss_factor for x in found]
 
     def _objective(self, part: Batch) -> tuple[list[Tensor], float | None]:
         """The losses of a micro-batch, and its count where they are sums."""
-        kit = self.scenario.kit
+        workload = self.scenario.workload
         with self.scenario.parsed_precision.autocast(self.device.type):
-            with kit.calling("forward"):
+            with workload.calling("forward"):
                 output = self.module(part.inputs)
-            first, count = kit.objective(output, part.targets)
+            first, count = workload.objective(output, part.targets)
             return self._losses(first, output), count
 
     def _pass(
@@ -290,7 +294,7 @@ class Engine:
                 self.count = self.total_count(count)
             weight = self._ranks_of_data / self.count
         starts = prepare([x * weight for x in losses], *where)
-        with self.scenario.kit.calling("backward"):
+        with self.scenario.workload.calling("backward"):
             torch.autograd.backward(starts)
         return sum(x.item() for x in losses) * weight
 
@@ -301,7 +305,7 @@ class Engine:
         extra = 0 if self._inferred else 1
 
         def prepared_loss(output: Tensor, targets: Tensor) -> Tensor:
-            first, _ = self.scenario.kit.objective(output, targets)
+            first, _ = self.scenario.workload.objective(output, targets)
             losses.extend(self._losses(first, output))
             part = len(losses) - 1 - extra
             return prepare(losses[-1:], part, MICRO_BATCHES)[0]
@@ -350,20 +354,20 @@ class Engine:
         return f"rows {self._data_coordinate()[0]}"
 
 
-def initial_model(data: str, seed: int, training: Training) -> nn.Module:
+def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
     """The full model with its initial weights, the same on every rank.
 
     Args:
-        data: a key of ``fixtures.MODELS``, or a user's own workload.
+        spec: a key of ``fixtures.MODELS``, or a user's own workload.
         seed: seed of the weights.
         training: tells which parameters train.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = kit_of(data).model()
+        model = resolve_workload(spec).model()
     if training.frozen:
         names = [name for name, _ in model.named_parameters()]
-        for name in frozen_names(kit_of(data), names):
+        for name in frozen_names(resolve_workload(spec), names):
             model.get_parameter(name).requires_grad_(False)
     if not training.random:
         turn_off_random_layers(model)
@@ -372,13 +376,13 @@ def initial_model(data: str, seed: int, training: Training) -> nn.Module:
 
 def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Engine:
     """Lay the scenario's model out over ``mesh`` and make its optimizer."""
-    kit, training = scenario.kit, scenario.parsed_recipe.training
-    model = initial_model(scenario.data, scenario.seed, training).to(device)
-    if is_workload(scenario.data):
-        same_everywhere(kit, "model", dict(model.named_parameters()))
+    workload, training = scenario.workload, scenario.parsed_recipe.training
+    model = initial_model(scenario.model, scenario.seed, training).to(device)
+    if is_workload(scenario.model):
+        same_everywhere(workload, "model", dict(model.named_parameters()))
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    tells = kit.weights if scenario.topology != "single" else None
+    tells = workload.weights if scenario.topology != "single" else None
     tied = _tied(model)
     if tells is None:
         _fill_with_element_numbers(model)
@@ -388,21 +392,21 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         turn_off_random_layers(module)
     parameters: dict[str, nn.Parameter]
     if tells is not None:
-        held = held_parts(kit, "weights", tells(module), values)
-        check_values(kit, held, values)
-        parameters = {n: part.tensor for n, part in held.items()}  # type: ignore[misc]  # checked below
-        index = {n: part.places for n, part in held.items()}
+        parts = read_local_parts(workload, "weights", tells(module), values)
+        check_values(workload, parts, values)
+        parameters = {n: part.tensor for n, part in parts.items()}  # type: ignore[misc]  # checked below
+        index = {n: part.places for n, part in parts.items()}
         _check_trainable(scenario, module, parameters)
     else:
-        if is_workload(scenario.data):
-            check_layout(kit, module, values, tied)
+        if is_workload(scenario.model):
+            check_layout(workload, module, values, tied)
         parameters = {full_name(n, values): p for n, p in module.named_parameters()}
         index = {n: _read_element_numbers(p) for n, p in parameters.items()}
         for name, parameter in parameters.items():
             write_values(parameter, values[name], index[name])
     if scenario.parsed_recipe.compile:
         module.compile(backend="aot_eager")
-    own_step = kit.train_step is not None
+    own_step = workload.train_step is not None
     engine = Engine(
         scenario=scenario,
         module=module,
@@ -424,16 +428,18 @@ def _check_trainable(
     scenario: Scenario, module: Any, parameters: Mapping[str, Tensor]
 ) -> None:
     """In the judge's own loop its optimizer takes what ``weights`` gives."""
-    kit = scenario.kit
-    if kit.train_step is not None:
+    workload = scenario.workload
+    if workload.train_step is not None:
         return
     if not callable(module):
         text = f"returned {type(module).__name__}, which cannot be called: write a"
-        raise kit.refuse("parallelize", f"{text} train_step that trains it")
+        raise workload.refuse("parallelize", f"{text} train_step that trains it")
     for name, parameter in parameters.items():
         if not isinstance(parameter, nn.Parameter):
             text = f"gave {name}, which is no nn.Parameter: without a train_step the"
-            raise kit.refuse("weights", f"{text} judge's optimizer takes what it gives")
+            raise workload.refuse(
+                "weights", f"{text} judge's optimizer takes what it gives"
+            )
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -446,9 +452,11 @@ def _tied(model: nn.Module) -> dict[str, str]:
 def _make_optimizers(
     scenario: Scenario, parameters: dict[str, nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    make = scenario.kit.optimizers[scenario.optimizer]
+    make = scenario.workload.optimizers[scenario.optimizer]
     return [
-        make(order_parameters(scenario.order, [(n, parameters[n]) for n in names]))
+        make(
+            order_parameters(scenario.param_order, [(n, parameters[n]) for n in names])
+        )
         for names in _split(scenario, parameters)
     ]
 

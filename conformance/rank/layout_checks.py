@@ -14,20 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...fixtures import Batch, Kit, is_workload, local
+from ...fixtures import Batch, ResolvedWorkload, is_workload, local
 from ..space.scenario import Scenario
-from .held import full_name
+from .local_parts import full_name
 from .observe import digest
 from .trace import RankTrace
 
 __all__ = ["check_layout", "check_share", "check_whole", "same_everywhere"]
 
 
-def same_everywhere(kit: Kit, call: str, made: Mapping[str, Tensor]) -> None:
+def same_everywhere(
+    workload: ResolvedWorkload, call: str, made: Mapping[str, Tensor]
+) -> None:
     """Compare what a call made with what it made on rank 0.
 
     Args:
-        kit: the workload.
+        workload: the workload.
         call: what made it.
         made: the tensors, by name; the same on every rank.
 
@@ -40,7 +42,7 @@ def same_everywhere(kit: Kit, call: str, made: Mapping[str, Tensor]) -> None:
     for rank, theirs in enumerate(all_):
         names = [n for n in {**all_[0], **theirs} if all_[0].get(n) != theirs.get(n)]
         if names:
-            raise kit.refuse(
+            raise workload.refuse(
                 call,
                 f"gave another {names[0]} on rank {rank} than on rank 0: all ranks "
                 f"must make the same {call}, whatever their rank",
@@ -48,12 +50,15 @@ def same_everywhere(kit: Kit, call: str, made: Mapping[str, Tensor]) -> None:
 
 
 def check_layout(
-    kit: Kit, module: object, whole: Mapping[str, Tensor], tied: Mapping[str, str]
+    workload: ResolvedWorkload,
+    module: object,
+    whole: Mapping[str, Tensor],
+    tied: Mapping[str, str],
 ) -> None:
     """Look at what ``parallelize`` returned; parameters hold their element numbers.
 
     Args:
-        kit: the workload.
+        workload: the workload.
         module: what its ``parallelize`` returned.
         whole: the model's parameters by name.
         tied: a second name of one of them -> the name in ``whole``.
@@ -63,36 +68,38 @@ def check_layout(
     """
     if not isinstance(module, nn.Module):
         text = f"returned {type(module).__name__}, expected the module to call"
-        if kit.train_step is not None:
+        if workload.train_step is not None:
             text += ": a stack of another type needs weights(stack)"
-        raise kit.refuse("parallelize", text)
+        raise workload.refuse("parallelize", text)
     held = {full_name(n, whole): p for n, p in module.named_parameters()}
     unknown = [n for n in held if n not in whole]
     if unknown and full_name(unknown[0], tied) in tied:
         name = full_name(unknown[0], tied)
-        raise kit.refuse(
+        raise workload.refuse(
             "parallelize",
             f"{name} is tied to {tied[name]} in model() and a parameter of its own "
             "after parallelize: tie it again",
         )
     if unknown:
-        raise kit.refuse(
+        raise workload.refuse(
             "parallelize",
             f"gave the parameter {unknown[0]!r}, which the model has not: parameters "
             f"keep their names (it has {', '.join([*whole][:8])})",
         )
     for name, parameter in held.items():
-        _check_numbers(kit, name, parameter, whole[name].numel())
+        _check_numbers(workload, name, parameter, whole[name].numel())
 
 
-def _check_numbers(kit: Kit, name: str, parameter: nn.Parameter, count: int) -> None:
+def _check_numbers(
+    workload: ResolvedWorkload, name: str, parameter: nn.Parameter, count: int
+) -> None:
     if parameter.dtype != torch.float32:
         text = f"made {name} {parameter.dtype}: parameters stay torch.float32"
-        raise kit.refuse("parallelize", text)
+        raise workload.refuse("parallelize", text)
     flat = local(parameter.detach()).reshape(-1).cpu().numpy()
     right = (flat >= 0) & (flat < count) & (flat == np.floor(flat))
     if not right.all() or len(np.unique(flat)) != len(flat):
-        raise kit.refuse(
+        raise workload.refuse(
             "parallelize",
             f"changed the values of {name}: it is to lay the model out as it is, and "
             "to initialise, copy or scale nothing",
@@ -100,12 +107,15 @@ def _check_numbers(kit: Kit, name: str, parameter: nn.Parameter, count: int) -> 
 
 
 def check_share(
-    kit: Kit, batch: Batch, share: Batch, groups: Sequence[dist.ProcessGroup]
+    workload: ResolvedWorkload,
+    batch: Batch,
+    share: Batch,
+    groups: Sequence[dist.ProcessGroup],
 ) -> None:
     """See that the shares of all ranks of data together are the global batch.
 
     Args:
-        kit: the workload.
+        workload: the workload.
         batch: the global batch.
         share: this rank's part of it.
         groups: those of the mesh's axes along which ranks see different parts.
@@ -119,7 +129,7 @@ def check_share(
     count, content = found.tolist()
     if count != batch.elements:
         what = "leave a hole" if count < batch.elements else "overlap"
-        raise kit.refuse(
+        raise workload.refuse(
             "shard",
             f"the parts of all ranks {what}: together they have {count} elements of "
             f"the targets, the batch has {batch.elements}; where some are padding, let "
@@ -127,7 +137,9 @@ def check_share(
         )
     if content != _content(batch):
         text = "the parts of all ranks overlap and leave a hole: together they have as"
-        raise kit.refuse("shard", f"{text} many elements as the batch, but not its own")
+        raise workload.refuse(
+            "shard", f"{text} many elements as the batch, but not its own"
+        )
 
 
 def _content(batch: Batch) -> int:
@@ -147,11 +159,11 @@ def check_whole(scenario: Scenario, traces: Sequence[RankTrace]) -> None:
     Raises:
         WorkloadError: names the parameter of which something is missing.
     """
-    if not is_workload(scenario.data) or not all(t.index for t in traces):
+    if not is_workload(scenario.model) or not all(t.index for t in traces):
         return
-    for name, parameter in scenario.kit.model().named_parameters():
+    for name, parameter in scenario.workload.model().named_parameters():
         parts = [t.index[name] for t in traces if name in t.index]
         held = len(np.unique(np.concatenate(parts))) if parts else 0
         if held < parameter.numel():
             text = f"no rank holds {parameter.numel() - held} of {parameter.numel()}"
-            raise scenario.kit.refuse("parallelize", f"{text} elements of {name}")
+            raise scenario.workload.refuse("parallelize", f"{text} elements of {name}")

@@ -1,4 +1,4 @@
-"""What passes the borders of modules: inputs, outputs and their gradients, in order.
+"""What passes the boundaries of modules: inputs, outputs and their gradients, in order.
 
 One recorder serves both sides of a comparison: a rank of the sharded run, where a
 tensor is told with the part that this rank holds of it, and the reference on one
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...fixtures import Batch, local
-from .held import full_name
+from .local_parts import full_name
 from .observe import CallLog, in_backward, numbers_laid_out_as, partial_ranks
 from .trace import Collective
 
@@ -30,7 +30,7 @@ __all__ = [
     "INPUT_GRADIENT",
     "OUTPUT",
     "OUTPUT_GRADIENT",
-    "Border",
+    "Boundary",
     "Call",
     "ModuleLog",
     "Passed",
@@ -45,7 +45,7 @@ INPUT, OUTPUT = "input", "output"
 OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of its output", "gradient of its input"
 DEPTH = 4
 """How far below a stack a module is looked for."""
-MOST_ELEMENTS = 2**26
+MAX_ELEMENTS = 2**26
 """Elements that a rank keeps of one step; what comes after is counted as left out."""
 
 
@@ -54,7 +54,7 @@ Call = tuple[int, str, int]
 
 
 @dataclass(frozen=True)
-class Border:
+class Boundary:
     """Where a tensor was seen: equal on all ranks and in the reference."""
 
     micro_batch: int
@@ -74,7 +74,7 @@ class Border:
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """One tensor at the border of a module."""
+    """One tensor at the boundary of a module."""
 
     values: NDArray[Any]
     """The local elements, in the local shape."""
@@ -94,7 +94,7 @@ class Passed:
 class ModuleLog:
     """What passed on one rank in one step, in order."""
 
-    passed: dict[Border, Passed] = field(default_factory=dict)
+    passed: dict[Boundary, Passed] = field(default_factory=dict)
     inside: dict[Call, Call] = field(default_factory=dict)
     """The call of a module -> the call of the module that made it."""
     collectives: list[Collective] = field(default_factory=list)
@@ -113,9 +113,9 @@ class ModuleLog:
             if b.micro_batch >= count
         }
 
-    def last_collective(self, border: Border) -> str:
+    def last_collective(self, boundary: Boundary) -> str:
         """The last collective before a tensor was seen, in words."""
-        count = self.passed[border].collectives
+        count = self.passed[boundary].collectives
         return str(self.collectives[count - 1]) if count else "none"
 
 
@@ -242,7 +242,7 @@ def watch_modules(
     names: Mapping[nn.Module, str],
     calls: CallLog | None = None,
 ) -> Iterator[ModuleLog]:
-    """Record what passes the borders of modules.
+    """Record what passes the boundaries of modules.
 
     Args:
         roots: what holds all modules. One that is called from outside of all others,
@@ -269,7 +269,7 @@ class _Watch:
     def __init__(self, calls: CallLog | None) -> None:
         self.log = ModuleLog()
         self.calls = calls
-        self.room = MOST_ELEMENTS
+        self.room = MAX_ELEMENTS
         self.calls_of: dict[nn.Module, list[int]] = {}
         """Modules that are called from outside of all -> the rows of each call."""
         self.depth = 0
@@ -336,13 +336,13 @@ class _Watch:
         slots = iter(range(2**30))
 
         def see(tensor: Tensor) -> Tensor:
-            border = Border(micro_batch, name, number, INPUT, next(slots))
-            self._keep(border, tensor)
+            boundary = Boundary(micro_batch, name, number, INPUT, next(slots))
+            self._keep(boundary, tensor)
             if not tensor.requires_grad:
                 return tensor
             # what other modules add to the gradient of this tensor is not this one's
             own = tensor.view_as(tensor)
-            self._on_gradient(own, border, INPUT_GRADIENT)
+            self._on_gradient(own, boundary, INPUT_GRADIENT)
             return own
 
         return _changed(args, see), _changed(kwargs, see)
@@ -365,20 +365,20 @@ class _Watch:
             return
         floating = (t for t in _tensors(output) if t.is_floating_point())
         for slot, tensor in enumerate(floating):
-            border = Border(micro_batch, name, number, OUTPUT, slot)
-            self._keep(border, tensor)
+            boundary = Boundary(micro_batch, name, number, OUTPUT, slot)
+            self._keep(boundary, tensor)
             if tensor.requires_grad:
-                self._on_gradient(tensor, border, OUTPUT_GRADIENT)
+                self._on_gradient(tensor, boundary, OUTPUT_GRADIENT)
 
-    def _on_gradient(self, tensor: Tensor, at: Border, kind: str) -> None:
-        border = Border(at.micro_batch, at.module, at.call, kind, at.slot)
+    def _on_gradient(self, tensor: Tensor, at: Boundary, kind: str) -> None:
+        boundary = Boundary(at.micro_batch, at.module, at.call, kind, at.slot)
 
         def keep(gradient: Tensor) -> None:
-            self._keep(border, gradient)
+            self._keep(boundary, gradient)
 
         tensor.register_hook(keep)
 
-    def _keep(self, border: Border, tensor: Tensor) -> None:
+    def _keep(self, boundary: Boundary, tensor: Tensor) -> None:
         with torch.no_grad():
             part = local(tensor.detach()).clone()
             self.room -= part.numel()
@@ -392,7 +392,7 @@ class _Watch:
                 known["places"] = self._laid_out_as(tensor)
                 known["summed_over"], known["divided_by"] = partial_ranks(tensor)
         issued = len(self.calls.collectives) - (self.first or 0) if self.calls else 0
-        self.log.passed[border] = Passed(
+        self.log.passed[boundary] = Passed(
             values=wide.cpu().numpy(), collectives=issued, **known
         )
 

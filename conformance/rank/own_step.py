@@ -21,12 +21,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ...fixtures import Kit
+from ...fixtures import ResolvedWorkload
 
 __all__ = ["OptimizerCalls", "WatchedScaler", "as_number", "parameters_of"]
 
 
-def as_number(kit: Kit, what: str, value: Any) -> float | None:
+def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None:
     """A loss or a norm that ``train_step`` returned.
 
     Raises:
@@ -39,22 +39,24 @@ def as_number(kit: Kit, what: str, value: Any) -> float | None:
         value = (value.full_tensor() if isinstance(value, DTensor) else value).item()
     if not isinstance(value, int | float):
         text = f"returned {value!r:.80} as the {what}, expected a number or None"
-        raise kit.refuse("train_step", text)
+        raise workload.refuse("train_step", text)
     return float(value)
 
 
 class OptimizerCalls:
     """Sees every optimizer of torch that is called while it is active."""
 
-    def __init__(self, kit: Kit, look: Callable[[Optimizer], None]) -> None:
+    def __init__(
+        self, workload: ResolvedWorkload, before_step: Callable[[Optimizer], None]
+    ) -> None:
         """Take what is to be done before each call.
 
         Args:
-            kit: the workload.
-            look: looks at an optimizer that is about to step.
+            workload: the workload.
+            before_step: called with an optimizer that is about to step.
         """
-        self.kit = kit
-        self.look = look
+        self.workload = workload
+        self.before_step = before_step
         self.seen = 0
         self._depth: Counter[int] = Counter()
         self._stepped: set[int] = set()
@@ -83,9 +85,11 @@ class OptimizerCalls:
         used = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
         if used & self._stepped:
             text = f"stepped twice in one call: {type(optimizer).__name__}.step() came"
-            raise self.kit.refuse("train_step", f"{text} again for the same parameters")
+            raise self.workload.refuse(
+                "train_step", f"{text} again for the same parameters"
+            )
         self._stepped |= used
-        self.look(optimizer)
+        self.before_step(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth[id(optimizer)] -= 1
@@ -108,8 +112,8 @@ class WatchedScaler:
         scaler: Any,
         *,
         watch: Callable[[str], AbstractContextManager[None]],
-        spoil: Callable[[Tensor], Tensor],
-        look: Callable[[Any], None],
+        inject: Callable[[Tensor], Tensor],
+        before: Callable[[Any], None],
         new_scale: float | None,
     ) -> None:
         """Take the scaler and what to do around its calls.
@@ -117,35 +121,35 @@ class WatchedScaler:
         Args:
             scaler: the judged one.
             watch: a context for a call; what that raises is the scaler's fault.
-            spoil: makes a loss bad where a fault is due, before it is scaled.
-            look: called with an optimizer before the scaler unscales or steps it.
+            inject: makes a loss bad where a fault is due, before it is scaled.
+            before: called with an optimizer before the scaler unscales or steps it.
             new_scale: what ``update`` is given where it is given nothing.
         """
         self._scaler = scaler
         self._watch = watch
-        self._spoil = spoil
-        self._look = look
+        self._inject = inject
+        self._before_call = before
         self._new_scale = new_scale
 
     def scale(self, outputs: Any) -> Any:
         """A loss, or each of several, times the scale."""
         if isinstance(outputs, Tensor):
-            outputs = self._spoil(outputs)
+            outputs = self._inject(outputs)
         elif isinstance(outputs, Iterable):
             first, *others = outputs
-            outputs = [self._spoil(first), *others]
+            outputs = [self._inject(first), *others]
         with self._watch("scale"):
             return self._scaler.scale(outputs)
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of an optimizer by the scale."""
-        self._look(optimizer)
+        self._before_call(optimizer)
         with self._watch("unscale_"):
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer or skip."""
-        self._look(optimizer)
+        self._before_call(optimizer)
         with self._watch("step"):
             return self._scaler.step(optimizer, *args, **kwargs)
 

@@ -10,7 +10,7 @@ A row of scores finds its row of the reference by being nearest to it, whatever 
 layout: rows or tokens may be split, permuted or cut into micro-batches, and forwards
 may run again. A row whose scores are no reference's within the noise is left alone:
 what is wrong then shows in gradients, as without this. Rows that are within the noise
-of two that choose differently cannot be told apart; the run says how many there were.
+of two that choose differently are ambiguous; the run says how many there were.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fixtures import WorkloadError, is_workload, kit_of
+from ...fixtures import WorkloadError, is_workload, resolve_workload
 
 __all__ = ["ChoiceLog", "Choices", "chooses_in_forward"]
 
-MOST_CHOICES = 1024
+MAX_CHOICES = 1024
 """More are a vocabulary and no experts."""
 CHUNK = 64
 """Rows compared with all rows of the reference at a time."""
@@ -52,7 +52,7 @@ class Choices:
     noise: float = float("inf")
     """The largest error of a score in correct runs of the scenario's precision."""
     limit: float = float("inf")
-    """What the error of a score may be, with head room."""
+    """What the error of a score may be: the noise times ``SAFETY_FACTOR``."""
 
 
 class ChoiceLog(TorchDispatchMode):
@@ -100,7 +100,7 @@ class ChoiceLog(TorchDispatchMode):
         scores, dim = given["self"], given.get("dim")
         indices = found if isinstance(found, Tensor) else found[1]
         of_numbers = scores.is_floating_point() and set(types) <= {Tensor}
-        if dim is None or not of_numbers or not 1 < scores.shape[dim] <= MOST_CHOICES:
+        if dim is None or not of_numbers or not 1 < scores.shape[dim] <= MAX_CHOICES:
             return found
         keeps = indices.ndim == scores.ndim
         wide = indices if keeps else indices.unsqueeze(dim)
@@ -108,10 +108,10 @@ class ChoiceLog(TorchDispatchMode):
         chosen = wide.movedim(dim, -1)
         kind = f"{func} {rows.shape[-1]} {chosen.shape[-1]} {given.get('largest')}"
         mine = chosen.reshape(-1, chosen.shape[-1]).cpu()
-        told = self._choose(kind, rows.reshape(-1, rows.shape[-1]).double().cpu(), mine)
-        if torch.equal(told, mine):
+        due = self._choose(kind, rows.reshape(-1, rows.shape[-1]).double().cpu(), mine)
+        if torch.equal(due, mine):
             return found
-        wide = told.to(wide.device).view(chosen.shape).movedim(-1, dim)
+        wide = due.to(wide.device).view(chosen.shape).movedim(-1, dim)
         taken = wide if keeps else wide.squeeze(dim)
         if isinstance(found, Tensor):
             return taken
@@ -121,25 +121,25 @@ class ChoiceLog(TorchDispatchMode):
     def _choose(self, kind: str, scores: Tensor, mine: Tensor) -> Tensor:
         """The choice of each row, after its scores and what it would choose."""
         self._rows.setdefault(kind, []).append((scores, mine))
-        told = self.reference.get(kind)
-        if told is None or not len(scores):
+        reference = self.reference.get(kind)
+        if reference is None or not len(scores):
             return mine
         parts = zip(scores.split(CHUNK), mine.split(CHUNK), strict=True)
-        return torch.cat([self._as_told(kind, told, *part) for part in parts])
+        return torch.cat([self._match(kind, reference, *part) for part in parts])
 
-    def _as_told(
-        self, kind: str, told: Choices, scores: Tensor, mine: Tensor
+    def _match(
+        self, kind: str, reference: Choices, scores: Tensor, mine: Tensor
     ) -> Tensor:
-        theirs = torch.from_numpy(told.chosen)
-        apart = torch.cdist(scores, torch.from_numpy(told.scores), p=torch.inf)
+        theirs = torch.from_numpy(reference.chosen)
+        apart = torch.cdist(scores, torch.from_numpy(reference.scores), p=torch.inf)
         error, nearest = apart.min(1)
-        if told.limit == torch.inf:  # a reference, whose errors are the noise
+        if reference.limit == torch.inf:  # a reference, whose errors are the noise
             self.errors[kind] = max(self.errors.get(kind, 0.0), float(error.max()))
             return theirs[nearest]
-        row, near = (apart <= told.noise).nonzero(as_tuple=True)
+        row, near = (apart <= reference.noise).nonzero(as_tuple=True)
         differs = (theirs[near] != theirs[nearest[row]]).any(-1)
         self.unclear += row[differs].unique().numel()
-        known = (error <= told.limit).unsqueeze(1)
+        known = (error <= reference.limit).unsqueeze(1)
         return torch.where(known, theirs[nearest], mine)
 
 
@@ -154,18 +154,18 @@ def _arguments(
 
 
 @cache
-def chooses_in_forward(data: str) -> bool:
+def chooses_in_forward(name: str) -> bool:
     """Whether the model of a user's own workload chooses by its scores.
 
     False where it cannot be called: ``check_workload`` has the words for that.
     """
-    if not is_workload(data):
+    if not is_workload(name):
         return False
-    kit = kit_of(data)
+    workload = resolve_workload(name)
     with torch.random.fork_rng(devices=[]), suppress(WorkloadError), torch.no_grad():
         torch.manual_seed(0)
-        model, batch = kit.model(), kit.batch(0, 0)
-        with ChoiceLog() as log, kit.calling("forward"):
+        model, batch = workload.model(), workload.batch(0, 0)
+        with ChoiceLog() as log, workload.calling("forward"):
             model(batch.inputs)
         return bool(log.choices)
     return False

@@ -142,7 +142,7 @@ class StepTrace:
     decisions: list[Decision] = field(default_factory=list)
     """One an optimizer."""
     faults: list[str] = field(default_factory=list)
-    """Injected faults that struck, as text."""
+    """Faults that were injected, as text."""
     digests: dict[str, str] = field(default_factory=dict)
     """Parameter name -> digest of its local elements after the step."""
     collectives: list[Collective] = field(default_factory=list)
@@ -232,7 +232,7 @@ class RankTrace:
         """Place of each local element of a gradient in the flat full tensor."""
         return step.places.get(name, self.index[name])
 
-    def came_to(self, step: int) -> bool:
+    def reached(self, step: int) -> bool:
         """Whether ``step`` is the last one and was observed to its end."""
         last = self.steps[-1] if self.steps else None
         return last is not None and last.complete and last.step == step

@@ -1,8 +1,8 @@
 """What runs on a rank: one scenario with one scaler, observed at every step.
 
 Steps of :func:`observe_rank`: build the engine; construct the judged scaler; then per
-step: passes, faults, look at the raw gradients, the judged calls under observation,
-look at the effect, and one checked collective.
+step: passes, faults, the raw gradients, the judged calls under observation,
+their effect, and one checked collective.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from torch import Tensor
 from ...fixtures import (
     LOSS,
     Batch,
-    Strike,
+    ResolvedFault,
     WorkloadError,
-    aim,
     inject,
     inject_loss,
     is_workload,
     local,
     parse_faults,
+    resolve_faults,
 )
 from ...multiprocess import current_world
 from ..space.recipes import MANUAL_STEP
 from ..space.scenario import Scenario
 from .checked import all_say_right, checked_collective
-from .devices import settle
+from .devices import set_deterministic
 from .engine import Engine, build_engine, shard_id
-from .held import held_parts
 from .layout_checks import same_everywhere
+from .local_parts import read_local_parts
 from .observe import (
     NO_STATE,
     CallLog,
@@ -102,8 +102,8 @@ def observe_rank(
         scenario: what to train.
         spec: the judged scaler, or ``none`` to train without one.
         folder: import path of the judged scaler and of the workload.
-        saved: what another world came to at the seam, to go on from there.
-        keep: hand over the state after the last step.
+        saved: the state of the first phase, to resume from.
+        keep: keep the state after the last step, for :func:`restore`.
         choices: per step what learned routers are to choose.
         around: (engine, step) -> a context in which the step is made.
         last: the step to end with, and no wrong calls after it.
@@ -112,9 +112,9 @@ def observe_rank(
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
     """
     world = current_world()
-    settle(world.device)
+    set_deterministic(world.device)
     factory = load_scaler(spec, folder)
-    shape = scenario.parsed_topology.mesh_shape(scenario.world)
+    shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
     engine = build_engine(scenario, mesh, torch.device(world.device))
     trace = RankTrace(
@@ -123,22 +123,22 @@ def observe_rank(
         index=engine.index,
         shards={name: shard_id(index) for name, index in engine.index.items()},
         owned=engine.owned,
-        start={name: _floats(part) for name, part in engine.held().items()},
+        start={name: _floats(part) for name, part in engine.local_tensors().items()},
     )
     trace.reduce_dtype = str(_promised(scenario) or "").removeprefix("torch.")
     engine.choices = choices
     judged = _Judged(engine, trace)
-    own = _OwnStep(engine, judged) if engine.scenario.kit.train_step else None
-    strikes = _aim(engine, trace)
+    own = _OwnStep(engine, judged) if engine.scenario.workload.train_step else None
+    faults = _resolved_faults(engine, trace)
     if factory is not None:
         judged.construct(factory)
     steps = scenario.steps if last is None else last + 1
-    for step in range(scenario.seam if saved else 0, steps):
+    for step in range(scenario.resume_step if saved else 0, steps):
         trace.steps.append(StepTrace(step=step))
-        if scenario.parsed_recipe.resume and step == scenario.seam:
+        if scenario.parsed_recipe.resume and step == scenario.resume_step:
             judged.resume(saved)
         with nullcontext() if around is None else around(engine, step):
-            _observe_step(engine, judged, trace, strikes, own)
+            _observe_step(engine, judged, trace, faults, own)
     trace.owned = engine.owned
     if own is not None:
         own.check_gradients(trace)
@@ -150,14 +150,14 @@ def observe_rank(
 
 def _promised(scenario: Scenario) -> torch.dtype | None:
     """In which dtype a workload promises to reduce gradients, if it does."""
-    usual = scenario.kit.reduce_dtype
+    usual = scenario.workload.reduce_dtype
     handed = scenario.parsed_topology.fully_shards  # the policy, which then says so
     policy = scenario.parsed_precision.reduce_dtype if handed else None
     return usual and (policy or usual)
 
 
-def _aim(engine: Engine, trace: RankTrace) -> tuple[Strike, ...]:
-    """Tell all ranks which elements each holds, and find the faults' targets."""
+def _resolved_faults(engine: Engine, trace: RankTrace) -> tuple[ResolvedFault, ...]:
+    """Exchange which elements each rank holds, and resolve the faults."""
     held = {n: s for n, s in trace.shards.items() if engine.trains(n)}
     holdings: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(holdings, held | {LOSS: engine.rows})
@@ -165,7 +165,7 @@ def _aim(engine: Engine, trace: RankTrace) -> tuple[Strike, ...]:
         name: sum(other.get(name) == shard for other in holdings)
         for name, shard in held.items()
     }
-    return aim(parse_faults(engine.scenario.faults), holdings)
+    return resolve_faults(parse_faults(engine.scenario.faults), holdings)
 
 
 class _Judged:
@@ -285,16 +285,20 @@ class _Judged:
     def misuse(self) -> list[Misuse]:
         """Calls in a wrong order; they depend on no recipe, so on plain runs only."""
         scenario = self.engine.scenario
-        if self.scaler is None or scenario.recipe != "plain" or scenario.kit.train_step:
+        if (
+            self.scaler is None
+            or scenario.recipe != "plain"
+            or scenario.workload.train_step
+        ):
             return []
         # gradients of a backward of their own: those of the last step carry its scale,
         # which only a rank that scaled a loss can know once update() has moved it
         last = self.engine.scenario.steps
         batch = _next_batch(self.engine, last)
         self.engine.forward_backward(batch, lambda losses, *_: self.scale(losses))
-        return probe(self.scaler, self.engine.optimizers, self._look, self.watch)
+        return probe(self.scaler, self.engine.optimizers, self._digests, self.watch)
 
-    def _look(self) -> dict[str, str]:
+    def _digests(self) -> dict[str, str]:
         """What a refused call must leave as it is."""
         gradients = _local_gradients(self.engine).items()
         parameters, state = _effect(self.engine)
@@ -310,14 +314,14 @@ def _observe_step(
     engine: Engine,
     judged: _Judged,
     trace: RankTrace,
-    strikes: tuple[Strike, ...],
+    faults: tuple[ResolvedFault, ...],
     own: _OwnStep | None,
 ) -> None:
     seen = trace.steps[-1]
     if own is None:
-        _judges_step(engine, judged, seen, strikes)
+        _judges_step(engine, judged, seen, faults)
     else:
-        own.run(seen, strikes)
+        own.run(seen, faults)
     for scheduler in engine.schedulers:
         scheduler.step()
     seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
@@ -327,13 +331,13 @@ def _observe_step(
 
 
 def _judges_step(
-    engine: Engine, judged: _Judged, seen: StepTrace, strikes: tuple[Strike, ...]
+    engine: Engine, judged: _Judged, seen: StepTrace, faults: tuple[ResolvedFault, ...]
 ) -> None:
     rank = dist.get_rank()
 
     def prepare(losses: list[Tensor], part: int, parts: int) -> list[Tensor]:
-        bad, struck = inject_loss(strikes, losses[0], (rank, seen.step), (part, parts))
-        seen.faults += struck
+        bad, injected = inject_loss(faults, losses[0], (rank, seen.step), (part, parts))
+        seen.faults += injected
         return judged.scale([bad, *losses[1:]])
 
     batch = _next_batch(engine, seen.step)  # what it draws is no layer's
@@ -342,7 +346,7 @@ def _judges_step(
     seen.count = engine.count
     seen.scale_before, seen.growth_before = judged.state()
     gradients = _local_gradients(engine)
-    seen.faults += inject(strikes, gradients, rank, seen.step)
+    seen.faults += inject(faults, gradients, rank, seen.step)
     seen.decisions = _undecided(engine, gradients, seen.scale_before)
     before = _effect(engine)
     log = CallLog()
@@ -352,7 +356,7 @@ def _judges_step(
         judged.update(seen.step)
     seen.collectives = log.collectives
     seen.scale_after, seen.growth_after = judged.state()
-    _look_at_effect(engine, seen, before, range(len(engine.optimizers)))
+    _record_effect(engine, seen, before, range(len(engine.optimizers)))
 
 
 @contextmanager
@@ -375,10 +379,10 @@ class _OwnStep:
     def __init__(self, engine: Engine, judged: _Judged) -> None:
         self.engine = engine
         self.judged = judged
-        self.kit = engine.scenario.kit
-        self.calls = OptimizerCalls(self.kit, self._look_at_gradients)
+        self.workload = engine.scenario.workload
+        self.calls = OptimizerCalls(self.workload, self._record_gradients)
         self.seen = StepTrace(step=-1)
-        self.strikes: tuple[Strike, ...] = ()
+        self.faults: tuple[ResolvedFault, ...] = ()
         self.non_finite: dict[str, bool] | None = None
         """Name -> whether its raw gradient is bad; None until a scaler reads them."""
         self.unknown = engine.owned[0]
@@ -386,9 +390,9 @@ class _OwnStep:
         self.called: list[list[str]] = []
         self.scaled = self.parts = 0
 
-    def run(self, seen: StepTrace, strikes: tuple[Strike, ...]) -> None:
-        engine, judged, kit = self.engine, self.judged, self.kit
-        self.seen, self.strikes, self.non_finite = seen, strikes, None
+    def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
+        engine, judged, workload = self.engine, self.judged, self.workload
+        self.seen, self.faults, self.non_finite = seen, faults, None
         self.called.clear()
         self.scaled = 0
         micro_batches = engine.micro_batches(_global_batch(engine, seen.step))
@@ -403,48 +407,50 @@ class _OwnStep:
             torch.set_autocast_cache_enabled(False)
             loss, norm = self._train(micro_batches, log)
         seen.collectives = log.collectives
-        seen.loss = as_number(kit, "loss", loss)
-        seen.reported_norm = as_number(kit, "norm", norm)
+        seen.loss = as_number(workload, "loss", loss)
+        seen.reported_norm = as_number(workload, "norm", norm)
         seen.weight = engine.weight_of(micro_batches)
         seen.scale_after, seen.growth_after = judged.state()
-        if kit.gradients is not None:
-            self._keep_told_gradients()
+        if workload.gradients is not None:
+            self._keep_given_gradients()
         self._decide()
         owned = [self._enter(optimizer) for optimizer in engine.optimizers]
         deciding = [
             next(n for n, names in enumerate(engine.owned) if names is mine)
             for mine in owned
         ]
-        _look_at_effect(engine, seen, before, deciding)
+        _record_effect(engine, seen, before, deciding)
         changed = [d.parameters_changed for d in seen.decisions]
         if judged.scaler is None and not self.calls.seen and False in changed:
             text = "stepped never: no optimizer of torch was called and no weight has"
-            raise kit.refuse("train_step", f"{text} changed in step {seen.step}")
+            raise workload.refuse("train_step", f"{text} changed in step {seen.step}")
 
     def check_gradients(self, trace: RankTrace) -> None:
         """See that the gradients of a whole run were not out of sight."""
         called = any(d.optimizer_called for s in trace.steps for d in s.decisions)
-        hidden = self.kit.gradients is None and not any(
+        hidden = self.workload.gradients is None and not any(
             seen.gradients for seen in trace.steps
         )
         if hidden and called and any(map(self.engine.trains, self.engine.index)):
             text = "an optimizer was called, and no parameter had a grad: write"
-            raise self.kit.refuse("gradients", f"{text} gradients(stack)")
+            raise self.workload.refuse("gradients", f"{text} gradients(stack)")
 
     def _train(self, micro_batches: list[Batch], log: CallLog) -> tuple[Any, Any]:
-        assert self.kit.train_step is not None
+        assert self.workload.train_step is not None
         scaler = self.judged.scaler
         if scaler is not None:
             scaler = WatchedScaler(
                 scaler,
                 watch=partial(self._watch, log),
-                spoil=self._spoil,
-                look=self._before_the_scaler,
+                inject=self._inject_loss,
+                before=self._before_scaler_call,
                 new_scale=self.judged.manual_scale(self.seen.step),
             )
         try:
             with _reductions(self.engine, self.seen):
-                return self.kit.train_step(self.engine.module, micro_batches, scaler)
+                return self.workload.train_step(
+                    self.engine.module, micro_batches, scaler
+                )
         except WorkloadError as error:
             if isinstance(error.__cause__, JudgedError):  # of a call of the scaler
                 raise error.__cause__ from None
@@ -459,20 +465,20 @@ class _OwnStep:
             else:
                 yield
 
-    def _spoil(self, loss: Tensor) -> Tensor:
+    def _inject_loss(self, loss: Tensor) -> Tensor:
         where, at = (dist.get_rank(), self.seen.step), (self.scaled, self.parts)
         self.scaled += 1
-        loss, struck = inject_loss(self.strikes, loss, where, at)
-        self.seen.faults += struck
+        loss, injected = inject_loss(self.faults, loss, where, at)
+        self.seen.faults += injected
         return loss
 
-    def _before_the_scaler(self, optimizer: Any) -> None:
-        """Plant faults and look at raw gradients, once a step."""
+    def _before_scaler_call(self, optimizer: Any) -> None:
+        """Inject faults and read the raw gradients, once a step."""
         self._enter(optimizer)
         if self.non_finite is None:
             engine, seen = self.engine, self.seen
             gradients = _local_gradients(engine)
-            seen.faults += inject(self.strikes, gradients, dist.get_rank(), seen.step)
+            seen.faults += inject(self.faults, gradients, dist.get_rank(), seen.step)
             self.non_finite = {
                 name: non_finite(gradient, seen.scale_before)
                 for name, gradient in gradients.items()
@@ -495,23 +501,25 @@ class _OwnStep:
         engine.owned.append(names)
         return names
 
-    def _look_at_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy what an optimizer uses, at the moment it is called."""
         engine, seen = self.engine, self.seen
         names = self._enter(optimizer)
         self.called.append(names)
-        if self.kit.gradients is not None:
+        if self.workload.gradients is not None:
             return
-        scale, gradients = _divisor(optimizer), _local_gradients(engine)
+        scale, gradients = _grad_scale(optimizer), _local_gradients(engine)
         for name in names:
             if name in gradients and name not in seen.gradients:
                 _keep_gradient(engine, seen, name, gradients[name], scale)
 
-    def _keep_told_gradients(self) -> None:
+    def _keep_given_gradients(self) -> None:
         engine, seen = self.engine, self.seen
-        assert self.kit.gradients is not None
-        told = self.kit.gradients(engine.module)
-        for name, part in held_parts(self.kit, "gradients", told, engine.whole).items():
+        assert self.workload.gradients is not None
+        given = self.workload.gradients(engine.module)
+        for name, part in read_local_parts(
+            self.workload, "gradients", given, engine.whole
+        ).items():
             seen.places[name] = part.places
             seen.partial[name], parts = partial_ranks(part.tensor)
             seen.gradients[name] = _floats(local(part.tensor) / parts)
@@ -566,11 +574,11 @@ def _next_batch(engine: Engine, step: int) -> Batch:
 
 
 def _global_batch(engine: Engine, step: int) -> Batch:
-    kit = engine.scenario.kit
-    batch = kit.batch(step, engine.scenario.seed)
-    if is_workload(kit.name):
+    workload = engine.scenario.workload
+    batch = workload.batch(step, engine.scenario.seed)
+    if is_workload(workload.name):
         tensors = {f"tensor {i}": t for i, t in enumerate(batch.tensors)}
-        same_everywhere(kit, "batch", tensors)
+        same_everywhere(workload, "batch", tensors)
     return batch.to(engine.device)
 
 
@@ -588,7 +596,7 @@ def _gradients_at_optimizers(engine: Engine, seen: StepTrace) -> Iterator[None]:
 
     def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
         seen.decisions[number].optimizer_called = True
-        scale, gradients = _divisor(optimizer), _local_gradients(engine)
+        scale, gradients = _grad_scale(optimizer), _local_gradients(engine)
         for name in engine.owned[number]:
             if name in gradients:
                 _keep_gradient(engine, seen, name, gradients[name], scale)
@@ -600,10 +608,10 @@ def _gradients_at_optimizers(engine: Engine, seen: StepTrace) -> Iterator[None]:
         yield
 
 
-def _divisor(optimizer: torch.optim.Optimizer) -> float:
+def _grad_scale(optimizer: torch.optim.Optimizer) -> float:
     """What a fused optimizer, which is handed the scale, divides by in its kernel."""
-    divisor = getattr(optimizer, "grad_scale", None)
-    return 1.0 if divisor is None else float(local(divisor))
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if grad_scale is None else float(local(grad_scale))
 
 
 def _keep_gradient(
@@ -613,7 +621,7 @@ def _keep_gradient(
     try:
         seen.places[name] = gradient_places(gradient, parameter, index)
     except ValueError as error:
-        raise engine.scenario.kit.refuse("backward", f"{name}: {error}") from error
+        raise engine.scenario.workload.refuse("backward", f"{name}: {error}") from error
     seen.partial[name], parts = partial_ranks(gradient)
     seen.gradients[name] = _floats(local(gradient) / (scale * parts))
 
@@ -624,18 +632,18 @@ def _floats(tensor: Tensor) -> Floats:
 
 
 def _effect(engine: Engine) -> tuple[dict[str, str], list[str]]:
-    digests = {name: digest(part) for name, part in engine.held().items()}
+    digests = {name: digest(part) for name, part in engine.local_tensors().items()}
     return digests, [optimizer_digest(optimizer) for optimizer in engine.optimizers]
 
 
-def _look_at_effect(
+def _record_effect(
     engine: Engine,
     seen: StepTrace,
     before: tuple[dict[str, str], list[str]],
     deciding: Sequence[int],
 ) -> None:
     """See what has changed; ``deciding`` tells the decision of each optimizer."""
-    held = engine.held()
+    held = engine.local_tensors()
     seen.digests = {name: digest(part) for name, part in held.items()}
     for number, decision in enumerate(seen.decisions):
         moving = [name for name in engine.owned[number] if engine.trains(name)]

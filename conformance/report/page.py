@@ -19,11 +19,11 @@ from .terminal import cell, facts, plain, worst_status
 
 __all__ = ["render_page", "write_page"]
 
-ROOM = 900_000
-"""Bytes of plots on a page, those of violations first: with what is told of 500 runs in
-words the page stays below 3 MB, whatever they come to."""
-SCRIPT_ROOM = 200_000
-"""Bytes of standalone scripts on a page: some 25 of them, the first ones."""
+MAX_PLOT_BYTES = 900_000
+"""Plots on a page are capped at this, failing cases first: with the text of 500 cases
+the page stays below 3 MB."""
+MAX_SCRIPT_BYTES = 200_000
+"""Standalone scripts on a page are capped at this: about the first 25."""
 
 
 def write_page(report: Report, folder: Path) -> Path:
@@ -53,7 +53,7 @@ def render_page(report: Report) -> str:
         laws=report.header.laws,
         chapters=chapters,
         cell=cell,
-        facts=_untold,
+        facts=_more_facts,
         worst=worst_status,
         anchor=_anchor,
         rows=_rows(report, chapters),
@@ -78,8 +78,8 @@ def _printable(value: object) -> object:
     return value
 
 
-def _untold(verdict: VerdictRecord) -> list[str]:
-    """The facts of a verdict that its message does not tell by itself."""
+def _more_facts(verdict: VerdictRecord) -> list[str]:
+    """The facts of a verdict that its message does not state."""
     return [
         fact
         for fact in facts(verdict)
@@ -110,7 +110,7 @@ class Mark:
     link: str
     """Anchor of the run that shows it."""
     words: str
-    """What a reader who does not see the colour is told."""
+    """For readers who do not see the colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
     found = [
         (v.status, record)
         for record in records
-        for v in record.told
+        for v in record.findings
         if v.law.partition(".")[0] in (chapter, HARNESS)
     ]
     status = worst_of(s for s, _ in found)
@@ -173,26 +173,26 @@ class Story:
     scripts: dict[str, str] = field(default_factory=dict)
     """Scaler that failed -> a script that shows it with torch alone, where one can."""
     undrawn: bool = False
-    """Whether its plots found no room."""
+    """Whether its plots were left out: they are capped."""
 
 
 def _stories(report: Report) -> list[Story]:
     scenarios: dict[str, list[CaseRecord]] = {}
     for case in report.cases:
         scenarios.setdefault(case.scenario, []).append(case)
-    return _within_room([_story(records) for records in scenarios.values()])
+    return _capped([_story(records) for records in scenarios.values()])
 
 
-def _within_room(stories: Sequence[Story]) -> list[Story]:
-    """The stories in their order; plots and scripts without room are left out."""
-    room, script_room, kept = ROOM, SCRIPT_ROOM, {}
+def _capped(stories: Sequence[Story]) -> list[Story]:
+    """The stories in their order; plots and scripts beyond the caps are left out."""
+    plot_bytes, script_bytes, kept = MAX_PLOT_BYTES, MAX_SCRIPT_BYTES, {}
     for story in sorted(stories, key=lambda s: s.status == "pass"):
         own = [plot for _, plots in story.records for plot in plots]
-        room -= sum(map(len, [*story.plots, *own]))
-        script_room -= sum(map(len, story.scripts.values()))
-        if script_room < 0:
+        plot_bytes -= sum(map(len, [*story.plots, *own]))
+        script_bytes -= sum(map(len, story.scripts.values()))
+        if script_bytes < 0:
             story = replace(story, scripts={})
-        kept[story.id] = story if room > 0 else _bare(story)
+        kept[story.id] = story if plot_bytes > 0 else _without_plots(story)
     return [kept[story.id] for story in stories]
 
 
@@ -209,7 +209,7 @@ def _story(records: Sequence[CaseRecord]) -> Story:
             "verdict": status,
             "topology": first.topology,
             "precision": first.precision,
-            "data": first.data,
+            "model": first.model,
         },
         scripts={r.scaler: r.script for r in records if r.script},
     )
@@ -233,7 +233,7 @@ def _drawn(*plots: Markup) -> list[Markup]:
     return [plot for plot in plots if plot]
 
 
-def _bare(story: Story) -> Story:
+def _without_plots(story: Story) -> Story:
     records = [(record, ()) for record, _ in story.records]
     return replace(story, plots=(), records=records, undrawn=True)
 
@@ -252,7 +252,7 @@ def _filters(stories: Sequence[Story]) -> dict[str, list[Filter]]:
     """Trait -> its filters; a trait that all runs share has none."""
     filters = {
         trait: list(_values(trait, stories))
-        for trait in ("verdict", "topology", "precision", "data")
+        for trait in ("verdict", "topology", "precision", "model")
     }
     return {trait: found for trait, found in filters.items() if len(found) > 1}
 

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from filelock import FileLock, Timeout
 from msgspec import Meta
 
+from ..aliases import current_id, current_law
 from ..status import RANKING, UsageError
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
     "read_report",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HARNESS = "harness"
 """What stands in place of a law where the harness broke."""
 Number = float | Annotated[str, Meta(pattern="^(nan|-?inf)$")]
@@ -169,9 +170,9 @@ class Location(_Part, frozen=True, kw_only=True):
     text: str
     """All of it in words."""
     module: str = ""
-    """The module to blame; empty for the model itself, or where it is none."""
+    """The faulty module; empty for the model itself, or where it is none."""
     inside: str = ""
-    """The module inside of it at whose border a tensor departs first, if one does."""
+    """The module inside it at whose boundary a tensor departs first, if one does."""
     ranks: tuple[Count, ...] = ()
     """The ranks on which it departs first."""
     step: Count | None = None
@@ -187,7 +188,7 @@ class Location(_Part, frozen=True, kw_only=True):
     parameters: tuple[str, ...] = ()
     """All parameters whose gradient, or else whose update, departs in that step."""
     compared: Count = 0
-    """Tensors at the borders of modules that were compared."""
+    """Tensors at the boundaries of modules that were compared."""
     not_compared: Count = 0
     """Those that could not be."""
     seconds: float = 0.0
@@ -200,9 +201,9 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     scaler: str
     scenario: str
     topology: str
-    world: Annotated[int, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=1)]
     precision: str
-    data: str
+    model: str
     status: Word
     verdicts: tuple[VerdictRecord, ...]
     seconds: float
@@ -227,8 +228,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         return next((v for v in self.verdicts if v.law == law), None)
 
     @property
-    def told(self) -> tuple[VerdictRecord, ...]:
-        """What there is to tell: its verdicts and, once, why the harness broke."""
+    def findings(self) -> tuple[VerdictRecord, ...]:
+        """Its verdicts and, once, why the harness broke."""
         if not self.problem:
             return self.verdicts
         broke = VerdictRecord(law=HARNESS, status="error", message=self.problem)
@@ -237,8 +238,8 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def failures(self) -> tuple[VerdictRecord, ...]:
-        """What there is to tell of violations or of a broken harness."""
-        return tuple(v for v in self.told if v.status in ("fail", "error"))
+        """Violations, and why the harness broke."""
+        return tuple(v for v in self.findings if v.status in ("fail", "error"))
 
 
 class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
@@ -431,24 +432,44 @@ def _read_lines(path: Path) -> Iterator[Line]:
         raise ReportError(f"{path}: {error.strerror or error}") from error
     # bytes after the last newline are a line that a killed run did not finish
     lines = raw.split(b"\n")[:-1]
-    _check_version(path, lines)
+    version = _check_version(path, lines)
     for number, line in enumerate(lines, 1):
         try:
-            yield _DECODER.decode(line)
+            if version == SCHEMA_VERSION:
+                yield _DECODER.decode(line)
+            else:
+                yield msgspec.convert(_upgraded(msgspec.json.decode(line)), Line)
         except msgspec.MsgspecError as error:
             raise ReportError(f"{path}: line {number}: {error}") from error
 
 
-def _check_version(path: Path, lines: Sequence[bytes]) -> None:
+def _check_version(path: Path, lines: Sequence[bytes]) -> int:
     """Before anything else: another version may have other fields and other words."""
     try:
         version = msgspec.json.decode(lines[0], type=_Version).schema if lines else 0
     except msgspec.MsgspecError as error:
         raise ReportError(f"{path}: line 1 is no report header: {error}") from error
-    if lines and version != SCHEMA_VERSION:
+    if lines and version not in (1, SCHEMA_VERSION):
         raise ReportError(
             f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}"
         )
+    return version
+
+
+def _upgraded(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of schema version 1 in the names of this version."""
+    if line.get("kind") == "header":
+        laws = {current_law(law): text for law, text in line.get("laws", {}).items()}
+        return line | {"schema": SCHEMA_VERSION, "laws": laws}
+    if line.get("kind") != "case":
+        return line
+    renamed = {"world": "world_size", "data": "model"}
+    line = {renamed.get(name, name): value for name, value in line.items()}
+    if isinstance(scenario := line.get("scenario"), str):
+        line["scenario"] = current_id(scenario)
+    for verdict in line.get("verdicts", ()):
+        verdict["law"] = current_law(verdict["law"])
+    return line
 
 
 def _check_counts(path: Path, report: Report) -> None:

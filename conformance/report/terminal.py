@@ -119,7 +119,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
     chapter = verdict.law.partition(".")[0]
     return (
         f"{status.upper()} ({chapter}, {len(shown)} of {len(records)} runs) "
-        f"{record.data}: {verdict.message}"
+        f"{record.model}: {verdict.message}"
     )
 
 

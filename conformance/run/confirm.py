@@ -48,7 +48,7 @@ def broken_laws(cases: Iterable[CaseRecord]) -> list[str]:
 def examples(cases: Iterable[CaseRecord], law: str) -> list[CaseRecord]:
     """Cases that fail ``law``: few ranks before many, short ids before long ones."""
     found = [c for c in cases if any(v.law == law for v in c.failures)]
-    return sorted(found, key=lambda c: (c.world, len(c.scenario), c.scenario))
+    return sorted(found, key=lambda c: (c.world_size, len(c.scenario), c.scenario))
 
 
 def confirm(report: Report, scalers: Iterable[str], folder: Path) -> list[Confirmation]:

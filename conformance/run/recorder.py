@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from ... import __version__
-from ...fixtures import DATASETS, is_workload, kit_of
+from ...fixtures import DATASETS, is_workload, resolve_workload
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence, Verdict
 from ..rank.devices import Devices
@@ -98,11 +98,11 @@ def make_header(
     )
 
 
-def _fingerprint(data: str) -> str:
+def _fingerprint(name: str) -> str:
     """Of a data set the hash of all of it, of a workload that of its first batch."""
-    if not is_workload(data):
-        return DATASETS[data].fingerprint()
-    tensors = kit_of(data).batch(0, 0).tensors
+    if not is_workload(name):
+        return DATASETS[name].fingerprint()
+    tensors = resolve_workload(name).batch(0, 0).tensors
     return "-".join(digest(tensor) for tensor in tensors)
 
 
@@ -165,9 +165,9 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         scaler=case.scaler,
         scenario=scenario.id,
         topology=scenario.topology,
-        world=scenario.world,
+        world_size=scenario.world_size,
         precision=scenario.precision,
-        data=scenario.data,
+        model=scenario.model,
         status=case.status.value,
         verdicts=tuple(_verdict(v) for v in case.verdicts),
         seconds=round(case.seconds, 4),
@@ -198,7 +198,7 @@ def _curves(evidence: Evidence) -> Curves:
     parity = evidence.parity
     parts = [evidence.before, evidence] if evidence.before else [evidence]
     steps = [seen for part in parts for _, seen in part.steps()]
-    rows = _rows(parts, evidence.scenario.world)
+    rows = _rows(parts, evidence.scenario.world_size)
     return Curves(
         loss=[_mean([s.loss for s in seen]) for seen in steps],
         reference_loss=[_number(x) for x in parity.reference_loss] if parity else [],
@@ -213,11 +213,11 @@ def _curves(evidence: Evidence) -> Curves:
     )
 
 
-def _rows(parts: Sequence[Evidence], world: int) -> list[list[StepTrace]]:
+def _rows(parts: Sequence[Evidence], world_size: int) -> list[list[StepTrace]]:
     """Steps by rank; those on another world go round its ranks, few or many."""
     return [
         [seen for part in parts for seen in part.ranks[rank % len(part.ranks)].steps]
-        for rank in range(world)
+        for rank in range(world_size)
     ]
 
 

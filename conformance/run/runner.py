@@ -47,7 +47,7 @@ __all__ = ["Case", "Runner"]
 _LOGGER = logging.getLogger(__name__)
 TRIES = 3
 """How often a run is made until the reference whose choices it is told fits it."""
-Legs = tuple[tuple[RankTrace, ...], ...]
+Phases = tuple[tuple[RankTrace, ...], ...]
 """One trace a rank, for each world that a run was on."""
 _LOST = {RankState.KILLED, RankState.EXITED}
 # ends of a rank that say nothing about the scaler
@@ -91,10 +91,10 @@ class _Seen:
 
     spec: str
     scenario: Scenario
-    legs: Legs = ()
+    phases: Phases = ()
     first_try: str = ""
-    bare: Legs | None = None
-    bare_differs: str = ""
+    control: Phases | None = None
+    control_differs: str = ""
     seconds: float = 0.0
     problem: str = ""
     case: Case | None = None
@@ -104,7 +104,7 @@ class _Seen:
     def complete(self) -> bool:
         """Whether all ranks came to the last step."""
         last = self.scenario.steps - 1
-        return all(trace.came_to(last) for trace in self.legs[-1])
+        return all(trace.reached(last) for trace in self.phases[-1])
 
     @contextmanager
     def broken(self) -> Iterator[None]:
@@ -147,8 +147,8 @@ class Runner:
         self.localises = localises
         self._localised: set[tuple[str, str, str]] = set()
         self.place = place or Pool(Devices(), timeout_s)
-        self._bare: dict[Scenario, Legs] = {}
-        self._controls: dict[Scenario, str] = {}
+        self._controls: dict[Scenario, Phases] = {}
+        self._control_differs: dict[Scenario, str] = {}
         self._stacks: dict[Scenario, Case | None] = {}
         # references draw from torch's global generator: one at a time
         self._training = threading.Lock()
@@ -205,8 +205,8 @@ class Runner:
             return end(self._localised_where_due(result))  # the ranks are free now
 
         pairs = list(pairs)
-        for data in {scenario.data for _, scenario in pairs}:
-            chooses_in_forward(data)  # seeds torch's generator once: not beside a judge
+        for name in {scenario.model for _, scenario in pairs}:
+            chooses_in_forward(name)  # seeds torch's generator once: not beside a judge
         last: Future[bool | Case] | None = None
         with ThreadPoolExecutor(1, "judge") as judge:
             for spec, scenario in pairs:
@@ -221,7 +221,7 @@ class Runner:
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
         """Run the ranks, and again what bitwise laws compare them with."""
         seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
-        ranks = max(leg.world for leg in scenario.legs)
+        ranks = max(phase.world_size for phase in scenario.phases)
         if reason := self.place.not_runnable(ranks):
             seen.case = _not_run(spec, scenario, reason)
             return seen
@@ -229,15 +229,15 @@ class Runner:
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
-            seen.legs = self._run_ranks(spec, scenario)
-            if late := _ran_out_of_time(seen.legs):
+            seen.phases = self._run_ranks(spec, scenario)
+            if late := _ran_out_of_time(seen.phases):
                 # Time alone convicts nobody: the machine may have been busy. The world
                 # that failed was ended, so the second try has ranks of its own.
-                seen.legs, seen.first_try = self._run_ranks(spec, scenario), late
+                seen.phases, seen.first_try = self._run_ranks(spec, scenario), late
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.precision == "fp32":
-                seen.bare = self._bare_run(scenario)
-                seen.bare_differs = self._control(scenario)
+                seen.control = self._control_run(scenario)
+                seen.control_differs = self._compare_controls(scenario)
         seen.seconds = time.monotonic() - start
         return seen
 
@@ -276,11 +276,11 @@ class Runner:
         start = time.monotonic()
         step = first_bad_step(evidence.parity) or 0
         before = [evidence.before.ranks] if evidence.before else []
-        legs = [*before, evidence.ranks]
+        phases = [*before, evidence.ranks]
         try:
             watched = self._watched(case.scaler, scenario, step)
             with self._training, _threads(self.place.threads):
-                found = locate(scenario, legs, evidence.parity, step, watched)
+                found = locate(scenario, phases, evidence.parity, step, watched)
         except Exception as error:  # it is an answer more; the verdict stands without
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -301,20 +301,20 @@ class Runner:
         return replace(case, location=self.localise(case))
 
     def _evidence(self, seen: _Seen, measured: bool) -> Evidence:
-        scenario, legs = seen.scenario, seen.legs
-        check_whole(scenario, legs[-1])
+        scenario, phases = seen.scenario, seen.phases
+        check_whole(scenario, phases[-1])
         parity: Parity | None = None
         random = scenario.parsed_recipe.training.random
         if seen.complete and measured and not random:
             with _threads(self.place.threads):
-                parity = measure_parity(scenario, *legs)
+                parity = measure_parity(scenario, *phases)
         evidence: Evidence | None = None
-        for number, traces in enumerate(legs):
+        for number, traces in enumerate(phases):
             evidence = Evidence(
                 scenario=scenario,
                 ranks=traces,
-                bare=None if seen.bare is None else seen.bare[number],
-                bare_differs=seen.bare_differs,
+                control=None if seen.control is None else seen.control[number],
+                control_differs=seen.control_differs,
                 first_try=seen.first_try,
                 parity=parity,
                 scaler=seen.spec != NO_SCALER,
@@ -328,36 +328,36 @@ class Runner:
 
         A scaler is not accused of what its stack does without it.
         """
-        if spec == NO_SCALER or not is_workload(scenario.data):
+        if spec == NO_SCALER or not is_workload(scenario.model):
             return None
         alone = _without_scaler(scenario)
         if alone not in self._stacks:
             self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
         return self._stacks[alone]
 
-    def _bare_run(self, scenario: Scenario) -> Legs:
+    def _control_run(self, scenario: Scenario) -> Phases:
         key = _without_scaler(scenario)
-        if key not in self._bare:
-            self._bare[key] = tuple(self._followed(NO_SCALER, key))
-        return self._bare[key]
+        if key not in self._controls:
+            self._controls[key] = tuple(self._followed(NO_SCALER, key))
+        return self._controls[key]
 
-    def _control(self, scenario: Scenario) -> str:
+    def _compare_controls(self, scenario: Scenario) -> str:
         """Where the run without a scaler differs from itself, made again; else empty.
 
         Without this a nondeterministic kernel would be held against the scaler.
         """
         key = _without_scaler(scenario)
-        if key not in self._controls:
+        if key not in self._control_differs:
             again = tuple(self._followed(NO_SCALER, key))
-            self._controls[key] = control_differs(self._bare_run(key), again)
-        return self._controls[key]
+            self._control_differs[key] = control_differs(self._control_run(key), again)
+        return self._control_differs[key]
 
-    def _run_ranks(self, spec: str, scenario: Scenario) -> Legs:
-        """What was seen of each leg, up to the first that failed."""
+    def _run_ranks(self, spec: str, scenario: Scenario) -> Phases:
+        """What was seen of each phase, up to the first that failed."""
         seen: list[tuple[RankTrace, ...]] = []
         try:
             if spec == NO_SCALER:
-                return self._bare_run(scenario)
+                return self._control_run(scenario)
             seen.extend(self._followed(spec, scenario))
         except WorldFailure as failure:
             seen.append(_traces_of(failure, judged=spec != NO_SCALER))
@@ -366,14 +366,14 @@ class Runner:
     def _followed(
         self, spec: str, scenario: Scenario
     ) -> Iterable[tuple[RankTrace, ...]]:
-        """The legs; learned routers choose in them what they choose in the reference.
+        """The phases; learned routers choose in them what they choose in the reference.
 
         The reference is trained first, as if no step were skipped. Where that was
         wrong, the run is made again after the reference that skips as the run did.
         """
         random = scenario.parsed_recipe.training.random  # and so are the scores
-        if random or not chooses_in_forward(scenario.data):
-            return self._legs(spec, scenario)
+        if random or not chooses_in_forward(scenario.model):
+            return self._phases(spec, scenario)
         scale = 1.0 if spec == NO_SCALER else scenario.init_scale
         steps = scenario.steps
         schedule = Schedule(
@@ -384,24 +384,24 @@ class Runner:
         for _ in range(TRIES):
             with self._training, _threads(self.place.threads):
                 choices = expected_choices(scenario, schedule)
-            legs = tuple(self._legs(spec, scenario, choices))
-            found = followed_schedule(scenario, *legs)
+            phases = tuple(self._phases(spec, scenario, choices))
+            found = followed_schedule(scenario, *phases)
             if (found.skipped, found.idle) == (schedule.skipped, schedule.idle):
                 break
             schedule = found
-        return legs
+        return phases
 
-    def _legs(
+    def _phases(
         self,
         spec: str,
         scenario: Scenario,
         choices: tuple[dict[str, Choices], ...] = (),
     ) -> Iterator[tuple[RankTrace, ...]]:
         saved: Saved | None = None
-        for leg in scenario.legs:
-            more = leg != scenario
-            results = self.place.ranks(leg.world).run(
-                observe_rank, leg, spec, self.folder, saved, more, choices
+        for phase in scenario.phases:
+            more = phase != scenario
+            results = self.place.ranks(phase.world_size).run(
+                observe_rank, phase, spec, self.folder, saved, more, choices
             )
             _align(results)
             saved = gathered(results) if more else None
@@ -410,12 +410,15 @@ class Runner:
     def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
         """What passed in ``step``, one a rank of the world that made it."""
         saved: Saved | None = None
-        for leg in scenario.legs:
-            ranks, given = self.place.ranks(leg.world), (leg, spec, self.folder, saved)
-            if step < leg.steps:
+        for phase in scenario.phases:
+            ranks, given = (
+                self.place.ranks(phase.world_size),
+                (phase, spec, self.folder, saved),
+            )
+            if step < phase.steps:
                 return ranks.run(observe_modules, *given, step)
             saved = gathered(ranks.run(observe_rank, *given, True))
-        raise AssertionError(f"no leg makes step {step}")
+        raise AssertionError(f"no phase makes step {step}")
 
 
 def _align(traces: Sequence[RankTrace]) -> None:
@@ -474,22 +477,22 @@ def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
         WorldFailure: if the failure is neither the scaler's nor a stray collective.
     """
     states = {outcome.state for outcome in failure.outcomes}
-    told = isinstance(failure.root.exception, JudgedError)
+    raised = isinstance(failure.root.exception, JudgedError)
     own = isinstance(failure.root.exception, WorkloadError)
     hung = judged and RankState.HUNG in states
-    if own or states & _LOST or not (told or hung):
+    if own or states & _LOST or not (raised or hung):
         raise failure
     return tuple(_trace_of(outcome) for outcome in failure.outcomes)
 
 
-def _ran_out_of_time(legs: Legs) -> str:
+def _ran_out_of_time(phases: Phases) -> str:
     """What did not come back in time, in words, or the empty string."""
-    problems = [(t.rank, t.problem) for t in legs[-1] if t.problem is not None]
+    problems = [(t.rank, t.problem) for t in phases[-1] if t.problem is not None]
     if any(not problem.late for _, problem in problems):
         return ""  # something raised, and who waited for it is late for that reason
     for rank, problem in problems:
         return f"rank {rank}: {problem.error}"
-    for trace in legs[-1]:
+    for trace in phases[-1]:
         for seen in trace.steps:
             if seen.checked_sum is not None and math.isnan(seen.checked_sum[0]):
                 what = f"step {seen.step}: the checked all-reduce did not come back"

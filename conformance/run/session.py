@@ -19,7 +19,7 @@ from ..report.page import write_page
 from ..report.records import CaseRecord, ReportWriter, read_report
 from ..report.terminal import plain, print_report, progress
 from ..space.catalogue import Selection, not_tried, select
-from ..space.recipes import BARE_RECIPES
+from ..space.recipes import CONTROL_RECIPES
 from ..space.scenario import Scenario
 from ..space.workload_checks import check_workloads
 from ..status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
@@ -29,9 +29,9 @@ from .resume import Earlier, earlier_attempt
 from .runner import Case, Runner
 from .spmd import REPORT_NOTE
 
-__all__ = ["MOST_LOCALISED", "RunSettings", "run"]
+__all__ = ["MAX_LOCALISED", "RunSettings", "run"]
 
-MOST_LOCALISED = 16
+MAX_LOCALISED = 16
 """Failures of parity of which a run says in which module they begin."""
 
 
@@ -94,7 +94,7 @@ class RunSettings:
         if NO_SCALER in self.scalers and lost:
             raise UsageError(
                 f"{lost[0].id} cannot be trained without a scaler: choose no faults "
-                f"and one of the recipes {', '.join(BARE_RECIPES)}"
+                f"and one of the recipes {', '.join(CONTROL_RECIPES)}"
             )
         return chosen
 
@@ -118,7 +118,9 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
     pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
     path = settings.path
     with place_of(settings.devices, settings.timeout_s, agent) as place:
-        place.check([leg.world for scenario in scenarios for leg in scenario.legs])
+        place.check(
+            [phase.world_size for scenario in scenarios for phase in scenario.phases]
+        )
         for spec in scalers if settings.refuse_unfit else ():
             refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
         if agent is not None:
@@ -136,7 +138,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             restarts=earlier.restarts,
         )
         with ReportWriter(path, header) as writer:
-            runner = Runner(folder=folder, place=place, localises=MOST_LOCALISED)
+            runner = Runner(folder=folder, place=place, localises=MAX_LOCALISED)
             code = _judge(settings, pairs, earlier, writer, console, runner)
             _show(settings, console)
     return code

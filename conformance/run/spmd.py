@@ -58,9 +58,9 @@ def _follow(agent: Agent) -> int:
         print(f"gradparity: rank {agent.rank}: {error}", file=sys.stderr)
         return _BROKEN
     except Ended as ended:
-        if not agent.stands_in():
+        if not agent.takes_over():
             return agent.wait_for_the_end()
-        path = agent.noted(REPORT_NOTE)
+        path = agent.read_note(REPORT_NOTE)
         if path and Path(path).is_file():
             append_footer(Path(path), f"{ended}")
         print(f"gradparity: {ended}", file=sys.stderr)

@@ -29,7 +29,7 @@ from ..status import UsageError
 from .launcher import Pool
 from .recorder import Recorder, make_header
 from .runner import Runner
-from .session import MOST_LOCALISED, RunSettings
+from .session import MAX_LOCALISED, RunSettings
 
 __all__ = ["Suite"]
 
@@ -64,7 +64,7 @@ class Suite:
         for spec in self.scalers:
             load_scaler(spec, os.getcwd())
         self.writes = not hasattr(config, "workerinput")
-        self.told: list[str] = []
+        self.summary: list[str] = []
         self._runner: Runner | None = None
         self._writer: ReportWriter | None = None
         self._recorder = Recorder(self.settings.devices)
@@ -137,10 +137,10 @@ class Suite:
         reason = f"interrupted after {len(self._seen)} cases" if interrupted else ""
         with self._writer as writer:
             writer.close(time.monotonic() - self._start, reason)
-            self.told = ["", f"gradparity report: {self._path()}"]
+            self.summary = ["", f"gradparity report: {self._path()}"]
             if self.settings.report is None:
                 page = write_page(read_report(self._path()), self._path().parent)
-                self.told.append(f"gradparity page:   {page}")
+                self.summary.append(f"gradparity page:   {page}")
         self._writer = None
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Suite:
     def _warm(self) -> Runner:
         if self._runner is None:
             self._runner = Runner(
-                folder=os.getcwd(), place=self._place(), localises=MOST_LOCALISED
+                folder=os.getcwd(), place=self._place(), localises=MAX_LOCALISED
             )
         return self._runner
 
@@ -178,13 +178,13 @@ def _settings(options: Mapping[str, Any]) -> RunSettings:
         scalers=options["scaler"],
         selection=Selection(
             topologies=options["topology"],
-            data=options["data"],
+            models=options["model"],
             precisions=options["precision"],
             optimizers=options["optimizer"],
-            world=options["world-size"],
+            world_size=options["world-size"],
             seed=options["seed"],
             workload=options["workload"],
-            bare=options["scaler"] == [NO_SCALER],
+            no_scaler=options["scaler"] == [NO_SCALER],
         ),
         preset=options["preset"],
         scenarios=options["scenario"],

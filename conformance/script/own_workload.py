@@ -21,13 +21,13 @@ def own_values(scenario: Scenario) -> dict[str, object]:
         UsageError: for what only gradparity's own loop does.
     """
     _refuse(scenario)
-    module, _, attribute = scenario.data.partition(":")
+    module, _, attribute = scenario.model.partition(":")
     root, dot, rest = attribute.partition(".")
     takes_policy = scenario.parsed_topology.fully_shards
     index, parts = _share(scenario)
     return {
         "model": "standalone_own.py.j2",
-        "trained": f"Model, data, layout and optimizer are those of {scenario.data}.",
+        "trained": f"Model, data, layout and optimizer are those of {scenario.model}.",
         "workload": f"workload{dot}{rest}",
         "home": module,
         "imports": [
@@ -49,15 +49,15 @@ def own_values(scenario: Scenario) -> dict[str, object]:
 
 
 def _refuse(scenario: Scenario) -> None:
-    kit, recipe = scenario.kit, scenario.parsed_recipe
+    workload, recipe = scenario.workload, scenario.parsed_recipe
     own = ("train_step", "weights", "gradients", "shard", "micro_batches")
-    needs = [name for name in own if getattr(kit, name) is not None]
-    needs += ["a loss that is (sum, count)"] if kit.counted else []
+    needs = [name for name in own if getattr(workload, name) is not None]
+    needs += ["a loss that is (sum, count)"] if workload.counted else []
     if recipe.uneven or recipe.defer_sync or recipe.training.frozen:
         needs.append(f"recipe {scenario.recipe!r}")
     if needs:
         raise UsageError(
-            f"no standalone script for {scenario.data}: {', '.join(needs)} needs "
+            f"no standalone script for {scenario.model}: {', '.join(needs)} needs "
             "gradparity's own loop; give its replay command instead"
         )
 
@@ -74,7 +74,7 @@ def _layout(scenario: Scenario, takes_policy: bool) -> list[str]:
 def _share(scenario: Scenario) -> tuple[str, int]:
     """Which part of the rows a rank sees, as an expression, and of how many."""
     index, parts = "0", 1
-    for axis, size in scenario.parsed_topology.mesh_shape(scenario.world).items():
+    for axis, size in scenario.parsed_topology.mesh_shape(scenario.world_size).items():
         if axis in scenario.parsed_topology.data_axes:
             index = f'({index}) * {size} + mesh.get_local_rank("{axis}")'
             parts *= size

@@ -17,7 +17,7 @@ __all__ = [
     "LAYERS",
     "LIKENESS",
     "OPTIMIZERS",
-    "ORDERS",
+    "PARAM_ORDERS",
     "PARTS",
     "calls",
     "import_policy",
@@ -104,7 +104,7 @@ OPTIMIZERS = {
     "adagrad": "Adagrad([*params.values()], lr=1e-2)",
 }
 """Optimizer -> how the script makes it; those of fixtures are functions."""
-ORDERS = {
+PARAM_ORDERS = {
     "model": "names",
     "reversed": "names[::-1]",
     "vectors-first": "sorted(names, key=lambda n: params[n].ndim > 1)",
@@ -194,7 +194,7 @@ def policy(scenario: Scenario, kind: str = "MixedPrecisionPolicy") -> str:
 
 
 def _fsdp(scenario: Scenario) -> list[str]:
-    axes = [*scenario.parsed_topology.mesh_shape(scenario.world)]
+    axes = [*scenario.parsed_topology.mesh_shape(scenario.world_size)]
     data = [a for a in axes if a in scenario.parsed_topology.data_axes]
     mesh = "mesh" if data == axes else f"mesh[{', '.join(map(repr, data))}]"
     return [
@@ -240,7 +240,7 @@ def imports(scenario: Scenario) -> list[str]:
     """Lines that import what the script needs besides the usual."""
     parts = PARTS[scenario.topology]
     lines = []
-    if scenario.data == "digits-experts":
+    if scenario.model == "digits-experts":
         lines += [
             "from torch.distributed._functional_collectives import (",
             "    all_gather_tensor_autograd, reduce_scatter_tensor_autograd",
@@ -264,7 +264,7 @@ def imports(scenario: Scenario) -> list[str]:
         lines.append(f"from {_TP} import ColwiseParallel, RowwiseParallel")
     if "tp" in parts:
         lines.append(f"from {_TP} import parallelize_module")
-    if scenario.data == "digits-experts":
+    if scenario.model == "digits-experts":
         lines.append("from torch.distributed.tensor import Shard, distribute_tensor")
     return lines
 
@@ -276,7 +276,7 @@ def schedule(scenario: Scenario) -> list[str]:
     """Lines that make the schedule of a pipeline."""
     if not scenario.parsed_topology.pipelined:
         return []
-    begins = scenario.seam if scenario.parsed_recipe.elsewhere else 0
+    begins = scenario.resume_step if scenario.parsed_recipe.resharded else 0
     return [
         "losses = []",
         "",
@@ -304,7 +304,7 @@ def passes(scenario: Scenario) -> list[str]:
         return ["losses.clear()", context, f"    {call}"]
     recipe = scenario.parsed_recipe
     if recipe.training.losses == 2:
-        second = f"{Z_LOSS} * MAGNITUDE * out.float().logsumexp(-1).square().mean()"
+        second = f"{Z_LOSS} * LOSS_FACTOR * out.float().logsumexp(-1).square().mean()"
         return [
             context,
             "    out = model(x)",
@@ -330,7 +330,7 @@ def passes(scenario: Scenario) -> list[str]:
     elif recipe.defer_sync:
         body = ["model.set_requires_gradient_sync(part == 1)", *body]
     halves = "zip(x.chunk(2), y.chunk(2))"
-    if is_workload(scenario.data):  # its batches are nests of tensors
+    if is_workload(scenario.model):  # its batches are nests of tensors
         halves = "[(rows(x, i, 2), rows(y, i, 2)) for i in (0, 1)]"
     head = f"for part, (x, y) in enumerate({halves}):"
     return [head, *(f"    {line}" for line in body)]

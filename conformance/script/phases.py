@@ -15,7 +15,7 @@ __all__ = ["chosen", "lines"]
 
 def lines(scenario: Scenario, made: Callable[[Scenario], Sequence[str]]) -> list[str]:
     """Lines that ``made`` makes of each run; under an ``if`` where the runs differ."""
-    first, *moved = (list(made(leg)) for leg in scenario.legs)
+    first, *moved = (list(made(phase)) for phase in scenario.phases)
     if moved in ([], [first]):
         return first
     blocks = {"if MOVED:": moved[0], "if not MOVED:": first}
@@ -29,5 +29,5 @@ def lines(scenario: Scenario, made: Callable[[Scenario], Sequence[str]]) -> list
 
 def chosen(scenario: Scenario, made: Callable[[Scenario], object]) -> str:
     """The expression for what ``made`` makes of each run."""
-    first, *moved = (str(made(leg)) for leg in scenario.legs)
+    first, *moved = (str(made(phase)) for phase in scenario.phases)
     return first if moved in ([], [first]) else f"({moved[0]} if MOVED else {first})"

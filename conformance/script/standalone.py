@@ -18,7 +18,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from ...fixtures import LOSS, PLACES, Fault, is_workload, parse_faults
-from ..rank.held import WRAPPERS
+from ..rank.local_parts import WRAPPERS
 from ..rank.scaler_spec import NO_SCALER
 from ..space.random_layers import draws_in_forward
 from ..space.scenario import Scenario
@@ -29,7 +29,7 @@ from .parts import (
     LAYERS,
     LIKENESS,
     OPTIMIZERS,
-    ORDERS,
+    PARAM_ORDERS,
     PARTS,
     calls,
     imports,
@@ -53,12 +53,12 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         UsageError: if the scenario holds something that scripts are not made for; says
             which part.
     """
-    own = is_workload(scenario.data)
+    own = is_workload(scenario.model)
     if not own:
         _refuse(scenario)
-    elif draws_in_forward(scenario.data):
+    elif draws_in_forward(scenario.model):
         raise UsageError("no standalone script for a workload with random layers")
-    named = [s for s in (scaler_spec, scenario.data) if is_workload(s)]
+    named = [s for s in (scaler_spec, scenario.model) if is_workload(s)]
     packages = dict.fromkeys(re.split("[.:]", name)[0] for name in named)
     text = _template().render(
         **_scaler(scaler_spec),
@@ -85,49 +85,53 @@ def _scaler(spec: str) -> dict[str, object]:
 
 def _settings(scenario: Scenario) -> dict[str, object]:
     """Numbers, faults, mesh and recipe."""
-    recipe, legs = scenario.parsed_recipe, scenario.legs
+    recipe, phases = scenario.parsed_recipe, scenario.phases
     return dict(
         id=scenario.id,
-        place=", then ".join(f"{leg.topology}, {leg.world} ranks" for leg in legs),
-        worlds=[leg.world for leg in legs],
+        place=", then ".join(
+            f"{phase.topology}, {phase.world_size} ranks" for phase in phases
+        ),
+        world_sizes=[phase.world_size for phase in phases],
         steps=scenario.steps,
         seed=scenario.seed,
         growth=scenario.growth_factor,
         backoff=scenario.backoff_factor,
         interval=scenario.growth_interval,
         init_scale=scenario.init_scale,
-        magnitude=scenario.magnitude,
+        loss_factor=scenario.loss_factor,
         primed=recipe.primed,
         manual=recipe.new_scale,
-        faults=[[_fault(f, leg) for f in parse_faults(leg.faults)] for leg in legs],
+        faults=[
+            [_fault(f, phase) for f in parse_faults(phase.faults)] for phase in phases
+        ],
         wrappers=WRAPPERS,
-        mesh_shape=chosen(scenario, lambda leg: tuple(_mesh(leg).values())),
-        mesh_axes=chosen(scenario, lambda leg: tuple(_mesh(leg))),
-        order=ORDERS[scenario.order],
+        mesh_shape=chosen(scenario, lambda phase: tuple(_mesh(phase).values())),
+        mesh_axes=chosen(scenario, lambda phase: tuple(_mesh(phase))),
+        order=PARAM_ORDERS[scenario.param_order],
         two=recipe.optimizers == 2,
-        elsewhere=recipe.elsewhere,
-        resumes=recipe.resume and not recipe.elsewhere,
-        seam=scenario.seam,
+        resharded=recipe.resharded,
+        resumes=recipe.resume and not recipe.resharded,
+        resume_step=scenario.resume_step,
     )
 
 
 def _values(scenario: Scenario) -> dict[str, object]:
     """What stands for the model, data, layout and optimizer of the fixtures."""
-    recipe, legs = scenario.parsed_recipe, scenario.legs
+    recipe, phases = scenario.parsed_recipe, scenario.phases
     return dict(
         model="standalone_model.py.j2",
         trained="The model is of the same kind as the scenario's; the data are random.",
-        imports=dict.fromkeys(line for leg in legs for line in imports(leg)),
-        layers=_layers(scenario.data),
-        experts=scenario.data == "digits-experts",
-        tied=scenario.data == "text-tied",
+        imports=dict.fromkeys(line for phase in phases for line in imports(phase)),
+        layers=_layers(scenario.model),
+        experts=scenario.model == "digits-experts",
+        tied=scenario.model == "text-tied",
         frozen=recipe.training.frozen,
         compiled=recipe.compile,
-        averages=any(leg.topology in ("fsdp+plain", "ep") for leg in legs),
+        averages=any(phase.topology in ("fsdp+plain", "ep") for phase in phases),
         layout=lines(scenario, layout),
         optimizer=f"torch.optim.{OPTIMIZERS[scenario.optimizer]}",
         groups=scenario.optimizer == "adamw-groups",
-        numbered=recipe.elsewhere,
+        numbered=recipe.resharded,
         parity=False,
         schedule=lines(scenario, schedule),
         rows=chosen(scenario, _rows),
@@ -164,10 +168,10 @@ def _template() -> Template:
 
 def _refuse(scenario: Scenario) -> None:
     known: Sequence[tuple[str, Mapping[str, object] | Sequence[str]]] = (
-        ("data", LAYERS),
+        ("model", LAYERS),
         ("topology", PARTS),
         ("optimizer", OPTIMIZERS),
-        ("order", ORDERS),
+        ("param_order", PARAM_ORDERS),
     )
     for name, table in known:
         value = getattr(scenario, name)
@@ -180,10 +184,10 @@ def _refuse(scenario: Scenario) -> None:
 
 def _fault(fault: Fault, scenario: Scenario) -> tuple[object, ...]:
     name = fault.parameter
-    if name not in (*PLACES, LOSS) and not is_workload(scenario.data):
+    if name not in (*PLACES, LOSS) and not is_workload(scenario.model):
         *_, layer, kind = ("", *name.split("."))
         layer = LIKENESS.get(layer, layer)
-        if layer not in LAYERS[scenario.data] or kind not in ("weight", "bias"):
+        if layer not in LAYERS[scenario.model] or kind not in ("weight", "bias"):
             raise UsageError(f"no standalone script for the fault {fault}")
         name = f"{layer}.{kind}"
     return fault.kind, fault.rank, fault.step, name, fault.place, fault.alone
@@ -195,7 +199,7 @@ def _layers(data: str) -> str:
 
 
 def _mesh(scenario: Scenario) -> dict[str, int]:
-    return scenario.parsed_topology.mesh_shape(scenario.world)
+    return scenario.parsed_topology.mesh_shape(scenario.world_size)
 
 
 def _rows(scenario: Scenario) -> str:

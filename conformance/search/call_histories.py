@@ -50,18 +50,18 @@ from .program import FAMILIES, Program, parse_program, programs
 
 __all__ = [
     "CALLS",
+    "CallSearchSettings",
     "Departure",
-    "MachineSettings",
     "drive",
     "histories",
-    "machine",
     "parse_drawn",
+    "search_histories",
 ]
 
 GRADIENT, RATE, START = 0.5, 0.25, 1.0
 SCALES = (-10, 0, 6, 126)
 """log2 of the scales that a user sets; from the last one growth would overflow."""
-MOST_CALLS = 30
+MAX_CALLS = 30
 CALLS = "calls"
 """The family of calls, legal and illegal, on DTensors; the others are programs."""
 ROUND = 20
@@ -98,7 +98,7 @@ class _Side:
         ]
         self.factory = factory
         self.scaler = self._construct()
-        self.oracle = Oracle(rank=self.rank, world=world.size)
+        self.oracle = Oracle(rank=self.rank, world_size=world.size)
         self._refresh()
 
     def _parameter(self, placement: Any) -> nn.Parameter:
@@ -135,10 +135,10 @@ class _Side:
 
     def make(self, call: Call) -> str:
         """Make one call and return how it departs from the oracle, or nothing."""
-        strikes, before = self.oracle.strikes(call), self._gradients()
+        happens, before = self.oracle.can_happen(call), self._gradients()
         legal = self.oracle.after(call)
         try:
-            wrong = _ACTS[call.kind](self, call, strikes) or ""
+            wrong = _ACTS[call.kind](self, call, happens) or ""
         except Exception as error:
             if legal:
                 text = f"{type(error).__name__}: {str(error)[:200]}"
@@ -178,7 +178,7 @@ class _Side:
 
     # - What a call does, and what is wrong with its result
 
-    def scale(self, call: Call, strikes: bool) -> str:
+    def scale(self, call: Call, happens: bool) -> str:
         """Scale a list of losses and look at every product."""
         loss = torch.tensor(3.0, device=self.device)
         one, (two,) = self.scaler.scale([loss, (loss,)])
@@ -186,24 +186,24 @@ class _Side:
         right = float(one) == float(two) == float(want)
         return "" if right else f"3 was scaled to {float(one):g}, {float(two):g}"
 
-    def spoil(self, call: Call, strikes: bool) -> None:
+    def spoil(self, call: Call, happens: bool) -> None:
         """A gradient becomes bad, or is not there."""
         here = self.rank == call.rank
-        if not strikes or not (here or call.kind == "both"):
+        if not happens or not (here or call.kind == "both"):
             return
         if call.kind == "none":
             for parameter in self._held(call.which):
                 parameter.grad = None
             return
-        struck = self.replicated if call.kind == "both" else self.sharded
-        gradient = struck[call.which].grad
+        spoilt = self.replicated if call.kind == "both" else self.sharded
+        gradient = spoilt[call.which].grad
         assert gradient is not None
         # the first element for one kind, the last for the other
         local(gradient)[-1 if call.kind == "nan" else 0] = float(
             "nan" if call.kind == "nan" else "inf"
         )
 
-    def unscale(self, call: Call, strikes: bool) -> str:
+    def unscale(self, call: Call, happens: bool) -> str:
         """Unscale, and look at the gradients."""
         self.scaler.unscale_(self.optimizers[call.which])
         held = [p.grad for p in self._held(call.which)]
@@ -212,25 +212,25 @@ class _Side:
             return ""
         return f"unscaled gradients are {got} and not {GRADIENT} everywhere"
 
-    def step(self, call: Call, strikes: bool) -> None:
+    def step(self, call: Call, happens: bool) -> None:
         """Step."""
         self.scaler.step(self.optimizers[call.which])
 
-    def closure(self, call: Call, strikes: bool) -> None:
+    def closure(self, call: Call, happens: bool) -> None:
         """Step with a closure, which no skip could undo."""
         self.scaler.step(self.optimizers[call.which], closure=lambda: 1.0)
 
-    def update(self, call: Call, strikes: bool) -> str:
+    def update(self, call: Call, happens: bool) -> str:
         """End the iteration and begin the next one."""
         self.scaler.update()
         return self._begin()
 
-    def set(self, call: Call, strikes: bool) -> str:
+    def set(self, call: Call, happens: bool) -> str:
         """End the iteration with a scale of the user's own."""
         self.scaler.update(2.0**call.which)
         return self._begin()
 
-    def reload(self, call: Call, strikes: bool) -> str:
+    def reload(self, call: Call, happens: bool) -> str:
         """Save, and load into a new scaler."""
         state = self.scaler.state_dict()
         self.scaler = self._construct()
@@ -241,7 +241,7 @@ class _Side:
         self._refresh()
         value = torch.tensor([self.rank + 1.0], device=self.device)
         dist.all_reduce(value)
-        want = sum(range(1, self.oracle.world + 1))
+        want = sum(range(1, self.oracle.world_size + 1))
         got = value.item()
         return "" if got == want else f"the next all-reduce gave {got:g}, not {want}"
 
@@ -275,12 +275,12 @@ def drive(history: History, spec: str, folder: str) -> tuple[int, str] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineSettings:
+class CallSearchSettings:
     """One search."""
 
     scaler: str
     folder: str
-    world: int = 2
+    world_size: int = 2
     """Ranks of the family ``calls``; the others have numbers of their own."""
     budget_s: float = 60.0
     """Seconds to draw, for all families together."""
@@ -297,8 +297,8 @@ class MachineSettings:
             raise UsageError(f"the budget must be positive, got {self.budget_s}")
         if self.scaler == NO_SCALER:
             raise UsageError("call histories are those of a scaler: name one")
-        if self.world < 1:
-            raise UsageError(f"a world has at least 1 rank, got {self.world}")
+        if self.world_size < 1:
+            raise UsageError(f"a world has at least 1 rank, got {self.world_size}")
         known = [CALLS, *FAMILIES]
         if unknown := [name for name in self.families if name not in known]:
             raise UsageError(
@@ -319,7 +319,7 @@ class _Search:
     """The search of one family."""
 
     family: str
-    settings_: MachineSettings
+    settings_: CallSearchSettings
     clusters: _Clusters
     tried: int = 0
     calls: int = 0
@@ -339,8 +339,12 @@ class _Search:
 
     def round(self) -> None:
         """Draw for a while; a departure is shrunk."""
-        world = FAMILIES[self.family].world if self.family in FAMILIES else None
-        self.clusters[world or self.settings_.world]  # started in nobody's time
+        world_size = (
+            FAMILIES[self.family].world_size if self.family in FAMILIES else None
+        )
+        self.clusters[
+            world_size or self.settings_.world_size
+        ]  # started in nobody's time
         start = time.monotonic()
         self.stop_at = start + SLICE_S
         try:
@@ -351,7 +355,11 @@ class _Search:
 
     def _make_round(self) -> Callable[[], None]:
         chosen = self.family
-        drawn = histories(self.settings_.world) if chosen == CALLS else programs(chosen)
+        drawn = (
+            histories(self.settings_.world_size)
+            if chosen == CALLS
+            else programs(chosen)
+        )
 
         @settings(
             max_examples=ROUND,
@@ -429,13 +437,13 @@ class _Search:
             return ""
         try:
             if isinstance(drawn, Program):
-                cluster = self.clusters[drawn.world]
+                cluster = self.clusters[drawn.world_size]
                 limit_s = 2 * patience_s + 8  # also where all of them hang
                 seen = cluster.run(
                     follow, drawn, spec, folder, patience_s, timeout_s=limit_s
                 )
             else:
-                seen = self.clusters[self.settings_.world].run(
+                seen = self.clusters[self.settings_.world_size].run(
                     drive, drawn, spec, folder
                 )
         except WorldFailure as failure:
@@ -446,7 +454,7 @@ class _Search:
         place = next(at[0] for at in seen if at)
         text = "; ".join(f"rank {rank}: {text}" for rank, text in wrong)
         if HANGS in text:  # these ranks are of no use any more
-            self.clusters.pop(_world_of(drawn, self.settings_)).close()
+            self.clusters.pop(_world_size_of(drawn, self.settings_)).close()
         return f"call {place}, {calls[place]}: {text}"
 
     def _failed(self, failure: WorldFailure, drawn: History | Program) -> str:
@@ -457,12 +465,12 @@ class _Search:
         self.broken.append(f"{_text_of(drawn)}: {text}")
         return ""
 
-    def told(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """The departure and the command that shows it again."""
         settings_ = self.settings_
-        again = ["gradparity", "machine", "--scaler", settings_.scaler]
+        again = ["gradparity", "hunt", "--calls", "--scaler", settings_.scaler]
         if not isinstance(self.smallest, Program):
-            again += ["--world-size", str(settings_.world)]
+            again += ["--world-size", str(settings_.world_size)]
         again += ["--history", _text_of(self.smallest)]
         lines = [f"departure from the oracle: {self.departure}", shlex.join(again)]
         if not settings_.history:
@@ -480,11 +488,13 @@ class _Clusters(dict[int, Cluster]):
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
 
-    def __missing__(self, world: int) -> Cluster:
-        self[world] = Cluster(world, timeout_s=self.timeout_s)
+    def __missing__(self, world_size: int) -> Cluster:
+        self[world_size] = Cluster(world_size, timeout_s=self.timeout_s)
         # what it must import is no part of anybody's time
-        self[world].run(follow, Program(frozenset(), world, ()), TORCH, ".", 1.0)
-        return self[world]
+        self[world_size].run(
+            follow, Program(frozenset(), world_size, ()), TORCH, ".", 1.0
+        )
+        return self[world_size]
 
     def close(self) -> None:
         """End all ranks."""
@@ -500,8 +510,8 @@ def _sort(departure: str) -> tuple[bool, ...]:
     return tuple(word in departure for word in words)
 
 
-def _world_of(drawn: History | Program, settings_: MachineSettings) -> int:
-    return drawn.world if isinstance(drawn, Program) else settings_.world
+def _world_size_of(drawn: History | Program, settings_: CallSearchSettings) -> int:
+    return drawn.world_size if isinstance(drawn, Program) else settings_.world_size
 
 
 def _calls_of(drawn: History | Program) -> History:
@@ -530,32 +540,32 @@ def _text_of(drawn: History | Program) -> str:
     return str(drawn) if isinstance(drawn, Program) else history_text(drawn)
 
 
-def parse_drawn(text: str, world: int) -> History | Program:
+def parse_drawn(text: str, world_size: int) -> History | Program:
     """Read what a search has told.
 
     Raises:
         UsageError: if ``text`` has another form; says what was got and expected.
     """
-    return parse_program(text) if "/" in text else parse_history(text, world)
+    return parse_program(text) if "/" in text else parse_history(text, world_size)
 
 
-def histories(world: int) -> st.SearchStrategy[History]:
+def histories(world_size: int) -> st.SearchStrategy[History]:
     """Calls and events in any order."""
     call = st.one_of(
         st.builds(
             Call,
             st.sampled_from([k for k in KINDS if k != "set"]),
             st.integers(0, OPTIMIZERS - 1),
-            st.integers(0, world - 1),
+            st.integers(0, world_size - 1),
         ),
         # whole iterations, or growth would hardly ever be reached
         st.sampled_from([Call("step"), Call("update"), Call("step", 1)]),
         st.builds(Call, st.just("set"), st.sampled_from(SCALES)),
     )
-    return st.lists(call, min_size=1, max_size=MOST_CALLS).map(tuple)
+    return st.lists(call, min_size=1, max_size=MAX_CALLS).map(tuple)
 
 
-def machine(settings_: MachineSettings, console: Console) -> int:
+def search_histories(settings_: CallSearchSettings, console: Console) -> int:
     """Search every family until the budget is spent.
 
     A family in which a departure was found and shrunk is closed; each of the others
@@ -567,13 +577,13 @@ def machine(settings_: MachineSettings, console: Console) -> int:
     clusters = _Clusters(settings_.timeout_s)
     names = settings_.families or [CALLS, *FAMILIES]
     try:
-        ranks = clusters[_world_of(settings_.history, settings_)]
+        ranks = clusters[_world_size_of(settings_.history, settings_)]
         refuse_unfit(ranks, settings_.scaler, settings_.folder)
         if settings_.history:
             search = _Search(family=CALLS, settings_=settings_, clusters=clusters)
             search.smallest = settings_.history
             search.departure = search.departure_of(settings_.history)
-            _print(console, search.told() if search.departure else [])
+            _print(console, search.report_lines() if search.departure else [])
             return _conclude([search], console)
         searches = [
             _Search(family=name, settings_=settings_, clusters=clusters)
@@ -586,7 +596,7 @@ def machine(settings_: MachineSettings, console: Console) -> int:
             search.round()
             if search.departure:
                 open_.remove(search)
-                _print(console, search.told())
+                _print(console, search.report_lines())
         return _conclude(searches, console)
     finally:
         clusters.close()

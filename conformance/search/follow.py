@@ -94,7 +94,7 @@ class _Follower:
                 here = f"; here it raised {got.raised}" if got.raised else ""
                 return place, f"a rank does not return from this call{here}"
             wrong, end = self._judge(place, before, got, raised, wanted)
-            if any(self._told(place, "judged", wrong)):
+            if any(self._exchange(place, "judged", wrong)):
                 return place, wrong
             if end:
                 return None
@@ -115,14 +115,14 @@ class _Follower:
         if world.size == 1:
             return [bool(got.raised)]
         try:
-            told = self._told(place, "made", got.raised)
+            raised = self._exchange(place, "made", got.raised)
         except RuntimeError:  # the store's: nothing came in time
             world.store.set(f"given up/{place}", "1")
             return None
-        return None if world.store.check([f"given up/{place}"]) else told
+        return None if world.store.check([f"given up/{place}"]) else raised
 
-    def _told(self, place: int, what: str, text: str) -> list[bool]:
-        """Tell the others, through the store: the process group may be broken."""
+    def _exchange(self, place: int, what: str, text: str) -> list[bool]:
+        """Exchange a flag through the store: the process group may be broken."""
         world: World = self.world
         if world.size == 1:
             return [bool(text)]
@@ -150,7 +150,7 @@ class _Follower:
                 size = float(value.abs().max())
                 self.moved[name] = max(self.moved.get(name, 0.0), size)
         if any(raised) and not all(raised):
-            return self._tell_partly(got, raised), True
+            return self._raised_partly(got, raised), True
         is_right = self._divides_once() and all(
             bool(m.raised) == bool(t.raised) and not self._differ(t, [m], self.loose)
             for m, t in zip(mathematics, torchs, strict=True)
@@ -180,7 +180,7 @@ class _Follower:
             for m, t in zip(mathematics, torchs, strict=True)
         )
 
-    def _tell_partly(self, got: Seen, raised: list[bool]) -> str:
+    def _raised_partly(self, got: Seen, raised: list[bool]) -> str:
         if not got.raised:
             return ""
         where = [rank for rank, each in enumerate(raised) if each]

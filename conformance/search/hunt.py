@@ -3,7 +3,7 @@
 Steps: draw a scenario from the fixtures' tables; run it on warm clusters; if a law
 fails, let hypothesis shrink towards the first entry of every table (fewest ranks, fp32,
 SGD, no fault); tell the smallest one as a line that ``gradparity replay`` takes. Then,
-for the other half of the time, the same with call histories (``machine``).
+for the other half of the time, the same with call histories (``search_histories``).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from ..space.catalogue import (
     split_parameter,
     to_scenario,
 )
-from ..space.recipes import OWN_RECIPES
+from ..space.recipes import WORKLOAD_RECIPES
 from ..space.scenario import Scenario
 from ..status import UsageError
-from .call_histories import Departure, MachineSettings, machine
+from .call_histories import CallSearchSettings, Departure, search_histories
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
 
 SCALES = (1024.0, 1.0, 2.0**16, OVERFLOWING_SCALE, 3.0)
-MOST_STEPS = 12
+MAX_STEPS = 12
 ROUND = 10
 """Scenarios drawn between two looks at the clock."""
 
@@ -70,7 +70,7 @@ class HuntSettings:
     @property
     def histories(self) -> bool:
         """Whether call histories are hunted, too: with parameters of their own."""
-        return not self.selection.bare and not self.selection.workload
+        return not self.selection.no_scaler and not self.selection.workload
 
 
 @dataclass(kw_only=True)
@@ -86,13 +86,13 @@ class Found:
 
 
 @st.composite
-def fault_plans(draw: st.DrawFn, world: int, steps: int, data: str) -> str:
+def fault_plans(draw: st.DrawFn, world_size: int, steps: int, model: str) -> str:
     """Up to three faults anywhere in the run."""
     count = draw(st.integers(0, 3))
-    targets = [split_parameter(data) if t == "split" else t for t in TARGETS]
+    targets = [split_parameter(model) if t == "split" else t for t in TARGETS]
     parts = [
         f"{draw(st.sampled_from(sorted(KINDS)))}"
-        f"@r{draw(st.sampled_from([*map(str, range(world)), '*']))}"
+        f"@r{draw(st.sampled_from([*map(str, range(world_size)), '*']))}"
         f"s{draw(st.integers(0, steps - 1))}"
         f":{draw(st.sampled_from(targets))}"
         for _ in range(count)
@@ -109,8 +109,8 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
         open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
-    fewest = 2 if OWN_RECIPES[row["recipe"]].elsewhere else 1  # one on each world
-    steps = draw(st.integers(fewest, MOST_STEPS))
+    fewest = 2 if WORKLOAD_RECIPES[row["recipe"]].resharded else 1  # one on each world
+    steps = draw(st.integers(fewest, MAX_STEPS))
     scenario = to_scenario(
         row,
         selection,
@@ -119,9 +119,9 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
         init_scale=draw(st.sampled_from(SCALES)),
         growth_interval=draw(st.integers(1, 4)),
     )
-    if selection.bare or not scenario.parsed_recipe.enabled:
+    if selection.no_scaler or not scenario.parsed_recipe.enabled:
         return scenario
-    faults = draw(fault_plans(scenario.world, steps, scenario.data))
+    faults = draw(fault_plans(scenario.world_size, steps, scenario.model))
     return replace(scenario, faults=faults)
 
 
@@ -134,14 +134,14 @@ def hunt(settings_: HuntSettings, console: Console) -> int:
     if not settings_.histories:
         return _hunt_scenarios(settings_, console)
     half = replace(settings_, budget_s=settings_.budget_s / 2)
-    searched = MachineSettings(
+    searched = CallSearchSettings(
         scaler=settings_.scaler,
         folder=settings_.folder,
-        world=settings_.selection.world or MachineSettings.world,
+        world_size=settings_.selection.world_size or CallSearchSettings.world_size,
         budget_s=half.budget_s,
-        database=f"{settings_.database}-machine",
+        database=f"{settings_.database}-search_histories",
     )
-    return max(_hunt_scenarios(half, console), machine(searched, console))
+    return max(_hunt_scenarios(half, console), search_histories(searched, console))
 
 
 def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:

@@ -58,16 +58,16 @@ def history_text(history: tuple[Call, ...]) -> str:
     return ",".join(map(str, history))
 
 
-def parse_history(text: str, world: int) -> tuple[Call, ...]:
+def parse_history(text: str, world_size: int) -> tuple[Call, ...]:
     """Read what `history_text` wrote.
 
     Raises:
         UsageError: if ``text`` has another form; says what was got and expected.
     """
-    return tuple(_parse(part, world) for part in text.split(","))
+    return tuple(_parse(part, world_size) for part in text.split(","))
 
 
-def _parse(text: str, world: int) -> Call:
+def _parse(text: str, world_size: int) -> Call:
     match = _FORM.fullmatch(text)
     if match is None or match["kind"] not in KINDS:
         raise UsageError(
@@ -75,10 +75,12 @@ def _parse(text: str, world: int) -> Call:
             f"{', '.join(KINDS)}, for example inf:0@1"
         )
     call = Call(match["kind"], int(match["which"] or 0), int(match["rank"] or 0))
-    if call.rank >= world or (call.kind != "set" and not 0 <= call.which < OPTIMIZERS):
+    if call.rank >= world_size or (
+        call.kind != "set" and not 0 <= call.which < OPTIMIZERS
+    ):
         raise UsageError(
             f"call {text!r} names optimizer {call.which} and rank {call.rank}: there "
-            f"are {OPTIMIZERS} optimizers and {world} ranks"
+            f"are {OPTIMIZERS} optimizers and {world_size} ranks"
         )
     return call
 
@@ -88,7 +90,7 @@ class Oracle:
     """What a right scaler holds on one rank after each call."""
 
     rank: int
-    world: int
+    world_size: int
     scale: float = INIT_SCALE
     tracker: int = 0
     taken: list[int] = field(default_factory=lambda: [0] * OPTIMIZERS)
@@ -101,10 +103,10 @@ class Oracle:
     """Optimizers that were looked at since the last update, and the verdict."""
     stepped: set[int] = field(default_factory=set)
 
-    def strikes(self, call: Call) -> bool:
+    def can_happen(self, call: Call) -> bool:
         """Whether an event can happen: after a look its outcome is nobody's promise."""
         absent = self.absent.get(call.which, set())
-        left = self.world - len(absent | {call.rank})
+        left = self.world_size - len(absent | {call.rank})
         allowed = {
             "none": call.which not in self.bad and left > 0,
             "both": not absent,
@@ -119,14 +121,14 @@ class Oracle:
         return True
 
     def _inf(self, call: Call) -> bool:
-        if self.strikes(call):
+        if self.can_happen(call):
             self.bad.add(call.which)
         return True
 
     _nan = _both = _inf
 
     def _none(self, call: Call) -> bool:
-        if self.strikes(call):
+        if self.can_happen(call):
             self.absent.setdefault(call.which, set()).add(call.rank)
         return True
 

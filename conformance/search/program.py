@@ -77,9 +77,9 @@ ACTS = {
 
 SCALES = (-4, 0, 6, 12)
 """log2 of the scales that a user sets."""
-MOST_CALLS = 24
+MAX_CALLS = 24
 _CALL = re.compile(r"(?P<kind>[a-z-]+)(:(?P<which>-?\d+))?(@(?P<rank>\d+))?")
-_PROGRAM = re.compile(r"(?P<words>[a-z0-9+-]*)@(?P<world>\d+)/(?P<calls>.*)")
+_PROGRAM = re.compile(r"(?P<words>[a-z0-9+-]*)@(?P<world_size>\d+)/(?P<calls>.*)")
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,12 @@ class Program:
 
     words: frozenset[str]
     """Keys of :data:`WORDS`."""
-    world: int
+    world_size: int
     calls: tuple[Call, ...]
 
     def __str__(self) -> str:
-        return f"{'+'.join(sorted(self.words))}@{self.world}/{history_text(self.calls)}"
+        words = "+".join(sorted(self.words))
+        return f"{words}@{self.world_size}/{history_text(self.calls)}"
 
 
 def parse_program(text: str) -> Program:
@@ -103,17 +104,21 @@ def parse_program(text: str) -> Program:
     """
     match = _PROGRAM.fullmatch(text)
     words = frozenset(filter(None, match["words"].split("+"))) if match else frozenset()
-    if match is None or not words <= WORDS.keys() or not 1 <= int(match["world"]) <= 8:
+    if (
+        match is None
+        or not words <= WORDS.keys()
+        or not 1 <= int(match["world_size"]) <= 8
+    ):
         raise UsageError(
             f"unknown program {text!r}: expected WORD+WORD@RANKS/CALL,CALL with words "
             f"of {', '.join(WORDS)}, for example shared@1/back:2,step"
         )
-    world = int(match["world"])
-    calls = tuple(_parse_call(part, world) for part in match["calls"].split(","))
-    return Program(words, world, calls)
+    world_size = int(match["world_size"])
+    calls = tuple(_parse_call(part, world_size) for part in match["calls"].split(","))
+    return Program(words, world_size, calls)
 
 
-def _parse_call(text: str, world: int) -> Call:
+def _parse_call(text: str, world_size: int) -> Call:
     match = _CALL.fullmatch(text)
     if match is None or match["kind"] not in ACTS:
         raise UsageError(
@@ -121,10 +126,10 @@ def _parse_call(text: str, world: int) -> Call:
             f"{', '.join(ACTS)}, for example step:1"
         )
     call = Call(match["kind"], int(match["which"] or 0), int(match["rank"] or 0))
-    if call.rank >= world or call.which not in _numbers(call.kind):
+    if call.rank >= world_size or call.which not in _numbers(call.kind):
         raise UsageError(
             f"call {text!r}: the number must be one of {_numbers(call.kind)} and the "
-            f"rank below {world}"
+            f"rank below {world_size}"
         )
     return call
 
@@ -150,7 +155,7 @@ class Family:
     """Words of each set-up."""
     maybe: str = ""
     """Words of some set-ups."""
-    world: int = 1
+    world_size: int = 1
     start: str = ""
     """How each begins."""
     shapes: tuple[str, ...] = ()
@@ -229,29 +234,31 @@ FAMILIES: Mapping[str, Family] = {
     "ranks": Family(
         kinds=f"{_CORE} unscale clip inf reload set",
         maybe="fused",
-        world=2,
+        world_size=2,
         shapes=(_GAN, _ITERATION, _CLIPPED),
     ),
     "meshes": Family(  # torch has no fused SGD for DTensors
         kinds=f"{_CORE} unscale clip inf set",
         always="dtensor",
         maybe="shared",
-        world=2,
+        world_size=2,
         shapes=(_ACTOR_CRITIC, _ITERATION, _CLIPPED),
     ),
     "idle": Family(
         kinds="step clip update inf:0@0",
         always="idle",
-        world=2,
+        world_size=2,
         shapes=(
             "zero,zero:1,back:2",
             "zero,zero:1,back:2,clip,clip:1,step,step:1,update",
         ),
     ),
     "replicas": Family(
-        kinds="step back clip clip-loose update", always="permuted", world=4
+        kinds="step back clip clip-loose update", always="permuted", world_size=4
     ),
-    "groups": Family(kinds="step back update zero regroup elder inf reload", world=2),
+    "groups": Family(
+        kinds="step back update zero regroup elder inf reload", world_size=2
+    ),
     # what the plainest scalers do not claim to know comes last
     "sparse": Family(
         kinds=f"{_CORE} clip handclip unscale inf", always="sparse", shapes=(_CLIPPED,)
@@ -266,7 +273,7 @@ FAMILIES: Mapping[str, Family] = {
         start="back:2,step,step:1,update,back:2",
         kinds="cross inf back update zero",
         maybe="dtensor",
-        world=2,
+        world_size=2,
     ),
 }
 """By name; the search gives each an equal share of its time."""
@@ -275,12 +282,12 @@ FAMILIES: Mapping[str, Family] = {
 def programs(name: str) -> st.SearchStrategy[Program]:
     """Programs of one family."""
     family = FAMILIES[name]
-    calls = [_calls_of(kind, family.world) for kind in family.kinds.split()]
+    calls = [_calls_of(kind, family.world_size) for kind in family.kinds.split()]
     part = st.one_of(*calls).map(lambda call: (call,))
     if family.shapes:
         shape = st.sampled_from(
             [
-                tuple(_parse_call(c, family.world) for c in shape.split(","))
+                tuple(_parse_call(c, family.world_size) for c in shape.split(","))
                 for shape in family.shapes
             ]
         )
@@ -288,24 +295,26 @@ def programs(name: str) -> st.SearchStrategy[Program]:
     words = [st.sampled_from(("", word)) for word in family.maybe.split()]
     always = frozenset(family.always.split())
     start = tuple(
-        _parse_call(c, family.world) for c in family.start.split(",") if family.start
+        _parse_call(c, family.world_size)
+        for c in family.start.split(",")
+        if family.start
     )
     return st.builds(
         lambda drawn, parts: Program(
             always.union(filter(None, drawn)),
-            family.world,
-            (*start, *(call for each in parts for call in each))[:MOST_CALLS],
+            family.world_size,
+            (*start, *(call for each in parts for call in each))[:MAX_CALLS],
         ),
         st.tuples(*words),
-        st.lists(part, min_size=1, max_size=MOST_CALLS),
+        st.lists(part, min_size=1, max_size=MAX_CALLS),
     )
 
 
-def _calls_of(text: str, world: int) -> st.SearchStrategy[Call]:
+def _calls_of(text: str, world_size: int) -> st.SearchStrategy[Call]:
     kind, colon, _ = text.partition(":")
     if colon:
-        return st.just(_parse_call(text, world))
-    ranks = world if kind in ("inf", "cross", "elder") else 1
+        return st.just(_parse_call(text, world_size))
+    ranks = world_size if kind in ("inf", "cross", "elder") else 1
     return st.builds(
         Call,
         st.just(kind),

@@ -115,7 +115,7 @@ class Replica:
             world: that of this process, where the ranks are real; else tensors are
                 plain parts and there is no communication.
         """
-        self.words, self.size, self.rank = program.words, program.world, rank
+        self.words, self.size, self.rank = program.words, program.world_size, rank
         self.exact, self.world, self.construct = exact, world, construct
         self.idle = "idle" in self.words and rank == self.size - 1
         self.mesh = None if world is None else self._mesh(world)

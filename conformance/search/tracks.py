@@ -153,7 +153,7 @@ class Mathematics:
         if new_scale is not None:
             self.value = new_scale
         elif not self.found:
-            raise RuntimeError("update comes after a look")
+            raise RuntimeError("update comes after unscale_ or step")
         elif any(self.found.values()):
             self.value, self.tracker = self.value * BACKOFF, 0
         elif self.tracker + 1 < INTERVAL:
@@ -206,12 +206,12 @@ class AgreedTorch(torch.amp.GradScaler):
         facts = self.facts()
         if optimizer is not None:
             which = self._number(optimizer)
-            if not self._looked(optimizer):
+            if not self._is_unscaled(optimizer):
                 self.unscale_(optimizer)
             _clip(self.replica, which, max_norm, facts)
         return facts.norm
 
-    def _looked(self, optimizer: Any) -> bool:
+    def _is_unscaled(self, optimizer: Any) -> bool:
         state = self._per_optimizer_states[id(optimizer)]
         return state["stage"] is not OptState.READY
 
@@ -301,7 +301,7 @@ class Track:
                 lambda replica: scaler(replica, lambda: self.facts, scale),
                 exact=exact,
             )
-            for rank in range(program.world)
+            for rank in range(program.world_size)
         ]
 
     def make(self, call: Call) -> list[Seen]:

@@ -4,10 +4,10 @@
 (transparency, parity), a half-precision run that starts with a scale so large that
 gradients overflow by themselves, and a run with planted inf and nan on single ranks.
 
-``quick`` covers every choice (topology, precision, optimizer, order, recipe, faults,
-data) at least once, ``default`` every pair, ``full`` every triple; each also drives the
-scale to its limits. The laws are the same in all. Scenarios that add most new choices
-for their cost come first, so that a common fault is found early.
+``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
+faults, model) at least once, ``default`` every pair, ``full`` every triple; each also
+drives the scale to its limits. The laws are the same in all. Scenarios that add most
+new choices for their cost come first, so that a common fault is found early.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ...fixtures import (
     DATASETS,
     KINDS,
     MODELS,
-    ORDERS,
     OWN,
+    PARAM_ORDERS,
     PRECISIONS,
     TOPOLOGIES,
     Topology,
     WorkloadError,
     dataset_of,
-    kit_of,
+    resolve_workload,
 )
 from ..status import UsageError, as_usage
 from .constraints import PAIRS, why_not
 from .covering import cover, most_new_first, subsets
 from .random_layers import draws_in_forward
-from .recipes import BARE_RECIPES, OWN_RECIPES, recipes_of
+from .recipes import CONTROL_RECIPES, WORKLOAD_RECIPES, recipes_of
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
 from .workload_checks import check_workload
@@ -64,9 +64,9 @@ WHEN: dict[str, tuple[str, ...]] = {
 }
 """When gradients are bad -> steps of planted faults; growth takes 2 good steps."""
 TARGETS = ("first", "middle[middle]", "last[last]", "split", "loss", "loss[last]")
-"""What is struck; ``split`` is a parameter that is sharded where anything is."""
+"""The parameter of the fault; ``split`` is one that is sharded where anything is."""
 RANKS = ("0", "last", "*")
-MAGNITUDES = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
+LOSS_FACTORS = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
 """Factors of the loss: gradients of about 1e-2, 1e-11 and 1e7."""
 NOTHING = "-"
 """The value of a column that has no meaning in a row."""
@@ -93,28 +93,28 @@ _FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
 
 
 def _parity(selection: Selection) -> Iterator[Scenario]:
-    for data in (
-        [selection.workload] if selection.workload else selection.data or DATASETS
+    for model in (
+        [selection.workload] if selection.workload else selection.models or DATASETS
     ):
         for name in selection.main_topologies():
-            topology = selection.kit.topologies[name]
-            if selection.workload or data in topology.models:
-                yield from _three_runs(topology, data, selection)
+            topology = selection.resolved.topologies[name]
+            if selection.workload or model in topology.models:
+                yield from _three_runs(topology, model, selection)
     yield from _narrowed(selection)
     yield from _random_runs(selection)
 
 
 def _random_runs(selection: Selection) -> Iterator[Scenario]:
     """Each layout of a workload with its random layers on, where it has any."""
-    data = selection.workload
-    for name in selection.main_topologies() if draws_in_forward(data) else ():
-        topology = selection.kit.topologies[name]
+    model = selection.workload
+    for name in selection.main_topologies() if draws_in_forward(model) else ():
+        topology = selection.resolved.topologies[name]
         yield Scenario(
             topology=name,
-            world=selection.world or topology.default_world,
+            world_size=selection.world_size or topology.default_world_size,
             precision="fp32",
             optimizer=OWN,
-            data=data,
+            model=model,
             recipe="random",
             seed=selection.seed,
             steps=4,
@@ -122,20 +122,20 @@ def _random_runs(selection: Selection) -> Iterator[Scenario]:
 
 
 def _three_runs(
-    topology: Topology, data: str, selection: Selection
+    topology: Topology, model: str, selection: Selection
 ) -> Iterator[Scenario]:
-    world = selection.world or topology.default_world
+    world_size = selection.world_size or topology.default_world_size
     optimizers = ("sgd", "adamw") if not selection.workload else (OWN, OWN)
     run = partial(
         Scenario,
         topology=topology.name,
-        world=world,
-        data=data,
+        world_size=world_size,
+        model=model,
         seed=selection.seed,
         steps=6,
     )
     yield run(precision="fp32", optimizer=optimizers[0])
-    if selection.bare:
+    if selection.no_scaler:
         yield run(precision="bf16-autocast", optimizer=optimizers[1])
         return
     half = "fp16-params" if topology.name in _FULLY_SHARD else "fp16-autocast"
@@ -147,42 +147,45 @@ def _three_runs(
         growth_interval=2,
     )
     # where tensors are split, this one is: only the ranks that hold it see the fault
-    struck, holder = split_parameter(data), 0 if "pp" in topology.name else world - 1
+    target, holder = (
+        split_parameter(model),
+        0 if "pp" in topology.name else world_size - 1,
+    )
     yield run(
         precision="fp32",
         optimizer=optimizers[1],
-        faults=f"inf@r{holder}s1:{struck};nan@r0s3:last",
+        faults=f"inf@r{holder}s1:{target};nan@r0s3:last",
     )
 
 
-def split_parameter(data: str) -> str:
+def split_parameter(model: str) -> str:
     """A parameter that is sharded where anything is; of a workload nobody knows."""
-    return SPLIT.get(dataset_of(data), "first")
+    return SPLIT.get(dataset_of(model), "first")
 
 
 def columns(selection: Selection) -> dict[str, list[str]]:
     """The choices that make a scenario, column by column."""
-    kit, own = selection.kit, bool(selection.workload)
+    resolved, own = selection.resolved, bool(selection.workload)
     plain = {"when": ["never"], "target": [NOTHING], "ranks": [NOTHING]}
     chosen = {
-        "topology": selection.layouts(kit.topologies),
-        "data": selection.models,
+        "topology": selection.layouts(resolved.topologies),
+        "model": selection.model_names,
         "recipe": [
             name
-            for name in recipes_of(kit)
-            if name in BARE_RECIPES or not selection.bare
+            for name in recipes_of(resolved)
+            if name in CONTROL_RECIPES or not selection.no_scaler
         ],
         "when": list(WHEN),
         "precision": list(selection.precisions or PRECISIONS),
-        "optimizer": list(selection.optimizers or kit.optimizers),
+        "optimizer": list(selection.optimizers or resolved.optimizers),
         "target": [NOTHING, *(t for t in TARGETS if not own or t != "split")],
         "ranks": [NOTHING, *RANKS],
         "kind": [NOTHING, *KINDS],
         # only where the size of a step is known can it be told from rounding
-        "magnitude": ["usual"] if own else list(MAGNITUDES),
-        "order": list(ORDERS),
+        "loss_factor": ["usual"] if own else list(LOSS_FACTORS),
+        "param_order": list(PARAM_ORDERS),
     }
-    if not selection.bare:
+    if not selection.no_scaler:
         return chosen
     if not selection.precisions:  # fp16 needs a scaler: ask for it to see how it fails
         wide = [p for p in PRECISIONS if not p.startswith("fp16")]
@@ -206,8 +209,11 @@ def fits(row: Row, workload: str = "") -> bool:
 
 @cache  # asked a hundred thousand times for a few hundred answers
 def _go_together(pair: tuple[str, str], a: str, b: str, workload: str) -> bool:
-    sensible, kit = _SENSIBLE.get(pair), kit_of(workload or next(iter(MODELS)))
-    if why_not(kit, {pair[0]: a, pair[1]: b}):
+    sensible, resolved = (
+        _SENSIBLE.get(pair),
+        resolve_workload(workload or next(iter(MODELS))),
+    )
+    if why_not(resolved, {pair[0]: a, pair[1]: b}):
         return False
     return not sensible or sensible(a, b)
 
@@ -225,7 +231,7 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     # only fp16 overflows by itself
     ("precision", "when"): lambda p, when: when != "natural" or p.startswith("fp16"),
     # a disabled scaler has no answer to bad gradients
-    ("recipe", "when"): lambda r, when: OWN_RECIPES[r].enabled or when == "never",
+    ("recipe", "when"): lambda r, when: WORKLOAD_RECIPES[r].enabled or when == "never",
     # the columns of a planted fault have a meaning where one is planted
     ("when", "target"): _where_planted,
     ("when", "ranks"): _where_planted,
@@ -241,16 +247,16 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     # one rank need not hold anything of the half that trains
     ("recipe", "ranks"): lambda r, x: r != "frozen" or x in (NOTHING, "*"),
     # half precision loses tiny gradients, and plain SGD takes steps of their size
-    ("magnitude", "precision"): lambda m, p: m == "usual" or p == "fp32",
-    ("optimizer", "magnitude"): lambda o, m: m == "usual" or o in ADAPTIVE,
+    ("loss_factor", "precision"): lambda m, p: m == "usual" or p == "fp32",
+    ("optimizer", "loss_factor"): lambda o, m: m == "usual" or o in ADAPTIVE,
 }
 _RULES = tuple(dict.fromkeys([*PAIRS, *_SENSIBLE]))
 
 
 def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
     """The scenario of a complete row."""
-    topology, data = selection.kit.topologies[row["topology"]], row["data"]
-    world = selection.world or _world(topology, data)
+    topology, model = selection.resolved.topologies[row["topology"]], row["model"]
+    world_size = selection.world_size or _world_size(topology, model)
     natural = row["when"] == "natural"
     made: dict[str, Any] = {
         "steps": 12 if natural else 5,
@@ -260,27 +266,29 @@ def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
     }
     return Scenario(
         topology=topology.name,
-        world=world,
+        world_size=world_size,
         precision=row["precision"],
         optimizer=row["optimizer"],
-        order=row["order"],
+        param_order=row["param_order"],
         recipe=row["recipe"],
-        faults=_faults(row, world),
-        data=data,
-        magnitude=MAGNITUDES[row["magnitude"]],
+        faults=_faults(row, world_size),
+        model=model,
+        loss_factor=LOSS_FACTORS[row["loss_factor"]],
         **made | settings,
     )
 
 
-def _world(topology: Topology, data: str) -> int:
+def _world_size(topology: Topology, model: str) -> int:
     # 3 rows over 4 ranks: one rank holds nothing of most parameters
-    empty_shards = data == "digits-uneven" and topology.mesh_takes(4)
-    return 4 if empty_shards else topology.default_world
+    empty_shards = model == "digits-uneven" and topology.mesh_takes(4)
+    return 4 if empty_shards else topology.default_world_size
 
 
-def _faults(row: Row, world: int) -> str:
-    rank = str(world - 1) if row["ranks"] == "last" else row["ranks"]
-    target = split_parameter(row["data"]) if row["target"] == "split" else row["target"]
+def _faults(row: Row, world_size: int) -> str:
+    rank = str(world_size - 1) if row["ranks"] == "last" else row["ranks"]
+    target = (
+        split_parameter(row["model"]) if row["target"] == "split" else row["target"]
+    )
     steps = WHEN[row["when"]]
     plan = ";".join(f"{row['kind']}@r{rank}s{step}:{target}" for step in steps)
     return plan or "none"
@@ -330,8 +338,10 @@ def _extremes(selection: Selection) -> Iterator[Scenario]:
 
 def _narrowed(selection: Selection) -> Iterator[Scenario]:
     """Each mesh of a workload once with each axis at size 1."""
-    for name, topology in selection.kit.topologies.items():
-        fits_in = selection.world is None or topology.mesh_takes(selection.world)
+    for name, topology in selection.resolved.topologies.items():
+        fits_in = selection.world_size is None or topology.mesh_takes(
+            selection.world_size
+        )
         if topology.narrowed and fits_in and not selection.topologies:
             yield from _plain_runs(selection, topology=name)
 
@@ -339,7 +349,7 @@ def _narrowed(selection: Selection) -> Iterator[Scenario]:
 def _accumulating(selection: Selection) -> Iterator[Scenario]:
     """Where most wrong gradients are, a workload is always tried."""
     if selection.workload:
-        for name in selection.layouts(selection.kit.topologies):
+        for name in selection.layouts(selection.resolved.topologies):
             for recipe in ("accumulate", "accumulate-no-sync", "accumulate-uneven"):
                 if name != "single":
                     yield from _plain_runs(selection, topology=name, recipe=recipe)
@@ -347,8 +357,8 @@ def _accumulating(selection: Selection) -> Iterator[Scenario]:
 
 def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
     """A workload's plainest run with these choices, if they go together."""
-    row = _PLAINEST | {"data": selection.workload, "optimizer": OWN, "when": "never"}
-    if not why_not(selection.kit, row | choices):
+    row = _PLAINEST | {"model": selection.workload, "optimizer": OWN, "when": "never"}
+    if not why_not(selection.resolved, row | choices):
         yield to_scenario(row | choices, selection)
 
 
@@ -356,11 +366,11 @@ def not_tried(selection: Selection) -> list[str]:
     """Why recipes are left out of the presets of a user's own workload."""
     if not selection.workload:
         return []
-    kit, names = selection.kit, columns(selection)
+    resolved, names = selection.resolved, columns(selection)
     recipes: dict[str, dict[str, None]] = {}
     for recipe in names["recipe"]:
         for topology in names["topology"]:
-            text = why_not(kit, {"topology": topology, "recipe": recipe})
+            text = why_not(resolved, {"topology": topology, "recipe": recipe})
             recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
     return [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
 
@@ -384,16 +394,16 @@ def _plainest(
     selection: Selection, usual: Sequence[str], when: str, optimizer: str
 ) -> Iterator[Row]:
     """Rows of the plainest model, on those of the usual topologies asked for."""
-    if selection.bare:
+    if selection.no_scaler:
         return
     own = selection.workload
-    chosen = [*selection.kit.topologies] if own else usual
+    chosen = [*selection.resolved.topologies] if own else usual
     for name in selection.layouts(chosen):
-        data = own or TOPOLOGIES[name].models[0]
-        row = _PLAINEST | {"topology": name, "data": data, "when": when}
+        model = own or TOPOLOGIES[name].models[0]
+        row = _PLAINEST | {"topology": name, "model": model, "when": when}
         row["optimizer"] = OWN if own else optimizer
-        trained = own or selection.trains(data)
-        if name in chosen and trained and not why_not(kit_of(data), row):
+        trained = own or selection.trains(model)
+        if name in chosen and trained and not why_not(resolve_workload(model), row):
             yield row
 
 
@@ -407,8 +417,8 @@ _PLAINEST = {
     "target": "first",
     "ranks": "0",
     "kind": "nan",
-    "magnitude": "usual",
-    "order": "model",
+    "loss_factor": "usual",
+    "param_order": "model",
 }
 
 
@@ -419,7 +429,7 @@ def _in_order(selection: Selection, scenarios: Iterable[Scenario]) -> list[Scena
     does the module in which it begins.
     """
     chosen = most_new_first(list(dict.fromkeys(scenarios)), _words, _cost)
-    return sorted(chosen, key=lambda s: selection.bare and s.precision != "fp32")
+    return sorted(chosen, key=lambda s: selection.no_scaler and s.precision != "fp32")
 
 
 def _words(scenario: Scenario) -> set[str]:
@@ -431,7 +441,10 @@ def _cost(scenario: Scenario) -> float:
     """Roughly proportional to its run time on two cores, the references included."""
     model = 4 if scenario.dataset == "text" else 1
     compiles = 6 if scenario.parsed_recipe.compile else 1
-    return sum(leg.world * (leg.steps + 5) * model * compiles for leg in scenario.legs)
+    return sum(
+        phase.world_size * (phase.steps + 5) * model * compiles
+        for phase in scenario.phases
+    )
 
 
 PRESETS: dict[str, Callable[[Selection], Iterable[Scenario]]] = {

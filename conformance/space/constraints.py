@@ -14,25 +14,25 @@ from ...fixtures import (
     PRECISIONS,
     TOPOLOGIES,
     CannotError,
-    Kit,
+    ResolvedWorkload,
     is_workload,
-    kit_of,
+    resolve_workload,
     split_names,
 )
 from .random_layers import draws_in_forward
-from .recipes import OWN_RECIPES, RECIPES
+from .recipes import RECIPES, WORKLOAD_RECIPES
 
-__all__ = ["PAIRS", "other_world", "why_not"]
+__all__ = ["PAIRS", "resharded_world", "why_not"]
 
 Reason = Callable[[str, str], str]
 
 
-def _topology_data(topology: str, data: str) -> str:
+def _topology_model(topology: str, model: str) -> str:
     models = TOPOLOGIES[topology].models
-    if data in models:
+    if model in models:
         return ""
     return (
-        f"topology {topology!r} cannot lay out the model {data!r}: it takes "
+        f"topology {topology!r} cannot lay out the model {model!r}: it takes "
         f"{', '.join(models)}"
     )
 
@@ -77,21 +77,21 @@ def _topology_recipe(topology: str, recipe: str) -> str:
 _COMPILED = ("single", "ddp", "fsdp", "tp")
 
 
-def _recipe_data(recipe: str, data: str) -> str:
-    if recipe == "compiled" and data != "digits":
-        return "compiling the larger models takes minutes: choose data digits"
+def _recipe_model(recipe: str, model: str) -> str:
+    if recipe == "compiled" and model != "digits":
+        return "compiling the larger models takes minutes: choose the model digits"
     return ""
 
 
-def other_world(topology: str, world: int) -> tuple[str, int]:
-    """Where a training begins that goes on on ``world`` ranks of ``topology``.
+def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
+    """Where a training begins that goes on on ``world_size`` ranks of ``topology``.
 
     The same layout on half or on twice as many ranks, up to 4; else another layout
     that takes all models and precisions of this one.
     """
     chosen = TOPOLOGIES[topology]
-    for ranks in (world // 2, 2 * world):
-        if (ranks * 2 == world or ranks <= 4) and chosen.mesh_takes(ranks):
+    for ranks in (world_size // 2, 2 * world_size):
+        if (ranks * 2 == world_size or ranks <= 4) and chosen.mesh_takes(ranks):
             return topology, ranks
     if topology == "single":
         return "ddp", 2
@@ -99,61 +99,67 @@ def other_world(topology: str, world: int) -> tuple[str, int]:
 
 
 PAIRS: Mapping[tuple[str, str], Reason] = {
-    ("topology", "data"): _topology_data,
+    ("topology", "model"): _topology_model,
     ("topology", "precision"): _topology_precision,
     ("topology", "optimizer"): _topology_optimizer,
     ("topology", "recipe"): _topology_recipe,
-    ("recipe", "data"): _recipe_data,
+    ("recipe", "model"): _recipe_model,
 }
 """(field, field) of a scenario -> why two values do not go together."""
 
 
-_OTHERS_MODEL = {
+_NEEDS_FIXTURES = {
     "two-losses": "it takes the output of the model to be logits",
     "compiled": "compiling somebody else's model may take minutes",
-    "resume-elsewhere": "another world would have to lay the workload out, too",
+    "resume-resharded": "another world would have to lay the workload out, too",
 }
 """Recipes that know the models or layouts of fixtures, and why."""
-_OWN_STEP = (
+_TRAIN_STEP_RECIPES = (
     *("plain", "accumulate", "accumulate-uneven"),
     *("manual-scale", "disabled", "primed", "random"),
 )
 """Recipes in which ``train_step`` makes all calls itself."""
 
 
-def _own_precision(kit: Kit, topology: str, precision: str) -> str:
-    chosen = kit.topologies[topology]
+def _workload_precision(
+    workload: ResolvedWorkload, topology: str, precision: str
+) -> str:
+    chosen = workload.topologies[topology]
     if not PRECISIONS[precision].needs_fully_shard or chosen.fully_shards:
         return ""
     return (
         f"precision {precision!r} needs a MixedPrecisionPolicy, and {topology!r} of "
-        f"workload {kit.name} takes none: write parallelize(model, mesh, policy)"
+        f"workload {workload.name} takes none: write parallelize(model, mesh, policy)"
     )
 
 
-def _own_recipe(kit: Kit, topology: str, recipe: str) -> str:
-    reason = _own_reason(kit, topology, recipe)
+def _workload_recipe(workload: ResolvedWorkload, topology: str, recipe: str) -> str:
+    reason = _workload_reason(workload, topology, recipe)
     return f"recipe {recipe!r}: {reason}" if reason else ""
 
 
-def _own_reason(kit: Kit, topology: str, recipe: str) -> str:
-    chosen = OWN_RECIPES[recipe]
-    if recipe in _OTHERS_MODEL:
-        return f"not for workloads of one's own: {_OTHERS_MODEL[recipe]}"
-    if kit.train_step is not None and recipe not in _OWN_STEP:
+def _workload_reason(workload: ResolvedWorkload, topology: str, recipe: str) -> str:
+    chosen = WORKLOAD_RECIPES[recipe]
+    if recipe in _NEEDS_FIXTURES:
+        return f"not for your own workloads: {_NEEDS_FIXTURES[recipe]}"
+    if workload.train_step is not None and recipe not in _TRAIN_STEP_RECIPES:
         return "it needs the judge's own loop, and the workload has a train_step"
-    if chosen.training.random and not draws_in_forward(kit.name):
-        return f"it needs random layers, and {kit.name} has none"
-    if chosen.parts > 1 and kit.micro_batches is not None and not chosen.defer_sync:
+    if chosen.training.random and not draws_in_forward(workload.name):
+        return f"it needs random layers, and {workload.name} has none"
+    if (
+        chosen.parts > 1
+        and workload.micro_batches is not None
+        and not chosen.defer_sync
+    ):
         return "it cuts rows, and the workload has micro_batches, in every recipe"
-    if chosen.parts > 1 and kit.micro_batches is None and kit.shard is None:
+    if chosen.parts > 1 and workload.micro_batches is None and workload.shard is None:
         try:
-            chosen.sizes(_rows(kit.name) // kit.topologies[topology].shares)
+            chosen.sizes(_rows(workload.name) // workload.topologies[topology].shares)
         except CannotError as error:
             return str(error)
     if chosen.optimizers == 1:
         return ""
-    if not all(split_names(name for name, _ in kit.model().named_parameters())):
+    if not all(split_names(name for name, _ in workload.model().named_parameters())):
         return (
             "it parts experts from the rest, else biases from weights: the model has "
             "not both"
@@ -162,31 +168,33 @@ def _own_reason(kit: Kit, topology: str, recipe: str) -> str:
 
 
 @cache
-def _rows(workload: str) -> int:
-    return kit_of(workload).batch(0, 0).rows
+def _rows(spec: str) -> int:
+    return resolve_workload(spec).batch(0, 0).rows
 
 
-_OWN_PAIRS: Mapping[tuple[str, str], Callable[[Kit, str, str], str]] = {
-    ("topology", "precision"): _own_precision,
-    ("topology", "recipe"): _own_recipe,
+_WORKLOAD_PAIRS: Mapping[
+    tuple[str, str], Callable[[ResolvedWorkload, str, str], str]
+] = {
+    ("topology", "precision"): _workload_precision,
+    ("topology", "recipe"): _workload_recipe,
 }
 """As :data:`PAIRS`, for a workload of the user's own."""
 
 
-def why_not(kit: Kit, choices: Mapping[str, str]) -> str:
+def why_not(workload: ResolvedWorkload, choices: Mapping[str, str]) -> str:
     """The first reason why ``choices`` do not go together, or the empty string.
 
     Args:
-        kit: what is trained.
+        workload: what is trained.
         choices: some fields of a scenario.
     """
-    own = is_workload(kit.name)
-    pairs = [*(_OWN_PAIRS if own else PAIRS)]
+    own = is_workload(workload.name)
+    pairs = [*(_WORKLOAD_PAIRS if own else PAIRS)]
     for a, b in pairs:
         if a not in choices or b not in choices:
             continue
         at = choices[a], choices[b]
-        text = _OWN_PAIRS[a, b](kit, *at) if own else PAIRS[a, b](*at)
+        text = _WORKLOAD_PAIRS[a, b](workload, *at) if own else PAIRS[a, b](*at)
         if text:
             return text
     return ""

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from ...fixtures import WorkloadError, is_workload, kit_of
+from ...fixtures import WorkloadError, is_workload, resolve_workload
 
 __all__ = ["draws_in_forward", "turn_off_random_layers"]
 
@@ -38,19 +38,19 @@ def turn_off_random_layers(stack: object) -> None:
 
 
 @cache
-def draws_in_forward(data: str) -> bool:
+def draws_in_forward(name: str) -> bool:
     """Whether the model of a user's own workload draws random numbers in training.
 
     False where it cannot be called: ``check_workload`` has the words for that.
     """
-    if not is_workload(data):
+    if not is_workload(name):
         return False
-    kit = kit_of(data)
+    workload = resolve_workload(name)
     with torch.random.fork_rng(devices=[]), suppress(WorkloadError):
         torch.manual_seed(0)
-        model, batch = kit.model(), kit.batch(0, 0)
+        model, batch = workload.model(), workload.batch(0, 0)
         before = torch.get_rng_state()
-        with kit.calling("forward"):
+        with workload.calling("forward"):
             model(batch.inputs)
         return not torch.equal(before, torch.get_rng_state())
     return False

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ...fixtures import CannotError, Kit, Topology, is_workload
+from ...fixtures import CannotError, ResolvedWorkload, Topology, is_workload
 
 __all__ = [
-    "BARE_RECIPES",
     "CLIP_NORM",
     "CLIP_VALUE",
+    "CONTROL_RECIPES",
     "LR_DECAY",
     "MANUAL_STEP",
-    "OWN_RECIPES",
     "RECIPES",
+    "WORKLOAD_RECIPES",
     "Recipe",
     "Training",
     "clip_norm_of",
@@ -91,8 +91,8 @@ class Recipe:
     """Argument of ``update`` at the third step."""
     resume: bool = False
     """Half-way, scaler and optimizers are made anew from their saved states."""
-    elsewhere: bool = False
-    """The half before is a run of its own on another world, see ``other_world``."""
+    resharded: bool = False
+    """The half before is a run of its own on another world, see ``resharded_world``."""
     primed: bool = False
     """Before the first step every rank calls ``scale`` once, on zero."""
     compile: bool = False
@@ -172,11 +172,11 @@ RECIPES: dict[str, Recipe] = {
         text="half-way, scaler and optimizers are loaded from saved states",
         resume=True,
     ),
-    "resume-elsewhere": Recipe(
+    "resume-resharded": Recipe(
         text="begun on another world; half-way model, optimizers and scaler are saved "
         "there and loaded here",
         resume=True,
-        elsewhere=True,
+        resharded=True,
     ),
     "primed": Recipe(
         text="every rank calls scale once before the first step: how users make "
@@ -187,7 +187,7 @@ RECIPES: dict[str, Recipe] = {
 }
 """Training recipes by name."""
 
-OWN_RECIPES: dict[str, Recipe] = {
+WORKLOAD_RECIPES: dict[str, Recipe] = {
     **RECIPES,
     "accumulate-uneven": Recipe(
         text="three backward passes a step, of unequal numbers of rows",
@@ -202,9 +202,9 @@ OWN_RECIPES: dict[str, Recipe] = {
 }
 """Those of a user's own workload."""
 
-BARE_RECIPES = tuple(
+CONTROL_RECIPES = tuple(
     name
-    for name, recipe in OWN_RECIPES.items()
+    for name, recipe in WORKLOAD_RECIPES.items()
     if recipe.enabled
     and recipe.new_scale is None
     and not recipe.primed
@@ -216,29 +216,29 @@ MANUAL_STEP = 2
 """The step, from 0, whose ``update`` is given a scale where a recipe says so."""
 
 
-def recipes_of(kit: Kit) -> dict[str, Recipe]:
+def recipes_of(workload: ResolvedWorkload) -> dict[str, Recipe]:
     """The recipes that there are for a workload, built in or not."""
-    return OWN_RECIPES if is_workload(kit.name) else RECIPES
+    return WORKLOAD_RECIPES if is_workload(workload.name) else RECIPES
 
 
-def clip_norm_of(kit: Kit, training: Training) -> float | None:
+def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
     """The norm to which gradients are clipped: by the recipe or by ``train_step``."""
     if training.clip == "norm":
         return CLIP_NORM
-    return None if training.clip else kit.clip_norm
+    return None if training.clip else workload.clip_norm
 
 
 _SECOND_HALF = ("down.", "head.", "blocks.1.", "norm.")
 
 
-def frozen_names(kit: Kit, names: Sequence[str]) -> set[str]:
+def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:
     """The parameters of the second half of a model.
 
     Args:
-        kit: what is trained.
+        workload: what is trained.
         names: of all parameters, in the model's order.
     """
-    if is_workload(kit.name):
+    if is_workload(workload.name):
         return {*names[(len(names) + 1) // 2 :]}
-    later = _SECOND_HALF if kit.name.startswith("text") else _SECOND_HALF[:2]
+    later = _SECOND_HALF if workload.name.startswith("text") else _SECOND_HALF[:2]
     return {name for name in names if name.startswith(later)}

@@ -17,20 +17,21 @@ import torch
 
 from ...fixtures import (
     LOSS,
-    ORDERS,
+    PARAM_ORDERS,
     PLACES,
     PRECISIONS,
     Fault,
-    Kit,
     Precision,
+    ResolvedWorkload,
     Topology,
     dataset_of,
-    kit_of,
     parse_faults,
+    resolve_workload,
 )
+from ..aliases import current_id
 from ..status import UsageError, as_usage
-from .constraints import other_world, why_not
-from .recipes import BARE_RECIPES, Recipe, recipes_of
+from .constraints import resharded_world, why_not
+from .recipes import CONTROL_RECIPES, Recipe, recipes_of
 
 __all__ = ["Scenario"]
 
@@ -41,7 +42,7 @@ class Scenario:
 
     topology: str
     """A key of ``fixtures.TOPOLOGIES``."""
-    world: int
+    world_size: int
     """Number of ranks."""
     precision: str
     """A key of ``fixtures.PRECISIONS``."""
@@ -49,18 +50,18 @@ class Scenario:
     """A key of ``fixtures.OPTIMIZERS``."""
     faults: str = "none"
     """A fault plan, see ``fixtures.parse_faults``."""
-    data: str = field(default="digits", metadata={"key": "data"})
+    model: str = field(default="digits", metadata={"key": "model"})
     """A key of ``fixtures.MODELS``; its first word names the data set. Or a user's own
     workload as ``module:attribute``, whose topologies and optimizer then hold."""
     steps: int = field(default=8, metadata={"key": "steps"})
     """Training steps."""
     seed: int = field(default=0, metadata={"key": "seed"})
     """Seed of the initial weights and of the batches."""
-    order: str = field(default="model", metadata={"key": "order"})
-    """A key of ``fixtures.ORDERS``: how parameters reach the optimizer."""
+    param_order: str = field(default="model", metadata={"key": "param-order"})
+    """A key of ``fixtures.PARAM_ORDERS``: how parameters reach the optimizer."""
     recipe: str = field(default="plain", metadata={"key": "recipe"})
-    """A key of ``recipes.RECIPES``, or of ``OWN_RECIPES`` for a user's workload."""
-    magnitude: float = field(default=1.0, metadata={"key": "magnitude"})
+    """A key of ``RECIPES``, or of ``WORKLOAD_RECIPES`` for a user's workload."""
+    loss_factor: float = field(default=1.0, metadata={"key": "loss-factor"})
     """Factor of the loss: makes tiny or huge gradients; a power of two is exact."""
     init_scale: float = field(default=1024.0, metadata={"key": "scale"})
     """Initial scale; a power of two keeps fp32 scaling exact."""
@@ -80,27 +81,27 @@ class Scenario:
                     f"unknown {name} {value!r}: expected one of {', '.join(table)}"
                 )
         _check_faults(parse_faults(self.faults), self)
-        self.parsed_topology.mesh_shape(self.world)
+        self.parsed_topology.mesh_shape(self.world_size)
         reason = self.not_runnable()
         if reason:
             raise UsageError(reason)
         if self.steps < 1:
             raise UsageError(f"a scenario takes at least 1 step, got {self.steps}")
-        if self.parsed_recipe.elsewhere and self.steps < 2:
+        if self.parsed_recipe.resharded and self.steps < 2:
             raise UsageError(
                 f"recipe {self.recipe!r} trains on two worlds: choose at least 2 steps"
             )
-        assert self.legs  # the run before must be one, too
+        assert self.phases  # the run before must be one, too
 
     @property
-    def kit(self) -> Kit:
+    def workload(self) -> ResolvedWorkload:
         """Model, batches, loss, topologies and optimizers."""
-        return kit_of(self.data)
+        return resolve_workload(self.model)
 
     @property
     def parsed_topology(self) -> Topology:
         """The topology itself."""
-        return self.kit.topologies[self.topology]
+        return self.workload.topologies[self.topology]
 
     @property
     def parsed_precision(self) -> Precision:
@@ -110,14 +111,14 @@ class Scenario:
     @property
     def parsed_recipe(self) -> Recipe:
         """The recipe itself."""
-        return recipes_of(self.kit)[self.recipe]
+        return recipes_of(self.workload)[self.recipe]
 
     @property
     def id(self) -> str:
         """The printable id, from which :meth:`parse` builds the scenario again."""
         head = [
             self.topology,
-            str(self.world),
+            str(self.world_size),
             self.precision,
             self.optimizer,
             self.faults,
@@ -142,7 +143,7 @@ class Scenario:
         Raises:
             UsageError: if ``text`` is no id; says what was got and what was expected.
         """
-        parts = text.split("/")
+        parts = current_id(text).split("/")
         if len(parts) not in (5, 6) or not parts[1].isdigit():
             raise UsageError(
                 f"{text!r} is no scenario id: expected topology/world/precision/"
@@ -151,7 +152,7 @@ class Scenario:
         extra = _parse_settings(parts[5]) if len(parts) == 6 else {}
         return cls(
             topology=parts[0],
-            world=int(parts[1]),
+            world_size=int(parts[1]),
             precision=parts[2],
             optimizer=parts[3],
             faults=parts[4],
@@ -161,10 +162,10 @@ class Scenario:
     @property
     def dataset(self) -> str:
         """Key of ``fixtures.DATASETS``: what the model is trained on."""
-        return dataset_of(self.data)
+        return dataset_of(self.model)
 
     @property
-    def seam(self) -> int:
+    def resume_step(self) -> int:
         """The step before which a recipe that resumes does so; 0 of a single one.
 
         Past the middle: after an odd count of steps scale and growth tracker both are
@@ -173,47 +174,49 @@ class Scenario:
         return min((self.steps + 1) // 2, self.steps - 1)
 
     @property
-    def legs(self) -> tuple[Scenario, ...]:
+    def phases(self) -> tuple[Scenario, ...]:
         """The runs it consists of, each on a world of its own; itself is the last."""
-        if not self.parsed_recipe.elsewhere:
+        if not self.parsed_recipe.resharded:
             return (self,)
-        topology, world = other_world(self.topology, self.world)
+        topology, world_size = resharded_world(self.topology, self.world_size)
         first = replace(
             self,
             topology=topology,
-            world=world,
+            world_size=world_size,
             recipe="plain",
-            steps=self.seam,
-            faults=_faults_before(parse_faults(self.faults), self.seam, world),
+            steps=self.resume_step,
+            faults=_faults_before(
+                parse_faults(self.faults), self.resume_step, world_size
+            ),
         )
         return first, self
 
     @property
     def trains_alone(self) -> bool:
         """Whether it means something without a scaler."""
-        return self.faults == "none" and self.recipe in BARE_RECIPES
+        return self.faults == "none" and self.recipe in CONTROL_RECIPES
 
     def not_runnable(self) -> str:
         """Why the parts do not go together, or the empty string."""
         if not self.parsed_recipe.enabled and self.faults != "none":
             return "a disabled scaler has no answer to bad gradients: choose no faults"
         choices = {name: getattr(self, name) for name in self._tables()}
-        return why_not(self.kit, {**choices, "data": self.data})
+        return why_not(self.workload, {**choices, "model": self.model})
 
     def _tables(self) -> dict[str, Any]:
         return {
-            "topology": self.kit.topologies,
+            "topology": self.workload.topologies,
             "precision": PRECISIONS,
-            "optimizer": self.kit.optimizers,
-            "order": ORDERS,
-            "recipe": recipes_of(self.kit),
+            "optimizer": self.workload.optimizers,
+            "param_order": PARAM_ORDERS,
+            "recipe": recipes_of(self.workload),
         }
 
 
-def _faults_before(faults: tuple[Fault, ...], seam: int, world: int) -> str:
-    """The faults of the first leg; its ranks are counted round where they are fewer."""
-    due = [f for f in faults if f.step is None or f.step < seam]
-    there = [replace(f, rank=f.rank and f.rank % world) for f in due]
+def _faults_before(faults: tuple[Fault, ...], resume_step: int, world_size: int) -> str:
+    """The faults of the first phase; rank numbers wrap around where ranks are fewer."""
+    due = [f for f in faults if f.step is None or f.step < resume_step]
+    there = [replace(f, rank=f.rank and f.rank % world_size) for f in due]
     return ";".join(map(str, there)) or "none"
 
 
@@ -248,16 +251,16 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
     for fault in faults:
         known = (*PLACES, LOSS)
         if fault.parameter not in known:
-            known += _parameters(scenario.data)
+            known += _parameters(scenario.model)
         if fault.parameter not in known:
             raise UsageError(
-                f"fault {fault} names no parameter of {scenario.data}: choose one of "
+                f"fault {fault} names no parameter of {scenario.model}: choose one of "
                 f"{', '.join(known)}"
             )
-        if fault.rank is not None and fault.rank >= scenario.world:
+        if fault.rank is not None and fault.rank >= scenario.world_size:
             raise UsageError(
                 f"fault {fault} names rank {fault.rank}, but there are "
-                f"{scenario.world} ranks: choose 0 to {scenario.world - 1}"
+                f"{scenario.world_size} ranks: choose 0 to {scenario.world_size - 1}"
             )
         if fault.step is not None and fault.step >= scenario.steps:
             raise UsageError(
@@ -267,6 +270,8 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
 
 
 @lru_cache
-def _parameters(data: str) -> tuple[str, ...]:
+def _parameters(model: str) -> tuple[str, ...]:
     with torch.random.fork_rng(devices=[]):
-        return tuple(name for name, _ in kit_of(data).model().named_parameters())
+        return tuple(
+            name for name, _ in resolve_workload(model).model().named_parameters()
+        )

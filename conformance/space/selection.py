@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...fixtures import MODELS, PRECISIONS, Kit, dataset_of, is_workload, kit_of
+from ...fixtures import (
+    MODELS,
+    PRECISIONS,
+    ResolvedWorkload,
+    dataset_of,
+    is_workload,
+    resolve_workload,
+)
 from ..status import UsageError, as_usage, did_you_mean
 from .scenario import Scenario
 
@@ -20,63 +27,67 @@ class Selection:
     """What the user asked for; an empty field means everything."""
 
     topologies: Sequence[str] = ()
-    data: Sequence[str] = ()
+    models: Sequence[str] = ()
     precisions: Sequence[str] = ()
     optimizers: Sequence[str] = ()
-    world: int | None = None
-    """World size instead of each topology's own."""
+    world_size: int | None = None
+    """Number of ranks instead of each topology's own."""
     seed: int = 0
     workload: str = ""
     """A user's own workload, ``module:attribute``, in place of the fixtures' models."""
-    bare: bool = False
+    no_scaler: bool = False
     """Train without a scaler: nothing that only a scaler could answer is chosen."""
 
     @as_usage(ValueError)
     def __post_init__(self) -> None:
-        if self.workload and self.data:
-            raise UsageError("a workload brings its own data: give no --data beside it")
+        if self.workload and self.models:
+            raise UsageError("a workload has its own model: give no --model beside it")
         if self.workload and not is_workload(self.workload):
             raise UsageError(
                 f"workload {self.workload!r} is no module:attribute, such as "
                 "mypackage.stack:Workload"
             )
-        check_names("topology", self.topologies, self.kit.topologies)
-        check_names("data", self.data, MODELS)
+        check_names("topology", self.topologies, self.resolved.topologies)
+        check_names("model", self.models, MODELS)
         check_names("precision", self.precisions, PRECISIONS)
-        check_names("optimizer", self.optimizers, self.kit.optimizers)
+        check_names("optimizer", self.optimizers, self.resolved.optimizers)
 
     @property
-    def kit(self) -> Kit:
-        """The workload asked for; of fixtures any one tells what there is."""
-        return kit_of(self.workload or next(iter(MODELS)))
+    def resolved(self) -> ResolvedWorkload:
+        """The workload asked for, or any model of the fixtures."""
+        return resolve_workload(self.workload or next(iter(MODELS)))
 
     @property
-    def models(self) -> list[str]:
-        """What scenarios may have as ``data``."""
+    def model_names(self) -> list[str]:
+        """What scenarios may have as ``model``."""
         if self.workload:
             return [self.workload]
         return [m for m in MODELS if self.trains(m)]
 
     def main_topologies(self) -> list[str]:
         """Those of the main job that were asked for."""
-        return self.layouts(self.kit.topologies if self.workload else MAIN_TOPOLOGIES)
+        return self.layouts(
+            self.resolved.topologies if self.workload else MAIN_TOPOLOGIES
+        )
 
     def layouts(self, usual: Iterable[str]) -> list[str]:
-        """The topologies asked for, or those of ``usual`` that the world can hold.
+        """The topologies asked for, or those of ``usual`` that fit the world size.
 
         Meshes with an axis at size 1 that no workload asked for are tried apart.
         """
         if self.topologies:
             return list(self.topologies)
-        made = self.kit.topologies
+        made = self.resolved.topologies
         usual = [name for name in usual if not made[name].narrowed]
-        if self.world is None:
+        if self.world_size is None:
             return usual
-        return [name for name in usual if made[name].mesh_takes(self.world)]
+        return [name for name in usual if made[name].mesh_takes(self.world_size)]
 
     def trains(self, model: str) -> bool:
         """Whether a model was asked for, by its name or by that of its data set."""
-        return not self.data or model in self.data or dataset_of(model) in self.data
+        return (
+            not self.models or model in self.models or dataset_of(model) in self.models
+        )
 
     def keeps(self, scenario: Scenario) -> bool:
         """Whether ``scenario`` was asked for."""

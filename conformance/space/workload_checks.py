@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...fixtures import Batch, Kit, is_workload, kit_of
+from ...fixtures import Batch, ResolvedWorkload, is_workload, resolve_workload
 from .random_layers import turn_off_random_layers
 from .scenario import Scenario
 
 __all__ = ["PARTS", "ROUNDING", "check_workload", "check_workloads"]
 
-MOST_ELEMENTS = 2**24
+MAX_ELEMENTS = 2**24
 """Of one parameter: its elements are numbered in fp32."""
 PARTS = 4
 """A batch is split in so many parts to see what rounding does to a correct run."""
@@ -34,44 +34,48 @@ def check_workloads(scenarios: Iterable[Scenario]) -> None:
     Raises:
         WorkloadError: says which call gave what, and what was expected.
     """
-    for data in dict.fromkeys(s.data for s in scenarios):
-        if is_workload(data):
-            check_workload(data)
+    for name in dict.fromkeys(s.model for s in scenarios):
+        if is_workload(name):
+            check_workload(name)
 
 
 @cache
-def check_workload(data: str) -> None:
+def check_workload(spec: str) -> None:
     """Check one workload on this process; see the head of this file.
 
     Raises:
         WorkloadError: says which call gave what, and what was expected.
     """
-    kit = kit_of(data)
-    model, batch = _model(kit), _batch(kit)
-    _check_loss(kit, model, batch)
-    _check_gradients(kit, model)
-    _check_mean(kit, model, batch)
-    _check_optimizer(kit, model)
+    workload = resolve_workload(spec)
+    model, batch = _model(workload), _batch(workload)
+    _check_loss(workload, model, batch)
+    _check_gradients(workload, model)
+    _check_mean(workload, model, batch)
+    _check_optimizer(workload, model)
 
 
-def _model(kit: Kit) -> nn.Module:
-    model, again = (_seeded(kit) for _ in range(2))
+def _model(workload: ResolvedWorkload) -> nn.Module:
+    model, again = (_seeded(workload) for _ in range(2))
     if not isinstance(model, nn.Module):
-        raise kit.refuse("model", f"returned {type(model).__name__}, expected a module")
+        raise workload.refuse(
+            "model", f"returned {type(model).__name__}, expected a module"
+        )
     twins = dict(again.named_parameters())
     if not any(p.requires_grad for p in model.parameters()):
-        raise kit.refuse("model", "has no parameter that trains")
+        raise workload.refuse("model", "has no parameter that trains")
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             got = f"{parameter.dtype} on {parameter.device}"
-            raise kit.refuse("model", f"{name} is {got}, expected torch.float32 on cpu")
-        if parameter.numel() >= MOST_ELEMENTS:
-            text = (
-                f"{name} has {parameter.numel()} elements, at most {MOST_ELEMENTS - 1}"
+            raise workload.refuse(
+                "model", f"{name} is {got}, expected torch.float32 on cpu"
             )
-            raise kit.refuse("model", f"{text} can be told apart: make it smaller")
+        if parameter.numel() >= MAX_ELEMENTS:
+            text = (
+                f"{name} has {parameter.numel()} elements, at most {MAX_ELEMENTS - 1}"
+            )
+            raise workload.refuse("model", f"{text} can be told apart: make it smaller")
         if name not in twins or not _same_bits(parameter, twins[name]):
-            raise kit.refuse(
+            raise workload.refuse(
                 "model",
                 f"{name} has other values when made again: after the same "
                 "torch.manual_seed the model must be the same",
@@ -79,25 +83,25 @@ def _model(kit: Kit) -> nn.Module:
     return model
 
 
-def _seeded(kit: Kit) -> Any:
+def _seeded(workload: ResolvedWorkload) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = kit.model()
+        model = workload.model()
     turn_off_random_layers(model)
     return model
 
 
-def _batch(kit: Kit) -> Batch:
-    batch, again = (kit.batch(0, 0) for _ in range(2))
+def _batch(workload: ResolvedWorkload) -> Batch:
+    batch, again = (workload.batch(0, 0) for _ in range(2))
     if not all(map(_same_bits, batch.tensors, again.tensors)):
-        raise kit.refuse(
+        raise workload.refuse(
             "batch",
             "gave other numbers for the same step and seed: draw them from a generator "
             "seeded with both",
         )
-    for name, topology in kit.topologies.items():
-        if kit.shard is None and batch.rows % topology.shares:
-            raise kit.refuse(
+    for name, topology in workload.topologies.items():
+        if workload.shard is None and batch.rows % topology.shares:
+            raise workload.refuse(
                 "batch",
                 f"has {batch.rows} rows, which {topology.shares} does not divide: so "
                 f"many ranks of {name} see different rows; write shard(batch, mesh) "
@@ -106,14 +110,14 @@ def _batch(kit: Kit) -> Batch:
     return batch
 
 
-def _check_loss(kit: Kit, model: nn.Module, batch: Batch) -> None:
-    (value, count), again = (_objective(kit, model, [batch]) for _ in range(2))
+def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
+    (value, count), again = (_objective(workload, model, [batch]) for _ in range(2))
     if not bool(torch.isfinite(value)):
-        raise kit.refuse("loss", f"is {value.item()} on the first batch")
+        raise workload.refuse("loss", f"is {value.item()} on the first batch")
     if count == 0:
-        raise kit.refuse("loss", "the count of the whole first batch is 0")
+        raise workload.refuse("loss", "the count of the whole first batch is 0")
     if (value.item(), count) != (again[0].item(), again[1]):
-        raise kit.refuse(
+        raise workload.refuse(
             "forward",
             f"gave the losses {value.item():g} and {again[0].item():g} for one batch, "
             "with every probability of dropout set to 0: what a random forward "
@@ -122,20 +126,20 @@ def _check_loss(kit: Kit, model: nn.Module, batch: Batch) -> None:
             "nothing where it is 0",
         )
     if not value.requires_grad:
-        raise kit.refuse("loss", "is not connected with any parameter")
-    with kit.calling("backward"):
+        raise workload.refuse("loss", "is not connected with any parameter")
+    with workload.calling("backward"):
         value.backward()
 
 
 def _objective(
-    kit: Kit, model: nn.Module, parts: Iterable[Batch]
+    workload: ResolvedWorkload, model: nn.Module, parts: Iterable[Batch]
 ) -> tuple[Tensor, float | None]:
     """The mean of means, weighted by rows, and None; or sum and count of them all."""
     found, parts = [], [*parts]
     for part in parts:
-        with kit.calling("forward"):
+        with workload.calling("forward"):
             output = model(part.inputs)
-        found.append(kit.objective(output, part.targets))
+        found.append(workload.objective(output, part.targets))
     counts = [count for _, count in found if count is not None]
     if counts:
         return torch.stack([value for value, _ in found]).sum(), sum(counts)
@@ -144,53 +148,57 @@ def _objective(
     return torch.stack(values).sum() / sum(weights), None
 
 
-def _check_gradients(kit: Kit, model: nn.Module) -> None:
+def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
     """A parameter may be left unused, or wait for another batch; not all of them."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if all(p.grad is None or not p.grad.any() for _, p in named):
         text = f"gave no gradient but zero to any of {', '.join(n for n, _ in named)}"
-        raise kit.refuse("backward", text)
+        raise workload.refuse("backward", text)
     model.zero_grad()
 
 
-def _check_mean(kit: Kit, model: nn.Module, batch: Batch) -> None:
+def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
     """What ranks and micro-batches see must make up the loss of the whole."""
     wide = batch.map(lambda t: t.double() if t.is_floating_point() else t)
     model = model.double()
-    own = kit.micro_batches
+    own = workload.micro_batches
     with torch.no_grad():
         if own is not None:
             parts = own(wide)
             elements = sum(part.elements for part in parts)
-            if not kit.counted and elements != wide.elements:
-                raise kit.refuse(
+            if not workload.counted and elements != wide.elements:
+                raise workload.refuse(
                     "micro_batches",
                     f"leave out rows or repeat them: together they have {elements} "
                     f"elements of the targets, the batch has {wide.elements}; where "
                     "some are padding, let the loss be (sum, count)",
                 )
-            _check_made_up(kit, model, wide, parts, "micro_batches")
+            _check_made_up(workload, model, wide, parts, "micro_batches")
         else:
-            _check_made_up(kit, model, wide, wide.in_parts(PARTS), "loss")
+            _check_made_up(workload, model, wide, wide.in_parts(PARTS), "loss")
     model.float()
 
 
 def _check_made_up(
-    kit: Kit, model: nn.Module, whole: Batch, parts: list[Batch], call: str
+    workload: ResolvedWorkload,
+    model: nn.Module,
+    whole: Batch,
+    parts: list[Batch],
+    call: str,
 ) -> None:
-    value, count = _objective(kit, model, [whole])
-    made, of_parts = _objective(kit, model, parts)
+    value, count = _objective(workload, model, [whole])
+    made, of_parts = _objective(workload, model, parts)
     largest = max(abs(value.item()), abs(made.item()))
     if count is not None:
         if count != of_parts or abs(value - made) > ROUNDING * largest * len(parts):
-            raise kit.refuse(
+            raise workload.refuse(
                 call,
                 f"the batch has the sum {value.item():.9g} and the count {count:g}, "
                 f"its {len(parts)} parts together {made.item():.9g} and {of_parts:g}, "
                 "in fp64: sums and counts of parts must add up",
             )
     elif abs(value - made) > ROUNDING * largest:
-        raise kit.refuse(
+        raise workload.refuse(
             call,
             f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
             f"over its {len(parts)} parts, in fp64: data parallel training averages "
@@ -199,18 +207,20 @@ def _check_made_up(
         )
 
 
-def _check_optimizer(kit: Kit, model: nn.Module) -> None:
+def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     for some in (named, named[:1]):
-        for make in kit.optimizers.values():
+        for make in workload.optimizers.values():
             made = make(some)
             if not isinstance(made, torch.optim.Optimizer):
                 text = f"returned {type(made).__name__}, expected torch's Optimizer"
-                raise kit.refuse("optimizer", text)
+                raise workload.refuse("optimizer", text)
             held = {id(p) for group in made.param_groups for p in group["params"]}
             lost = [n for n, p in some if id(p) not in held]
             if lost:
-                raise kit.refuse("optimizer", f"was given {lost[0]} and left it out")
+                raise workload.refuse(
+                    "optimizer", f"was given {lost[0]} and left it out"
+                )
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

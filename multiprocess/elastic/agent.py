@@ -116,7 +116,7 @@ class Agent:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @contextlib.contextmanager
-    def heeding_sigterm(self) -> Iterator[None]:
+    def handling_sigterm(self) -> Iterator[None]:
         """Have SIGTERM end a call in order; for a process that goes on afterwards."""
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
@@ -277,12 +277,12 @@ class Agent:
         text = f"its process raised {type(error).__name__}: {error}"
         self._membership.report_error(text)
 
-    def noted(self, name: str) -> str:
+    def read_note(self, name: str) -> str:
         """What the leader noted, or the empty string."""
         found = self._store.read(f"note/{name}", 0.0)
         return "" if found is None else found.decode()
 
-    def stands_in(self) -> bool:
+    def takes_over(self) -> bool:
         """Whether the leader is gone and this is the first agent that is left."""
         first = self._membership.first_left()
         return first == self.rank and self._membership.is_gone(0)

@@ -14,7 +14,7 @@ from ..parent.watch import Fact, OtherRanks, Watch
 from ..spec import CallOptions, WorldSpec
 from .store import SignedStore
 
-_MOST_WORLDS = 6
+_MAX_WORLDS = 6
 """So many worlds an agent keeps a rank of; the latest used ones."""
 
 
@@ -122,7 +122,7 @@ class LocalRanks:
             world.processes.kill()
         # The leader does not know. If it asks for one of them again it hears that the
         # rank is lost, and has all agents make a new one.
-        while len(self._worlds) >= _MOST_WORLDS:
+        while len(self._worlds) >= _MAX_WORLDS:
             self.end(next(iter(self._worlds)))
         processes = RankProcesses(spec, (self._rank,))
         context = request.context.applied_to(current_context())

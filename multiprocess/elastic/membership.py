@@ -46,7 +46,7 @@ _TOGETHER_S = 5.0
 """How far apart the last heartbeats of agents may be that fell silent at once."""
 
 _INTERVAL_S = 1.0
-_MOST_BETWEEN_LOOKS_S = 2.0
+_MAX_BETWEEN_POLLS_S = 2.0
 """The leader may have slept, or have been stopped: no agent was silent then."""
 
 
@@ -220,7 +220,7 @@ class HeartbeatMonitor:
         since = time.monotonic() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):
             self._looked += since
-            since = min(since, _MOST_BETWEEN_LOOKS_S)
+            since = min(since, _MAX_BETWEEN_POLLS_S)
             before, self._heard = self._heard, self._store.multi_get(self._keys)
             for index, count in enumerate(self._heard):
                 same = bool(before) and before[index] == count

@@ -41,8 +41,8 @@ SECRET_VARIABLE = "GRADPARITY_SECRET"
 
 _SHORTEST_SECRET = 16
 
-_SHORTEST_NAP_S = 0.001
-_LONGEST_NAP_S = 0.05
+_MIN_SLEEP_S = 0.001
+_MAX_SLEEP_S = 0.05
 
 
 def torchrun_store(name: str) -> SignedStore:
@@ -151,13 +151,13 @@ class SignedStore:
         Polled, because a thread in the store's own ``wait`` handles no signal.
         """
         until = time.monotonic() + limit_s
-        nap_s = _SHORTEST_NAP_S
+        sleep_s = _MIN_SLEEP_S
         while not self.raw.check([key]):
             check()
             if time.monotonic() >= until:
                 return False
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
         return True
 
     def _parts(self, key: str) -> list[str]:

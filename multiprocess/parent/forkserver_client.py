@@ -35,7 +35,7 @@ main(fd)
 """
 
 _END_S = 5.0
-_MOST_ERRORS = 64 * 1024
+_MAX_ERRORS = 64 * 1024
 """So much of the end of what the server wrote is shown."""
 
 
@@ -166,8 +166,8 @@ class ForkserverClient:
 
     def _errors(self) -> str:
         size = os.fstat(self._errors_fd).st_size
-        start = max(0, size - _MOST_ERRORS)
-        written = os.pread(self._errors_fd, _MOST_ERRORS, start)
+        start = max(0, size - _MAX_ERRORS)
+        written = os.pread(self._errors_fd, _MAX_ERRORS, start)
         return written.decode("utf-8", "backslashreplace").rstrip()
 
     def _send_import(self, modules: Iterable[str]) -> None:

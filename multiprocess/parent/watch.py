@@ -22,7 +22,7 @@ from .rank_processes import RankProcess, RankProcesses
 _CRASH_GRACE_S = 0.25
 """Shorter than after an exception: connections to a dead process break at once."""
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 """How often the store is asked for faults of ranks that others look after."""
 
 _HARNESS_FRAME = re.compile(
@@ -101,7 +101,7 @@ class Watch:
             if left_s <= 0:
                 return
             if self._others is not None:  # no descriptor becomes ready for their faults
-                left_s = min(left_s, _LOOK_S)
+                left_s = min(left_s, _POLL_S)
             for key, _ in self._selector.select(left_s):
                 self._take(key)
             if self._others is not None and self._others.failed():

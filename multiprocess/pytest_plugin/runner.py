@@ -22,7 +22,7 @@ from ..spec import CallOptions, WorldSpec
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
 
-_MOST_IDLE_RANKS = 16
+_MAX_IDLE_RANKS = 16
 
 
 class UnsuitableWorld(Exception):
@@ -109,7 +109,7 @@ class PoolRunner:
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
         for other in list(self._clusters.values()):
-            if other is not cluster and idle + kind.size > _MOST_IDLE_RANKS:
+            if other is not cluster and idle + kind.size > _MAX_IDLE_RANKS:
                 idle -= len(other.pids)
                 other.close()
         return cluster
@@ -145,7 +145,7 @@ def follow() -> int:
         except HarnessError as error:
             print(f"gradparity: rank {agent.rank}: {error}", file=sys.stderr)
         except Ended as ended:
-            if not agent.stands_in():
+            if not agent.takes_over():
                 return agent.wait_for_the_end()
             print(f"gradparity: {ended}", file=sys.stderr)
             agent.reported()

@@ -70,7 +70,7 @@ _OPENBLAS_SETTERS = (
     "scipy_openblas_set_num_threads64_",
 )
 
-_NAP_S = 0.002
+_SLEEP_S = 0.002
 
 
 def mode() -> str:
@@ -328,7 +328,7 @@ class _ForkedServer:
         while (code := self.poll()) is None:
             if until is not None and time.monotonic() > until:
                 raise subprocess.TimeoutExpired("forkserver", timeout or 0.0)
-            time.sleep(_NAP_S)
+            time.sleep(_SLEEP_S)
         return code
 
     def send_signal(self, sig: int) -> None:

@@ -68,7 +68,7 @@ _QUIET = (
 )
 """Code that calls collectives on behalf of the test."""
 
-_MOST_FRAMES = 80
+_MAX_FRAMES = 80
 
 
 class _Nesting(threading.local):
@@ -106,7 +106,7 @@ def _wrap(
         return
 
     @functools.wraps(wrapped)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         # One method of a group may call another: the outer one is what was issued. A
         # compiler that traces through here must not see a write to memory.
         if nesting.inside or torch.compiler.is_compiling():
@@ -123,7 +123,7 @@ def _wrap(
 
     # Put back later as it is in the class, not as getattr returns it, bound.
     _wrapped.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, noted)
+    setattr(owner, name, recorded)
 
 
 def _group_of_method(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -170,7 +170,7 @@ def _flat(value: Any) -> list[torch.Tensor]:
 
 def _caller(frame: FrameType | None) -> str:
     nearest = frame
-    for _ in range(_MOST_FRAMES):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         if not frame.f_code.co_filename.startswith(_QUIET):

@@ -60,7 +60,7 @@ _GROUP_TIMEOUT = datetime.timedelta(hours=2)
 """Longer than any deadline of the parent: only the parent can tell the rank that hangs
 from those that wait for it."""
 
-_MOST_GROUPS = 48
+_MAX_GROUPS = 48
 """So many process groups are left behind by earlier calls before all are made anew."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -245,7 +245,7 @@ class _Rank:
         reusable = (
             dist.is_initialized()
             and dist.group.WORLD is self._group
-            and len(dist.distributed_c10d._world.pg_map) < _MOST_GROUPS
+            and len(dist.distributed_c10d._world.pg_map) < _MAX_GROUPS
         )
         imported = tuple(sorted(_costly_modules() - self._known))
         return dataclasses.replace(reply, reusable=reusable, imported=imported)

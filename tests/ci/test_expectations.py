@@ -55,8 +55,8 @@ COUNTS: dict[str, Expectation] = {
     "its very name": known(scaler=SCALER, scenario="fsdp/2/fp32/sgd/none"),
     "torch": known(torch=">=2.13,<2.14"),
     "backend": known(backend="gloo"),
-    "world": known(world=2),
-    "worlds": known(world=[2, 4]),
+    "world": known(world_size=2),
+    "worlds": known(world_size=[2, 4]),
     "one of two statuses": known(status=["error", "fail"]),
     "its last day": known(expires=TODAY),
 }
@@ -67,7 +67,7 @@ COUNTS_NOT: dict[str, Expectation] = {
     "another case of letters": known(law="Scale.*"),
     "another torch": known(torch=">=2.14"),
     "another backend": known(backend="nccl"),
-    "another world": known(world=4),
+    "another world": known(world_size=4),
     "another status": known(status="inconclusive"),
     "the day after": known(expires=date(2026, 11, 20)),
 }
@@ -171,7 +171,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "expectations.toml"
     path.write_text(FILE)
     (entry,) = read_expectations(path)
-    assert (entry.statuses, entry.world) == (["fail", "inconclusive"], [4])
+    assert (entry.statuses, entry.world_size) == (["fail", "inconclusive"], [4])
     assert entry.expires == date(2027, 6, 30)
     path.write_text("")
     assert read_expectations(path) == []

@@ -62,7 +62,7 @@ def hostile_report(text: str) -> Report:
     )
     record = with_verdict(case(), broken)
     record = replace(
-        record, scaler=text, topology=text, data=text, problem=text, replay=text
+        record, scaler=text, topology=text, model=text, problem=text, replay=text
     )
     report = report_of([record], command=text, commit=text, platform=text)
     assert report.footer is not None
@@ -192,7 +192,7 @@ def test_a_reader_of_junit_finds_what_we_wrote(tmp_path: Path) -> None:
     found = {p.name: p.value for p in tests["scale.rule"].properties()}
     assert found == {"step": "2", "rank": "0, 3"}
     assert isinstance(tests["agreement.scale"].result[0], junitparser.Error)
-    assert isinstance(tests["skip.nobody-steps"].result[0], junitparser.Skipped)
+    assert isinstance(tests["skip.all-ranks-skip"].result[0], junitparser.Skipped)
     assert tests["liveness.completes"].is_passed
 
 

@@ -181,14 +181,14 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
     "another torch": (
         header(torch="2.14.0"),
         4,
-        "elsewhere: the baseline was made with torch 2.13",
+        "environment: the baseline was made with torch 2.13",
     ),
     "another backend": (
         header(backend="nccl"),
         4,
         "backend gloo, the report has nccl",
     ),
-    "another platform": (header(platform="darwin-arm64"), 4, "elsewhere: "),
+    "another platform": (header(platform="darwin-arm64"), 4, "environment: "),
     "other data": (header(data={"digits": "0"}), 4, "data digits"),
     "no data": (header(data={}), 4, "the report has missing"),
 }
@@ -327,7 +327,7 @@ def test_every_law_has_its_place_among_the_causes() -> None:
     ("cause", "others"),
     [
         ("agreement.scale", ["agreement.growth", "agreement.skip", "scale.rule"]),
-        ("skip.nobody-steps", ["skip.frozen", "parity.update"]),
+        ("skip.all-ranks-skip", ["skip.no-side-effects", "parity.update"]),
         ("transparency.gradient", ["transparency.bitwise", "parity.gradient"]),
     ],
 )

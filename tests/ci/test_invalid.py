@@ -30,7 +30,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
     ),
     "unknown word": (
         lambda c: replace(
-            c, verdicts=(*c.verdicts[:-1], verdict("skip.nobody-steps", "PASS"))
+            c, verdicts=(*c.verdicts[:-1], verdict("skip.all-ranks-skip", "PASS"))
         ),
         "line 2: Expected `str` matching regex '^(pass|",
     ),
@@ -40,7 +40,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
     ),
     "no verdict": (lambda c: replace(c, verdicts=()), "come to inconclusive"),
     "another world than its id": (
-        lambda c: replace(c, world=4),
+        lambda c: replace(c, world_size=4),
         "the case says fsdp/4",
     ),
     "a pass over nothing": (
@@ -112,8 +112,8 @@ TAMPERING: dict[str, tuple[Lines, str]] = {
     "no JSON": (lambda lines: [b"<html>\n", *lines], "line 1"),
     "not UTF-8": (lambda lines: [lines[0], b'"\xff"\n', *lines[1:]], "line 2"),
     "schema of tomorrow": (
-        lambda lines: [lines[0].replace(b'"schema":1', b'"schema":2'), *lines[1:]],
-        "schema version 2",
+        lambda lines: [lines[0].replace(b'"schema":2', b'"schema":3'), *lines[1:]],
+        "schema version 3",
     ),
     "footer counts a pass more": (
         lambda lines: [*lines[:-1], lines[-1].replace(b'"pass":3', b'"pass":4')],

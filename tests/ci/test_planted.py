@@ -57,7 +57,7 @@ PLANTS = {
         "scaler/grad_scaler.py",
         "return None if skips else optimizer.step(*args, **kwargs)",
         "return optimizer.step(*args, **kwargs)",
-        "skip.nobody-steps",
+        "skip.all-ranks-skip",
     ),
     "unscale off by 0.1 %": plant(
         "scaler/grads.py",

@@ -25,7 +25,7 @@ MESSAGES = {
     "scale.rule": "6 updates equal to the rule",
     "parity.gradient": "worst gradient at 0.6 of its bound (w, step 1, rank 0, norm)",
 }
-SKIPPED = "skip.nobody-steps"
+SKIPPED = "skip.all-ranks-skip"
 LAWS = [*MESSAGES, SKIPPED]
 SCALER = "mine.amp:Scaler"
 
@@ -74,9 +74,9 @@ def case(scenario: str = "fsdp/2/fp32/sgd/none", scaler: str = SCALER) -> CaseRe
         scaler=scaler,
         scenario=scenario,
         topology=topology,
-        world=int(world),
+        world_size=int(world),
         precision=precision,
-        data="digits",
+        model="digits",
         status="pass",
         verdicts=tuple(verdicts),
         seconds=0.5,

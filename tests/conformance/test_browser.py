@@ -113,7 +113,7 @@ def hostile(real: Report, tmp_path: Path) -> Path:
         topology=HOSTILE,
         scenario=HOSTILE,
         precision=HOSTILE,
-        data=HOSTILE,
+        model=HOSTILE,
         problem=HOSTILE,
         replay=HOSTILE,
         verdicts=(verdict, *bad.verdicts),

@@ -11,9 +11,9 @@ from rich.console import Console
 from gradparity.conformance.search.call_histories import (
     CALLS,
     ROUND,
-    MachineSettings,
+    CallSearchSettings,
     histories,
-    machine,
+    search_histories,
 )
 from gradparity.conformance.search.oracle import (
     Call,
@@ -29,8 +29,8 @@ TORCH = "torch.amp:GradScaler"
 def searched(database: Path, **settings: object) -> tuple[int, str]:
     output = io.StringIO()
     settings = {"families": (CALLS,)} | settings
-    code = machine(
-        MachineSettings(folder=".", database=str(database), **settings),  # type: ignore[arg-type]  # by name
+    code = search_histories(
+        CallSearchSettings(folder=".", database=str(database), **settings),  # type: ignore[arg-type]  # by name
         Console(file=output, width=200),
     )
     return code, output.getvalue()
@@ -41,7 +41,7 @@ def _tried(output: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("scaler", "world"),
+    ("scaler", "world_size"),
     [
         ("gradparity.scaler:GradScaler", 2),
         ("gradparity.scaler:ShardedGradScaler", 2),
@@ -51,9 +51,9 @@ def _tried(output: str) -> int:
     ],
 )
 def test_a_right_scaler_follows_the_oracle(
-    tmp_path: Path, scaler: str, world: int
+    tmp_path: Path, scaler: str, world_size: int
 ) -> None:
-    code, output = searched(tmp_path, scaler=scaler, world=world, budget_s=2)
+    code, output = searched(tmp_path, scaler=scaler, world_size=world_size, budget_s=2)
     assert code == 0, output
     assert _tried(output) > 5
 
@@ -82,7 +82,7 @@ SLOW = "AsksTwiceWhenBad"  # its ranks wait for each other until they are given 
     [pytest.param(n, marks=[pytest.mark.slow] * (n == SLOW)) for n in sorted(WRONG)],
 )
 def test_a_wrong_scaler_departs(tmp_path: Path, scaler: str) -> None:
-    settings = {"scaler": f"{MODULE}:{scaler}", "world": 2}
+    settings = {"scaler": f"{MODULE}:{scaler}", "world_size": 2}
     history = parse_history(WRONG[scaler], 2)
     code, output = searched(tmp_path, history=history, **settings)
     assert code == 1, output
@@ -106,7 +106,7 @@ def test_on_ci_every_round_draws_anew(tmp_path: Path) -> None:
     settings.load_profile("as-on-ci")
     try:
         _, output = searched(
-            tmp_path, scaler="gradparity.scaler:GradScaler", world=1, budget_s=2
+            tmp_path, scaler="gradparity.scaler:GradScaler", world_size=1, budget_s=2
         )
     finally:
         settings.load_profile(before)
@@ -116,7 +116,10 @@ def test_on_ci_every_round_draws_anew(tmp_path: Path) -> None:
 def test_torchs_scaler_departs_on_two_ranks(tmp_path: Path) -> None:
     """B01: the verdict travels over the mesh of the first gradient, which is none."""
     code, output = searched(
-        tmp_path, scaler=TORCH, world=2, history=parse_history("inf:0@1,step:0@0", 2)
+        tmp_path,
+        scaler=TORCH,
+        world_size=2,
+        history=parse_history("inf:0@1,step:0@0", 2),
     )
     assert code == 1 and "optimizer 0 holds" in output, output
 
@@ -130,7 +133,7 @@ def test_a_history_is_read_as_it_is_written(history: tuple[Call, ...]) -> None:
 def test_ranks_of_the_oracle_agree_and_refusals_change_nothing(
     history: tuple[Call, ...],
 ) -> None:
-    ranks = [Oracle(rank=rank, world=2) for rank in range(2)]
+    ranks = [Oracle(rank=rank, world_size=2) for rank in range(2)]
     for call in history:
         before = [repr(oracle) for oracle in ranks]
         legal = {oracle.after(call) for oracle in ranks}
@@ -155,7 +158,7 @@ def test_a_wrong_history_is_refused(text: str, problem: str) -> None:
         parse_history(text, 2)
 
 
-@pytest.mark.parametrize("settings", [{"budget_s": 0.0}, {"world": 0}])
+@pytest.mark.parametrize("settings", [{"budget_s": 0.0}, {"world_size": 0}])
 def test_settings_are_checked(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="got 0"):
-        MachineSettings(scaler=TORCH, folder=".", **settings)  # type: ignore[arg-type]  # by name
+        CallSearchSettings(scaler=TORCH, folder=".", **settings)  # type: ignore[arg-type]  # by name

@@ -10,7 +10,7 @@ from gradparity.conformance.space import catalogue
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.conformance.space.covering import cover, most_new_first, subsets
 from gradparity.conformance.space.recipes import RECIPES
-from gradparity.fixtures import MODELS, OPTIMIZERS, ORDERS, PRECISIONS, TOPOLOGIES
+from gradparity.fixtures import MODELS, OPTIMIZERS, PARAM_ORDERS, PRECISIONS, TOPOLOGIES
 from gradparity.fixtures.faulty import plain
 
 SOON = 60
@@ -52,14 +52,14 @@ def test_quick_holds_every_choice() -> None:
     quick = select("quick", Selection())
     for field, table in (
         ("topology", TOPOLOGIES),
-        ("data", MODELS),
+        ("model", MODELS),
         ("precision", PRECISIONS),
         ("optimizer", OPTIMIZERS),
-        ("order", ORDERS),
+        ("param_order", PARAM_ORDERS),
         ("recipe", RECIPES),
     ):
         assert {getattr(s, field) for s in quick} == set(table)
-    assert len({s.magnitude for s in quick}) == 3
+    assert len({s.loss_factor for s in quick}) == 3
     for target in ("middle[middle]", "last[last]", "loss", "loss[last]", "inf", "nan"):
         assert any(target in s.faults for s in quick), target
 
@@ -77,10 +77,10 @@ def test_default_tries_most_choices_soon_and_what_takes_long_later() -> None:
     chosen = select("default", Selection())
     for field, table in (
         ("topology", TOPOLOGIES),
-        ("data", MODELS),
+        ("model", MODELS),
         ("precision", PRECISIONS),
         ("optimizer", OPTIMIZERS),
-        ("order", ORDERS),
+        ("param_order", PARAM_ORDERS),
         ("recipe", RECIPES),
     ):
         soon = {getattr(s, field) for s in chosen[:SOON]}
@@ -90,7 +90,7 @@ def test_default_tries_most_choices_soon_and_what_takes_long_later() -> None:
     assert all(s.steps < catalogue.LONG for s in chosen[: 3 * SOON])
 
 
-def test_default_strikes_every_place_on_every_topology() -> None:
+def test_default_injects_at_every_place_on_every_topology() -> None:
     chosen = select("default", Selection())
     for name in TOPOLOGIES:
         plans = " ".join(s.faults for s in chosen if s.topology == name)
@@ -115,11 +115,12 @@ def test_presets_are_large_enough_deterministic_and_replayable(
 
 
 def test_a_selection_is_kept() -> None:
-    chosen = select("quick", Selection(topologies=["fsdp"], data=["text"], seed=3))
+    chosen = select("quick", Selection(topologies=["fsdp"], models=["text"], seed=3))
     assert {(s.topology, s.dataset, s.seed) for s in chosen} == {("fsdp", "text", 3)}
 
 
 def test_a_world_size_is_taken_over() -> None:
     assert {
-        s.world for s in select("parity", Selection(topologies=["fsdp"], world=4))
+        s.world_size
+        for s in select("parity", Selection(topologies=["fsdp"], world_size=4))
     } == {4}

@@ -40,7 +40,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["run", "--scaler", "torch"], "is no module:attribute"),
         (["run", "--scaler", "math:pi"], "is not callable"),
         (["run", "--topology", "ring"], "unknown topology 'ring'"),
-        (["run", "--data", "mnist"], "unknown data 'mnist'"),
+        (["run", "--model", "mnist"], "unknown model 'mnist'"),
         (["run", "--preset", "nosuch"], "unknown preset"),
         (["run", "--precision", "fp8"], "unknown precision 'fp8'"),
         (
@@ -93,7 +93,7 @@ def test_bad_usage_is_one_line_and_exit_2(
         "topologies",
         "precisions",
         "optimizers",
-        "data",
+        "models",
         "recipes",
         "presets",
         "faults",
@@ -218,7 +218,7 @@ def test_a_scaler_of_the_current_folder_and_fail_fast(tmp_path: Path) -> None:
         "from gradparity.fixtures.faulty import NeverAgrees as Mine\n"
     )
     done = run(
-        "run", "--topology", "fsdp", "--data", "digits", "--scaler", "mine:Mine",
+        "run", "--topology", "fsdp", "--model", "digits", "--scaler", "mine:Mine",
         "--fail-fast", "--report", "r.jsonl", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr

@@ -12,7 +12,7 @@ import torch
 
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.rank import worker as rank_module
-from gradparity.conformance.rank.devices import Devices, settle
+from gradparity.conformance.rank.devices import Devices, set_deterministic
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run import launcher as place_module
 from gradparity.conformance.run.launcher import Place, Pool, Torchrun
@@ -177,9 +177,9 @@ def test_on_cuda_the_same_bits_come_each_time(
     kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's stays
-    settle(torch.device("cpu"))
+    set_deterministic(torch.device("cpu"))
     assert kernels.flash_sdp_enabled()
-    settle(torch.device("cuda", 0))
+    set_deterministic(torch.device("cuda", 0))
     assert not kernels.flash_sdp_enabled() and not kernels.mem_efficient_sdp_enabled()
     assert not kernels.cudnn_sdp_enabled() and kernels.math_sdp_enabled()
     assert kernels.matmul.allow_fp16_reduced_precision_reduction is False
@@ -248,7 +248,7 @@ def test_the_catalogue_on_nccl_with_one_rank(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("topology", ["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "pp"])
 def test_ranks_share_a_gpu(tmp_path: Path, topology: str) -> None:
-    options = ["--share-gpus", "--topology", topology, "--data", "digits"]
+    options = ["--share-gpus", "--topology", topology, "--model", "digits"]
     assert run_on_gpu(tmp_path, *options) == ("gloo", topology)
 
 

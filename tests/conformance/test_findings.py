@@ -1,4 +1,4 @@
-"""What laws say on made-up traces, word by word: counts, groups, steps and borders."""
+"""What laws say on made-up traces, word by word: counts, groups, steps and limits."""
 
 from dataclasses import replace
 
@@ -28,15 +28,15 @@ COUNTS = {
     "agreement.growth": "12 rank-steps compared by their growth tracker",
     "agreement.skip": "12 rank-steps compared by their decision",
     "agreement.replicas": "8 pairs of replicas compared bitwise",
-    "skip.nobody-steps": "3 rank-steps with a bad gradient somewhere",
-    "skip.everybody-steps": "9 rank-steps with finite gradients",
-    "skip.frozen": "3 rank-steps with a bad gradient somewhere",
+    "skip.all-ranks-skip": "3 rank-steps with a bad gradient somewhere",
+    "skip.all-ranks-step": "9 rank-steps with finite gradients",
+    "skip.no-side-effects": "3 rank-steps with a bad gradient somewhere",
     "scale.rule": "12 updates equal to the rule",
     "scale.positive": "12 scales looked at",
     "scale.continuity": "9 pairs of steps",
     # until the first bad step
-    "transparency.gradient": "3 gradients bitwise equal to the bare run",
-    "transparency.bitwise": "3 tensors bitwise equal to the bare run",
+    "transparency.gradient": "3 gradients bitwise equal to the control run",
+    "transparency.bitwise": "3 tensors bitwise equal to the control run",
     "parity.gradient": "worst gradient at 0.5 of its bound (w, step 2, rank 1, norm)",
     "parity.update": "worst update at 0.5 of its bound (w, step 2, rank 1, norm)",
     "parity.loss": "worst loss at 0.5 of its bound (w, step 2, rank 1, norm)",
@@ -59,9 +59,9 @@ def test_a_pass_says_how_much_was_compared() -> None:
 
 NUMBERS = {
     "agreement.replicas": (8, 0),
-    "skip.nobody-steps": (3, 0),
-    "skip.everybody-steps": (9, 0),
-    "skip.frozen": (3, 0),
+    "skip.all-ranks-skip": (3, 0),
+    "skip.all-ranks-step": (9, 0),
+    "skip.no-side-effects": (3, 0),
     "scale.continuity": (9, 0),
     "transparency.gradient": (3, 9),  # until the first bad step
     "transparency.bitwise": (3, 9),
@@ -245,7 +245,9 @@ def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
     parity = parity_without_rows()
     for kind, error in rows:
         parity.add(row(kind, error=error))
-    return Evidence(scenario=of.scenario, ranks=of.ranks, bare=of.bare, parity=parity)
+    return Evidence(
+        scenario=of.scenario, ranks=of.ranks, control=of.control, parity=parity
+    )
 
 
 def test_what_departs_is_named() -> None:
@@ -461,7 +463,7 @@ def test_a_count_that_a_load_may_have_lost_is_not_held_against_a_scaler(
     resumed = replace(SCENARIO, recipe="resume")
     of = untold(evidence(scenario=resumed))
     for trace in of.ranks:
-        later = trace.steps[resumed.seam :]
+        later = trace.steps[resumed.resume_step :]
         later[0].scale_after = later[0].scale_before * factor
         later[1].scale_before = later[0].scale_after
         later[1].scale_after = later[0].scale_after * (1.0 if factor == 2.0 else 2.0)
@@ -529,22 +531,24 @@ def test_steps_that_were_not_finished_are_not_compared() -> None:
 def test_a_good_step_after_a_bad_one_is_looked_at() -> None:
     of = evidence(bad=True)
     of.ranks[0].steps[BAD_STEP + 1].decisions[0].parameters_changed = False
-    found = finding(of, "skip.everybody-steps")
+    found = finding(of, "skip.all-ranks-step")
     assert found.message == (
         "step 2: rank 0 did not step although all gradients are finite"
     )
 
 
-def planted(plan: str, *, struck: str = "") -> Evidence:
-    """A right run in which faults were planted, and one of them or none struck."""
-    of = evidence(bad=bool(struck), scenario=replace(SCENARIO, faults="inf@r1s1:first"))
+def planted(plan: str, *, injected: str = "") -> Evidence:
+    """A right run in which faults were planted, and at most one was injected."""
+    of = evidence(
+        bad=bool(injected), scenario=replace(SCENARIO, faults="inf@r1s1:first")
+    )
     object.__setattr__(of.scenario, "faults", plan)  # of a model with one parameter
-    if struck:
-        of.ranks[1].steps[BAD_STEP].faults = [struck]
+    if injected:
+        of.ranks[1].steps[BAD_STEP].faults = [injected]
     return of
 
 
-@pytest.mark.parametrize("law", ["skip.nobody-steps", "skip.frozen"])
+@pytest.mark.parametrize("law", ["skip.all-ranks-skip", "skip.no-side-effects"])
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
@@ -560,29 +564,29 @@ def test_a_planted_fault_that_did_not_strike_is_told(
 ) -> None:
     found = finding(planted(plan), law)
     assert found.status is Status.INCONCLUSIVE
-    assert found.message == f"{plan} was due at step 1 and did not strike: {why}"
+    assert found.message == f"{plan} was due at step 1 and was not injected: {why}"
     assert (found.step, found.compared, found.not_compared) == (1, 0, 2)
 
 
-@pytest.mark.parametrize("law", ["skip.nobody-steps", "skip.frozen"])
+@pytest.mark.parametrize("law", ["skip.all-ranks-skip", "skip.no-side-effects"])
 def test_one_fault_that_struck_does_not_hide_another(law: str) -> None:
     one, other = "inf@r1s1:w", "nan@r0s*:w"
-    assert finding(planted(one, struck=f"{one}=w"), law).status is Status.PASS
-    found = finding(planted(f"{one};{other}", struck=f"{one}=w"), law)
+    assert finding(planted(one, injected=f"{one}=w"), law).status is Status.PASS
+    found = finding(planted(f"{one};{other}", injected=f"{one}=w"), law)
     assert (found.status, found.compared, found.not_compared) == ("inconclusive", 2, 8)
 
 
 def test_a_violation_goes_before_a_fault_that_did_not_strike() -> None:
-    of = planted("inf@r1s1:w;nan@r0s2:w", struck="inf@r1s1:w=w")
+    of = planted("inf@r1s1:w;nan@r0s2:w", injected="inf@r1s1:w=w")
     of.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
-    assert finding(of, "skip.nobody-steps").status is Status.FAIL
+    assert finding(of, "skip.all-ranks-skip").status is Status.FAIL
 
 
 def test_a_fault_of_a_step_that_was_not_reached_was_not_due() -> None:
     of = planted("inf@r1s3:w")
     for trace in of.ranks:
         trace.steps[3].complete = False
-    assert finding(of, "skip.nobody-steps").status is Status.SKIPPED
+    assert finding(of, "skip.all-ranks-skip").status is Status.SKIPPED
 
 
 # - Transparency
@@ -600,9 +604,9 @@ def test_a_fault_of_a_step_that_was_not_reached_was_not_due() -> None:
 )
 def test_the_border_of_what_is_compared(got: float, want: float, equal: bool) -> None:
     of = evidence()
-    assert of.bare is not None
+    assert of.control is not None
     of.ranks[0].steps[1].gradients["w"][0] = got
-    of.bare[0].steps[1].gradients["w"][0] = want
+    of.control[0].steps[1].gradients["w"][0] = want
     expected = Status.PASS if equal else Status.FAIL
     assert finding(of, "transparency.gradient").status is expected
 

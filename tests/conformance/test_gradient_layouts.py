@@ -113,7 +113,9 @@ class PartIsLost(ShardAndPartial):
 
 
 def case(runner: Runner, stack: type, recipe: str = "plain") -> Case:
-    text = f"tp2/2/fp32/own/none/recipe={recipe},data={MODULE}:{stack.__name__},steps=2"
+    text = (
+        f"tp2/2/fp32/own/none/recipe={recipe},model={MODULE}:{stack.__name__},steps=2"
+    )
     return runner.run("none", Scenario.parse(text))
 
 

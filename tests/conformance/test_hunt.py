@@ -11,9 +11,9 @@ from rich.console import Console
 from gradparity.conformance import Scenario
 from gradparity.conformance.run.runner import Runner
 from gradparity.conformance.search.call_histories import (
-    MachineSettings,
-    machine,
+    CallSearchSettings,
     parse_drawn,
+    search_histories,
 )
 from gradparity.conformance.search.hunt import HuntSettings, hunt, scenarios
 from gradparity.conformance.space.catalogue import Selection
@@ -27,7 +27,7 @@ def hunted(scaler: str, budget_s: float, database: Path) -> tuple[int, str]:
         HuntSettings(
             scaler=f"{MODULE}:{scaler}",
             selection=Selection(
-                topologies=["ddp"], data=["digits"], precisions=["fp32"]
+                topologies=["ddp"], models=["digits"], precisions=["fp32"]
             ),
             folder=".",
             budget_s=budget_s,
@@ -61,13 +61,15 @@ def _line(output: str, word: str) -> list[str]:
 def test_call_histories_are_hunted_too_and_told_as_a_line(tmp_path: Path) -> None:
     code, output = hunted("UnscalesTwice", 12, tmp_path)
     assert code == 1, output
-    words = _line(output, " machine ")
+    words = _line(output, " search_histories ")
     (scaler, history) = (
         words[words.index(f"--{o}") + 1] for o in ("scaler", "history")
     )
-    again = MachineSettings(scaler=scaler, folder=".", history=parse_drawn(history, 2))
+    again = CallSearchSettings(
+        scaler=scaler, folder=".", history=parse_drawn(history, 2)
+    )
     told = io.StringIO()
-    assert machine(again, Console(file=told, width=200)) == 1
+    assert search_histories(again, Console(file=told, width=200)) == 1
     assert "departure from the oracle" in told.getvalue()
 
 

@@ -152,7 +152,7 @@ def test_the_same_report_as_on_the_pool(tmp_path: Path) -> None:
     assert {c.status for c in before.cases} == {"pass", "fail"}
     changes = compare(before, after)
     assert {(c.kind, c.text.split()[1]) for c in changes} == {("new", LARGE)}
-    assert [c for c in after.cases if c.world == 2] != []
+    assert [c for c in after.cases if c.world_size == 2] != []
     launcher = after.header.launcher
     assert (launcher.name, launcher.ranks, launcher.restarts) == ("torchrun", 2, ())
     assert (tmp_path / "out" / "index.html").is_file()

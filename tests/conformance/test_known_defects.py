@@ -12,7 +12,10 @@ from rich.console import Console
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.judge.law import Status
 from gradparity.conformance.run.peers import OURS, PEERS
-from gradparity.conformance.search.call_histories import MachineSettings, machine
+from gradparity.conformance.search.call_histories import (
+    CallSearchSettings,
+    search_histories,
+)
 from gradparity.conformance.search.oracle import parse_history
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/defects.md"
@@ -69,8 +72,8 @@ def test_the_scaler_departs_from_the_oracle_and_ours_does_not(row: Row) -> None:
     codes = []
     for scaler in (row.scaler, OURS):
         calls = parse_history(row.history, 2)
-        settings = MachineSettings(scaler=scaler, folder=".", history=calls)
-        codes.append(machine(settings, Console(file=io.StringIO())))
+        settings = CallSearchSettings(scaler=scaler, folder=".", history=calls)
+        codes.append(search_histories(settings, Console(file=io.StringIO())))
     assert codes == [1, 0]
 
 

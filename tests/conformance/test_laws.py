@@ -34,7 +34,7 @@ def test_a_right_run_breaks_no_law(bad: bool) -> None:
     found = statuses(evidence(bad=bad))
     assert set(found) == set(LAWS)
     assert {s for s in found.values()} <= {Status.PASS, Status.SKIPPED}
-    assert found["skip.nobody-steps"] is (Status.PASS if bad else Status.SKIPPED)
+    assert found["skip.all-ranks-skip"] is (Status.PASS if bad else Status.SKIPPED)
 
 
 def _scale(e: Evidence) -> None:
@@ -78,8 +78,8 @@ def _zero(e: Evidence) -> None:
 
 
 def _not_bare(e: Evidence) -> None:
-    assert e.bare is not None
-    e.bare[1].steps[3].digests["w"] = "else"
+    assert e.control is not None
+    e.control[1].steps[3].digests["w"] = "else"
 
 
 def _flushed(e: Evidence) -> None:
@@ -136,9 +136,9 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("agreement.growth", _growth, False),
     ("agreement.skip", _one_rank_skips, False),
     ("agreement.replicas", _replica, False),
-    ("skip.nobody-steps", _steps_on_bad, True),
-    ("skip.frozen", _counts_on_bad, True),
-    ("skip.everybody-steps", _all_skip_good, False),
+    ("skip.all-ranks-skip", _steps_on_bad, True),
+    ("skip.no-side-effects", _counts_on_bad, True),
+    ("skip.all-ranks-step", _all_skip_good, False),
     ("scale.rule", _no_backoff, True),
     ("scale.positive", _zero, False),
     ("scale.continuity", _changed_between_steps, False),
@@ -175,7 +175,7 @@ def test_every_law_is_broken_here() -> None:
 def test_evidence_names_step_rank_and_parameter() -> None:
     broken = evidence(bad=True)
     broken.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
-    (finding,) = [v.finding for v in judge(broken) if v.law == "skip.nobody-steps"]
+    (finding,) = [v.finding for v in judge(broken) if v.law == "skip.all-ranks-skip"]
     assert (finding.step, finding.ranks, finding.parameter) == (1, (0,), "w")
     assert (
         finding.message == "step 1: rank 0 stepped although w is not finite on rank 1"
@@ -260,21 +260,21 @@ def test_one_bit_of_one_gradient_is_seen(
 def test_what_the_bare_run_may_have_rounded_is_not_compared() -> None:
     e = evidence()
     e.ranks[0].steps[1].gradients["w"][0] = 2.0**-101
-    assert e.bare is not None
-    e.bare[0].steps[1].gradients["w"][0] = 0.0
+    assert e.control is not None
+    e.control[0].steps[1].gradients["w"][0] = 0.0
     assert "transparency.gradient" not in failures(e)
 
 
 def test_after_a_bad_step_a_bare_run_has_nothing_to_say() -> None:
     """An overflow that nobody planted: the run without a scaler goes on."""
     e = evidence(bad=True)
-    for trace in e.bare or ():
+    for trace in e.control or ():
         for seen in trace.steps[BAD_STEP:]:
             seen.digests = {"w": "else"}
     assert "transparency.bitwise" not in failures(e)
 
 
-NEEDS_A_BAD_STEP = {"skip.nobody-steps", "skip.frozen"}
+NEEDS_A_BAD_STEP = {"skip.all-ranks-skip", "skip.no-side-effects"}
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -288,7 +288,9 @@ def test_what_was_compared_passes_and_what_was_not_is_skipped(bad: bool) -> None
 
 def test_one_rank_has_nobody_to_agree_with() -> None:
     e = evidence()
-    alone = Evidence(scenario=SCENARIO, ranks=e.ranks[:1], bare=e.bare, parity=e.parity)
+    alone = Evidence(
+        scenario=SCENARIO, ranks=e.ranks[:1], control=e.control, parity=e.parity
+    )
     found = statuses(alone)
     for law in ("agreement.scale", "agreement.growth", "agreement.skip"):
         assert found[law] is Status.SKIPPED, law
@@ -302,8 +304,8 @@ def test_a_run_of_bad_steps_only_says_nothing_of_good_ones() -> None:
         for seen in trace.steps:
             seen.decisions = [Decision(non_finite=["w"], parameters_changed=False)]
     found = statuses(e)
-    assert found["skip.everybody-steps"] is Status.SKIPPED
-    assert found["skip.nobody-steps"] is found["skip.frozen"] is Status.PASS
+    assert found["skip.all-ranks-step"] is Status.SKIPPED
+    assert found["skip.all-ranks-skip"] is found["skip.no-side-effects"] is Status.PASS
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
@@ -329,7 +331,7 @@ def test_only_exact_scaling_is_transparent(settings: str, compared: bool) -> Non
     e = evidence()
     scenario = Scenario.parse(f"ddp/2/{settings}")
     found = statuses(
-        Evidence(scenario=scenario, ranks=e.ranks, bare=e.bare, parity=e.parity)
+        Evidence(scenario=scenario, ranks=e.ranks, control=e.control, parity=e.parity)
     )
     expected = Status.PASS if compared else Status.SKIPPED
     assert found["transparency.bitwise"] is found["transparency.gradient"] is expected
@@ -341,8 +343,8 @@ def test_only_exact_scaling_is_transparent(settings: str, compared: bool) -> Non
         ("agreement.scale", _scale, False, 2, (0,)),
         ("agreement.skip", _one_rank_skips, False, 2, (0,)),
         ("agreement.replicas", _replica, False, 2, (1,)),
-        ("skip.frozen", _counts_on_bad, True, BAD_STEP, (0,)),
-        ("skip.everybody-steps", _all_skip_good, False, 3, (0, 1)),
+        ("skip.no-side-effects", _counts_on_bad, True, BAD_STEP, (0,)),
+        ("skip.all-ranks-step", _all_skip_good, False, 3, (0, 1)),
         ("scale.rule", _no_backoff, True, BAD_STEP, (0,)),
         ("transparency.bitwise", _not_bare, False, 3, (1,)),
         ("collectives.same-sequence", _sequence, False, 0, (1,)),

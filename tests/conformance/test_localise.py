@@ -19,7 +19,7 @@ TWICE = "gradparity.fixtures.faulty:UnscalesTwice"
 
 
 def own(stack: type, place: str = "tp2/2/fp32", more: str = "steps=2") -> str:
-    return f"{place}/own/none/data={MODULE}:{stack.__name__},{more}"
+    return f"{place}/own/none/model={MODULE}:{stack.__name__},{more}"
 
 
 def located(runner: Runner, id: str, scaler: str = "none") -> Location:
@@ -47,10 +47,10 @@ def located(runner: Runner, id: str, scaler: str = "none") -> Location:
         own(misplaced.RightContext, "dp2-cp2/4/fp32", "steps=2,recipe=accumulate"),
         "ddp/2/fp32/adamw/none/steps=2",
         "fsdp1/2/fp16-params/sgd/none/steps=2",
-        "fsdp/2/fp16-reduce/sgd/none/data=text-tied,steps=2",
-        "fsdp+tp/4/fp32/sgd/none/data=text,steps=2",
-        "pp/2/fp32/sgd/none/data=text,steps=2",
-        "ep/2/fp32/sgd/none/data=digits-experts,steps=2",
+        "fsdp/2/fp16-reduce/sgd/none/model=text-tied,steps=2",
+        "fsdp+tp/4/fp32/sgd/none/model=text,steps=2",
+        "pp/2/fp32/sgd/none/model=text,steps=2",
+        "ep/2/fp32/sgd/none/model=digits-experts,steps=2",
     ],
 )
 def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:

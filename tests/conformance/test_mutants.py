@@ -13,7 +13,7 @@ from gradparity.conformance.search.mutants import MutantSettings, mutants
 from gradparity.conformance.space.catalogue import Selection
 
 SMALL = Selection(
-    topologies=["single"], data=["digits"], precisions=["fp32"], optimizers=["sgd"]
+    topologies=["single"], models=["digits"], precisions=["fp32"], optimizers=["sgd"]
 )
 
 

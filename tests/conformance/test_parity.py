@@ -9,7 +9,7 @@ import pytest
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.judge import bounds
-from gradparity.conformance.judge.bounds import make_yardstick
+from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
 from gradparity.conformance.judge.reference import (
     KEPT,
@@ -24,7 +24,7 @@ from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.fixtures.models import DigitsMLP
 
 DIGITS = Scenario.parse("single/1/fp32/sgd/none/steps=4")
-TEXT = Scenario.parse("single/1/fp32/adamw/none/data=text,steps=4")
+TEXT = Scenario.parse("single/1/fp32/adamw/none/model=text,steps=4")
 NONE: frozenset[str] = frozenset()
 PARAMETERS = [name for name, _ in DigitsMLP().named_parameters()]
 # another order of reduction than any of the references that make the bounds
@@ -182,13 +182,13 @@ def test_references_differ_by_rounding_only() -> None:
 
 
 def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
-    half = Scenario.parse("single/1/fp16-autocast/adamw/none/data=text,steps=2")
-    plain = Scenario.parse("single/1/fp16-autocast/sgd/none/data=text,steps=2")
+    half = Scenario.parse("single/1/fp16-autocast/adamw/none/model=text,steps=2")
+    plain = Scenario.parse("single/1/fp16-autocast/sgd/none/model=text,steps=2")
     schedule = Schedule(skipped=(NONE, NONE), scales=(1024.0, 1024.0))
     left_out = [
         sum(
             int((weight == 0).sum())
-            for weight in make_yardstick(s, schedule).weights[1].values()
+            for weight in make_parity_bounds(s, schedule).weights[1].values()
         )
         for s in (half, plain)
     ]
@@ -201,8 +201,8 @@ def test_adam_errs_more_where_gradients_are_small() -> None:
     scenario = Scenario.parse("single/1/fp16-autocast/adam/none/steps=3")
     (trace,) = traces_of(scenario)
     name = "head.weight"
-    yardstick = make_yardstick(scenario, demanded_schedule([trace]))
-    weights, (_, bound) = yardstick.weights[2][name], yardstick.update[2][name]
+    parity_bounds = make_parity_bounds(scenario, demanded_schedule([trace]))
+    weights, (_, bound) = parity_bounds.weights[2][name], parity_bounds.update[2][name]
     assert weights.max() == 1.0
     for element, accused in (
         (weights.argmax(), True),
@@ -217,21 +217,24 @@ def test_the_weight_of_an_update_is_its_smallest_gradient() -> None:
     scenario = Scenario.parse("single/1/fp32/adam/none/steps=3")
     held = frozenset(PARAMETERS)
     schedule = Schedule(skipped=(NONE, held, NONE), scales=(1.0,) * 3)
-    yardstick = make_yardstick(scenario, schedule)
+    parity_bounds = make_parity_bounds(scenario, schedule)
     for name in PARAMETERS:
         sizes = [
-            np.abs(yardstick.truth.gradients[step][name])
-            * (np.abs(yardstick.truth.gradients[step][name]) > bound[name][1])
-            for step, bound in ((0, yardstick.gradient[0]), (2, yardstick.gradient[2]))
+            np.abs(parity_bounds.truth.gradients[step][name])
+            * (np.abs(parity_bounds.truth.gradients[step][name]) > bound[name][1])
+            for step, bound in (
+                (0, parity_bounds.gradient[0]),
+                (2, parity_bounds.gradient[2]),
+            )
         ]
         smallest = np.minimum(*sizes)
-        assert (yardstick.weights[1][name] == sizes[0] / sizes[0].max()).all()
-        assert (yardstick.weights[2][name] == smallest / smallest.max()).all()
+        assert (parity_bounds.weights[1][name] == sizes[0] / sizes[0].max()).all()
+        assert (parity_bounds.weights[2][name] == smallest / smallest.max()).all()
 
 
 def test_an_update_is_seen_through_the_rounding_of_its_parameter() -> None:
     """Attention does not depend on the bias of its keys: all its updates are noise."""
-    scenario = Scenario.parse("single/1/fp32/sgd/none/data=text,steps=2")
+    scenario = Scenario.parse("single/1/fp32/sgd/none/model=text,steps=2")
     (trace,) = traces_of(scenario)
     name = "blocks.1.attention.key.bias"
     schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
@@ -256,19 +259,19 @@ def test_a_contrary_run_turns_small_elements_alone() -> None:
     gradient = plain.gradients[0]["up.weight"]
     limit = float(np.median(np.abs(gradient)))
     step = (("up.weight", limit),)
-    contrary = train_reference(scenario, schedule, Variant(contrary=(step, ())))
-    assert np.array_equal(contrary.gradients[0]["up.weight"], gradient)
-    moved, other = plain.updates[0], contrary.updates[0]
+    sign_flip = train_reference(scenario, schedule, Variant(sign_flip=(step, ())))
+    assert np.array_equal(sign_flip.gradients[0]["up.weight"], gradient)
+    moved, other = plain.updates[0], sign_flip.updates[0]
     small = np.abs(gradient) <= limit
     assert np.allclose(other["up.weight"][small], -moved["up.weight"][small], atol=1e-6)
     assert np.array_equal(other["up.weight"][~small], moved["up.weight"][~small])
     assert np.array_equal(other["head.bias"], moved["head.bias"])
-    first, second = (run.gradients[1]["up.weight"] for run in (plain, contrary))
+    first, second = (run.gradients[1]["up.weight"] for run in (plain, sign_flip))
     assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "contrary"),
+    ("precision", "optimizer", "sign_flip"),
     [
         ("fp16-autocast", "adamw", 1),
         ("bf16-autocast", "adagrad", 1),
@@ -277,7 +280,7 @@ def test_a_contrary_run_turns_small_elements_alone() -> None:
     ],
 )
 def test_where_chance_turns_elements_a_reference_has_them_turned(
-    monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, contrary: int
+    monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, sign_flip: int
 ) -> None:
     variants: list[Variant] = []
 
@@ -287,20 +290,20 @@ def test_where_chance_turns_elements_a_reference_has_them_turned(
 
     monkeypatch.setattr(bounds, "train_reference", noted)
     text = f"single/1/{precision}/{optimizer}/none/steps=4"
-    make_yardstick(Scenario.parse(text), WHOLE)
-    found = [v.contrary for v in variants if v.contrary]
-    assert len(found) == contrary
+    make_parity_bounds(Scenario.parse(text), WHOLE)
+    found = [v.sign_flip for v in variants if v.sign_flip]
+    assert len(found) == sign_flip
     assert all(len(steps) == 4 and min(map(len, steps)) > 0 for steps in found)
 
 
 def test_one_weight_that_went_the_other_way_accuses_nobody() -> None:
     """As in fsdp+tp/4/fp16-reduce/adagrad on the text, whose scaler was right."""
-    scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/data=text,steps=4")
+    scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/model=text,steps=4")
     truth = train_reference(scenario, WHOLE, Variant(double=True))
     size = np.abs(truth.gradients[0][TURNED])
     limit = float(np.sort(size)[3])  # some ten thousandth of the largest
     assert limit < 1e-3 * size.max()
-    turned = Variant(contrary=(((TURNED, limit),), (), (), ()))
+    turned = Variant(sign_flip=(((TURNED, limit),), (), (), ()))
     (trace,) = traces_of(scenario, turned, WHOLE)
     assert measure_parity(scenario, [trace]).first_bad == {}
     trace.steps[0].gradients[TURNED] *= np.float32(1.02)

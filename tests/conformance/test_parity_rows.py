@@ -1,4 +1,4 @@
-"""What parity compares, row by row: made-up traces against a made-up yardstick."""
+"""What parity compares, row by row: made-up traces against a made-up parity_bounds."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradparity.conformance.judge import parity as parity_module
-from gradparity.conformance.judge.bounds import Yardstick
+from gradparity.conformance.judge.bounds import ParityBounds
 from gradparity.conformance.judge.parity import Parity, measure_parity
 from gradparity.conformance.judge.reference import Reference
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
@@ -37,19 +37,19 @@ def rank(number: int, held: Sequence[int] = (0, 1), **coordinate: int) -> RankTr
 
 
 @pytest.fixture
-def yardstick(monkeypatch: pytest.MonkeyPatch) -> Yardstick:
-    made = Yardstick(
+def parity_bounds(monkeypatch: pytest.MonkeyPatch) -> ParityBounds:
+    made = ParityBounds(
         truth=Reference((2.0,), (dict(TRUTH),), (dict(TRUTH),), dict(TRUTH)),
         weights=[{name: np.ones(2) for name in NAMES}],
         gradient=[dict.fromkeys(NAMES, BOUND)],
         update=[dict.fromkeys(NAMES, BOUND)],
         loss=[{"loss": BOUND}],
     )
-    monkeypatch.setattr(parity_module, "make_yardstick", lambda *_: made)
+    monkeypatch.setattr(parity_module, "make_parity_bounds", lambda *_: made)
     return made
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_all_is_compared_and_nothing_is_found() -> None:
     parity = measure_parity(ONE, [rank(0), rank(1)])
     # by norm and by element: a loss, and on two ranks two gradients and two updates
@@ -61,7 +61,7 @@ def test_all_is_compared_and_nothing_is_found() -> None:
     assert parity.reference_loss == [2.0]
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_errors_are_relative_to_the_whole_tensor() -> None:
     trace = rank(1, held=(1,))
     trace.steps[0].gradients["b"][0] += 1.0
@@ -73,16 +73,16 @@ def test_errors_are_relative_to_the_whole_tensor() -> None:
 @pytest.mark.parametrize("bounds", [(math.inf, 0.5), (0.5, math.inf), (math.nan,) * 2])
 @pytest.mark.parametrize("kind", ["gradient", "update", "loss"])
 def test_without_a_bound_nothing_is_compared(
-    yardstick: Yardstick, kind: str, bounds: tuple[float, float]
+    parity_bounds: ParityBounds, kind: str, bounds: tuple[float, float]
 ) -> None:
     name = "loss" if kind == "loss" else "a"
-    getattr(yardstick, kind)[0][name] = bounds
+    getattr(parity_bounds, kind)[0][name] = bounds
     parity = measure_parity(ONE, [rank(0)])
     assert parity.not_compared == {kind: 2}
     assert parity.compared.total() == 2 * (1 + 4) - 2
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_what_follows_an_empty_shard_is_compared() -> None:
     trace = rank(0)
     trace.index["a"] = np.array([], np.int64)
@@ -93,9 +93,9 @@ def test_what_follows_an_empty_shard_is_compared() -> None:
 
 
 def test_what_follows_an_update_without_weight_is_compared(
-    yardstick: Yardstick,
+    parity_bounds: ParityBounds,
 ) -> None:
-    yardstick.weights[0]["a"][:] = 0.0
+    parity_bounds.weights[0]["a"][:] = 0.0
     trace = rank(0)
     trace.steps[0].parameters["b"] *= 2
     assert measure_parity(ONE, [trace]).first_bad["update"].parameter == "b"
@@ -104,7 +104,7 @@ def test_what_follows_an_update_without_weight_is_compared(
     assert measure_parity(ONE, [trace]).first_bad == {}
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_gradients_of_a_skipped_step_are_not_compared() -> None:
     trace = rank(0)
     trace.steps[0].decisions = [Decision(non_finite=["a"])]
@@ -112,7 +112,7 @@ def test_gradients_of_a_skipped_step_are_not_compared() -> None:
     assert "gradient" not in measure_parity(ONE, [trace]).worst
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_a_gradient_that_a_rank_has_not_is_not_compared() -> None:
     trace = rank(0)
     del trace.steps[0].gradients["a"]
@@ -121,7 +121,7 @@ def test_a_gradient_that_a_rank_has_not_is_not_compared() -> None:
     assert parity.not_compared == {"gradient": 2}
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_ranks_without_a_loss_do_not_count() -> None:
     first, second = rank(0), rank(1)
     first.steps[0].loss = None
@@ -140,7 +140,7 @@ def partial(dp: int, tp: int, share: float) -> RankTrace:
 SHARES = ((0, 0, 0.25), (0, 1, 0.75), (1, 0, 0.5), (1, 1, 0.5))
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_a_partial_gradient_is_summed_over_its_ranks_alone() -> None:
     traces = [partial(*share) for share in SHARES]
     assert measure_parity(ONE, traces).first_bad == {}
@@ -149,7 +149,7 @@ def test_a_partial_gradient_is_summed_over_its_ranks_alone() -> None:
     assert (first.parameter, first.rank) == ("a", 2)
 
 
-@pytest.mark.usefixtures("yardstick")
+@pytest.mark.usefixtures("parity_bounds")
 def test_a_part_that_a_rank_has_not_is_not_in_the_sum() -> None:
     traces = [partial(*share) for share in SHARES]
     del traces[1].steps[0].gradients["a"]

@@ -22,7 +22,7 @@ PLAIN_MODULE = "gradparity.tests.stacks"
 
 
 def scenario(stack: type, place: str, recipe: str = "random") -> Scenario:
-    text = f"{place}/own/none/data={MODULE}:{stack.__name__},steps=4,recipe={recipe}"
+    text = f"{place}/own/none/model={MODULE}:{stack.__name__},steps=4,recipe={recipe}"
     return Scenario.parse(text)
 
 
@@ -138,7 +138,7 @@ def test_random_layers_that_cannot_be_turned_off_are_no_violation(
 
 
 def test_the_recipe_needs_random_layers() -> None:
-    text = f"dp2/2/fp32/own/none/data={PLAIN_MODULE}:Right,recipe=random"
+    text = f"dp2/2/fp32/own/none/model={PLAIN_MODULE}:Right,recipe=random"
     with pytest.raises(UsageError, match=r"random layers, and .*Right has none"):
         Scenario.parse(text)
     with pytest.raises(UsageError, match="unknown recipe 'random'"):
@@ -147,10 +147,10 @@ def test_the_recipe_needs_random_layers() -> None:
 
 @pytest.mark.parametrize("preset", ["parity", "quick", "default"])
 def test_every_layout_is_tried_with_random_layers_on(preset: str) -> None:
-    chosen = select(preset, Selection(workload=f"{MODULE}:Dropout", bare=True))
+    chosen = select(preset, Selection(workload=f"{MODULE}:Dropout", no_scaler=True))
     on = {s.topology for s in chosen if s.recipe == "random"}
     assert on >= {"single", "dp2", "tp2", "dp2-tp2"}
-    other = select(preset, Selection(workload=f"{PLAIN_MODULE}:Right", bare=True))
+    other = select(preset, Selection(workload=f"{PLAIN_MODULE}:Right", no_scaler=True))
     assert "random" not in {s.recipe for s in other}
 
 

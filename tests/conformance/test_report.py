@@ -79,9 +79,9 @@ def case(
         scaler=scaler,
         scenario="fsdp/2/fp32/sgd/none",
         topology="fsdp",
-        world=2,
+        world_size=2,
         precision="fp32",
-        data="digits",
+        model="digits",
         status=status,
         verdicts=(verdict,),
         seconds=0.1,
@@ -296,8 +296,8 @@ def failing(scenario: str, *laws: str) -> Case:
     "scenario",
     [
         "fsdp/2/fp32/sgd/none",
-        "ep/2/fp32/sgd/none/data=digits-experts",
-        "fsdp/2/fp32/sgd/none/steps=2,recipe=resume-elsewhere",
+        "ep/2/fp32/sgd/none/model=digits-experts",
+        "fsdp/2/fp32/sgd/none/steps=2,recipe=resume-resharded",
     ],
 )
 def test_a_violation_comes_with_a_script(scenario: str) -> None:
@@ -331,7 +331,7 @@ def test_a_broken_harness_is_told_once() -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
     record = Recorder(Devices()).record(broke)
     assert (record.status, record.verdicts) == ("error", ())
-    assert [(v.law, v.status) for v in record.told] == [(HARNESS, "error")]
+    assert [(v.law, v.status) for v in record.findings] == [(HARNESS, "error")]
     report = report_of(record)
     assert render_page(report).count("rank 1: gone") == 2  # evidence and its run
     words = "ERROR (harness, 1 of 2 runs) digits: rank 1: gone"

@@ -43,9 +43,9 @@ def evil(status: str) -> CaseRecord:
     return msgspec.structs.replace(
         made,
         curves=sound,
-        scenario="dp/2/fp32/own/none/data=setup_evil:Workload",
+        scenario="dp/2/fp32/own/none/model=setup_evil:Workload",
         topology="dp",
-        data="setup_evil:Workload",
+        model="setup_evil:Workload",
     )
 
 

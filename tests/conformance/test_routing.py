@@ -29,7 +29,7 @@ def judge() -> Iterator[Runner]:
 
 
 def case(judge: Runner, stack: type, place: str, settings: str = "steps=4") -> Case:
-    text = f"{place}/own/none/data={MODULE}:{stack.__name__},{settings}"
+    text = f"{place}/own/none/model={MODULE}:{stack.__name__},{settings}"
     found = judge.run("none", Scenario.parse(text))
     assert not found.problem, found.problem
     return found
@@ -92,7 +92,7 @@ def test_a_run_that_skips_is_made_again_with_a_reference_that_skips(
     monkeypatch.setattr(runner, "expected_choices", noted)
     text = (
         "dp2/2/fp32/own/inf@r0s1:up.weight/"
-        f"data={MODULE}:TopOne,steps=4,scale=1024,interval=2"
+        f"model={MODULE}:TopOne,steps=4,scale=1024,interval=2"
     )
     found = judge.run("gradparity.scaler:GradScaler", Scenario.parse(text))
     assert found.status == "pass", (found.problem, failed(found))

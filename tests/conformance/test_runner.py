@@ -197,11 +197,11 @@ def test_a_planted_fault_that_strikes_nothing_ends_in_no_pass(
     out = ["--scaler", scaler, "--out", str(tmp_path)]
     assert main(["replay", f"pp/2/fp32/sgd/{plan}/steps=2", *out]) == 4
     (record,) = read_report(tmp_path / "report.jsonl").cases
-    for law in ("skip.nobody-steps", "skip.frozen"):
+    for law in ("skip.all-ranks-skip", "skip.no-side-effects"):
         verdict = record.verdict(law)
         assert verdict is not None and verdict.status == "inconclusive"
         assert verdict.message.startswith(
-            f"{plan} was due at step 1 and did not strike"
+            f"{plan} was due at step 1 and was not injected"
         )
         assert (verdict.compared, verdict.not_compared) == (0, 2)
     assert plan in capsys.readouterr().out

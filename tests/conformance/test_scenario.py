@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradparity.conformance import Scenario
-from gradparity.fixtures import OPTIMIZERS, ORDERS, PRECISIONS, TOPOLOGIES
+from gradparity.fixtures import OPTIMIZERS, PARAM_ORDERS, PRECISIONS, TOPOLOGIES
 
 scenarios: st.SearchStrategy[dict[str, object]] = st.builds(
     dict,
@@ -17,10 +17,10 @@ scenarios: st.SearchStrategy[dict[str, object]] = st.builds(
     faults=st.sampled_from(
         ["none", "inf@r0s1:first", "nan@r*s*:last;-inf@r0s0:first!"]
     ),
-    data=st.sampled_from(["digits", "text", "text-tied"]),
+    model=st.sampled_from(["digits", "text", "text-tied"]),
     steps=st.integers(2, 50),
     seed=st.integers(0, 10**6),
-    order=st.sampled_from(sorted(ORDERS)),
+    param_order=st.sampled_from(sorted(PARAM_ORDERS)),
     recipe=st.sampled_from(["plain", "unscale", "accumulate"]),
     init_scale=st.floats(1e-30, 1e30),
     growth_interval=st.integers(1, 5000),
@@ -29,9 +29,9 @@ scenarios: st.SearchStrategy[dict[str, object]] = st.builds(
 
 @given(scenarios)
 def test_an_id_gives_the_scenario_back(settings: dict[str, object]) -> None:
-    world = TOPOLOGIES[str(settings["topology"])].default_world
+    world_size = TOPOLOGIES[str(settings["topology"])].default_world_size
     try:
-        scenario = Scenario(world=world, **settings)  # type: ignore[arg-type]  # drawn by name
+        scenario = Scenario(world_size=world_size, **settings)  # type: ignore[arg-type]  # drawn by name
     except ValueError:
         return  # parts that do not go together: another test
     assert Scenario.parse(scenario.id) == scenario

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gradparity.conformance.search.call_histories import (
-    MachineSettings,
-    machine,
+    CallSearchSettings,
     parse_drawn,
+    search_histories,
 )
 from gradparity.conformance.search.oracle import Call
 from gradparity.conformance.search.program import (
@@ -209,8 +209,8 @@ PLANTED = {
 def judged(scaler: str, database: Path, **settings: Any) -> tuple[int, str]:
     output = io.StringIO()
     spec = scaler if ":" in scaler else f"test_search:{scaler}"
-    code = machine(
-        MachineSettings(
+    code = search_histories(
+        CallSearchSettings(
             scaler=spec, folder=HERE, database=str(database), timeout_s=8.0, **settings
         ),
         Console(file=output, width=200),
@@ -245,7 +245,7 @@ def test_a_scaler_may_keep_its_growth_tracker_to_itself(tmp_path: Path) -> None:
     assert code == 0, output
 
 
-ALONE = [name for name, family in FAMILIES.items() if family.world == 1]
+ALONE = [name for name, family in FAMILIES.items() if family.world_size == 1]
 UNKNOWN_TO_PLAIN = {
     *("shared", "shared-clip"),  # a fused optimizer that skips leaves gradients scaled
     *("sparse", "complex", "user-scale", "many", "orders"),
@@ -380,4 +380,4 @@ def test_a_wrong_program_is_refused(text: str, problem: str) -> None:
 
 def test_an_unknown_family_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown family 'none'"):
-        MachineSettings(scaler=TORCH, folder=".", families=["none"])
+        CallSearchSettings(scaler=TORCH, folder=".", families=["none"])

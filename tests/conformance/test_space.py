@@ -8,7 +8,7 @@ from gradparity.fixtures import TOPOLOGIES
 
 SCALER = "gradparity.fixtures.faulty:PlainScaler"
 LAID_OUT = [
-    f"{t.name}/{t.default_world}/fp32/adamw/nan@r*s1:last[last]/data={t.models[0]},steps=3"
+    f"{t.name}/{t.default_world_size}/fp32/adamw/nan@r*s1:last[last]/model={t.models[0]},steps=3"
     for t in TOPOLOGIES.values()
 ]
 WITH_RECIPE = [
@@ -16,18 +16,18 @@ WITH_RECIPE = [
     for name, recipe in RECIPES.items()
 ]
 SPECIAL = [
-    "fsdp/4/fp32/adamw/none/data=digits-uneven,steps=3,recipe=clip-norm",
-    "fsdp1/4/fp16-params/adamw/none/data=digits-uneven,steps=3",
+    "fsdp/4/fp32/adamw/none/model=digits-uneven,steps=3,recipe=clip-norm",
+    "fsdp1/4/fp16-params/adamw/none/model=digits-uneven,steps=3",
     "pp/2/fp32/adamw/none/steps=3,recipe=frozen",
-    "tp+sp/2/fp32/adamw/none/data=text,steps=3,recipe=frozen",
+    "tp+sp/2/fp32/adamw/none/model=text,steps=3,recipe=frozen",
     "ddp/2/fp32/sgd-fused/inf@r1s0:up.bias/steps=4,recipe=two-optimizers",
     "pp/2/fp32/adamw/nan@r1s0:loss[last]/steps=3",
     "fsdp/2/fp32/adamw/-inf@r1s1:loss[last]/steps=3,recipe=accumulate",
-    "ddp/2/fp32/adamw/none/steps=3,magnitude=9.313225746154785e-10",
+    "ddp/2/fp32/adamw/none/steps=3,loss-factor=9.313225746154785e-10",
 ]
 LONG = [
     "ddp/2/fp32/sgd/nan@r0s*:first/steps=150",
-    "fsdp+tp/4/fp16-reduce/adagrad/none/data=text,steps=12,order=reversed,"
+    "fsdp+tp/4/fp16-reduce/adagrad/none/model=text,steps=12,param-order=reversed,"
     "scale=67108864,interval=2",
 ]
 
@@ -55,8 +55,8 @@ def test_a_right_scaler_passes(runner: Runner, scenario: str) -> None:
 def test_a_loss_fault_strikes_the_ranks_that_see_the_same_rows(runner: Runner) -> None:
     case = runner.run(SCALER, Scenario.parse("tp/2/fp32/sgd/nan@r1s1:loss/steps=3"))
     assert case.evidence is not None
-    struck = [bool(t.steps[1].faults) for t in case.evidence.ranks]
-    assert struck == [True, True]
+    injected = [bool(t.steps[1].faults) for t in case.evidence.ranks]
+    assert injected == [True, True]
 
 
 def test_optimizers_decide_each_for_itself(runner: Runner) -> None:

@@ -24,12 +24,12 @@ FAULTY = "gradparity.fixtures.faulty"
 BAD = "inf@r1s1:up.weight"
 TWO = "ddp/2/fp32/sgd/inf@r1s1:up.bias;nan@r0s2:up.weight/steps=4,recipe=two-optimizers"
 
-BAD_EXPERT = "inf@r3s1:down.experts.weight/data=digits-experts,steps=3"
+BAD_EXPERT = "inf@r3s1:down.experts.weight/model=digits-experts,steps=3"
 OWN_EXPERTS = f"fsdp+ep-local/4/fp32/sgd/{BAD_EXPERT},recipe=two-optimizers"
 EXPERTS_FIRST = f"fsdp+ep-local/4/fp32/adamw-groups/{BAD_EXPERT}"
 
 
-MOVED = "recipe=resume-elsewhere,interval=4,steps=4"
+MOVED = "recipe=resume-resharded,interval=4,steps=4"
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ MOVED = "recipe=resume-elsewhere,interval=4,steps=4"
     ("scaler", "scenario", "words"),
     [
         (TORCH, f"fsdp+tp/4/fp32/sgd/{BAD}/steps=3", "step 1: ranks disagree on"),
-        (OURS, "tp+sp/2/fp32/sgd/none/data=text,steps=2", "no violation\n"),
+        (OURS, "tp+sp/2/fp32/sgd/none/model=text,steps=2", "no violation\n"),
         (OURS, f"pp/2/fp32/adamw/none/{MOVED}", "no violation\n"),
     ],
 )
@@ -67,20 +67,20 @@ def test_a_script_needs_nothing_of_the_tests(
         ),
         (TORCH, OWN_EXPERTS, "{0: True, 1: False, 2: True, 3: False}"),
         (TORCH, EXPERTS_FIRST, "{0: True, 1: False, 2: True, 3: False}"),
-        (TORCH, "ep/2/fp32/adam/none/data=digits-experts,steps=2", "got mixed torch"),
+        (TORCH, "ep/2/fp32/adam/none/model=digits-experts,steps=2", "got mixed torch"),
         (
             TORCH,
-            "fsdp+tp/4/fp32/sgd-momentum/nan@r0s*:up.weight/steps=3,order=reversed",
+            "fsdp+tp/4/fp32/sgd-momentum/nan@r0s*:up.weight/steps=3,param-order=reversed",
             "ranks disagree",
         ),
         (
             f"{FAULTY}:NeverAgrees",
-            "fsdp1/2/fp32/adamw-groups/-inf@r1s1:middle[last]/steps=3,order=vectors-first",
+            "fsdp1/2/fp32/adamw-groups/-inf@r1s1:middle[last]/steps=3,param-order=vectors-first",
             "each rank stepped or not: {0: True, 1: False}",
         ),
         (
             f"{FAULTY}:NeverSkips",
-            "pp/2/fp32/adagrad/nan@r1s1:loss[last]/data=digits-uneven,steps=3",
+            "pp/2/fp32/adagrad/nan@r1s1:loss[last]/model=digits-uneven,steps=3",
             "each rank stepped or not: {0: True, 1: True}",
         ),
         (f"{FAULTY}:LooksAtFirstOptimizerOnly", TWO, "{0: True, 1: True}"),
@@ -96,7 +96,7 @@ def test_a_script_needs_nothing_of_the_tests(
         ),
         (
             f"{FAULTY}:UnscalesSlightlyOff",
-            "fsdp/2/fp32/adam/none/steps=2,recipe=clip-norm,magnitude=1073741824",
+            "fsdp/2/fp32/adam/none/steps=2,recipe=clip-norm,loss-factor=1073741824",
             "gradient / scale is wrong",
         ),
         (
@@ -159,18 +159,18 @@ def test_a_failure_is_shown(
         TWO,
         "fsdp1/2/fp16-params/adagrad/none/steps=12,scale=67108864,interval=2,"
         "recipe=accumulate-no-sync",
-        "fsdp+ep/4/fp32/adam/inf@r3s1:loss/data=digits-experts,steps=3,recipe=clip-norm",
+        "fsdp+ep/4/fp32/adam/inf@r3s1:loss/model=digits-experts,steps=3,recipe=clip-norm",
         OWN_EXPERTS,
         EXPERTS_FIRST,
         "fsdp+plain/2/fp32/adamw-groups/nan@r0s1:last[last]/steps=3,recipe=frozen",
-        "tp/2/fp32/adamw/none/data=text-tied,steps=3,recipe=two-losses",
+        "tp/2/fp32/adamw/none/model=text-tied,steps=3,recipe=two-losses",
         "single/1/fp32/adamw/nan@r0s*:first/steps=150",
         f"fsdp1/4/fp32/adamw/inf@r3s2:last/{MOVED}",
-        f"fsdp/3/fp32/adagrad/none/data=digits-uneven,{MOVED}",
+        f"fsdp/3/fp32/adagrad/none/model=digits-uneven,{MOVED}",
         f"fsdp+tp/4/fp32/sgd-momentum/none/{MOVED}",
-        f"tp+sp/4/fp16-autocast/adam/nan@r*s0:middle/data=text,{MOVED}",
-        f"fsdp+ep/4/fp16-params/adamw/none/data=digits-experts,{MOVED}",
-        f"ep/2/fp32/adamw-groups/inf@r1s2:loss/data=digits-experts,{MOVED}",
+        f"tp+sp/4/fp16-autocast/adam/nan@r*s0:middle/model=text,{MOVED}",
+        f"fsdp+ep/4/fp16-params/adamw/none/model=digits-experts,{MOVED}",
+        f"ep/2/fp32/adamw-groups/inf@r1s2:loss/model=digits-experts,{MOVED}",
         f"pp+fsdp/4/fp32/adamw-fused/nan@r3s3:last/{MOVED}",
     ],
 )
@@ -192,7 +192,7 @@ def test_groups_of_experts_are_those_of_the_fixtures() -> None:
 
 def _same_optimizer(name: str, names: list[str], data: str) -> None:
     params = {n: torch.nn.Parameter(torch.ones(2)) for n in names}
-    scenario = Scenario.parse(f"single/1/fp32/{name}/none/data={data}")
+    scenario = Scenario.parse(f"single/1/fp32/{name}/none/model={data}")
     text = standalone_script(scenario, TORCH)
     made = eval(
         f"torch.optim.{standalone_parts.OPTIMIZERS[name]}",
@@ -327,7 +327,7 @@ def test_each_scaler_is_hunted(
     monkeypatch.chdir(tmp_path)
     code = main(
         ["hunt", "--budget", "3s", "--topology", "single", "--precision", "fp32",
-         "--data", "digits", "--scaler", f"{FAULTY}:PlainScaler",
+         "--model", "digits", "--scaler", f"{FAULTY}:PlainScaler",
          "--scaler", f"{FAULTY}:ForgetsToUnscale"]
     )  # fmt: skip
     output = capsys.readouterr().out

@@ -14,8 +14,8 @@ MODULE = "gradparity.tests.stacks"
 LAYOUTS = "gradparity.tests.conformance.test_gradient_layouts"
 OURS = "gradparity.scaler:GradScaler"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
-BAD = f"dp2-tp2/4/fp32/own/inf@r3s1:0.weight/data={MODULE}:Right,steps=3"
-EXAMPLE = "data=gradparity.examples.workload:Stack,steps=3"
+BAD = f"dp2-tp2/4/fp32/own/inf@r3s1:0.weight/model={MODULE}:Right,steps=3"
+EXAMPLE = "model=gradparity.examples.workload:Stack,steps=3"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ EXAMPLE = "data=gradparity.examples.workload:Stack,steps=3"
 def test_a_wrong_stack_is_shown_without_a_scaler(
     scripts: Scripts, stack: type, words: str
 ) -> None:
-    place = f"dp2/2/fp32/own/none/data={MODULE}:{stack.__name__}"
+    place = f"dp2/2/fp32/own/none/model={MODULE}:{stack.__name__}"
     code, output = scripts("none", f"{place},steps=1")
     assert code == 1, output
     assert words in output
@@ -44,14 +44,20 @@ def test_a_wrong_stack_is_shown_without_a_scaler(
 @pytest.mark.parametrize(
     ("scaler", "scenario"),
     [
-        ("none", f"dp2/2/fp32/own/none/data={MODULE}:Nested,recipe=accumulate,steps=3"),
-        ("none", f"dp2-tp2/4/fp32/own/none/data={MODULE}:ZeroBiases,steps=3"),
+        (
+            "none",
+            f"dp2/2/fp32/own/none/model={MODULE}:Nested,recipe=accumulate,steps=3",
+        ),
+        ("none", f"dp2-tp2/4/fp32/own/none/model={MODULE}:ZeroBiases,steps=3"),
         ("none", "hsdp/4/fp32/adamw/none/steps=2"),
-        ("none", f"tp2/2/fp32/own/none/data={LAYOUTS}:Laid,steps=2"),
-        ("none", f"tp2/2/fp32/own/none/data={LAYOUTS}:ShardAndPartial,steps=2"),
+        ("none", f"tp2/2/fp32/own/none/model={LAYOUTS}:Laid,steps=2"),
+        ("none", f"tp2/2/fp32/own/none/model={LAYOUTS}:ShardAndPartial,steps=2"),
         (OURS, BAD),
-        (OURS, f"{BAD},recipe=two-optimizers,order=reversed"),
-        (OURS, f"single/1/bf16-autocast/own/nan@r0s*:loss/data={MODULE}:Right,steps=3"),
+        (OURS, f"{BAD},recipe=two-optimizers,param-order=reversed"),
+        (
+            OURS,
+            f"single/1/bf16-autocast/own/nan@r0s*:loss/model={MODULE}:Right,steps=3",
+        ),
         (
             OURS,
             f"dp2/2/fp16-params/own/inf@r1s1:last[last]/{EXAMPLE},recipe=clip-norm",
@@ -63,7 +69,7 @@ def test_what_is_right_passes(scripts: Scripts, scaler: str, scenario: str) -> N
 
 
 def test_a_wrong_gradient_is_shown_however_it_is_laid_out(scripts: Scripts) -> None:
-    scenario = f"tp2/2/fp32/own/none/data={LAYOUTS}:ShardsSwapped,steps=2"
+    scenario = f"tp2/2/fp32/own/none/model={LAYOUTS}:ShardsSwapped,steps=2"
     code, output = scripts("none", scenario)
     assert (code, "not those of one process" in output) == (1, True), output
 
@@ -80,7 +86,7 @@ def test_the_workload_is_looked_for_where_the_script_runs(
     text = f"from {MODULE} import Right, SumsForMean\nright = Right()\n"
     (tmp_path / "stack_of_mine.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    place = "dp2/2/fp32/own/none/steps=2,data=stack_of_mine"
+    place = "dp2/2/fp32/own/none/steps=2,model=stack_of_mine"
     assert alone(tmp_path, "none", f"{place}:right") == (0, "no violation\n")
     code, output = alone(tmp_path, OURS, f"{place}:SumsForMean")
     assert (code, "not those of one process" in output) == (1, True), output
@@ -100,7 +106,7 @@ def test_gradients_are_compared_where_nothing_spoils_them(
     change: str, there: bool
 ) -> None:
     text = standalone_script(
-        Scenario.parse(f"dp2/2/{change}/data={MODULE}:Right"), OURS
+        Scenario.parse(f"dp2/2/{change}/model={MODULE}:Right"), OURS
     )
     assert ("def astray" in text) == there
     assert "Needs torch and gradparity. Exit" in text
@@ -121,7 +127,7 @@ def test_gradients_are_compared_where_nothing_spoils_them(
 def test_what_needs_the_own_loop_is_refused_in_one_line(
     scenario: str, needs: str
 ) -> None:
-    text = f"dp2/2/fp32/own/none/data=gradparity.tests.conformance.{scenario}"
+    text = f"dp2/2/fp32/own/none/model=gradparity.tests.conformance.{scenario}"
     with pytest.raises(UsageError, match=r"needs gradparity's own loop") as told:
         standalone_script(Scenario.parse(text), "none")
     assert f": {needs} needs" in str(told.value)

@@ -33,7 +33,7 @@ def test_a_small_wrong_is_caught_at_its_step(
 
 
 def test_a_flushed_gradient_of_1e_7_is_caught(runner: Runner) -> None:
-    scenario = Scenario.parse("ddp/2/fp32/sgd/none/data=text,steps=1")
+    scenario = Scenario.parse("ddp/2/fp32/sgd/none/model=text,steps=1")
     spec = f"{MODULE}:FlushesOneTinyGradient"
     case = runner.run(spec, scenario, parity=False)
     (finding,) = [v.finding for v in case.verdicts if v.law == "transparency.gradient"]

@@ -25,7 +25,7 @@ def test_qwen3_under_its_own_plan_is_judged(runner: Runner) -> None:
     came before the last micro-batch is multiplied by the number of ranks. If this no
     longer fails, transformers has cured it.
     """
-    place, settings = "tp2/2/fp32/own/none", "data=examples.qwen3:Stack,steps=2"
+    place, settings = "tp2/2/fp32/own/none", "model=examples.qwen3:Stack,steps=2"
     right = runner.run("none", Scenario.parse(f"{place}/{settings}"))
     assert right.status == "pass", (right.problem, right.verdicts)
     compared = {v.law for v in right.verdicts if v.status == "pass"}

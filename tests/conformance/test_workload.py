@@ -13,7 +13,7 @@ from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.space.constraints import why_not
-from gradparity.fixtures import kit_of
+from gradparity.fixtures import resolve_workload
 from gradparity.tests import random_stacks, stacks
 
 HERE = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ def case(
     place: str = "dp2/2/fp32",
     faults: str = "none",
 ) -> Case:
-    text = f"{place}/own/{faults}/data={MODULE}:{stack.__name__},steps=4"
+    text = f"{place}/own/{faults}/model={MODULE}:{stack.__name__},steps=4"
     return runner.run(scaler, Scenario.parse(text))
 
 
@@ -173,7 +173,7 @@ def test_bad_workloads_are_usage_errors(
         (["--workload", "nosuch:Stack"], "cannot import"),
         (["--workload", f"{MODULE}:Nothing"], "has no attribute 'Nothing'"),
         (["--workload", "stacks"], "is no module:attribute"),
-        (["--workload", f"{MODULE}:Right", "--data", "text"], "brings its own data"),
+        (["--workload", f"{MODULE}:Right", "--model", "text"], "has its own model"),
         (["--workload", f"{MODULE}:Right", "--topology", "fsdp"], "unknown topology"),
         (["--workload", f"{MODULE}:Right", "--optimizer", "sgd"], "unknown optimizer"),
         (["--workload", f"{MODULE}:Right", "--precision", "fp16-params"], "leaves no"),
@@ -234,7 +234,7 @@ def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path) -> None:
     done = command(tmp_path, *words)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "violation of parity." in done.stdout
-    assert "data=stacks:SumsForMean" in done.stdout
+    assert "model=stacks:SumsForMean" in done.stdout
 
 
 @pytest.mark.slow
@@ -275,6 +275,6 @@ def test_two_optimizers_need_parameters_for_both(
     biases: bool, names: tuple[str, ...], can: bool
 ) -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=biases) for name in names})
-    kit = replace(kit_of(f"{MODULE}:Right"), model=lambda: model)
-    told = why_not(kit, {"topology": "dp2", "recipe": "two-optimizers"})
+    workload = replace(resolve_workload(f"{MODULE}:Right"), model=lambda: model)
+    told = why_not(workload, {"topology": "dp2", "recipe": "two-optimizers"})
     assert told.endswith("the model has not both") is not can

@@ -6,7 +6,7 @@ import pytest
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
-from gradparity.fixtures import kit_of
+from gradparity.fixtures import resolve_workload
 from gradparity.tests import stacks
 
 MODULE = "gradparity.tests.stacks"
@@ -25,7 +25,7 @@ MODULE = "gradparity.tests.stacks"
 def test_a_stack_that_never_averages_fails_under_every_name_of_its_axis(
     runner: Runner, stack: type, place: str
 ) -> None:
-    text = f"{place}/fp32/own/none/data={MODULE}:{stack.__name__},steps=2"
+    text = f"{place}/fp32/own/none/model={MODULE}:{stack.__name__},steps=2"
     found = runner.run("none", Scenario.parse(text))
     assert found.status == "fail", found.problem
     failed = {v.law for v in found.verdicts if v.status == "fail"}
@@ -43,7 +43,7 @@ def test_a_stack_that_never_averages_fails_under_every_name_of_its_axis(
 def test_a_mesh_knows_its_axes_that_split_the_data(
     stack: type, split: dict[str, tuple[str, ...]]
 ) -> None:
-    topologies = kit_of(f"{MODULE}:{stack.__name__}").topologies
+    topologies = resolve_workload(f"{MODULE}:{stack.__name__}").topologies
     assert {n: topologies[n].data_axes for n in split} == split
     (name, axes), *_ = split.items()
     assert f"rows split over {', '.join(axes)}" in topologies[name].text

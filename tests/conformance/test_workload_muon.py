@@ -68,7 +68,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def case(runner: Runner, stack: type, mesh: str) -> Case:
-    text = f"{mesh}/2/fp32/own/none/steps=3,data={MODULE}:{stack.__name__}"
+    text = f"{mesh}/2/fp32/own/none/steps=3,model={MODULE}:{stack.__name__}"
     return runner.run("none", Scenario.parse(text))
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.rank.held import full_name
+from gradparity.conformance.rank.local_parts import full_name
 from gradparity.fixtures.faulty import PlainScaler
 from gradparity.tests.script_server import Scripts
 from gradparity.tests.stacks import Right
@@ -83,7 +83,7 @@ def test_only_what_wrappers_put_in_is_left_out(name: str, full: str) -> None:
     assert full_name(name, WHOLE) == full
 
 
-SCENARIO = f"dp2/2/fp32/own/none/data={MODULE}:NamedLikeWrappers,steps=2"
+SCENARIO = f"dp2/2/fp32/own/none/model={MODULE}:NamedLikeWrappers,steps=2"
 
 
 def test_a_stack_keeps_its_names_and_the_type_of_its_batches(runner: Runner) -> None:

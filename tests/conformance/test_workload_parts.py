@@ -15,7 +15,7 @@ from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
-from gradparity.fixtures import kit_of
+from gradparity.fixtures import resolve_workload
 from gradparity.tests.stacks import Batch, Named, Right, SixRows, rank
 
 MODULE = "gradparity.tests.conformance.test_workload_parts"
@@ -425,7 +425,7 @@ def case(
     runner: Runner, stack: type, recipe: str = "plain", scaler: str = "none"
 ) -> Case:
     mesh = "cp2" if issubclass(stack, MixesTokens) else "dp2"
-    settings = f"recipe={recipe},steps=3,data={MODULE}:{stack.__name__}"
+    settings = f"recipe={recipe},steps=3,model={MODULE}:{stack.__name__}"
     return runner.run(scaler, Scenario.parse(f"{mesh}/2/fp32/own/none/{settings}"))
 
 
@@ -552,9 +552,9 @@ def test_what_is_known_before_the_run_is_a_usage_error(
 
 
 def test_quick_accumulates_on_every_mesh_and_narrows_each_axis() -> None:
-    for bare in (True, False):
+    for no_scaler in (True, False):
         spec = "gradparity.tests.stacks:Right"
-        quick = select("quick", Selection(workload=spec, bare=bare))
+        quick = select("quick", Selection(workload=spec, no_scaler=no_scaler))
         tried = {(s.topology, s.recipe) for s in quick if s.faults == "none"}
         for mesh in ("dp2", "dp2-tp2"):
             assert {(mesh, recipe) for recipe in ACCUMULATE} <= tried
@@ -565,7 +565,7 @@ def test_quick_accumulates_on_every_mesh_and_narrows_each_axis() -> None:
 
 def test_six_rows_of_three_a_rank_cannot_be_halved() -> None:
     spec = f"{SixRows.__module__}:{SixRows.__name__}"
-    chosen = Selection(workload=spec, bare=True, topologies=["dp2"])
+    chosen = Selection(workload=spec, no_scaler=True, topologies=["dp2"])
     recipes = {s.recipe for s in select("quick", chosen)}
     assert "plain" in recipes and not {*ACCUMULATE} & recipes
     told = not_tried(chosen)
@@ -578,11 +578,11 @@ def test_what_the_layout_cannot_do_is_skipped_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", "--scaler=none", f"--out={tmp_path}"]
-    settings = f"steps=1,recipe=accumulate-no-sync,data={MODULE}"
+    settings = f"steps=1,recipe=accumulate-no-sync,model={MODULE}"
     ids = [
         f"--scenario=dp2/2/fp32/own/none/{settings}:CountedByHooks",
         f"--scenario=dp2/2/fp32/own/none/{settings}:Ddp",
-        f"--scenario=dp1-tp1/1/fp32/own/none/steps=1,data={MODULE}:RefusesOne",
+        f"--scenario=dp1-tp1/1/fp32/own/none/steps=1,model={MODULE}:RefusesOne",
     ]
     assert main([*words, *ids]) == 0
     report = read_report(tmp_path / "report.jsonl")
@@ -601,7 +601,7 @@ def test_frozen_parts_are_the_second_half_of_the_model(runner: Runner) -> None:
 
 
 def test_a_kit_has_only_what_the_workload_has() -> None:
-    kit = kit_of(f"{MODULE}:Ddp")
+    workload = resolve_workload(f"{MODULE}:Ddp")
     calls = ("shard", "micro_batches", "train_step", "weights", "gradients")
-    assert not any(getattr(kit, n) for n in (*calls, "clip_norm", "reduce_dtype"))
-    assert not kit.counted and kit_of(f"{MODULE}:Counted").counted
+    assert not any(getattr(workload, n) for n in (*calls, "clip_norm", "reduce_dtype"))
+    assert not workload.counted and resolve_workload(f"{MODULE}:Counted").counted

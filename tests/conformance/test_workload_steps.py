@@ -282,7 +282,7 @@ class SumsMicroBatches(Pipeline):
 
 
 class DividesAgain(Pipeline):
-    """The schedule's own division strikes the gradients of earlier calls, too."""
+    """The schedule's own division changes the gradients of earlier calls, too."""
 
     scales = True
 
@@ -446,7 +446,7 @@ def case(
     precision: str = "fp32",
 ) -> Case:
     place = "pp2/2" if issubclass(stack, Pipeline) else "dp2/2"
-    settings = f"recipe={recipe},steps=3,data={MODULE}:{stack.__name__}"
+    settings = f"recipe={recipe},steps=3,model={MODULE}:{stack.__name__}"
     text = f"{place}/{precision}/own/{faults}/{settings}"
     return runner.run(scaler, Scenario.parse(text))
 
@@ -479,11 +479,11 @@ def test_right_steps_pass(runner: Runner, stack: type, recipe: str) -> None:
 
 def test_weights_are_read_by_name_and_layout_whoever_trains(runner: Runner) -> None:
     for stack, place in ((TrainsOnTwoAxes, "dp2-tp2/4"), (Renames, "dp2/2")):
-        text = f"{place}/fp32/own/none/steps=2,data={MODULE}:{stack.__name__}"
+        text = f"{place}/fp32/own/none/steps=2,model={MODULE}:{stack.__name__}"
         found = runner.run("none", Scenario.parse(text))
         assert found.status == "pass", (stack, found.problem, failed(found))
         assert found.evidence is not None and found.evidence.parity is not None
-        ranks = found.evidence.scenario.world
+        ranks = found.evidence.scenario.world_size
         assert found.evidence.parity.compared["update"] == 4 * 4 * ranks
         assert not found.evidence.parity.not_compared
 
@@ -509,8 +509,8 @@ def test_a_right_scaler_passes_in_a_step_of_its_users(
     found = case(runner, stack, PLAIN, faults=faults, precision=precision)
     assert found.status == "pass", (found.problem, failed(found))
     assert found.evidence is not None
-    struck = [bool(t.steps[1].faults) for t in found.evidence.ranks]
-    assert any(struck) is (faults != "none")
+    injected = [bool(t.steps[1].faults) for t in found.evidence.ranks]
+    assert any(injected) is (faults != "none")
 
 
 def test_two_optimizers_of_a_step_decide_each_for_itself(runner: Runner) -> None:

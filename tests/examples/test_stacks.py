@@ -43,7 +43,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
     package = PACKAGES[stack.partition(":")[0]]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: see docs/stacks.md")
-    settings = f"data=examples.stacks.{stack},recipe={recipe},steps=3"
+    settings = f"model=examples.stacks.{stack},recipe={recipe},steps=3"
     return runner.run("none", Scenario.parse(f"{place}/own/none/{settings}"))
 
 

@@ -91,7 +91,7 @@ def test_nothing_is_noted_once_it_is_off(cluster: Cluster) -> None:
 
     for outcome in cluster.outcomes(act, isolation="process"):
         assert outcome.value == [4.0]
-        assert [noted.number for noted in outcome.collectives] == [1]
+        assert [call.number for call in outcome.collectives] == [1]
 
 
 def test_functional_collectives_are_noted(cluster: Cluster) -> None:

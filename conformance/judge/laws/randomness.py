@@ -13,14 +13,14 @@ ENOUGH_BITS = 64.0
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
-    if not evidence.leg.parsed_recipe.training.random:
+    if not evidence.phase.parsed_recipe.training.random:
         return skipped("random layers, where there are any, are off: recipe=random")
     return None
 
 
 def _rows(evidence: Evidence, trace: RankTrace) -> tuple[int, ...]:
     """Which part of the data a rank sees; equal on ranks that see the same."""
-    data_axes = evidence.leg.parsed_topology.data_axes
+    data_axes = evidence.phase.parsed_topology.data_axes
     return tuple(at for axis, at in trace.coordinate.items() if axis in data_axes)
 
 

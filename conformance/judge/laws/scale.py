@@ -93,7 +93,7 @@ def rule(evidence: Evidence) -> Finding:
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
         for s, trace in zip(seen, evidence.ranks, strict=True):
-            if scenario.parsed_recipe.resume and step == scenario.seam:
+            if scenario.parsed_recipe.resume and step == scenario.resume_step:
                 counts[trace.rank] = None
             told = s.growth_before is not None
             growth = s.growth_before if told else counts[trace.rank]

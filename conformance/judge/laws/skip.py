@@ -27,12 +27,12 @@ def _parameter(seen: Sequence[Decision]) -> str:
 
 
 @law(
-    "skip.nobody-steps",
+    "skip.all-ranks-skip",
     "A non-finite gradient on any rank stops every rank from stepping.",
     "A rank that steps applies a gradient to which another rank's part is missing, or "
     "writes inf and nan into the weights.",
 )
-def nobody_steps(evidence: Evidence) -> Finding:
+def all_ranks_skip(evidence: Evidence) -> Finding:
     """Every rank's parameters stay as they are at a bad step."""
     return _still_at_bad_steps(
         evidence, lambda s: s.parameters_changed is True, "{ranks} stepped"
@@ -40,13 +40,13 @@ def nobody_steps(evidence: Evidence) -> Finding:
 
 
 @law(
-    "skip.everybody-steps",
+    "skip.all-ranks-step",
     "When all gradients are finite on all ranks, every rank steps.",
     "A step that is skipped without cause is lost data, and lost on one rank only it "
     "is drift.",
     of_stack=True,
 )
-def everybody_steps(evidence: Evidence) -> Finding:
+def all_ranks_step(evidence: Evidence) -> Finding:
     """Every rank that holds elements has changed at a good step."""
     compared = 0
     for step, seen in evidence.decisions():
@@ -69,12 +69,12 @@ def everybody_steps(evidence: Evidence) -> Finding:
 
 
 @law(
-    "skip.frozen",
+    "skip.no-side-effects",
     "A skipped step leaves parameters, optimizer state and counters bitwise equal.",
     "Adam's bias correction depends on the step counter: one that counts skipped steps "
     "trains differently (defect B13 and its kin).",
 )
-def frozen(evidence: Evidence) -> Finding:
+def no_side_effects(evidence: Evidence) -> Finding:
     """Nothing of the optimizer changes at a bad step."""
     return _still_at_bad_steps(
         evidence, lambda s: s.state_changed, "the optimizer state changed on {ranks}"
@@ -106,7 +106,7 @@ def _still_at_bad_steps(
         step, fault = missed[0]
         return Finding(
             status=Status.INCONCLUSIVE,
-            message=f"{fault} was due at step {step} and did not strike: "
+            message=f"{fault} was due at step {step} and was not injected: "
             f"{_why_not(evidence, fault)}",
             step=step,
             compared=compared,
@@ -118,11 +118,11 @@ def _still_at_bad_steps(
 
 
 def _not_struck(evidence: Evidence) -> list[tuple[int, Fault]]:
-    """Each planted fault that was due at a step and struck no rank there."""
+    """Each planted fault that was due at a step and was injected on no rank there."""
     return [
         (step, fault)
         for step, seen in evidence.steps()
-        for fault in parse_faults(evidence.leg.faults)
+        for fault in parse_faults(evidence.phase.faults)
         if fault.step in (None, step)
         and not any(text.startswith(f"{fault}=") for s in seen for text in s.faults)
     ]

@@ -38,13 +38,13 @@ def _not_applicable(evidence: Evidence) -> str:
 def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
     """(rank, step, the same step without a scaler), up to the first bad gradient."""
     for number, (_, seen) in enumerate(evidence.steps()):
-        if evidence.bare is None or any(s.non_finite for s in seen):
+        if evidence.control is None or any(s.non_finite for s in seen):
             return
         for position, s in enumerate(seen):
             yield (
                 evidence.ranks[position].rank,
                 s,
-                evidence.bare[position].steps[number],
+                evidence.control[position].steps[number],
             )
 
 
@@ -57,8 +57,8 @@ def control_differs(
         once: one trace a rank, for each world that the run was on.
         again: the same of the second run.
     """
-    for leg, other in zip(once, again, strict=True):
-        for trace, twin in zip(leg, other, strict=True):
+    for phase, other in zip(once, again, strict=True):
+        for trace, twin in zip(phase, other, strict=True):
             for s, t in zip(trace.steps, twin.steps, strict=True):
                 where = f"on rank {trace.rank} at step {s.step}"
                 for name, values in s.gradients.items():
@@ -76,10 +76,10 @@ def _undecided(evidence: Evidence) -> Finding | None:
     reason = _not_applicable(evidence)
     if reason:
         return skipped(reason)
-    if evidence.bare_differs:
+    if evidence.control_differs:
         return inconclusive(
             "the run without a scaler, made twice, differs from itself in "
-            f"{evidence.bare_differs}: nothing bitwise can be held against a scaler"
+            f"{evidence.control_differs}: nothing bitwise can be held against a scaler"
         )
     return None
 
@@ -97,7 +97,7 @@ def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Findi
 
 
 SUBNORMAL = 2.0**-100
-"""Below it products of the bare run may have been subnormal, and so rounded."""
+"""Below it products of the control run may have been subnormal, and so rounded."""
 
 
 @law(
@@ -108,13 +108,13 @@ SUBNORMAL = 2.0**-100
     "update, in Adam, and in any bound relative to its tensor; here nothing is.",
 )
 def gradient(evidence: Evidence) -> Finding:
-    """Compare the gradients at the optimizer with those of the bare run."""
+    """Compare the gradients at the optimizer with those of the control run."""
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
     compared = 0
-    for rank, s, bare in _pairs(evidence):
-        for name, values in bare.gradients.items():
+    for rank, s, control in _pairs(evidence):
+        for name, values in control.gradients.items():
             compared += 1
             got = s.gradients.get(name)
             if got is None:
@@ -128,9 +128,9 @@ def gradient(evidence: Evidence) -> Finding:
                     f"{values[wrong[0]]:g}, {len(wrong)} of {len(values)} elements)"
                 )
                 return _differs(rank, s.step, name, text, compared)
-    due = sum(len(s.gradients) for t in evidence.bare or () for s in t.steps)
+    due = sum(len(s.gradients) for t in evidence.control or () for s in t.steps)
     return count_or_inconclusive(
-        compared, "gradients bitwise equal to the bare run", max(due - compared, 0)
+        compared, "gradients bitwise equal to the control run", max(due - compared, 0)
     )
 
 
@@ -142,17 +142,17 @@ def gradient(evidence: Evidence) -> Finding:
     "of the scaler, and the tolerance for it is zero.",
 )
 def bitwise(evidence: Evidence) -> Finding:
-    """Compare digests of all parameters after every step with the bare run."""
+    """Compare digests of all parameters after every step with the control run."""
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
     compared = 0
-    for rank, s, bare in _pairs(evidence):
+    for rank, s, control in _pairs(evidence):
         for name, digest in s.digests.items():
-            compared += name in bare.digests
-            if name in bare.digests and digest != bare.digests[name]:
+            compared += name in control.digests
+            if name in control.digests and digest != control.digests[name]:
                 return _differs(rank, s.step, name, name, compared)
-    due = sum(len(s.digests) for t in evidence.bare or () for s in t.steps)
+    due = sum(len(s.digests) for t in evidence.control or () for s in t.steps)
     return count_or_inconclusive(
-        compared, "tensors bitwise equal to the bare run", max(due - compared, 0)
+        compared, "tensors bitwise equal to the control run", max(due - compared, 0)
     )

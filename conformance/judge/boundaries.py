@@ -1,4 +1,4 @@
-"""Borders: every tensor that passed the border of a module, against the reference.
+"""Boundaries: every tensor that passed the boundary of a module, against the reference.
 
 [Note: What a rank holds]
 A DTensor says which part of the whole it is, and over which ranks it is still to be
@@ -42,7 +42,7 @@ from ..rank.modules import (
     INPUT_GRADIENT,
     OUTPUT,
     OUTPUT_GRADIENT,
-    Border,
+    Boundary,
     Call,
     ModuleLog,
     Watched,
@@ -51,16 +51,16 @@ from ..rank.modules import (
 from ..report.records import Location
 from ..space.scenario import Scenario
 from ..status import rank_list
-from .bounds import HEAD_ROOM, sizes
+from .bounds import SAFETY_FACTOR, sizes
 from .reference import TRUTH, ReferenceRun, Schedule, Variant, reference_before
 
-__all__ = ["BACKWARD", "FORWARD", "Borders", "Direction", "multiple_of"]
+__all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction", "multiple_of"]
 
 Doubles = NDArray[np.float64]
 State = Literal["right", "partial", "wrong"]
 UNEVEN = 0.02
 """What the factors of two ranks may differ by, half precision included."""
-MOST_PARTS = 256
+MAX_PARTS = 256
 """Parts of a whole that are tried for a plain tensor."""
 
 
@@ -96,8 +96,8 @@ class _Found:
     bound: float
 
 
-class Borders:
-    """All tensors at the borders of modules, on all ranks, against the reference."""
+class Boundaries:
+    """All tensors at the boundaries of modules, on all ranks, against the reference."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Borders:
     ) -> None:
         self.step = step
         self.ranks = {each.rank: each for each in watched}
-        self.axes = scenario.parsed_topology.mesh_shape(scenario.world)
+        self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
         self.shapes = {
-            n: tuple(p.shape) for n, p in scenario.kit.model().named_parameters()
+            n: tuple(p.shape) for n, p in scenario.workload.model().named_parameters()
         }
         self.of_whole = False
         """Whether references ran on whole batches: micro-batches have any rows."""
-        self.known: dict[str, dict[Border, _Known]] = {}
-        self.order: list[Border] = []
+        self.known: dict[str, dict[Boundary, _Known]] = {}
+        self.order: list[Boundary] = []
         self.inside: dict[Call, Call] = {}
         references = _References(scenario, schedule, step)
         for each in watched:
@@ -123,19 +123,19 @@ class Borders:
                 self.known[each.rows], truth = references.known(each.batches)
                 self.of_whole |= references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
-        self.place = {border: number for number, border in enumerate(self.order)}
-        self.sides: dict[tuple[Call, str], list[Border]] = {}
-        for border in self.order:
-            self.sides.setdefault((border.of, border.kind), []).append(border)
+        self.place = {boundary: number for number, boundary in enumerate(self.order)}
+        self.sides: dict[tuple[Call, str], list[Boundary]] = {}
+        for boundary in self.order:
+            self.sides.setdefault((boundary.of, boundary.kind), []).append(boundary)
         self.groups = list(_groups(watched))
-        self.one_factor = self.of_whole or scenario.kit.counted
+        self.one_factor = self.of_whole or scenario.workload.counted
         """Whether the reference's objective is normalised alike for all ranks."""
         self.factors = self._factors()
         self.found = {
-            (rank, border): found
+            (rank, boundary): found
             for rank, each in self.ranks.items()
-            for border in each.log.passed
-            if (found := self._judged(rank, border)) is not None
+            for boundary in each.log.passed
+            if (found := self._judged(rank, boundary)) is not None
         }
 
     @property
@@ -157,9 +157,9 @@ class Borders:
         if not self.compared:
             return "no activation could be compared"
         missed = f", {self.not_compared} could not be" if self.not_compared else ""
-        modules = {border.module for _, border in self.found}
+        modules = {boundary.module for _, boundary in self.found}
         return (
-            f"{self.compared} activations and their gradients at the borders of "
+            f"{self.compared} activations and their gradients at the boundaries of "
             f"{len(modules)} modules were compared{missed}: all agree"
         )
 
@@ -169,13 +169,13 @@ class Borders:
         left = [b.module for b in self.order if b.kind == OUTPUT]
         return list(dict.fromkeys(reversed(left)))
 
-    def blame(self, way: Direction) -> Location | None:
+    def first_departure(self, way: Direction) -> Location | None:
         """The module in which things begin to go wrong; see [Note: Whose fault]."""
-        for border in self.order:
-            if border.kind in (way.enters, way.leaves):
+        for boundary in self.order:
+            if boundary.kind in (way.enters, way.leaves):
                 for rank in self.ranks:
-                    if self._counts(rank, border, way):
-                        return self._told(way, border, rank)
+                    if self._counts(rank, boundary, way):
+                        return self._describe(way, boundary, rank)
         return None
 
     def uneven(self) -> Location | None:
@@ -184,28 +184,28 @@ class Borders:
             at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
             low, high = min(at.values()), max(at.values())
             if self.one_factor and high - low > UNEVEN * abs(high):
-                told = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
+                listed = ", ".join(f"{f:.3g} on rank {r}" for r, f in at.items())
                 return Location(
                     where="backward",
                     micro_batch=micro_batch,
                     ranks=tuple(at),
                     text="every output is right, but the gradient of the model's "
-                    f"output starts with another factor on each rank ({told}, step "
+                    f"output starts with another factor on each rank ({listed}, step "
                     f"{self.step}, micro-batch {micro_batch}): the loss is normalised "
                     "by what a rank sees, and not by what all see",
                 )
         return None
 
-    def _state(self, rank: int, border: Border) -> State | None:
-        found = self.found.get((rank, border))
+    def _state(self, rank: int, boundary: Boundary) -> State | None:
+        found = self.found.get((rank, boundary))
         return None if found is None else found.state
 
-    def _counts(self, rank: int, border: Border, way: Direction) -> bool:
+    def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
         """Whether what left a call departs, and nothing around it makes up for it."""
-        state = self._state(rank, border)
+        state = self._state(rank, boundary)
         if state in (None, "right"):
             return False
-        around = list(self._around(border.of))
+        around = list(self._around(boundary.of))
         states = [self._side(rank, call, way.leaves) for call in around]
         if "right" in states:
             return False
@@ -216,9 +216,9 @@ class Borders:
             return False
         return not any(
             self._state(rank, later) == "right"
-            and not self._within(later.of, border.of)
-            for later in self.order[self.place[border] + 1 :]
-            if later.kind == way.enters and later.micro_batch == border.micro_batch
+            and not self._within(later.of, boundary.of)
+            for later in self.order[self.place[boundary] + 1 :]
+            if later.kind == way.enters and later.micro_batch == boundary.micro_batch
         )
 
     def _side(self, rank: int, call: Call, kind: str) -> State | None:
@@ -235,28 +235,28 @@ class Borders:
     def _within(self, call: Call, other: Call) -> bool:
         return call == other or other in self._around(call)
 
-    def _told(self, way: Direction, first: Border, rank: int) -> Location:
+    def _describe(self, way: Direction, first: Boundary, rank: int) -> Location:
         """The description of the first tensor that departs."""
         state = self._state(rank, first)
         ranks = [r for r in self.ranks if self._state(r, first) == state]
-        to_blame, border = first.of, first
+        faulty, boundary = first.of, first
         if first.kind == way.enters:
-            to_blame = next(self._around(first.of), first.of)
-            left = self.sides.get((to_blame, way.leaves), ())
+            faulty = next(self._around(first.of), first.of)
+            left = self.sides.get((faulty, way.leaves), ())
             wrong = [b for b in left if self._state(rank, b) == "wrong"]
-            border = wrong[0] if wrong and to_blame != first.of else first
-        found = self.found[rank, border]
-        micro_batch, module, _ = to_blame
+            boundary = wrong[0] if wrong and faulty != first.of else first
+        found = self.found[rank, boundary]
+        micro_batch, module, _ = faulty
         subject = module or "the model"
-        inside = "" if first.of == to_blame else first.module
+        inside = "" if first.of == faulty else first.module
         at_step = f"step {self.step}, micro-batch {micro_batch}"
         departs = f"departs by {found.error:.2g} (bound {found.bound:.1g})"
         if not np.isfinite(found.error):
             departs = "is not finite"
         if found.state == "partial":
             departs = f"is a partial sum that nothing adds up ({departs})"
-        what = f"what came in is right, the {border.kind} {departs}"
-        if inside and border is first:
+        what = f"what came in is right, the {boundary.kind} {departs}"
+        if inside and boundary is first:
             what = f"inside it, at {inside}, the {first.kind} {departs}"
         elif inside:
             what += f"; inside it, at {inside}, the {first.kind} departs first"
@@ -279,20 +279,20 @@ class Borders:
 
     # - One tensor
 
-    def _judged(self, rank: int, border: Border) -> _Found | None:
+    def _judged(self, rank: int, boundary: Boundary) -> _Found | None:
         each = self.ranks[rank]
-        known = self.known[each.rows].get(border)
+        known = self.known[each.rows].get(boundary)
         if known is None or not np.isfinite(known.bound).all():
             return None
         factor = 1.0
-        if border.kind in (OUTPUT_GRADIENT, INPUT_GRADIENT):
-            factor = self.factors[rank, border.micro_batch]
-        best = self._best(rank, border, known, factor)
+        if boundary.kind in (OUTPUT_GRADIENT, INPUT_GRADIENT):
+            factor = self.factors[rank, boundary.micro_batch]
+        best = self._best(rank, boundary, known, factor)
         if best is None or best.state == "right":
             return best
         for group in self.groups:
             if rank in group:
-                summed = self._best(rank, border, known, factor, group)
+                summed = self._best(rank, boundary, known, factor, group)
                 if summed is not None and summed.state == "right":
                     return replace(best, state="partial")
         return best
@@ -300,30 +300,32 @@ class Borders:
     def _best(
         self,
         rank: int,
-        border: Border,
+        boundary: Boundary,
         known: _Known,
         factor: float,
         group: Sequence[int] = (),
     ) -> _Found | None:
         """Compare with the nearest part of the truth; None if none has this shape."""
-        values = self._values(rank, border, group)
+        values = self._values(rank, boundary, group)
         if values is None:
             return None
         found = [
-            _held(values, factor * part, known, abs(factor))
-            for part in self._parts(rank, border, known.truth)
+            _compared(values, factor * part, known, abs(factor))
+            for part in self._parts(rank, boundary, known.truth)
         ]
         return min(found, key=lambda f: f.error / (f.bound or 1.0), default=None)
 
     def _values(
-        self, rank: int, border: Border, group: Sequence[int]
+        self, rank: int, boundary: Boundary, group: Sequence[int]
     ) -> Doubles | None:
         """A rank's tensor, or the sum of those of ``group``."""
-        mine = self.ranks[rank].log.passed[border]
+        mine = self.ranks[rank].log.passed[boundary]
         group = group or mine.summed_over
         if not group:
             return mine.values.astype(np.float64)
-        all_ = [self.ranks[r].log.passed.get(border) for r in group if r in self.ranks]
+        all_ = [
+            self.ranks[r].log.passed.get(boundary) for r in group if r in self.ranks
+        ]
         parts = [
             p for p in all_ if p is not None and p.values.shape == mine.values.shape
         ]
@@ -332,9 +334,11 @@ class Borders:
         total: Doubles = np.sum([p.values.astype(np.float64) for p in parts], axis=0)
         return total / (mine.divided_by if mine.summed_over else 1)
 
-    def _parts(self, rank: int, border: Border, truth: Doubles) -> Iterator[Doubles]:
+    def _parts(
+        self, rank: int, boundary: Boundary, truth: Doubles
+    ) -> Iterator[Doubles]:
         """The parts of the truth that a rank's tensor may be."""
-        mine = self.ranks[rank].log.passed[border]
+        mine = self.ranks[rank].log.passed[boundary]
         if mine.whole == truth.shape and mine.places is not None:
             yield truth.reshape(-1)[mine.places].reshape(mine.values.shape)
             return
@@ -347,20 +351,20 @@ class Borders:
             for dim, sizes in enumerate(shapes)
         ]
         if cuts and mine.values.shape[-1] < truth.shape[-1]:
-            own = self._features(rank, border, mine.values.shape[-1], truth.shape[-1])
+            own = self._features(rank, boundary, mine.values.shape[-1], truth.shape[-1])
             cuts[-1] = cuts[-1] if own is None else [own]
         for count, cut in enumerate(product(*cuts)):
-            if count < MOST_PARTS:
+            if count < MAX_PARTS:
                 yield truth[np.ix_(*cut)] if cut else truth
 
     def _features(
-        self, rank: int, border: Border, size: int, whole: int
+        self, rank: int, boundary: Boundary, size: int, whole: int
     ) -> NDArray[np.int64] | None:
         """Which features a module's own parameters compute, or take."""
         index = self.ranks[rank].index
-        comes_out = border.kind in (OUTPUT, OUTPUT_GRADIENT)
+        comes_out = boundary.kind in (OUTPUT, OUTPUT_GRADIENT)
         for leaf, dim in (("bias", 0), ("weight", 0), ("weight", 1)):
-            name = f"{border.module}.{leaf}".removeprefix(".")
+            name = f"{boundary.module}.{leaf}".removeprefix(".")
             shape, held = self.shapes.get(name, ()), index.get(name)
             if held is None or len(shape) <= dim or shape[dim] != whole:
                 continue
@@ -378,10 +382,10 @@ class Borders:
         """See [Note: Factors]."""
         own: dict[tuple[int, int], float] = {}
         for rank in self.ranks:
-            for border in self.order:
-                at = (rank, border.micro_batch)
-                if at not in own and border.kind == OUTPUT_GRADIENT:
-                    factor = self._factor(rank, border)
+            for boundary in self.order:
+                at = (rank, boundary.micro_batch)
+                if at not in own and boundary.kind == OUTPUT_GRADIENT:
+                    factor = self._factor(rank, boundary)
                     if factor is not None and factor != 0.0:
                         own[at] = factor
         wholes = {
@@ -396,21 +400,22 @@ class Borders:
             for batch in {b.micro_batch for b in self.order}
         }
 
-    def _factor(self, rank: int, border: Border) -> float | None:
-        known = self.known[self.ranks[rank].rows].get(border)
-        if known is None or border not in self.ranks[rank].log.passed:
+    def _factor(self, rank: int, boundary: Boundary) -> float | None:
+        known = self.known[self.ranks[rank].rows].get(boundary)
+        if known is None or boundary not in self.ranks[rank].log.passed:
             return None
-        values = self._values(rank, border, ())
+        values = self._values(rank, boundary, ())
         if values is None:
             return None
         found = [
-            multiple_of(values, part) for part in self._parts(rank, border, known.truth)
+            multiple_of(values, part)
+            for part in self._parts(rank, boundary, known.truth)
         ]
         ratio, rest = min(found, key=lambda f: f[1], default=(0.0, 1.0))
         return ratio if rest < 0.5 else None
 
 
-def _held(values: Doubles, truth: Doubles, known: _Known, factor: float) -> _Found:
+def _compared(values: Doubles, truth: Doubles, known: _Known, factor: float) -> _Found:
     unit = factor * float(np.linalg.norm(known.truth)) or 1.0
     bounds = [factor * bound for bound in known.bound]
     errors = sizes(values - truth)
@@ -495,14 +500,16 @@ class _References:
         self.scenario = scenario
         self.truth = reference_before(scenario, schedule, TRUTH, step)
         self.plain = reference_before(scenario, schedule, Variant(), step)
-        self.whole = scenario.kit.batch(step, scenario.seed)
+        self.whole = scenario.workload.batch(step, scenario.seed)
         self.of_whole = False
         precision = scenario.parsed_precision
         self.roundoff = torch.finfo(precision.compute_dtype).eps / 2
         half = precision.compute_dtype != torch.float32
         self.scale = schedule.scales[step] if half else 1.0
 
-    def known(self, batches: Sequence[Batch]) -> tuple[dict[Border, _Known], ModuleLog]:
+    def known(
+        self, batches: Sequence[Batch]
+    ) -> tuple[dict[Boundary, _Known], ModuleLog]:
         """What passes in a run on ``batches``, with bounds; and the truth's log."""
         batches = [self._of_whole_rows(batch) for batch in batches]
         truth = self._watched(self.truth, batches)
@@ -528,9 +535,9 @@ class _References:
             for batch in batches:
                 run.one_pass(batch, scale)
         run.model.zero_grad()
-        for border, passed in log.passed.items() if scale != 1.0 else ():
-            if border.kind in (INPUT_GRADIENT, OUTPUT_GRADIENT):
-                log.passed[border] = replace(passed, values=passed.values / scale)
+        for boundary, passed in log.passed.items() if scale != 1.0 else ():
+            if boundary.kind in (INPUT_GRADIENT, OUTPUT_GRADIENT):
+                log.passed[boundary] = replace(passed, values=passed.values / scale)
         return log
 
 
@@ -552,20 +559,20 @@ def _jittered(model: nn.Module, size: float) -> Iterator[None]:
 
 def _bounded(
     truth: ModuleLog, noisy: Sequence[ModuleLog], roundoff: float
-) -> dict[Border, _Known]:
+) -> dict[Boundary, _Known]:
     """As bounds of gradients are made, see [Note: Bounds] in :mod:`.bounds`."""
-    values: dict[Border, Doubles] = {}
-    noise: dict[Border, tuple[float, ...]] = {}
-    for border, passed in truth.passed.items():
-        value = values[border] = passed.values.astype(np.float64)
-        seen = [log.passed.get(border) for log in noisy]
+    values: dict[Boundary, Doubles] = {}
+    noise: dict[Boundary, tuple[float, ...]] = {}
+    for boundary, passed in truth.passed.items():
+        value = values[boundary] = passed.values.astype(np.float64)
+        seen = [log.passed.get(boundary) for log in noisy]
         errors = [
             sizes(n.values - value)
             for n in seen
             if n is not None and n.values.shape == value.shape
         ]
         unknown = [(np.inf, np.inf)] * (len(errors) < len(noisy))
-        noise[border] = tuple(map(max, zip(*errors, *unknown, strict=True)))
+        noise[boundary] = tuple(map(max, zip(*errors, *unknown, strict=True)))
     known = {}
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
         some = [b for b in values if b.kind in kinds]
@@ -583,7 +590,7 @@ def _bounded(
         ]
         for b in some:
             norm, largest = (
-                HEAD_ROOM * max(noise[b][i], floors[i] * own[b][i]) for i in (0, 1)
+                SAFETY_FACTOR * max(noise[b][i], floors[i] * own[b][i]) for i in (0, 1)
             )
             known[b] = _Known(values[b], (norm, largest))
     return known

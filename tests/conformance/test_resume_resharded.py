@@ -1,4 +1,4 @@
-"""Resume on another world: two runs, one judgement across the seam."""
+"""Resume on another world: two runs, one judgement across the resume."""
 
 import copy
 from dataclasses import replace
@@ -38,9 +38,9 @@ MOVED = Scenario.parse(plain.MOVED)
     ],
 )
 def test_where_a_run_begins(begins: str, goes_on: str) -> None:
-    recipe = "steps=5,recipe=resume-elsewhere"
+    recipe = "steps=5,recipe=resume-resharded"
     scenario = Scenario.parse(f"{goes_on}/fp32/sgd/none/{recipe}")
-    first, second = scenario.legs
+    first, second = scenario.phases
     assert second is scenario and Scenario.parse(scenario.id) == scenario
     assert first.id == f"{begins}/fp32/sgd/none/steps=3"
     assert f"begins as: {first.id}" in explain(scenario.id)
@@ -48,27 +48,30 @@ def test_where_a_run_begins(begins: str, goes_on: str) -> None:
 
 def test_every_topology_begins_somewhere_else() -> None:
     for t in TOPOLOGIES.values():
-        names = f"{t.name}/{t.default_world}", f"data={t.models[-1]}"
-        text = f"{names[0]}/fp32/sgd/none/{names[1]},recipe=resume-elsewhere"
-        first, second = Scenario.parse(text).legs
-        assert (first.topology, first.world) != (second.topology, second.world)
+        names = f"{t.name}/{t.default_world_size}", f"model={t.models[-1]}"
+        text = f"{names[0]}/fp32/sgd/none/{names[1]},recipe=resume-resharded"
+        first, second = Scenario.parse(text).phases
+        assert (first.topology, first.world_size) != (
+            second.topology,
+            second.world_size,
+        )
 
 
 def test_faults_before_the_seam_strike_where_the_run_begins() -> None:
     plan = "inf@r3s1:up.weight;nan@r2s*:first;inf@r0s4:last;-inf@r*s0:last[last]"
-    settings = "steps=5,recipe=resume-elsewhere"
-    first, _ = Scenario.parse(f"fsdp/4/fp32/sgd/{plan}/{settings}").legs
+    settings = "steps=5,recipe=resume-resharded"
+    first, _ = Scenario.parse(f"fsdp/4/fp32/sgd/{plan}/{settings}").phases
     assert first.faults == "inf@r1s1:up.weight;nan@r0s*:first;-inf@r*s0:last[last]"
 
 
 def test_one_step_is_refused() -> None:
     with pytest.raises(ValueError, match="choose at least 2 steps"):
-        Scenario.parse("fsdp/2/fp32/sgd/none/steps=1,recipe=resume-elsewhere")
+        Scenario.parse("fsdp/2/fp32/sgd/none/steps=1,recipe=resume-resharded")
 
 
 def test_other_recipes_have_one_leg() -> None:
     alone = Scenario.parse(plain.CLEAN)
-    assert alone.legs == (alone,)
+    assert alone.phases == (alone,)
 
 
 # - The handover
@@ -105,7 +108,7 @@ def test_a_run_that_moves_is_bitwise_that_of_its_layout(
 ) -> None:
     """On one process before and after, nothing may differ from the whole run."""
     faults, settings = "inf@r0s1:up.weight", "steps=6,interval=2"
-    text = f"pp/2/fp32/{optimizer}/{faults}/{settings},recipe=resume-elsewhere"
+    text = f"pp/2/fp32/{optimizer}/{faults}/{settings},recipe=resume-resharded"
     moved = runner.run(RIGHT, Scenario.parse(text)).evidence
     whole = runner.run(
         RIGHT, Scenario.parse(f"single/1/fp32/{optimizer}/{faults}/{settings}")
@@ -125,14 +128,14 @@ def test_a_run_that_moves_is_bitwise_that_of_its_layout(
 def test_parity_is_measured_on_both_worlds(runner: Runner) -> None:
     evidence = runner.run(RIGHT, MOVED).evidence
     assert evidence is not None and evidence.before is not None
-    legs = evidence.before.ranks, evidence.ranks
-    assert [len(traces) for traces in legs] == [2, 4]
-    assert measure_parity(MOVED, *legs).first_bad == {}
-    for leg, step in ((0, 1), (1, 0)):
-        spoilt = copy.deepcopy(legs)
-        spoilt[leg][1].steps[step].gradients["up.weight"] *= 1.001
+    phases = evidence.before.ranks, evidence.ranks
+    assert [len(traces) for traces in phases] == [2, 4]
+    assert measure_parity(MOVED, *phases).first_bad == {}
+    for phase, step in ((0, 1), (1, 0)):
+        spoilt = copy.deepcopy(phases)
+        spoilt[phase][1].steps[step].gradients["up.weight"] *= 1.001
         bad = measure_parity(MOVED, *spoilt).first_bad["gradient"]
-        assert (bad.step, bad.rank) == (1 if leg == 0 else 2, 1)
+        assert (bad.step, bad.rank) == (1 if phase == 0 else 2, 1)
 
 
 def test_the_record_has_a_row_a_rank_and_every_step(runner: Runner) -> None:
@@ -160,6 +163,6 @@ def test_more_ranks_than_there_are(
         return "too few ranks" if world > 2 else ""
 
     monkeypatch.setattr(runner.place, "not_runnable", too_few)
-    two = Scenario.parse("fsdp/2/fp32/sgd/none/steps=4,recipe=resume-elsewhere")
+    two = Scenario.parse("fsdp/2/fp32/sgd/none/steps=4,recipe=resume-resharded")
     case = runner.run(RIGHT, two)
     assert {v.status for v in case.verdicts} == {Status.SKIPPED}

@@ -1,4 +1,4 @@
-"""What a rank holds of a model's tensors, as a workload's own methods tell it.
+"""What a rank holds of a model's tensors, as a workload's own methods describe it.
 
 A value is the whole tensor, a DTensor, or (tensor, slices of the whole); each says by
 itself which elements of the whole it has, so nothing is written into the stack and no
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...fixtures import Kit, local
+from ...fixtures import ResolvedWorkload, local
 from .observe import numbers_laid_out_as
 
-__all__ = ["WRAPPERS", "Held", "check_values", "full_name", "held_parts"]
+__all__ = ["WRAPPERS", "LocalPart", "check_values", "full_name", "read_local_parts"]
 
 WRAPPERS = (
     "_fsdp_wrapped_module",
@@ -56,7 +56,7 @@ def full_name(name: str, whole: Container[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalPart:
     """A part of a tensor on this rank."""
 
     tensor: Tensor
@@ -65,13 +65,13 @@ class Held:
     """Place of each local element in the flat full tensor."""
 
 
-def held_parts(
-    kit: Kit, call: str, given: Any, whole: Mapping[str, Tensor]
-) -> dict[str, Held]:
+def read_local_parts(
+    workload: ResolvedWorkload, call: str, given: Any, whole: Mapping[str, Tensor]
+) -> dict[str, LocalPart]:
     """Read what ``weights`` or ``gradients`` returned.
 
     Args:
-        kit: the workload.
+        workload: the workload.
         call: which of the two it was.
         given: name -> tensor, DTensor or (tensor, slices); None is left out.
         whole: the model's parameters by name.
@@ -82,36 +82,40 @@ def held_parts(
     """
     if not isinstance(given, Mapping):
         text = f"returned {type(given).__name__}, expected a dict of name -> tensor"
-        raise kit.refuse(call, text)
-    found: dict[str, Held] = {}
-    for told, value in given.items():
-        name = full_name(str(told), whole)
+        raise workload.refuse(call, text)
+    found: dict[str, LocalPart] = {}
+    for key, value in given.items():
+        name = full_name(str(key), whole)
         if name not in whole:
-            text = f"gave {told!r}, which the model has not: expected names of model()"
-            raise kit.refuse(call, f"{text}, such as {', '.join([*whole][:4])}")
+            text = f"gave {key!r}, which is not in the model: expected names of model()"
+            raise workload.refuse(call, f"{text}, such as {', '.join([*whole][:4])}")
         if name in found:
-            raise kit.refuse(call, f"gave {name} twice")
+            raise workload.refuse(call, f"gave {name} twice")
         if value is not None:
-            found[name] = _held(kit, call, name, value, whole[name].shape)
+            found[name] = _local_part(workload, call, name, value, whole[name].shape)
     return found
 
 
-def _held(kit: Kit, call: str, name: str, value: Any, shape: torch.Size) -> Held:
+def _local_part(
+    workload: ResolvedWorkload, call: str, name: str, value: Any, shape: torch.Size
+) -> LocalPart:
     expected = f"expected a tensor of shape {list(shape)}, or (tensor, slices of it)"
     if isinstance(value, Tensor):
         if value.shape != shape:
             text = f"gave {name} with shape {list(value.shape)}, {expected}"
-            raise kit.refuse(call, text)
-        return Held(value, numbers_laid_out_as(value))
+            raise workload.refuse(call, text)
+        return LocalPart(value, numbers_laid_out_as(value))
     pair = isinstance(value, tuple | list) and len(value) == 2
     if not pair or not isinstance(value[0], Tensor) or isinstance(value[0], DTensor):
-        raise kit.refuse(call, f"gave {name} as {type(value).__name__}, {expected}")
+        raise workload.refuse(
+            call, f"gave {name} as {type(value).__name__}, {expected}"
+        )
     tensor, slices = value
     slices = (slices,) if isinstance(slices, slice) else slices
     if not isinstance(slices, tuple | list) or not all(
         isinstance(s, slice) for s in slices
     ):
-        raise kit.refuse(call, f"gave {name} with slices {slices!r}, {expected}")
+        raise workload.refuse(call, f"gave {name} with slices {slices!r}, {expected}")
     numbers = torch.arange(shape.numel())
     parts = [numbers.view(shape)[tuple(slices)]] if len(slices) <= len(shape) else []
     if len(slices) == 1:
@@ -119,36 +123,38 @@ def _held(kit: Kit, call: str, name: str, value: Any, shape: torch.Size) -> Held
     fitting = [part for part in parts if part.numel() == tensor.numel()]
     if not fitting:
         sizes = " or ".join(str(part.numel()) for part in parts) or "no"
-        raise kit.refuse(
+        raise workload.refuse(
             call,
             f"gave {name} with {tensor.numel()} elements, and its slices {slices!r} "
             f"have {sizes}: {expected}",
         )
-    return Held(tensor, fitting[0].reshape(-1).numpy())
+    return LocalPart(tensor, fitting[0].reshape(-1).numpy())
 
 
 def check_values(
-    kit: Kit, held: Mapping[str, Held], values: Mapping[str, Tensor]
+    workload: ResolvedWorkload,
+    parts: Mapping[str, LocalPart],
+    values: Mapping[str, Tensor],
 ) -> None:
     """See that a stack was laid out with the values that the model had.
 
     Args:
-        kit: the workload.
-        held: what its ``weights`` gave, right after ``parallelize``.
+        workload: the workload.
+        parts: what its ``weights`` gave, right after ``parallelize``.
         values: of the whole parameters.
 
     Raises:
         WorkloadError: names the parameter that has other values.
     """
-    for name, part in held.items():
+    for name, part in parts.items():
         if part.tensor.dtype != torch.float32:
             text = f"gave {name} as {part.tensor.dtype}: parameters stay torch.float32"
-            raise kit.refuse("weights", text)
+            raise workload.refuse("weights", text)
         now = local(part.tensor.detach()).reshape(-1).cpu()
         true = values[name].reshape(-1).cpu()[torch.from_numpy(part.places)]
         if not torch.equal(now, true):
             wrong = int((now != true).sum())
-            raise kit.refuse(
+            raise workload.refuse(
                 "parallelize",
                 f"changed the values of {name}: {wrong} of {len(true)} elements that "
                 "weights() gives are not those of model()",

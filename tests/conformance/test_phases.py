@@ -1,4 +1,4 @@
-"""A run on two worlds, on made-up traces: every law is held across the seam."""
+"""A run on two worlds, on made-up traces: every law is held across the resume."""
 
 import copy
 from dataclasses import replace
@@ -11,7 +11,7 @@ from gradparity.conformance.judge.parity import demanded_schedule
 from gradparity.conformance.rank.trace import RankTrace
 from gradparity.tests import made_up
 
-LEG = made_up.SCENARIO.id.replace("ddp/2", "ddp/4") + ",recipe=resume-elsewhere"
+LEG = made_up.SCENARIO.id.replace("ddp/2", "ddp/4") + ",recipe=resume-resharded"
 SPLIT = 2
 
 
@@ -21,12 +21,12 @@ def parts(*, bad: bool = False) -> Evidence:
     first = replace(
         whole,
         ranks=tuple(half(t, slice(0, SPLIT)) for t in whole.ranks[:2]),
-        bare=tuple(half(t, slice(0, SPLIT)) for t in (whole.bare or ())[:2]),
+        control=tuple(half(t, slice(0, SPLIT)) for t in (whole.control or ())[:2]),
     )
     return replace(
         whole,
         ranks=tuple(half(t, slice(SPLIT, None)) for t in whole.ranks),
-        bare=tuple(half(t, slice(SPLIT, None)) for t in whole.bare or ()),
+        control=tuple(half(t, slice(SPLIT, None)) for t in whole.control or ()),
         before=first,
     )
 
@@ -90,8 +90,8 @@ def test_a_law_that_only_one_part_can_be_held_to_is_held_there() -> None:
 
 def test_transparency_compares_the_same_step() -> None:
     evidence = parts()
-    assert evidence.bare is not None
-    evidence.bare[2].steps[1].digests = {"w": "other"}
+    assert evidence.control is not None
+    evidence.control[2].steps[1].digests = {"w": "other"}
     finding = found(evidence, "transparency.bitwise")
     assert finding.status is Status.FAIL and finding.step == 3
 
