@@ -217,6 +217,8 @@ class ReferenceRun:
         dtype = torch.float64 if variant.double else torch.float32
         self.workload = resolve_workload(key.model)
         model = initial_model(key.model, key.seed, key.training)
+        if self.precision.convert is not None and not variant.double:
+            model = self.precision.convert(model)
         # not .to(dtype), which casts complex buffers, too
         self.model = model.double() if dtype == torch.float64 else model.float()
         # one a parameter: the schedule tells parameters and not optimizers apart

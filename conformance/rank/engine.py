@@ -172,7 +172,7 @@ class Engine:
     @property
     def is_single(self) -> bool:
         """Whether this is the bare model, which no ``parallelize`` has laid out."""
-        return self.scenario.topology == "single"
+        return not self.scenario.parsed_topology.parallel
 
     @property
     def tells_weights(self) -> bool:
@@ -382,12 +382,15 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         same_everywhere(workload, "model", dict(model.named_parameters()))
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    tells = workload.weights if scenario.topology != "single" else None
+    parallel = scenario.parsed_topology.parallel
+    tells = workload.weights if parallel else None
     tied = _tied(model)
     if tells is None:
         _fill_with_element_numbers(model)
-    policy = scenario.parsed_precision.policy()
-    module = scenario.parsed_topology.apply(model, mesh, policy)  # type: ignore[arg-type]  # MODELS hold nothing else
+    precision = scenario.parsed_precision
+    if precision.convert is not None:
+        model = precision.convert(model)
+    module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
     if not training.random:  # parallelize may have made them anew
         turn_off_random_layers(module)
     parameters: dict[str, nn.Parameter]

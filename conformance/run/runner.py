@@ -235,7 +235,7 @@ class Runner:
                 # that failed was ended, so the second try has ranks of its own.
                 seen.phases, seen.first_try = self._run_ranks(spec, scenario), late
             compared = spec != NO_SCALER and scenario.faults == "none"
-            if seen.complete and compared and scenario.precision == "fp32":
+            if seen.complete and compared and scenario.parsed_precision.is_full:
                 seen.control = self._control_run(scenario)
                 seen.control_differs = self._compare_controls(scenario)
         seen.seconds = time.monotonic() - start

@@ -63,7 +63,7 @@ def _refuse(scenario: Scenario) -> None:
 
 
 def _layout(scenario: Scenario, takes_policy: bool) -> list[str]:
-    if scenario.topology == "single":
+    if not scenario.parsed_topology.parallel:
         return []
     if takes_policy:
         call = "model = workload.parallelize(model, mesh, policy)"
@@ -84,4 +84,4 @@ def _share(scenario: Scenario) -> tuple[str, int]:
 def _has_parity(scenario: Scenario) -> bool:
     """In fp32, where gradients of the first step are not spoilt on purpose."""
     spoilt = any(not fault.step for fault in parse_faults(scenario.faults))
-    return scenario.precision == "fp32" and not spoilt
+    return scenario.parsed_precision.is_full and not spoilt

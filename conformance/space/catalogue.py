@@ -28,7 +28,6 @@ from ...fixtures import (
     TOPOLOGIES,
     Topology,
     WorkloadError,
-    dataset_of,
     resolve_workload,
 )
 from ..status import UsageError, as_usage
@@ -88,9 +87,6 @@ LIMITS: dict[str, tuple[str, dict[str, float]]] = {
 }
 """Name -> when gradients are bad, and the settings that drive the scale there."""
 
-SPLIT = {"digits": "up.weight", "text": "blocks.0.feed_forward.up.weight"}
-_FULLY_SHARD = ("fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "pp+fsdp")
-
 
 def _parity(selection: Selection) -> Iterator[Scenario]:
     for model in (
@@ -138,7 +134,7 @@ def _three_runs(
     if selection.no_scaler:
         yield run(precision="bf16-autocast", optimizer=optimizers[1])
         return
-    half = "fp16-params" if topology.name in _FULLY_SHARD else "fp16-autocast"
+    half = "fp16-params" if topology.fully_shards else "fp16-autocast"
     yield run(
         precision=half,
         optimizer=optimizers[0],
@@ -149,7 +145,7 @@ def _three_runs(
     # where tensors are split, this one is: only the ranks that hold it see the fault
     target, holder = (
         split_parameter(model),
-        0 if "pp" in topology.name else world_size - 1,
+        0 if topology.pipelined else world_size - 1,
     )
     yield run(
         precision="fp32",
@@ -160,7 +156,7 @@ def _three_runs(
 
 def split_parameter(model: str) -> str:
     """A parameter that is sharded where anything is; of a workload nobody knows."""
-    return SPLIT.get(dataset_of(model), "first")
+    return MODELS[model].sharded if model in MODELS else "first"
 
 
 def columns(selection: Selection) -> dict[str, list[str]]:
@@ -188,7 +184,7 @@ def columns(selection: Selection) -> dict[str, list[str]]:
     if not selection.no_scaler:
         return chosen
     if not selection.precisions:  # fp16 needs a scaler: ask for it to see how it fails
-        wide = [p for p in PRECISIONS if not p.startswith("fp16")]
+        wide = [p.name for p in PRECISIONS.values() if not p.overflows]
         chosen["precision"] = wide
     return chosen | plain | {"kind": [NOTHING]}
 
@@ -228,8 +224,7 @@ def _where_planted(when: str, value: str) -> bool:
 
 _PLANTED = tuple(when for when, steps in WHEN.items() if steps)
 _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
-    # only fp16 overflows by itself
-    ("precision", "when"): lambda p, when: when != "natural" or p.startswith("fp16"),
+    ("precision", "when"): lambda p, w: w != "natural" or PRECISIONS[p].overflows,
     # a disabled scaler has no answer to bad gradients
     ("recipe", "when"): lambda r, when: WORKLOAD_RECIPES[r].enabled or when == "never",
     # the columns of a planted fault have a meaning where one is planted
@@ -240,14 +235,12 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("target", "kind"): _both_or_none,
     ("ranks", "kind"): _both_or_none,
     ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
-    # a stage, or a rank's part of a flat parameter, need not hold it
-    ("topology", "target"): lambda t, x: (
-        x != "split" or not t.startswith(("pp", "fsdp1"))
-    ),
+    # of a user's own workload no parameter is known to be split
+    ("topology", "target"): lambda t, x: x != "split" or TOPOLOGIES[t].spreads,
     # one rank need not hold anything of the half that trains
     ("recipe", "ranks"): lambda r, x: r != "frozen" or x in (NOTHING, "*"),
     # half precision loses tiny gradients, and plain SGD takes steps of their size
-    ("loss_factor", "precision"): lambda m, p: m == "usual" or p == "fp32",
+    ("loss_factor", "precision"): lambda m, p: m == "usual" or PRECISIONS[p].is_full,
     ("optimizer", "loss_factor"): lambda o, m: m == "usual" or o in ADAPTIVE,
 }
 _RULES = tuple(dict.fromkeys([*PAIRS, *_SENSIBLE]))
@@ -279,9 +272,10 @@ def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
 
 
 def _world_size(topology: Topology, model: str) -> int:
-    # 3 rows over 4 ranks: one rank holds nothing of most parameters
-    empty_shards = model == "digits-uneven" and topology.mesh_takes(4)
-    return 4 if empty_shards else topology.default_world_size
+    wanted = MODELS[model].world_size if model in MODELS else None
+    if wanted is not None and topology.mesh_takes(wanted):
+        return wanted
+    return topology.default_world_size
 
 
 def _faults(row: Row, world_size: int) -> str:
@@ -351,7 +345,7 @@ def _accumulating(selection: Selection) -> Iterator[Scenario]:
     if selection.workload:
         for name in selection.layouts(selection.resolved.topologies):
             for recipe in ("accumulate", "accumulate-no-sync", "accumulate-uneven"):
-                if name != "single":
+                if selection.resolved.topologies[name].parallel:
                     yield from _plain_runs(selection, topology=name, recipe=recipe)
 
 
@@ -429,7 +423,9 @@ def _in_order(selection: Selection, scenarios: Iterable[Scenario]) -> list[Scena
     does the module in which it begins.
     """
     chosen = most_new_first(list(dict.fromkeys(scenarios)), _words, _cost)
-    return sorted(chosen, key=lambda s: selection.no_scaler and s.precision != "fp32")
+    return sorted(
+        chosen, key=lambda s: selection.no_scaler and not s.parsed_precision.is_full
+    )
 
 
 def _words(scenario: Scenario) -> set[str]:
@@ -439,7 +435,7 @@ def _words(scenario: Scenario) -> set[str]:
 
 def _cost(scenario: Scenario) -> float:
     """Roughly proportional to its run time on two cores, the references included."""
-    model = 4 if scenario.dataset == "text" else 1
+    model = MODELS[scenario.model].cost if scenario.model in MODELS else 1
     compiles = 6 if scenario.parsed_recipe.compile else 1
     return sum(
         phase.world_size * (phase.steps + 5) * model * compiles

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from ...fixtures import (
+    MODELS,
     MULTI_TENSOR,
     PRECISIONS,
     TOPOLOGIES,
@@ -47,40 +48,35 @@ def _topology_precision(topology: str, precision: str) -> str:
     )
 
 
-_UNIFORM = ("single", "ddp", "fsdp1", "fsdp", "hsdp", "pp", "pp+fsdp")
-"""Where all parameters of a rank are plain, or DTensors of one mesh."""
-
-
-_PLAIN = ("single", "ddp", "fsdp1", "pp")
-"""Where all parameters are plain tensors."""
-
-
 def _topology_optimizer(topology: str, optimizer: str) -> str:
-    if optimizer == "sgd-fused" and topology not in _PLAIN:
-        return f"torch's fused SGD takes no DTensor: choose one of {', '.join(_PLAIN)}"
-    if optimizer not in MULTI_TENSOR or topology in _UNIFORM:
+    tensors = TOPOLOGIES[topology].tensors
+    if optimizer == "sgd-fused" and tensors != "plain":
+        able = [t.name for t in TOPOLOGIES.values() if t.tensors == "plain"]
+        return f"torch's fused SGD takes no DTensor: choose one of {', '.join(able)}"
+    if optimizer not in MULTI_TENSOR or tensors != "mixed":
         return ""
+    able = [t.name for t in TOPOLOGIES.values() if t.tensors != "mixed"]
     return (
         f"torch's {optimizer} refuses the mixed tensors or meshes of topology "
-        f"{topology!r}: choose one of {', '.join(_UNIFORM)}"
+        f"{topology!r}: choose one of {', '.join(able)}"
     )
 
 
 def _topology_recipe(topology: str, recipe: str) -> str:
-    if topology == "tp+sp" and recipe in ("clip-value", "clip-norm"):
+    chosen = TOPOLOGIES[topology]
+    if RECIPES[recipe].training.clip and not chosen.clips:
         return "sequence-parallel norms have partial gradients, which cannot be clipped"
-    if recipe == "compiled" and topology not in _COMPILED:
-        return f"only {', '.join(_COMPILED)} are compiled here"
-    return RECIPES[recipe].refuses(TOPOLOGIES[topology])
-
-
-_COMPILED = ("single", "ddp", "fsdp", "tp")
+    if RECIPES[recipe].compile and not chosen.compiles:
+        able = [t.name for t in TOPOLOGIES.values() if t.compiles]
+        return f"only {', '.join(able)} are compiled here"
+    return RECIPES[recipe].refuses(chosen)
 
 
 def _recipe_model(recipe: str, model: str) -> str:
-    if recipe == "compiled" and model != "digits":
-        return "compiling the larger models takes minutes: choose the model digits"
-    return ""
+    if not RECIPES[recipe].compile or MODELS[model].compiles:
+        return ""
+    able = [m.name for m in MODELS.values() if m.compiles]
+    return f"compiling the larger models takes minutes: choose {' or '.join(able)}"
 
 
 def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
@@ -93,7 +89,7 @@ def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
     for ranks in (world_size // 2, 2 * world_size):
         if (ranks * 2 == world_size or ranks <= 4) and chosen.mesh_takes(ranks):
             return topology, ranks
-    if topology == "single":
+    if chosen.default_world_size == 1:
         return "ddp", 2
     return ("fsdp", 2) if chosen.fully_shards else ("single", 1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...fixtures import CannotError, ResolvedWorkload, Topology, is_workload
+from ...fixtures import MODELS, CannotError, ResolvedWorkload, Topology, is_workload
 
 __all__ = [
     "CLIP_NORM",
@@ -228,9 +228,6 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
     return None if training.clip else workload.clip_norm
 
 
-_SECOND_HALF = ("down.", "head.", "blocks.1.", "norm.")
-
-
 def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:
     """The parameters of the second half of a model.
 
@@ -240,5 +237,4 @@ def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:
     """
     if is_workload(workload.name):
         return {*names[(len(names) + 1) // 2 :]}
-    later = _SECOND_HALF if workload.name.startswith("text") else _SECOND_HALF[:2]
-    return {name for name in names if name.startswith(later)}
+    return {n for n in names if n.startswith(MODELS[workload.name].frozen)}

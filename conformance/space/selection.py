@@ -9,7 +9,6 @@ from ...fixtures import (
     MODELS,
     PRECISIONS,
     ResolvedWorkload,
-    dataset_of,
     is_workload,
     resolve_workload,
 )
@@ -84,10 +83,8 @@ class Selection:
         return [name for name in usual if made[name].mesh_takes(self.world_size)]
 
     def trains(self, model: str) -> bool:
-        """Whether a model was asked for, by its name or by that of its data set."""
-        return (
-            not self.models or model in self.models or dataset_of(model) in self.models
-        )
+        """Whether a model was asked for."""
+        return not self.models or model in self.models
 
     def keeps(self, scenario: Scenario) -> bool:
         """Whether ``scenario`` was asked for."""

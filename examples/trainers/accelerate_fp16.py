@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator.native_amp = True  # only on a CPU, where Accelerate leaves it off
     # end of swap
     torch.manual_seed(0)
-    model = MODELS["text"]()
+    model = MODELS["text"].make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     done = Count()

@@ -26,7 +26,7 @@ def build(mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     # parallelize_module, then fully_shard on every block: fixtures/layouts.py
-    return TOPOLOGIES["fsdp+tp"].apply(MODELS["text"](), mesh, half)
+    return TOPOLOGIES["fsdp+tp"].apply(MODELS["text"].make(), mesh, half)
 
 
 class Everything:

@@ -28,7 +28,7 @@ class Text(LightningModule):  # type: ignore[misc]  # its types are not followed
     def __init__(self, options: Options) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = MODELS["text"]()
+        self.model = MODELS["text"].make()
         self.options = options
 
     def training_step(self, number: int, _index: int) -> Tensor:

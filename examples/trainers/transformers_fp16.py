@@ -27,7 +27,7 @@ class Text(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = MODELS["text"]()
+        self.model = MODELS["text"].make()
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """(B, T) bytes and next bytes -> loss."""

@@ -191,7 +191,7 @@ def test_on_cuda_the_same_bits_come_each_time(
 def test_models_make_no_tensor_elsewhere(name: str) -> None:
     """On the meta device, as on CUDA, an operation on tensors of two devices raises."""
     device = torch.device("meta")
-    model = MODELS[name]().to(device)
+    model = MODELS[name].make().to(device)
     batch = DATASETS[name.split("-")[0]].batch(0, 0)
     with pytest.raises((RuntimeError, NotImplementedError)):
         loss(model(batch.inputs), batch.targets)  # without the move

@@ -20,7 +20,7 @@ def train_fp16(make: Any, steps: int, fused: bool) -> tuple[list[float], list[An
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    model = TOPOLOGIES["fsdp+tp"].apply(MODELS["digits"](), mesh, policy)
+    model = TOPOLOGIES["fsdp+tp"].apply(MODELS["digits"].make(), mesh, policy)
     params: Any = model.parameters()
     optimizer = torch.optim.AdamW(params, lr=1e-2, fused=fused)
     scaler = make(device="cpu", init_scale=2.0**19, growth_interval=2)

@@ -21,7 +21,7 @@ from ..law import (
 
 def _not_applicable(evidence: Evidence) -> str:
     scenario = evidence.scenario
-    if scenario.precision != "fp32":
+    if not scenario.parsed_precision.is_full:
         return "only fp32 scaling is exact"
     factors = (
         scenario.init_scale,
