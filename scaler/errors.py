@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -27,20 +26,16 @@ class InvalidSettingError(ValueError, AssertionError):
 
 
 class ScalerError(RuntimeError):
-    """Root of everything that goes wrong while training; can be pickled."""
+    """Root of everything that goes wrong while training; can be pickled.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle as a call with their positional arguments: keyword-only
-        # attributes would be lost on the way to a parent process.
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
+    Args:
+        message: what went wrong, and the way out.
+        **data: the attributes of the error.
+    """
 
-
-def _rebuild(
-    kind: type[ScalerError], args: tuple[Any, ...], attributes: dict[str, Any]
-) -> ScalerError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(attributes)
-    return error
+    def __init__(self, message: str, **data: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(data)
 
 
 class RanksDisagreeError(ScalerError):
@@ -55,24 +50,12 @@ class RanksDisagreeError(ScalerError):
         highest: the largest value over all ranks, by field that differs.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        world_size: int,
-        call: str,
-        here: Mapping[str, float],
-        lowest: Mapping[str, float],
-        highest: Mapping[str, float],
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.world_size = world_size
-        self.call = call
-        self.here = dict(here)
-        self.lowest = dict(lowest)
-        self.highest = dict(highest)
+    rank: int
+    world_size: int
+    call: str
+    here: dict[str, float]
+    lowest: dict[str, float]
+    highest: dict[str, float]
 
 
 class PeerFailedError(ScalerError):
@@ -83,10 +66,8 @@ class PeerFailedError(ScalerError):
         call: the method that this rank had called.
     """
 
-    def __init__(self, message: str, *, rank: int, call: str) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.call = call
+    rank: int
+    call: str
 
 
 class TooManySkipsError(ScalerError):
@@ -97,7 +78,5 @@ class TooManySkipsError(ScalerError):
         scales: scales of the last iterations, oldest first, as far as the host knows.
     """
 
-    def __init__(self, message: str, *, skips: int, scales: Sequence[float]) -> None:
-        super().__init__(message)
-        self.skips = skips
-        self.scales = tuple(scales)
+    skips: int
+    scales: tuple[float, ...]
