@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsFloat, SupportsIndex
 
@@ -56,31 +56,27 @@ class Policy:
     """Keep the scale; overflows still skip the step."""
 
     def __post_init__(self) -> None:
-        check_scale(self.min_scale, "min_scale")
-        check_scale(self.max_scale, "max_scale")
+        check_number("min_scale", self.min_scale)
+        check_number("max_scale", self.max_scale)
         if self.min_scale > self.max_scale:
             raise InvalidSettingError(
                 f"min_scale ({self.min_scale}) is larger than max_scale "
                 f"({self.max_scale})."
             )
-        _count("hysteresis", self.hysteresis, at_least=1)
+        check_count("hysteresis", self.hysteresis)
         if self.refill not in ("growth", "good_step"):
             raise InvalidSettingError(
                 f'refill must be "growth" or "good_step", got {self.refill!r}.'
             )
         if self.max_consecutive_skips is not None:
-            _count("max_consecutive_skips", self.max_consecutive_skips, at_least=1)
+            check_count("max_consecutive_skips", self.max_consecutive_skips)
 
     def fingerprint(self) -> int:
         """Return 32 bits that equal policies share on all ranks."""
         return zlib.crc32(repr(self).encode())
 
     def check_start(self, scale: float) -> None:
-        """Refuse a first scale outside the limits.
-
-        Raises:
-            InvalidSettingError: it is outside.
-        """
+        """Raise InvalidSettingError for a first scale outside the limits."""
         if not self.min_scale <= scale <= self.max_scale:
             raise InvalidSettingError(
                 f"The scale ({scale}) is outside the policy's limits "
@@ -102,10 +98,6 @@ class SavedState(NamedTuple):
 def check_state(state: Mapping[str, Any], policy: Policy) -> SavedState:
     """Return what a state dict holds, before anything is changed.
 
-    Args:
-        state: as this class or torch's saved it.
-        policy: of the scaler that loads it.
-
     Raises:
         RuntimeError: it is empty, as a disabled scaler saves it.
         InvalidSettingError: a value that no run can work with.
@@ -118,91 +110,54 @@ def check_state(state: Mapping[str, Any], policy: Policy) -> SavedState:
     # The last one is absent in what torch saved.
     left = state.get("_hysteresis_left", policy.hysteresis)
     saved = SavedState(
-        check_scale(state["scale"]),
-        check_growth_factor(state["growth_factor"]),
-        check_backoff_factor(state["backoff_factor"]),
-        check_growth_interval(state["growth_interval"]),
-        _count("The growth tracker", state["_growth_tracker"], at_least=0),
-        _count("The hysteresis left", left, at_least=0),
+        check_number("The scale", state["scale"]),
+        check_number("The growth factor", state["growth_factor"]),
+        check_number("The backoff factor", state["backoff_factor"]),
+        check_count("The growth interval", state["growth_interval"]),
+        check_count("The growth tracker", state["_growth_tracker"], at_least=0),
+        check_count("The hysteresis left", left, at_least=0),
     )
     policy.check_start(saved.scale)
     return saved
 
 
-def check_scale(value: SupportsFloat, name: str = "The scale") -> float:
-    """Return ``value`` as a float if an fp32 scale can hold it.
+_SCALE = (
+    lambda x: LOWEST_SCALE <= x <= HIGHEST_SCALE,
+    f"finite and at least {LOWEST_SCALE:.3g} (so that its reciprocal is finite in "
+    "fp32)",
+)
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "The growth factor": (lambda x: 1.0 < x < math.inf, "> 1.0 and finite"),
+    "The backoff factor": (lambda x: 0.0 < x < 1.0, "< 1.0 and > 0.0"),
+    # A negative bound would turn gradients round; what torch computes for the other
+    # orders is no norm. Either may be infinite.
+    "max_norm": (lambda x: x >= 0.0, "at least 0"),
+    "norm_type": (lambda x: x > 0.0, "above 0"),
+}
+
+
+def check_number(name: str, value: SupportsFloat) -> float:
+    """Return a setting as a float; one without a rule of its own is a scale.
 
     Raises:
-        InvalidSettingError: not a number in ``[LOWEST_SCALE, HIGHEST_SCALE]``.
+        InvalidSettingError: no number, or none that this setting may be.
     """
-    scale = _number(name, value)
-    if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
-        raise InvalidSettingError(
-            f"{name} must be finite and at least {LOWEST_SCALE:.3g} (so that its "
-            f"reciprocal is finite in fp32), got {value!r}."
-        )
-    return scale
-
-
-def check_growth_factor(value: SupportsFloat) -> float:
-    """Return the factor as a float; it must be finite and larger than 1.
-
-    Raises:
-        InvalidSettingError: it is not.
-    """
-    factor = _number("The growth factor", value)
-    if not (factor > 1.0 and math.isfinite(factor)):
-        raise InvalidSettingError(
-            f"The growth factor must be > 1.0 and finite, got {value!r}."
-        )
-    return factor
-
-
-def check_backoff_factor(value: SupportsFloat) -> float:
-    """Return the factor as a float; it must lie between 0 and 1, both excluded.
-
-    Raises:
-        InvalidSettingError: it does not.
-    """
-    factor = _number("The backoff factor", value)
-    if not 0.0 < factor < 1.0:
-        raise InvalidSettingError(
-            f"The backoff factor must be < 1.0 and > 0.0, got {value!r}."
-        )
-    return factor
-
-
-def check_growth_interval(value: SupportsIndex) -> int:
-    """Return the interval in steps; it must be an integer of at least 1.
-
-    Raises:
-        InvalidSettingError: it is not.
-    """
-    return _count("The growth interval", value, at_least=1)
-
-
-def check_clip(max_norm: float, norm_type: float) -> None:
-    """Refuse what is no bound, or no norm; either may be infinite.
-
-    Raises:
-        InvalidSettingError: ``max_norm`` is negative or nan, which would turn gradients
-            round or make them nan after they were found finite; or ``norm_type`` is not
-            positive: what torch computes for it is no norm.
-    """
-    if not max_norm >= 0.0:
-        raise InvalidSettingError(f"max_norm must be at least 0, got {max_norm!r}.")
-    if not norm_type > 0.0:
-        raise InvalidSettingError(f"norm_type must be above 0, got {norm_type!r}.")
-
-
-def _number(name: str, value: SupportsFloat) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidSettingError(f"{name} must be a number, got {value!r}.") from error
+    is_fit, wanted = _NUMBERS.get(name, _SCALE)
+    if not is_fit(number):
+        raise InvalidSettingError(f"{name} must be {wanted}, got {value!r}.")
+    return number
 
 
-def _count(name: str, value: SupportsIndex, *, at_least: int) -> int:
+def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
+    """Return a setting as an int.
+
+    Raises:
+        InvalidSettingError: no integer, below ``at_least``, or too large for int32.
+    """
     try:
         count = operator.index(value)
     except TypeError as error:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -41,6 +43,7 @@ MESHES = 4
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
 
 
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Where gradients lie: one object for equal layouts, so that identity tells.
 
@@ -51,16 +54,15 @@ class Layout:
         number: 52 bits that stand for the ranks.
     """
 
-    __slots__ = ("copies", "kind", "number", "ranks")
-
-    def __init__(self, ranks: tuple[int, ...], kind: str, copies: int) -> None:
-        self.ranks, self.kind, self.copies = ranks, kind, copies
-        self.number = _hashed(str(ranks))
+    ranks: tuple[int, ...]
+    kind: str
+    copies: int
+    number: float
 
 
 @lru_cache(maxsize=65536)
 def _layout(ranks: tuple[int, ...], kind: str, copies: int) -> Layout:
-    return Layout(ranks, kind, copies)
+    return Layout(ranks, kind, copies, _hashed(str(ranks)))
 
 
 @lru_cache(maxsize=1024)
@@ -93,16 +95,20 @@ class GradsByMesh(dict[Layout, GradsOfMesh]):
             yield from chain.from_iterable(some.gradients.values())
 
 
-class LocalNorms(NamedTuple):
-    """This rank's part of the global norm.
+class Places(NamedTuple):
+    """Where the gradients of an optimizer lay in its last clip.
 
     Attributes:
-        entries: (MESHES, 3), fp64: mesh, kind and norm, zeros where unused.
-        found_inf: (), fp32: 1 if a local gradient is not finite; None without any.
+        alone: the layout of a plain tensor on this rank.
+        specs: of each gradient.
+        members: the positions of the gradients of each layout.
+        elements: of the whole gradients of each layout.
     """
 
-    entries: torch.Tensor
-    found_inf: torch.Tensor | None
+    alone: Layout
+    specs: list[Any]
+    members: dict[Layout, list[int]]
+    elements: dict[Layout, int]
 
 
 # - This rank's gradients, by mesh
@@ -120,107 +126,81 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
     """
     alone = _layout((rank,), "plain", 1)
     gradients, locals_ = dense_gradients(optimizer)
-    found = None if locals_ is None else _layouts(record, gradients, locals_, alone)
-    if locals_ is None or found is None:
-        found, locals_ = _one_by_one(optimizer, alone)
-    layouts, elements = found
-    if layouts and layouts.count(layouts[0]) == len(layouts):  # by identity
-        grouped = by_device_and_dtype(locals_)
-        return GradsByMesh({layouts[0]: GradsOfMesh(grouped, sum(elements))})
-    members: dict[Layout, list[int]] = {}
-    for index, layout in enumerate(layouts):
-        members.setdefault(layout, []).append(index)
-    return GradsByMesh(
-        {
-            layout: GradsOfMesh(
-                by_device_and_dtype([locals_[i] for i in some]),
-                sum(elements[i] for i in some),
-            )
-            for layout, some in members.items()
-        }
-    )
-
-
-class _Layouts(NamedTuple):
-    layouts: list[Layout]
-    elements: list[int]
-
-
-class _Remembered(NamedTuple):
-    alone: Layout
-    specs: list[Any]
-    layouts: _Layouts
-
-
-def _layouts(
-    record: OptimizerRecord,
-    gradients: list[Any],
-    locals_: list[torch.Tensor],
-    alone: Layout,
-) -> _Layouts | None:
-    # None if there is a partial gradient, which must be summed up first.
-    if set(map(type, gradients)) <= {torch.Tensor}:
-        numels = list(map(torch.Tensor.numel, locals_))
-        return _Layouts([alone] * len(gradients), numels)
+    if locals_ is gradients and gradients:  # no DTensor among them
+        elements = sum(map(torch.Tensor.numel, gradients))
+        grouped = by_device_and_dtype(gradients)
+        return GradsByMesh({alone: GradsOfMesh(grouped, elements)})
+    found, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
-    found, last = specs(gradients), record.layout
     if (
-        last is not None
-        and last.alone is alone
-        and len(last.specs) == len(found)
-        and all(map(is_, last.specs, found))
-        and None not in found
+        locals_ is None
+        or places is None
+        or places.alone is not alone
+        or len(places.specs) != len(found)
+        or not all(map(is_, places.specs, found))
     ):
-        return last.layouts  # type: ignore[no-any-return]
-    if any(_is_partial(spec) for spec in found if spec is not None):
-        return None
-    pairs = list(zip(found, locals_, strict=True))
-    layouts = _Layouts(
-        [_layout_of(spec, alone) for spec in found],
-        [_elements(spec, local) for spec, local in pairs],
-    )
-    record.layout = _Remembered(alone, found, layouts)
-    return layouts
+        if locals_ is None or any(map(_is_partial, found)):
+            found, locals_ = _one_by_one(optimizer)
+        places = _places(found, locals_, alone)
+        # How many elements a plain tensor has follows from no spec.
+        is_plain = any(spec is None for spec in found)
+        record.places = None if is_plain else places
+    by_mesh = GradsByMesh()
+    for layout, indices in places.members.items():
+        some = locals_
+        if len(indices) < len(locals_):
+            some = [locals_[index] for index in indices]
+        grouped = by_device_and_dtype(some)
+        by_mesh[layout] = GradsOfMesh(grouped, places.elements[layout])
+    return by_mesh
+
+
+def _places(found: list[Any], locals_: list[torch.Tensor], alone: Layout) -> Places:
+    members: dict[Layout, list[int]] = defaultdict(list)
+    elements: dict[Layout, int] = Counter()
+    for index, (spec, local) in enumerate(zip(found, locals_, strict=True)):
+        layout = alone if spec is None else _layout_on(spec.mesh, spec.placements)
+        members[layout].append(index)
+        elements[layout] += local.numel() if spec is None else math.prod(spec.shape)
+    return Places(alone, found, members, elements)
 
 
 def _is_partial(spec: Any) -> bool:
-    return any(placement.is_partial() for placement in spec.placements)
+    return spec is not None and any(p.is_partial() for p in spec.placements)
 
 
-def _layout_of(spec: Any, alone: Layout) -> Layout:
-    return alone if spec is None else _layout_on(spec.mesh, spec.placements)
-
-
-def _elements(spec: Any, local: torch.Tensor) -> int:
-    return local.numel() if spec is None else math.prod(spec.shape)
-
-
-def _one_by_one(optimizer: Any, alone: Layout) -> tuple[_Layouts, list[torch.Tensor]]:
-    found, locals_ = _Layouts([], []), []
+def _one_by_one(optimizer: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    found: list[Any] = []
+    locals_: list[torch.Tensor] = []
     with torch.no_grad():
         for parameter in parameters_of(optimizer):
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            [spec] = specs([gradient])
-            if spec is not None and _is_partial(spec):
-                gradient = parameter.grad = _summed(gradient)
-                [spec] = specs([gradient])
-            local = local_tensor(parameter, gradient, coalesce=True)
-            found.layouts.append(_layout_of(spec, alone))
-            found.elements.append(_elements(spec, local))
-            locals_.append(local)
+            [spec] = specs([parameter.grad])
+            if _is_partial(spec):
+                from torch.distributed.tensor import Replicate
+
+                whole = [Replicate() if p.is_partial() else p for p in spec.placements]
+                parameter.grad = parameter.grad.redistribute(placements=whole)
+                [spec] = specs([parameter.grad])
+            found.append(spec)
+            locals_.append(local_tensor(parameter, coalesce=True))
     return found, locals_
 
 
-def _summed(gradient: Any) -> Any:
-    from torch.distributed.tensor import Replicate
-
-    whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
-    return gradient.redistribute(placements=whole)
-
-
 # - This rank's part of the norm
+
+
+class LocalNorms(NamedTuple):
+    """This rank's part of the global norm.
+
+    Attributes:
+        entries: (MESHES, 3), fp64: mesh, kind and norm, zeros where unused.
+        found_inf: (), fp32: 1 if a local gradient is not finite; None without any.
+    """
+
+    entries: torch.Tensor
+    found_inf: torch.Tensor | None
 
 
 def local_norms(grads: GradsByMesh, norm_type: float, scale: Number) -> LocalNorms:
@@ -291,14 +271,14 @@ def _joined(each: Norms, norm_type: float) -> Number:
     # The norm of what these are the norms of, without leaving the range of fp64.
     if isinstance(each, torch.Tensor):
         return scaled_norm(each, norm_type)
+    if norm_type == 2.0 and math.isfinite(norm := math.hypot(*each)):
+        return norm
     largest = _highest(each)
     if math.isinf(norm_type) or not math.isfinite(largest) or len(each) < 2:
         return largest
-    if norm_type == 2.0:
-        return math.hypot(*each)
     if largest == 0.0:
         return 0.0
-    powers = math.fsum((norm / largest) ** norm_type for norm in each)
+    powers = math.fsum((part / largest) ** norm_type for part in each)
     return float(largest * powers ** (1.0 / norm_type))
 
 

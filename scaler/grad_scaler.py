@@ -14,7 +14,8 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_args, overload
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
@@ -26,34 +27,24 @@ from .config import (
     HIGHEST_SCALE,
     FP16Gradients,
     Policy,
-    SavedState,
-    check_backoff_factor,
-    check_clip,
-    check_growth_factor,
-    check_growth_interval,
-    check_scale,
+    check_count,
+    check_number,
     check_state,
 )
 from .errors import InvalidSettingError, TooManySkipsError
-from .global_norm import (
-    MESHES,
-    GradsByMesh,
-    LocalNorms,
-    global_norm,
-    grads_by_mesh,
-    local_norms,
-)
+from .global_norm import GradsByMesh, global_norm, grads_by_mesh, local_norms
 from .grads import (
     FoundInf,
     Number,
     any_of,
+    check_and_unscale_,
     divide_,
     divided_gradients,
-    host_value,
     local_dense,
+    local_gradients,
+    number_in,
     refuse_fp16,
     unchanged,
-    unscale_gradients_,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
 from .optimizer_state import (
@@ -75,6 +66,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+
+Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
 
 # Where torch has it, for callers that import it from there.
 _refresh_per_optimizer_state = OptimizerState
@@ -136,10 +129,10 @@ class GradScaler(_TorchGradScaler):
         self._enabled = enabled and _is_usable(device)
         self._policy = policy or Policy()
         if self._enabled:
-            growth_factor = check_growth_factor(growth_factor)
-            backoff_factor = check_backoff_factor(backoff_factor)
-            growth_interval = check_growth_interval(growth_interval)
-            init_scale = check_scale(init_scale, "init_scale")
+            growth_factor = check_number("The growth factor", growth_factor)
+            backoff_factor = check_number("The backoff factor", backoff_factor)
+            growth_interval = check_count("The growth interval", growth_interval)
+            init_scale = check_number("init_scale", init_scale)
             self._policy.check_start(init_scale)
         if fp16_gradients not in get_args(FP16Gradients):
             raise InvalidSettingError(
@@ -168,18 +161,7 @@ class GradScaler(_TorchGradScaler):
 
     # - The scale
 
-    @overload
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
-    @overload
-    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
-
-    def scale(
-        self, outputs: torch.Tensor | Iterable[torch.Tensor]
-    ) -> torch.Tensor | Iterable[torch.Tensor]:
+    def scale(self, outputs: Outputs) -> Outputs:
         """Multiply a loss, or any nest of losses, by the scale.
 
         Args:
@@ -194,9 +176,9 @@ class GradScaler(_TorchGradScaler):
         if not self._enabled:
             return outputs
         self._was_scaled = True
-        if not isinstance(outputs, torch.Tensor):
-            return super().scale(outputs)
-        return self._scaled(outputs)
+        if isinstance(outputs, torch.Tensor):
+            return cast("Outputs", self._scaled(outputs))
+        return super().scale(outputs)
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
         # As torch has it, but torch.compile does not trace into torch's.
@@ -208,6 +190,8 @@ class GradScaler(_TorchGradScaler):
     def _check_scale_growth_tracker(
         self, funcname: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is not None and self._growth_tracker is not None:
+            return self._scale, self._growth_tracker
         # Ranks of a pipeline that never see a loss get their scale here; so does a run
         # that resumes. Alone and without either, the gradients cannot have been scaled.
         if self._scale is None and self._growth_tracker is None:
@@ -307,9 +291,9 @@ class GradScaler(_TorchGradScaler):
             RanksDisagreeError: the ranks hold different state, or clip differently.
             PeerFailedError: another rank raised.
         """
-        max_norm, norm_type = float(max_norm), float(norm_type)
-        # A disabled scaler clips by the same norm; its gradients carry no scale.
-        scale = self._scale_or_one("clip_grad_norm_")
+        if self._enabled:
+            self._check_scale_growth_tracker("clip_grad_norm_")
+        scale = self._scale_or_one()
         state = OptimizerState() if optimizer is None else self._state_of(optimizer)
         self._wait_pending()
         if self._enabled and (state["stage"] is OptState.STEPPED or state.clips):
@@ -318,27 +302,36 @@ class GradScaler(_TorchGradScaler):
             )
         group = self._find_group(state)
         found: FoundInf = {**state["found_inf_per_device"]}  # of an earlier unscale_
+        grads = GradsByMesh()
         try:
-            check_clip(max_norm, norm_type)
+            max_norm = check_number("max_norm", max_norm)
+            norm_type = check_number("norm_type", norm_type)
             if optimizer is not None and self._must_unscale_first(state, scale):
                 found = self._unscale_here(optimizer, state)
             is_unscaled = not self._enabled or state["stage"] is OptState.UNSCALED
-            carried = 1.0 if is_unscaled else _number(scale)
-            grads, norms = self._local_norms(state, group, norm_type, scale, carried)
+            carried = number_in(torch.ones_like(scale) if is_unscaled else scale)
+            if state.record is not None:
+                rank = 0 if group is None else group.rank()
+                grads = grads_by_mesh(state.optimizer, state.record, rank)
+                self._refuse_unfit(grads, group)
+            norms = local_norms(grads, norm_type, carried)
         except Exception:
-            self._report_failure(group, "clip_grad_norm_", rows=True)
+            nothing = local_norms(GradsByMesh(), 2.0, 1.0).entries
+            self._report_failure(group, "clip_grad_norm_", nothing)
             raise
         if (flag := norms.found_inf) is not None:
             found = {scale.device: any_of([flag, *found.values()], scale.device)}
         state["found_inf_per_device"] = found
-        entries = norms.entries[None]
         if group is None:
-            self._remember_overflow(state, _flag_of(found, scale.device), 0)
+            entries = norms.entries[None]
+            self._remember_overflow(state, 0)
         else:
             local = self._local_state(state, found, group, max_norm, norm_type)
-            state.result, entries = self._sync.found_inf_and_rows(
-                group, local, "clip_grad_norm_", norms.entries
+            result = self._sync.found_inf(
+                group, local, "clip_grad_norm_", row=norms.entries
             )
+            assert result.rows is not None
+            state.result, entries = result, result.rows
             if self._enabled:
                 self._record_result(state)
         norm = global_norm(entries, norm_type)
@@ -348,8 +341,12 @@ class GradScaler(_TorchGradScaler):
         if optimizer is None and self._enabled:
             self._add_to_none(state, clips=1)
         if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(_NOT_FINITE.format(norm_type, float(norm)))
-        skips = self._enabled and _is_true(_any_flag(state, scale))
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is "
+                f"{float(norm)}, so they cannot be clipped. Pass "
+                "error_if_nonfinite=False to let step() skip instead."
+            )
+        skips = self._enabled and _is_true(any_of(found.values(), scale.device))
         if optimizer is not None and not skips:
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
             fused = fused and self._enabled
@@ -366,9 +363,10 @@ class GradScaler(_TorchGradScaler):
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)
 
-    def _scale_or_one(self, call: str) -> torch.Tensor:
-        if self._enabled:
-            return self._check_scale_growth_tracker(call)[0]
+    def _scale_or_one(self) -> torch.Tensor:
+        # A disabled scaler clips by the same norm; its gradients carry no scale.
+        if self._scale is not None:
+            return self._scale
         has_device = self._device != "cuda" or torch.cuda.is_available()
         return torch.ones((), device=self._device if has_device else "cpu")
 
@@ -377,33 +375,18 @@ class GradScaler(_TorchGradScaler):
         # divide one gradient and not another that was divided for another optimizer.
         if not self._enabled or state["stage"] is not OptState.READY:
             return False
-        if scale.is_cpu and host_value(scale) < 1.0:
+        if scale.is_cpu and number_in(scale) < 1.0:
             return True
         return len(self._states) > 1 and bool(self._divided_by_others(state))
 
-    def _local_norms(
-        self,
-        state: OptimizerState,
-        group: ProcessGroup | None,
-        norm_type: float,
-        scale: torch.Tensor,
-        carried: Number,
-    ) -> tuple[GradsByMesh, LocalNorms]:
-        if not (scale.is_cpu or isinstance(carried, torch.Tensor)):
-            carried = torch.full_like(scale, carried)
-        if state.record is None:
-            nothing = GradsByMesh()
-            return nothing, local_norms(nothing, norm_type, carried)
-        rank = 0 if group is None else group.rank()
-        grads = grads_by_mesh(state.optimizer, state.record, rank)
+    def _refuse_unfit(self, grads: GradsByMesh, group: ProcessGroup | None) -> None:
         if self._enabled and self._fp16_gradients == "refuse":
-            refuse_fp16(grads.tensors())
+            refuse_fp16(dtype for some in grads.values() for _, dtype in some.gradients)
         if group is None and any(len(layout.ranks) > 1 for layout in grads):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
                 "scaler syncs with no other rank. Do not pass agree_over='local'."
             )
-        return grads, local_norms(grads, norm_type, carried)
 
     # - Step
 
@@ -468,7 +451,7 @@ class GradScaler(_TorchGradScaler):
             skips = result.read().found_inf
         else:
             found = optimizer_state["found_inf_per_device"].values()
-            skips = any(host_value(f) if f.is_cpu else f.item() for f in found)
+            skips = any(map(number_in, found))
         return None if skips else optimizer.step(*args, **kwargs)
 
     def _step_fused(
@@ -490,7 +473,7 @@ class GradScaler(_TorchGradScaler):
             grad_scale = scale if grad_scale is None else scale * grad_scale
         elif (clipped := state.fused_grad_scale) is not None:
             grad_scale = clipped if grad_scale is None else clipped * grad_scale
-        found_inf = _any_flag(state, scale)
+        found_inf = any_of(state["found_inf_per_device"].values(), scale.device)
         optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
         try:
             # bool synchronises, until an SGD with momentum has taken its first step.
@@ -531,11 +514,11 @@ class GradScaler(_TorchGradScaler):
 
     def _add_to_none(self, state: OptimizerState, clips: int = 0) -> None:
         # Keeps what the other ranks found until update, on a rank without parameters.
-        scale, _ = self._check_scale_growth_tracker("step_without_optimizer")
         none = self._states[id(None)]
         none.clips += clips
         found = none["found_inf_per_device"]
-        found[len(found)] = _any_flag(state, scale)
+        flags = state["found_inf_per_device"].values()
+        found[len(found)] = any_of(flags, self._scale_or_one().device)
 
     # - Check and sync
 
@@ -551,9 +534,7 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # Checks this rank's gradients, divides them unless told not to, and replaces
         # what this rank found by what any rank found.
-        assert self._scale is not None
-        scale = self._scale
-        group = self._find_group(state)
+        scale, group = self._scale_or_one(), self._find_group(state)
         try:
             if only_check:
                 one, zero = torch.ones_like(scale), torch.zeros_like(scale)
@@ -567,7 +548,7 @@ class GradScaler(_TorchGradScaler):
         if group is None:
             if len(found) > 1:
                 _spread(any_of(found.values(), scale.device), found)
-            self._remember_overflow(state, _flag_of(found, scale.device), 0)
+            self._remember_overflow(state, 0)
             return
         local = self._local_state(state, found, group)
         state.result = self._sync.found_inf(group, local, call, async_op=async_op)
@@ -582,8 +563,7 @@ class GradScaler(_TorchGradScaler):
         allow_fp16: bool | None = None,
     ) -> FoundInf:
         # Divides this rank's gradients; tells what this rank found.
-        assert self._scale is not None
-        scale = self._scale
+        scale = self._scale_or_one()
         if allow_fp16 is None:
             allow_fp16 = self._fp16_gradients == "in_place"
         self._dividing = state
@@ -607,17 +587,14 @@ class GradScaler(_TorchGradScaler):
         divided: set[int] = set()
         if state is not None and len(self._states) > 1:
             divided = self._divided_by_others(state)
-        found, written = unscale_gradients_(
-            optimizer,
-            inv_scale,
-            found_inf,
-            allow_fp16=allow_fp16,
-            without=divided,
-            is_own=state is not None,
-            write_down=state is not None and self._records.may_share,
+        gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
+        is_own = state is not None
+        found = check_and_unscale_(
+            gradients, inv_scale, found_inf, divided, is_own=is_own
         )
         if state is not None:
-            state.divided = written
+            written = gradients.values() if self._records.may_share else ()
+            state.divided = divided_gradients(chain.from_iterable(written))
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf.clone()
         return found
@@ -651,17 +628,12 @@ class GradScaler(_TorchGradScaler):
         return self._sync.group.find(state.optimizer)
 
     def _report_failure(
-        self, group: ProcessGroup | None, call: str, *, rows: bool = False
+        self, group: ProcessGroup | None, call: str, row: torch.Tensor | None = None
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
-        if group is None:
-            return
-        local = self._local_state(OptimizerState(), {}, group)._replace(failed=True)
-        if rows:
-            row = torch.zeros(MESHES, 3, dtype=torch.float64, device="cpu")
-            self._sync.found_inf_and_rows(group, local, call, row)
-        else:
-            self._sync.found_inf(group, local, call)
+        if group is not None:
+            local = self._local_state(OptimizerState(), {}, group)
+            self._sync.found_inf(group, local._replace(failed=True), call, row=row)
 
     def _local_state(
         self,
@@ -671,8 +643,8 @@ class GradScaler(_TorchGradScaler):
         max_norm: float | None = None,
         norm_type: float | None = None,
     ) -> LocalState:
-        scale = self._scale_or_one("sync")
-        found_inf = _flag_of(found, scale.device)
+        scale = self._scale_or_one()
+        found_inf = any_of(found.values(), scale.device) if found else None
         ordinal, bad = None, 0
         if (record := state.record) is not None:
             if record.ordinal is None and group is not None:
@@ -682,14 +654,14 @@ class GradScaler(_TorchGradScaler):
                 bad = first_nonfinite(state.optimizer, group.rank() if group else 0)
         tracker, left = self._growth_tracker, self._hysteresis_left
         return LocalState(
-            found_inf=None if found_inf is None else _number(found_inf),
-            scale=_number(scale),
-            growth_tracker=0.0 if tracker is None else _number(tracker),
+            found_inf=None if found_inf is None else number_in(found_inf),
+            scale=number_in(scale),
+            growth_tracker=0.0 if tracker is None else number_in(tracker),
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
             policy=self._fingerprint,
-            hysteresis_left=0.0 if left is None else _number(left),
+            hysteresis_left=0.0 if left is None else number_in(left),
             optimizer=ordinal,
             max_norm=max_norm,
             norm_type=norm_type,
@@ -706,18 +678,18 @@ class GradScaler(_TorchGradScaler):
     def _record_result(self, state: OptimizerState) -> None:
         # Replaces what this rank found by what any rank found.
         result, found = state.result, state["found_inf_per_device"]
-        assert result is not None and self._scale is not None
+        assert result is not None
+        scale, rank = self._scale_or_one(), result.group.rank()
         if not found:
-            found[self._scale.device] = torch.zeros_like(self._scale)
-        rank = result.group.rank()
+            found[scale.device] = torch.zeros_like(scale)
         if result.is_deferred:
             _spread(result.found_inf, found)
-            self._remember_overflow(state, _flag_of(found, self._scale.device), rank)
+            self._remember_overflow(state, rank)
             return
         summary = result.read()
         if summary.found_inf:
-            _spread(torch.ones_like(self._scale), found)
-            self._set_last_overflow(state, summary.first_nonfinite, rank)
+            _spread(torch.ones_like(scale), found)
+            self._remember_overflow(state, rank, summary.first_nonfinite)
         # What torch refuses on one rank is refused here when it holds for all of them.
         if not summary.was_scaled:
             raise AssertionError(
@@ -730,16 +702,16 @@ class GradScaler(_TorchGradScaler):
             raise AssertionError("No inf checks were recorded for this optimizer.")
 
     def _remember_overflow(
-        self, state: OptimizerState, found_inf: torch.Tensor | None, rank: int
+        self, state: OptimizerState, rank: int, code: int | None = None
     ) -> None:
-        # What this rank alone found.
-        if state.record is None or found_inf is None or not _is_true(found_inf):
+        # ``code``: what any rank found; None: look for what this rank alone found.
+        if state.record is None:
             return
-        code = first_nonfinite(state.optimizer, rank)
-        self._set_last_overflow(state, code, rank)
-
-    def _set_last_overflow(self, state: OptimizerState, code: int, rank: int) -> None:
-        if code and state.record is not None:
+        if code is None:
+            flags = state["found_inf_per_device"].values()
+            found_inf = any_of(flags, self._scale_or_one().device)
+            code = first_nonfinite(state.optimizer, rank) if _is_true(found_inf) else 0
+        if code:
             self._history.last_overflow = overflow_of(code, rank, state.optimizer)
 
     @property
@@ -802,12 +774,23 @@ class GradScaler(_TorchGradScaler):
             _divide_folded(state, carry=scale)
         self._records.may_share = len(self._states) > 1
         self._states = defaultdict(OptimizerState)
-        if new_scale is None and self._policy.max_consecutive_skips is not None:
-            self._refuse_endless_skips(self._policy.max_consecutive_skips)
+        most = self._policy.max_consecutive_skips
+        if new_scale is not None or most is None:
+            return
+        if (skips := self.counters.consecutive_skips) >= most:
+            scales = tuple(self._history.scales)
+            raise TooManySkipsError(
+                f"update: {skips} iterations in a row were skipped, the policy allows "
+                f"fewer than {most}. Scales so far: {list(scales)}; last: "
+                f"{self.last_overflow}. A gradient that is nan at any scale is no "
+                "question of scaling: look at the data, the loss and the learning "
+                "rate.",
+                skips=skips,
+                scales=scales,
+            )
 
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
-        assert self._scale is not None
-        scale = self._scale
+        scale = self._scale_or_one()
         before: Any = scale.tolist() if scale.is_cpu else scale.clone()
         advance(
             scale,
@@ -825,19 +808,6 @@ class GradScaler(_TorchGradScaler):
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
         _, tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
         self._move_scale(found_inf.clamp(max=1.0).reshape(()), tracker)
-
-    def _refuse_endless_skips(self, most: int) -> None:
-        if (skips := self.counters.consecutive_skips) < most:
-            return
-        scales = self._history.scales
-        raise TooManySkipsError(
-            f"update: {skips} iterations in a row were skipped, the policy allows "
-            f"fewer than {most}. Scales so far: {list(scales)}; last: "
-            f"{self.last_overflow}. A gradient that is nan at any scale is no question "
-            "of scaling: look at the data, the loss and the learning rate.",
-            skips=skips,
-            scales=scales,
-        )
 
     # - What happened
 
@@ -907,7 +877,7 @@ class GradScaler(_TorchGradScaler):
         Raises:
             InvalidSettingError: not finite, or not above 1.
         """
-        self._growth_factor = check_growth_factor(new_factor)
+        self._growth_factor = check_number("The growth factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale backs off.
@@ -915,7 +885,7 @@ class GradScaler(_TorchGradScaler):
         Raises:
             InvalidSettingError: not strictly between 0 and 1.
         """
-        self._backoff_factor = check_backoff_factor(new_factor)
+        self._backoff_factor = check_number("The backoff factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of good steps before the scale grows.
@@ -923,7 +893,7 @@ class GradScaler(_TorchGradScaler):
         Raises:
             InvalidSettingError: not an integer of at least 1.
         """
-        self._growth_interval = check_growth_interval(new_interval)
+        self._growth_interval = check_count("The growth interval", new_interval)
         self._limit_tracker()
 
     def _limit_tracker(self) -> None:
@@ -973,11 +943,12 @@ class GradScaler(_TorchGradScaler):
             saved = check_state(state_dict, self._policy)
         except Exception:
             if group is not None:
-                failed = self._loading(SavedState(1.0, 2.0, 0.5, 1, 0, 0), failed=True)
+                failed = LocalState(None, 1.0, 0.0, 2.0, 0.5, 1, 0, failed=True)
                 self._sync.assert_same_state(group, failed, "load_state_dict")
             raise
         if group is not None:
-            self._sync.assert_same_state(group, self._loading(saved), "load_state_dict")
+            local = LocalState(None, policy=self._fingerprint, **saved._asdict())
+            self._sync.assert_same_state(group, local, "load_state_dict")
         # Ranks that lived differently long until now count alike from here on.
         self._sync.restart()
         self._records.forget_order()
@@ -995,19 +966,6 @@ class GradScaler(_TorchGradScaler):
             self._hysteresis_left.fill_(saved.hysteresis_left)
         self._limit_tracker()
 
-    def _loading(self, saved: SavedState, *, failed: bool = False) -> LocalState:
-        return LocalState(
-            found_inf=None,
-            scale=saved.scale,
-            growth_tracker=saved.growth_tracker,
-            growth_factor=saved.growth_factor,
-            backoff_factor=saved.backoff_factor,
-            growth_interval=saved.growth_interval,
-            policy=self._fingerprint,
-            hysteresis_left=saved.hysteresis_left,
-            failed=failed,
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if self._enabled:
@@ -1019,15 +977,8 @@ class GradScaler(_TorchGradScaler):
             state["_init_scale"] = self.get_scale()
             state["_init_growth_tracker"] = self._get_growth_tracker()
             state["_init_hysteresis_left"] = self._get_hysteresis_left()
-            state["_scale"] = state["_growth_tracker"] = None
-            state["_hysteresis_left"] = None
+            state.update(_scale=None, _growth_tracker=None, _hysteresis_left=None)
         return state
-
-
-_NOT_FINITE = (
-    "The total norm of order {} of the gradients is {}, so they cannot be clipped. "
-    "Pass error_if_nonfinite=False to let step() skip instead."
-)
 
 
 def _is_usable(device: str) -> bool:
@@ -1041,32 +992,9 @@ def _is_usable(device: str) -> bool:
     return False
 
 
-# The following are read several times in a step: small, and beside it.
-
-
-def _number(tensor: torch.Tensor) -> Number:
-    # Unlike item, tolist is not counted as a synchronisation, which it is not here.
-    value: Any = tensor.tolist() if tensor.is_cpu else tensor
-    return value  # type: ignore[no-any-return]  # (): never a list
-
-
 def _is_true(found_inf: torch.Tensor) -> bool:
     # Whether the host can see an overflow, without a synchronisation.
-    return found_inf.is_cpu and bool(found_inf.tolist())
-
-
-def _flag_of(found: FoundInf, device: torch.device) -> torch.Tensor | None:
-    # (), fp32, on ``device``: 1 if any of them is 1; None without any.
-    if len(found) == 1:
-        (flag,) = found.values()
-        if flag.device == device:
-            return flag
-    return any_of(found.values(), device) if found else None
-
-
-def _any_flag(state: OptimizerState, scale: torch.Tensor) -> torch.Tensor:
-    flag = _flag_of(state["found_inf_per_device"], scale.device)
-    return torch.zeros_like(scale) if flag is None else flag
+    return found_inf.is_cpu and bool(number_in(found_inf))
 
 
 def _divide_folded(state: OptimizerState, carry: torch.Tensor | None = None) -> None:

@@ -26,7 +26,6 @@ import torch
 
 from .torch_internals import (
     DisableTorchFunctions,
-    MultiDeviceReplicator,
     local_tensors,
     non_finite_check_and_unscale_,
     set_grad_enabled,
@@ -60,26 +59,30 @@ def dense_gradients(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | Non
     """Return an optimizer's gradients, and the local tensor of each if all are dense.
 
     Raises:
-        AttributeError: a parameter is not a tensor.
+        AssertionError: a parameter is not a tensor.
     """
     # The loops over parameters are what many small gradients cost: they stay in C, or
     # are comprehensions.
-    groups = optimizer.param_groups
-    with DisableTorchFunctions():
-        gradients = [
-            g for group in groups for p in group["params"] if (g := p.grad) is not None
-        ]
-    locals_ = gradients
-    kinds: set[Any] = set(map(type, gradients))
-    if kinds - {torch.Tensor}:
-        locals_ = local_tensors(gradients)
-        kinds = set(map(type, locals_))
-    if kinds - {torch.Tensor} or any(map(_IS_SPARSE, locals_)):
+    try:
+        with DisableTorchFunctions():
+            gradients = [
+                gradient
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if (gradient := parameter.grad) is not None
+            ]
+    except AttributeError:
+        kinds = [type(p) for p in parameters_of(optimizer) if not hasattr(p, "grad")]
+        raise AssertionError(
+            f"expected param to be torch.Tensor, got {kinds[0].__name__}"
+        ) from None
+    locals_ = local_tensors(gradients)
+    if set(map(type, locals_)) - {torch.Tensor} or any(map(_IS_SPARSE, locals_)):
         return gradients, None  # sparse, of another class, or still on its way
     return gradients, locals_
 
 
-def local_gradients(optimizer: Any, *, allow_fp16: bool) -> list[torch.Tensor]:
+def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
     """Return the local dense tensors of an optimizer's gradients.
 
     Args:
@@ -92,46 +95,31 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> list[torch.Tensor]:
         AssertionError: a parameter is not a tensor.
         ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
-    try:
-        _, locals_ = dense_gradients(optimizer)
-    except AttributeError:  # a parameter is no tensor
-        locals_ = None
+    gradients, locals_ = dense_gradients(optimizer)
     if locals_ is None:
-        locals_ = _locals_one_by_one(optimizer, allow_fp16)
+        if not allow_fp16:  # before they are coalesced
+            refuse_fp16(gradient.dtype for gradient in gradients)
+        with torch.no_grad():
+            locals_ = [
+                local_tensor(p, coalesce=p.grad.dtype is torch.float16)
+                for p in parameters_of(optimizer)
+                if p.grad is not None
+            ]
+    groups = by_device_and_dtype(locals_)
     if not allow_fp16:
-        refuse_fp16(locals_)
-    return locals_
+        refuse_fp16(dtype for _, dtype in groups)
+    return groups
 
 
-def _locals_one_by_one(optimizer: Any, allow_fp16: bool) -> list[torch.Tensor]:
-    gradients: list[torch.Tensor] = []
-    with torch.no_grad():
-        for parameter in parameters_of(optimizer):
-            if not isinstance(parameter, torch.Tensor):
-                raise AssertionError(
-                    f"expected param to be torch.Tensor, got {type(parameter).__name__}"
-                )
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            is_fp16 = gradient.dtype is torch.float16
-            if is_fp16 and not allow_fp16:  # before it is coalesced
-                raise ValueError(_FP16)
-            gradients.append(local_tensor(parameter, gradient, coalesce=is_fp16))
-    return gradients
-
-
-def local_tensor(
-    parameter: torch.Tensor, gradient: Any, *, coalesce: bool
-) -> torch.Tensor:
+def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
     """Return the local dense tensor behind a gradient, of a sparse one its values.
 
     Args:
-        parameter: gets the coalesced gradient.
-        gradient: of this parameter; waits for it if it is still on its way.
+        parameter: has the gradient, and gets the coalesced one.
         coalesce: add up the values of one index first. The optimizer will do so, and
             two finite fp16 values may overflow then; a norm is not that of the parts.
     """
+    gradient: Any = parameter.grad
     if to_local := getattr(gradient, "to_local", None):
         gradient = to_local()
     if hasattr(gradient, "wait"):
@@ -145,14 +133,15 @@ def local_tensor(
     return sparse_values(gradient)
 
 
-def refuse_fp16(gradients: Iterable[torch.Tensor]) -> None:
-    """Refuse gradients that lose small values when they are divided in place.
-
-    Raises:
-        ValueError: there is one of fp16.
-    """
-    if torch.float16 in set(map(_DTYPE, gradients)):
-        raise ValueError(_FP16)
+def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
+    """Raise ValueError for gradients that lose small values when divided in place."""
+    if torch.float16 in dtypes:
+        raise ValueError(
+            "Attempting to unscale FP16 gradients. Dividing them in place flushes to "
+            "zero what the scale protected. Keep fp32 parameters (autocast, or "
+            "fully_shard with MixedPrecisionPolicy(param_dtype=torch.float16)), or "
+            'build the scaler with fp16_gradients="in_place" if you accept the loss.'
+        )
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
@@ -170,19 +159,12 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
 _IS_SPARSE, _IS_CPU = attrgetter("is_sparse"), attrgetter("is_cpu")
 _DTYPE = attrgetter("dtype")
 
-_FP16 = (
-    "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
-    "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
-    "MixedPrecisionPolicy(param_dtype=torch.float16)), or build the scaler with "
-    'fp16_gradients="in_place" if you accept the loss.'
-)
-
 
 # - Check and unscale
 
 
 def check_and_unscale_(
-    gradients: list[torch.Tensor],
+    gradients: Gradients,
     inv_scale: torch.Tensor,
     found_inf: torch.Tensor,
     without: Collection[int] = (),
@@ -205,50 +187,29 @@ def check_and_unscale_(
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
         not finite.
     """
-    found = MultiDeviceReplicator(found_inf)
-    if is_own and gradients:
-        found._per_device_tensors[found_inf.device] = found_inf
-    rounds = [(inv_scale, gradients)]
-    if without:
-        one = torch.ones_like(inv_scale)
-        rounds = [
-            (inv_scale, [g for g in gradients if id(g) not in without]),
-            (one, [g for g in gradients if id(g) in without]),
-        ]
-    if inv_scale.is_cpu and host_value(inv_scale) > 1.0:
-        rounds.append((torch.ones_like(inv_scale), gradients))
+    found: FoundInf = {}
+    may_overflow = inv_scale.is_cpu and number_in(inv_scale) > 1.0
     grad_mode = torch.is_grad_enabled()
     set_grad_enabled(False)
     try:
-        for factor, tensors in rounds:
-            for (device, _), group in by_device_and_dtype(tensors).items():
-                non_finite_check_and_unscale_(
-                    group, found.get(device), moved_to(factor, device)
+        for (device, _), tensors in gradients.items():
+            if device not in found:
+                is_kept = is_own and found_inf.device == device
+                found[device] = found_inf.to(
+                    device, non_blocking=True, copy=not is_kept
                 )
+            factor = moved_to(inv_scale, device)
+            rounds = [(tensors, factor)]
+            if without:
+                mine = [tensor for tensor in tensors if id(tensor) not in without]
+                rounds = [(mine, factor)]
+            if without or may_overflow:
+                rounds.append((tensors, torch.ones_like(factor)))
+            for some, by in rounds:
+                non_finite_check_and_unscale_(some, found[device], by)
     finally:
         set_grad_enabled(grad_mode)
-    made: FoundInf = found._per_device_tensors
-    return made
-
-
-def unscale_gradients_(
-    optimizer: Any,
-    inv_scale: torch.Tensor,
-    found_inf: torch.Tensor,
-    *,
-    allow_fp16: bool,
-    without: Collection[int] = (),
-    is_own: bool = False,
-    write_down: bool = False,
-) -> tuple[FoundInf, Divided]:
-    """Check and unscale the gradients of an optimizer, as `check_and_unscale_` does.
-
-    Returns:
-        Also, if asked to ``write_down``, which gradients were divided.
-    """
-    gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-    found = check_and_unscale_(gradients, inv_scale, found_inf, without, is_own=is_own)
-    return found, divided_gradients(gradients) if write_down else []
+    return found
 
 
 def divided_gradients(gradients: Iterable[torch.Tensor]) -> Divided:
@@ -276,15 +237,20 @@ def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
 
 def unchanged(divided: Divided) -> set[int]:
     """Return the ids of the gradients that are as they were written down."""
-    alive = [(g, version) for ref, version in divided if (g := ref()) is not None]
-    return {id(g) for g, version in alive if version_of(g) == version}
+    return {
+        id(gradient)
+        for ref, version in divided
+        if (gradient := ref()) is not None and version_of(gradient) == version
+    }
 
 
 # - Readings of found_inf
 
 
-def host_value(tensor: torch.Tensor) -> float:
-    """Return what a CPU tensor with one element holds."""
+def number_in(tensor: torch.Tensor) -> Number:
+    """Return what a tensor with one element holds; on an accelerator the tensor."""
+    if not tensor.is_cpu:
+        return tensor
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()
     return float(tensor.item() if isinstance(value, list) else value)
@@ -299,7 +265,10 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return (), fp32 on ``device``: 1 if any of them is 1."""
-    tensors = [moved_to(flag, device) for flag in flags]
+    tensors = [
+        flag if flag.device == device else flag.to(device, non_blocking=True)
+        for flag in flags
+    ]
     if len(tensors) == 1:
         return tensors[0]
     if not tensors:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from .grads import local_tensor, parameters_of
+from .grads import Number, local_tensor, parameters_of
 from .local_norms import norms
 
 _log = logging.getLogger("gradparity.scaler")
@@ -69,7 +68,7 @@ def first_nonfinite(optimizer: Any, rank: int) -> int:
     with torch.no_grad():
         for index, parameter in enumerate(parameters_of(optimizer)):
             if parameter.grad is not None:
-                local = local_tensor(parameter, parameter.grad, coalesce=False)
+                local = local_tensor(parameter, coalesce=False)
                 key = local.device, local.dtype
                 groups.setdefault(key, []).append((index, local))
     bad: list[tuple[int, torch.Tensor]] = []
@@ -81,33 +80,23 @@ def first_nonfinite(optimizer: Any, rank: int) -> int:
     if not bad:
         return 0
     index, local = min(bad, key=lambda member: member[0])
-    kind = int(bool(local.isnan().any()))
-    return (
-        1 + (min(rank, _RANKS - 1) * _POSITIONS + min(index, _POSITIONS - 1)) * 2 + kind
-    )
+    place = min(rank, _RANKS - 1) * _POSITIONS + min(index, _POSITIONS - 1)
+    return 1 + place * 2 + int(local.isnan().any())
 
 
-def overflow_of(code: int, rank: int, optimizer: Any) -> Overflow | None:
-    """Return what `first_nonfinite` wrote, None for 0.
+def overflow_of(code: int, rank: int, optimizer: Any) -> Overflow:
+    """Return what `first_nonfinite` wrote on any rank.
 
     Args:
-        code: a number from `first_nonfinite` on any rank.
+        code: what it wrote, not 0.
         rank: this rank: only here the names are known.
         optimizer: the optimizer that was checked.
     """
-    if not code:
-        return None
     place, kind = divmod(code - 1, 2)
     there, index = divmod(place, _POSITIONS)
-    name = _name_of(optimizer, index) if there == rank else None
+    names = [name for g in optimizer.param_groups for name in g.get("param_names", ())]
+    name = names[index] if there == rank and index < len(names) else None
     return Overflow(there, index, name, _KINDS[kind])
-
-
-def _name_of(optimizer: Any, index: int) -> str | None:
-    names: Iterable[str] = (
-        name for g in optimizer.param_groups for name in g.get("param_names", ())
-    )
-    return dict(enumerate(names)).get(index)
 
 
 class History:
@@ -119,62 +108,39 @@ class History:
         self._counts = [0] * len(Counters._fields)
         self._on_device: torch.Tensor | None = None  # (5,), int64
 
-    def record(
-        self,
-        found_inf: torch.Tensor,
-        before: torch.Tensor | float,
-        after: torch.Tensor | float,
-    ) -> None:
+    def record(self, found_inf: torch.Tensor, before: Number, after: Number) -> None:
         """Count one iteration.
 
         Args:
             found_inf: (), fp32: any optimizer was skipped.
-            before: the scale of the iteration; a number where the host knows it, else
-                (), fp32.
-            after: the next scale, likewise.
+            before: the scale of the iteration.
+            after: the next scale.
         """
         if isinstance(before, torch.Tensor):
-            assert isinstance(after, torch.Tensor)
-            self._record_on_device(found_inf, before, after)
+            found = found_inf > 0
+            events = [~found, found, found, after > before, after < before]
+            if self._on_device is None:
+                self._on_device = torch.zeros(5, dtype=torch.int64, device=found.device)
+            self._on_device.add_(torch.stack(events))
+            self._on_device[2].mul_(found)
             return
-        assert isinstance(after, float)
-        found = bool(found_inf.tolist())
+        skipped, counts = bool(found_inf.tolist()), self._counts
         self.scales.append(before)
-        counts = self._counts
-        if not found and after == before:  # nearly always
-            counts[0] += 1
-            counts[2] = 0
+        counts[0] += not skipped
+        counts[1] += skipped
+        counts[2] = counts[2] + 1 if skipped else 0
+        if not skipped and after == before:  # nearly always
             return
-        counts[0] += not found
-        counts[1] += found
-        counts[2] = counts[2] + 1 if found else 0
-        counts[3] += after > before
-        counts[4] += after < before
-        self._tell(found, before, after)
+        counts[3] += bool(after > before)
+        counts[4] += bool(after < before)
+        if skipped:
+            cause = self.last_overflow or "an overflow"
+            _log.info("%s: step skipped, scale %g -> %g", cause, before, after)
+        else:
+            _log.info("scale grew: %g -> %g", before, after)
 
     def counters(self) -> Counters:
         """Return the counters; synchronises if they are on an accelerator."""
         if self._on_device is None:
             return Counters(*self._counts)
         return Counters(*self._on_device.tolist())
-
-    def _record_on_device(
-        self, found_inf: torch.Tensor, before: torch.Tensor, after: torch.Tensor
-    ) -> None:
-        found = found_inf > 0
-        events = [~found, found, found, after > before, after < before]
-        if self._on_device is None:
-            self._on_device = torch.zeros(
-                len(events), dtype=torch.int64, device=found.device
-            )
-        self._on_device.add_(torch.stack(events))
-        self._on_device[2].mul_(found)
-
-    def _tell(self, found: bool, old: float, new: float) -> None:
-        if not _log.isEnabledFor(logging.INFO):
-            return
-        if found:
-            cause = self.last_overflow or "an overflow"
-            _log.info("%s: step skipped, scale %g -> %g", cause, old, new)
-        else:
-            _log.info("scale grew: %g -> %g", old, new)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 import weakref
@@ -66,16 +67,16 @@ class OptimizerRecord:
             None as long as it has not. Equal on all ranks, or they step in different
             orders.
         found_inf: (), fp32: 1 if its last step was skipped; None before the first.
-        layout: where its gradients lay in the last clip (``global_norm.py``).
+        places: where its gradients lay in the last clip (``global_norm.py``).
     """
 
-    __slots__ = ("found_inf", "layout", "optimizer", "ordinal")
+    __slots__ = ("found_inf", "optimizer", "ordinal", "places")
 
     def __init__(self, optimizer: Callable[[], Any]) -> None:
         self.optimizer = optimizer
         self.ordinal: int | None = None
         self.found_inf: torch.Tensor | None = None
-        self.layout: Any = None
+        self.places: Any = None
 
 
 class OptimizerRecords:
@@ -92,11 +93,8 @@ class OptimizerRecords:
         # and where the last one had several of them.
         self.may_share = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy of the scaler meets its optimizers anew
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OptimizerRecords, ()  # a copy of the scaler meets its optimizers anew
 
     def find(self, optimizer: Any) -> OptimizerRecord | None:
         """Return the record of an optimizer, None if it was never seen."""
@@ -112,21 +110,15 @@ class OptimizerRecords:
         record = self.find(optimizer)
         if record is None:  # only inner ones have a record
             optimizer = inner_optimizer(optimizer)
-            record = self.find(optimizer) or self._add(optimizer)
-        state = states[id(optimizer)]
+            record = self.find(optimizer)
+        key, ref = id(optimizer), lambda: optimizer
+        if record is None:
+            with contextlib.suppress(TypeError):
+                ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
+            record = self._records[key] = OptimizerRecord(ref)
+        state = states[key]
         state.optimizer, state.record = optimizer, record
         return state
-
-    def _add(self, optimizer: Any) -> OptimizerRecord:
-        key = id(optimizer)
-        try:
-            ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
-        except TypeError:
-            record = OptimizerRecord(lambda: optimizer)
-        else:
-            record = OptimizerRecord(ref)
-        self._records[key] = record
-        return record
 
     def number(self, record: OptimizerRecord) -> None:
         """Give an optimizer its place in the order of first syncs."""
@@ -155,12 +147,9 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a closure however it is handed over.
+    """Raise RuntimeError for a closure, however it is handed over.
 
     It would compute new, scaled gradients after the check, inside the optimizer.
-
-    Raises:
-        RuntimeError: there is one.
     """
     if "closure" in kwargs or any(map(callable, args[:1])):
         raise RuntimeError(
@@ -172,13 +161,14 @@ def takes_scaler(optimizer: Any) -> bool:
     """Return whether ``step`` asks for the scaler itself, the old contract."""
     step: Any = optimizer.step
     step = getattr(step, "__func__", step)
-    # Reading a signature takes longer than a small step.
     try:
         known = _TAKES_SCALER.get(step)
-        if known is None:
-            known = _TAKES_SCALER[step] = _has_scaler_keyword(step)
     except TypeError:  # a callable that cannot be a key
-        known = _has_scaler_keyword(step)
+        known = None
+    if known is None:  # reading a signature takes longer than a small step
+        known = "grad_scaler" in inspect.signature(step).parameters
+        with contextlib.suppress(TypeError):
+            _TAKES_SCALER[step] = known
     if known:
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the "
@@ -187,10 +177,6 @@ def takes_scaler(optimizer: Any) -> bool:
             stacklevel=4,
         )
     return known
-
-
-def _has_scaler_keyword(step: Any) -> bool:
-    return "grad_scaler" in inspect.signature(step).parameters
 
 
 _TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

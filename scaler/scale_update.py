@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .config import HIGHEST_SCALE, LOWEST_SCALE, Policy, check_scale
+from .config import HIGHEST_SCALE, LOWEST_SCALE, Policy, check_number
 from .torch_internals import amp_update_scale_
 
 
@@ -37,9 +37,13 @@ def advance(
     if policy.constant:
         growth_tracker.add_(1).mul_(1 - found_inf.int())
         return
-    before = None if hysteresis_left is None else scale.clone()
+    before = scale if hysteresis_left is None else scale.clone()
     if hysteresis_left is not None:
-        found_inf = _tolerate(growth_tracker, found_inf, hysteresis_left)
+        # Back off at the last one only. The kernel adds one to the tracker of a
+        # tolerated overflow, so that must start from -1.
+        hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
+        growth_tracker.masked_fill_((found_inf > 0) & (hysteresis_left > 0), -1)
+        found_inf = found_inf * (hysteresis_left == 0)
     amp_update_scale_(
         scale,
         growth_tracker,
@@ -48,29 +52,16 @@ def advance(
         backoff_factor,
         growth_interval,
     )
-    # The kernel never grows past fp32, but backs off to zero.
-    if not _is_within(scale, policy):
-        scale.clamp_(policy.min_scale, policy.max_scale)
-    if hysteresis_left is not None and before is not None:
-        good = growth_tracker > 0 if policy.refill == "good_step" else scale > before
-        hysteresis_left.masked_fill_(good | (scale > before), policy.hysteresis)
-
-
-def _is_within(scale: torch.Tensor, policy: Policy) -> bool:
-    # Known at no cost only where the host's memory holds the scale.
+    # The kernel never grows past fp32, but backs off to zero. Whether it did is known
+    # at no cost only where the host's memory holds the scale.
     value: Any = scale.tolist() if scale.is_cpu else -1.0
-    return bool(policy.min_scale <= value <= policy.max_scale)
-
-
-def _tolerate(
-    growth_tracker: torch.Tensor, found_inf: torch.Tensor, left: torch.Tensor
-) -> torch.Tensor:
-    # Counts an overflow; returns 1 only if it is the one to back off at. The kernel
-    # adds one to the tracker of a tolerated overflow, so that must start from -1.
-    left.sub_(found_inf.int()).clamp_(min=0)
-    backs_off = found_inf * (left == 0)
-    growth_tracker.masked_fill_((found_inf > 0) & (left > 0), -1)
-    return backs_off
+    if not policy.min_scale <= value <= policy.max_scale:
+        scale.clamp_(policy.min_scale, policy.max_scale)
+    if hysteresis_left is not None:
+        refill = scale > before
+        if policy.refill == "good_step":
+            refill |= growth_tracker > 0
+        hysteresis_left.masked_fill_(refill, policy.hysteresis)
 
 
 def set_scale(
@@ -88,7 +79,7 @@ def set_scale(
         InvalidSettingError: a value that no run can work with.
     """
     if not isinstance(new_scale, torch.Tensor):
-        scale.fill_(check_scale(new_scale, "new_scale"))
+        scale.fill_(check_number("new_scale", new_scale))
         return
     if (
         new_scale.device.type != device_type
@@ -101,7 +92,7 @@ def set_scale(
             f"{new_scale.device.type}, requires_grad={new_scale.requires_grad}."
         )
     if new_scale.device.type == "cpu":
-        check_scale(new_scale.item(), "new_scale")
+        check_number("new_scale", new_scale.item())
     # On an accelerator looking would synchronise: a value out of range is clamped.
     value = new_scale.reshape(()).nan_to_num(nan=LOWEST_SCALE)
     scale.copy_(value.clamp(LOWEST_SCALE, HIGHEST_SCALE))

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,7 @@ from .sync_message import (
     LOADING,
     SHARED,
     LocalState,
+    Sent,
     Summary,
     decode_full,
     decode_packed,
@@ -62,34 +64,31 @@ if TYPE_CHECKING:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@dataclass(eq=False)
 class SyncResult:
     """The reduced message of one sync; the same on every rank.
 
-    Args:
+    Attributes:
         message: int64 if packed, else fp64; reduced once ``work`` is done.
         group: over which it was reduced.
         local: what this rank brought.
         sent: iteration and position in the message.
         call: name of the calling method, for messages.
-        work: what is still on its way; None if nothing is.
         is_deferred: reading it would synchronise with an accelerator.
+        work: what is still on its way; None if nothing is.
+        rows: what each rank sent beside its message, (number of ranks, ...).
     """
 
-    def __init__(
-        self,
-        message: torch.Tensor,
-        group: ProcessGroup,
-        local: LocalState,
-        sent: tuple[int, int],
-        call: str,
-        work: Any = None,
-        *,
-        is_deferred: bool = False,
-    ) -> None:
-        self.message, self.work, self.is_deferred = message, work, is_deferred
-        self.group, self.local, self.sent, self.call = group, local, sent, call
-        self.summary: Summary | None = None
-        self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    message: torch.Tensor
+    group: ProcessGroup
+    local: LocalState
+    sent: Sent
+    call: str
+    is_deferred: bool
+    work: Any = None
+    rows: torch.Tensor | None = None
+    _summary: Summary | None = None
+    _copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
     def found_inf(self) -> torch.Tensor:
@@ -117,8 +116,8 @@ class SyncResult:
             PeerFailedError: another rank raised while it read its gradients.
             RanksDisagreeError: a field of ``SHARED`` differs between ranks.
         """
-        if self.summary is not None:
-            return self.summary
+        if self._summary is not None:
+            return self._summary
         if self.work is not None:
             with _explained(self.group, self.call):
                 self.work.wait()
@@ -127,44 +126,34 @@ class SyncResult:
         if self._copy is not None:
             message, event = self._copy
             event.synchronize()
-        numbers = message.tolist()
-        if message.dtype is torch.int64:
-            summary = decode_packed(numbers)
-        else:
-            summary = decode_full(numbers)
+        numbers, is_packed = message.tolist(), message.dtype is torch.int64
+        summary = decode_packed(numbers) if is_packed else decode_full(numbers)
         if summary.failed:
-            raise self._peer_failed()
-        if message.dtype is torch.int64 and (summary.differ or not summary.was_scaled):
+            rank = self.group.rank()
+            raise PeerFailedError(
+                f"{self.call} on rank {rank} of {self.group.size()}: another rank "
+                "raised while it read its gradients, so no rank steps. The cause is in "
+                "that rank's traceback.",
+                rank=rank,
+                call=self.call,
+            )
+        if is_packed and (summary.differ or not summary.was_scaled):
             # Something differs, but not what; or only a rank without an optimizer may
             # have scaled. Every rank sees the same, so all of them come here.
-            numbers = self._full_numbers()
+            message = full_message(self.local, self.sent, torch.device("cpu"))
+            with _explained(self.group, self.call):
+                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+            numbers = message.tolist()
             summary = decode_full(numbers)
         if summary.differ:
             raise self._disagreement(numbers)
-        self.summary = summary
+        self._summary = summary
         return summary
-
-    def _full_numbers(self) -> list[float]:
-        message = full_message(self.local, *self.sent, torch.device("cpu"))
-        with _explained(self.group, self.call):
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
-        numbers: list[float] = message.tolist()
-        return numbers
-
-    def _peer_failed(self) -> PeerFailedError:
-        rank = self.group.rank()
-        return PeerFailedError(
-            f"{self.call} on rank {rank} of {self.group.size()}: another rank raised "
-            "while it read its gradients, so no rank steps. The cause is in that "
-            "rank's traceback.",
-            rank=rank,
-            call=self.call,
-        )
 
     def _disagreement(self, numbers: list[float]) -> RanksDisagreeError:
         rank, size = self.group.rank(), self.group.size()
         differ = differences(numbers)
-        here = shared_values(self.local, *self.sent)
+        here = shared_values(self.local, self.sent)
         shown = "; ".join(
             f"{name} differs"
             if name == "policy"
@@ -213,6 +202,7 @@ class OverflowSync:
         call: str,
         *,
         async_op: bool = False,
+        row: torch.Tensor | None = None,
     ) -> SyncResult:
         """Exchange one message for one optimizer step.
 
@@ -221,6 +211,7 @@ class OverflowSync:
             local: what this rank brings.
             call: name of the calling method, for messages.
             async_op: do not wait for it. See [Note: Waiting later].
+            row: fp64, of any shape that all ranks share: gathered on the way.
 
         Returns:
             The result; read, unless it is on its way or on an accelerator.
@@ -230,37 +221,7 @@ class OverflowSync:
             RanksDisagreeError: the ranks hold different state.
         """
         self._count += 1
-        return self._exchange(group, local, self._count, call, async_op)
-
-    def found_inf_and_rows(
-        self, group: ProcessGroup, local: LocalState, call: str, row: torch.Tensor
-    ) -> tuple[SyncResult, torch.Tensor]:
-        """Do the same, and gather a tensor of each rank on the way.
-
-        Args:
-            group: what ``group.find`` returned.
-            local: what this rank brings.
-            call: name of the calling method, for messages.
-            row: any shape, the same on every rank; fp64.
-
-        Returns:
-            The result, and (number of ranks, ...): the rows.
-        """
-        self._count += 1
-        self._read_unread()
-        device = self._device(group, local)
-        sent = self._iteration, self._count
-        message = full_message(local, *sent, device)
-        whole = torch.cat([message, row.to(device, non_blocking=True).flatten()])
-        rows = whole.new_empty(group.size(), len(whole))
-        with _explained(group, call):
-            _all_gather(rows.flatten(), whole, group=group)
-        # The maximum is taken here: one collective still.
-        reduced = rows[:, : len(message)].amax(0)
-        is_deferred = self._is_deferred(device)
-        result = SyncResult(reduced, group, local, sent, call, is_deferred=is_deferred)
-        self._read_or_defer(result)
-        return result, rows[:, len(message) :].reshape(-1, *row.shape)
+        return self._exchange(group, local, self._count, call, async_op, row)
 
     def assert_same_state(
         self, group: ProcessGroup, local: LocalState, call: str
@@ -307,55 +268,53 @@ class OverflowSync:
         position: int,
         call: str,
         async_op: bool = False,
+        row: torch.Tensor | None = None,
     ) -> SyncResult:
-        self._read_unread()
-        device = self._device(group, local)
-        sent = self._iteration, position
-        is_deferred = self._is_deferred(device)
-        if is_deferred:
-            message = full_message(local, *sent, device)
+        unread, self._unread = self._unread, []
+        for result in unread:
+            if result.is_readable:  # not while a CUDA graph is captured
+                result.read()
+        if self._last is not None and self._last.group is group:
+            device = self._last.message.device
         else:
-            message = packed_message(local, *sent)
+            device = message_device(group, self._device_type, local.scale)
+        sent, is_deferred = (self._iteration, position), self._is_deferred(device)
+        work = rows = None
+        if is_deferred or row is not None:
+            message = full_message(local, sent, device)
+        else:
+            message = packed_message(local, sent)
         with _explained(group, call):
-            work = dist.all_reduce(
-                message,
-                op=dist.ReduceOp.MAX,
-                group=group,
-                async_op=async_op and not is_deferred,
-            )
-        result = SyncResult(
-            message, group, local, sent, call, work, is_deferred=is_deferred
-        )
+            if row is None:
+                work = dist.all_reduce(
+                    message,
+                    op=dist.ReduceOp.MAX,
+                    group=group,
+                    async_op=async_op and not is_deferred,
+                )
+            else:
+                size = len(message)
+                row_here = row.to(device, non_blocking=True)
+                whole = torch.cat([message, row_here.flatten()])
+                gathered = whole.new_empty(group.size(), len(whole))
+                _all_gather(gathered.flatten(), whole, group=group)
+                # The maximum is taken here: one collective still.
+                message = gathered[:, :size].amax(0)
+                rows = gathered[:, size:].reshape(-1, *row.shape)
+        result = SyncResult(message, group, local, sent, call, is_deferred, work, rows)
         self._last = result
-        if work is None:
-            self._read_or_defer(result)
+        if work is None and not local.failed:
+            if is_deferred:
+                # Reading now would synchronise; every rank reads at its next sync.
+                result.start_reading()
+                self._unread.append(result)
+            else:
+                result.read()
         return result
 
     @staticmethod
     def _is_deferred(device: torch.device) -> bool:
         return device.type != "cpu"
-
-    def _device(self, group: ProcessGroup, local: LocalState) -> torch.device:
-        if self._last is not None and self._last.group is group:
-            return self._last.message.device
-        return message_device(group, self._device_type, local.scale)
-
-    def _read_or_defer(self, result: SyncResult) -> None:
-        self._last = result
-        if result.local.failed:
-            return
-        if not result.is_deferred:
-            result.read()
-            return
-        # Reading now would synchronise; every rank reads at its next sync.
-        result.start_reading()
-        self._unread.append(result)
-
-    def _read_unread(self) -> None:
-        unread, self._unread = self._unread, []
-        for result in unread:
-            if result.is_readable:  # not while a CUDA graph is captured
-                result.read()
 
 
 @contextmanager

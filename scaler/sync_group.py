@@ -14,7 +14,6 @@ declared in the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -68,9 +67,7 @@ class SyncGroup:
             )
         self.over: AgreeOver = over
         self.process_group = process_group
-        self._ranks: tuple[int, ...] | None = None
-        if mesh is not None:
-            self._ranks = _ranks_of(mesh)
+        self._ranks = None if mesh is None else _ranks_of(mesh)
         # Root meshes seen so far, by the "mesh" rule only: they add up.
         self._seen: set[tuple[int, ...]] = set()
 
@@ -90,9 +87,7 @@ class SyncGroup:
         if self._ranks is not None:
             return _group_of(self._ranks)
         if self.over == "mesh":
-            return self._root_mesh(
-                () if optimizer is None else parameters_of(optimizer)
-            )
+            return self._root_mesh(optimizer)
         return _if_shared(dist.group.WORLD)
 
     @property
@@ -110,11 +105,12 @@ class SyncGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot leave its process: its ranks can.
-        state = self.__dict__.copy()
-        if self.process_group is not None:
-            state["process_group"] = None
-            state["_ranks"] = _ranks_of_group(self.process_group)
-        return state
+        if self.process_group is None:
+            return self.__dict__
+        ranks: Any = _ranks_in(self.process_group)
+        # The whole world stays "the whole world", also in a world of another size.
+        ranks = ranks if 0 < len(ranks) < dist.get_world_size() else None
+        return {**self.__dict__, "process_group": None, "_ranks": ranks}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
         # Inside one process the copy shares the group instead of losing it.
@@ -122,12 +118,10 @@ class SyncGroup:
         twin._ranks, twin._seen = self._ranks, set(self._seen)
         return twin
 
-    def _root_mesh(self, parameters: Iterable[Any]) -> ProcessGroup | None:
-        meshes = {
-            id(mesh): mesh
-            for parameter in parameters
-            if (mesh := getattr(parameter, "device_mesh", None)) is not None
-        }
+    def _root_mesh(self, optimizer: Any) -> ProcessGroup | None:
+        parameters = () if optimizer is None else parameters_of(optimizer)
+        held = [getattr(parameter, "device_mesh", None) for parameter in parameters]
+        meshes = {id(mesh): mesh for mesh in held if mesh is not None}
         self._seen.update(_ranks_of(root_mesh(mesh)) for mesh in meshes.values())
         if not self._seen:
             raise ValueError(
@@ -184,34 +178,23 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _ranks_of_group(group: ProcessGroup) -> tuple[int, ...] | None:
+def _ranks_in(group: ProcessGroup) -> tuple[int, ...]:
     try:
-        ranks = tuple(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):  # not one that torch registered
-        return None
-    # The whole world stays "the whole world", also in a world of another size.
-    return None if len(ranks) == dist.get_world_size() else ranks
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return ()  # not one that torch registered, or of a world that was torn down
 
 
 # Groups made here, by their ranks.
 _made: dict[tuple[int, ...], Any] = {}
 
 
-def _group_of(ranks: Sequence[int]) -> ProcessGroup | None:
-    ranks = tuple(ranks)
+def _group_of(ranks: tuple[int, ...]) -> ProcessGroup | None:
     if len(ranks) == dist.get_world_size():
         return _if_shared(dist.group.WORLD)
     if dist.get_rank() not in ranks or len(ranks) < 2:
         return None
-    if not _is_alive(_made.get(ranks)):
+    if ranks not in _made or not _ranks_in(_made[ranks]):
         # Only the members take part: the other ranks may be busy with another model.
         _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return _if_shared(_made[ranks])
-
-
-def _is_alive(group: Any) -> bool:
-    # False for a group of a world that was torn down meanwhile.
-    try:
-        return group is not None and bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):
-        return False

@@ -41,27 +41,9 @@ from .grads import Number
 FLAGS = ("found_inf", "failed", "has_gradients", "was_scaled", "first_nonfinite")
 """Fields of which the result is the largest of any rank, in message order."""
 
-SHARED = (
-    "scale",
-    "growth_tracker",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "policy",
-    "hysteresis_left",
-    "iteration",
-    "position",
-    "optimizer",
-    "max_norm",
-    "norm_type",
-)
-"""Fields that all ranks must share, in message order, each as ``x`` and ``-x``."""
-
-CLOSING = 0
-"""``position`` of a closing message; the syncs of an iteration count from 1."""
-
-LOADING = -1
-"""``position`` of the message about a state that is about to be loaded."""
+CLOSING, LOADING = 0, -1
+"""``position`` of a closing message, and of one about a state that is about to be
+loaded; the syncs of an iteration count from 1."""
 
 _HASH_BITS, _ORDINAL_BITS, _FINDING_BITS = 26, 5, 32
 _HASH_SHIFT = _ORDINAL_BITS + _FINDING_BITS
@@ -72,13 +54,10 @@ _ALL_ONES = 2**63 - 1
 class LocalState(NamedTuple):
     """What one rank brings to a sync. A `Number` is a float where the host knows it.
 
+    The scale, its tracker and the settings are those of this rank.
+
     Attributes:
         found_inf: 1 if a gradient of this rank is not finite; None without gradients.
-        scale: of this rank.
-        growth_tracker: of this rank.
-        growth_factor: as set on this rank.
-        backoff_factor: as set on this rank.
-        growth_interval: as set on this rank.
         policy: a number that stands for the policy set on this rank.
         hysteresis_left: 0 without hysteresis.
         optimizer: its place in the order of first use, None without an optimizer.
@@ -105,20 +84,21 @@ class LocalState(NamedTuple):
     first_nonfinite: int = 0
 
 
-def _state(local: LocalState) -> tuple[Number, ...]:
-    # In the order of SHARED, as far as "hysteresis_left".
-    return local[1:8]
+SHARED = (*LocalState._fields[1:11], "iteration", "position")
+"""What all ranks must share, in message order, each as ``x`` and ``-x``."""
+
+Sent = tuple[int, int]
+"""Number of this iteration of the scaler, and the position of the sync in it."""
 
 
-def _asked(local: LocalState) -> tuple[float | None, ...]:
-    # The last of SHARED, from "optimizer" on.
-    return local[8:11]
+def _shared(local: LocalState, sent: Sent) -> tuple[Number | None, ...]:
+    # In the order of SHARED; None is not compared.
+    return (*local[1:11], *sent)
 
 
-def shared_values(local: LocalState, iteration: int, position: int) -> dict[str, float]:
+def shared_values(local: LocalState, sent: Sent) -> dict[str, float]:
     """Return what a rank brings of ``SHARED``, without what it does not compare."""
-    values = (*_state(local), iteration, position, *_asked(local))
-    pairs = zip(SHARED, values, strict=True)
+    pairs = zip(SHARED, _shared(local, sent), strict=True)
     return {name: float(value) for name, value in pairs if value is not None}
 
 
@@ -136,17 +116,8 @@ class Summary(NamedTuple):
 # - The full message
 
 
-def full_message(
-    local: LocalState, iteration: int, position: int, device: torch.device
-) -> torch.Tensor:
-    """Return the full message, fp64, on ``device``, without a synchronisation.
-
-    Args:
-        local: what this rank brings.
-        iteration: number of this iteration of the scaler.
-        position: which sync of the iteration it is, from 1, CLOSING or LOADING.
-        device: where it is exchanged.
-    """
+def full_message(local: LocalState, sent: Sent, device: torch.device) -> torch.Tensor:
+    """Return the full message, fp64, on ``device``, without a synchronisation."""
     # A rank that raises skips for all of them, also where no host reads the rest.
     found_inf = 1.0 if local.failed else local.found_inf
     numbers: list[Number] = [
@@ -156,10 +127,8 @@ def full_message(
         local.was_scaled,
         local.first_nonfinite,
     ]
-    for value in (*_state(local), iteration, position):
-        numbers += [value, -value]
-    for given in _asked(local):
-        numbers += [-math.inf] * 2 if given is None else [given, -given]
+    for value in _shared(local, sent):
+        numbers += [-math.inf] * 2 if value is None else [value, -value]
     on_host = [math.nan if isinstance(x, torch.Tensor) else x for x in numbers]
     message = torch.tensor(on_host, dtype=torch.float64, device="cpu")
     message = message.to(device, non_blocking=True)
@@ -186,13 +155,8 @@ def decode_full(numbers: list[float]) -> Summary:
 def differences(numbers: list[float]) -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest of what differs in a reduced full message."""
     pairs = numbers[len(FLAGS) :]
-    return {
-        name: (-minus_lowest, highest)
-        for name, highest, minus_lowest in zip(
-            SHARED, pairs[0::2], pairs[1::2], strict=True
-        )
-        if _differ(highest, minus_lowest)
-    }
+    named = zip(SHARED, pairs[0::2], pairs[1::2], strict=True)
+    return {name: (-low, high) for name, high, low in named if _differ(high, low)}
 
 
 def _differ(highest: float, minus_lowest: float) -> bool:
@@ -203,20 +167,16 @@ def _differ(highest: float, minus_lowest: float) -> bool:
 # - The packed message
 
 
-def packed_message(local: LocalState, iteration: int, position: int) -> torch.Tensor:
+def packed_message(local: LocalState, sent: Sent) -> torch.Tensor:
     """Return the packed message: (2,), int64, on the CPU. See [Note: Two formats].
 
-    Args:
-        local: what this rank brings. What is on an accelerator is read, which
-            synchronises.
-        iteration: number of this iteration of the scaler.
-        position: which sync of the iteration it is, from 1, CLOSING or LOADING.
+    What is on an accelerator is read, which synchronises.
     """
     if local.failed:
         return torch.tensor([_ALL_ONES, _ALL_ONES], device="cpu")
-    shared = map(float, _state(local))
-    digest = zlib.crc32(struct.pack("<9d", *shared, iteration, position))
-    hashed = digest >> (32 - _HASH_BITS)
+    # All of SHARED but what follows from the call, which not every rank compares.
+    hashed = zlib.crc32(struct.pack("<9d", *map(float, local[1:8]), *sent))
+    hashed >>= 32 - _HASH_BITS
     ordinal = minus_ordinal = finding = 0
     if local.optimizer is not None:
         ordinal = 1 + local.optimizer % (_ORDINALS - 1)

@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch.amp.grad_scaler import _MultiDeviceReplicator
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-MultiDeviceReplicator = _MultiDeviceReplicator
-"""Serves copies of a tensor with one element by device, each made once."""
 
 
 def no_compile(method: Callable[P, T]) -> Callable[P, T]:
@@ -80,9 +75,11 @@ def local_tensors(gradients: list[Any]) -> list[torch.Tensor]:
 
     The attribute is a tenth of the price of ``to_local``.
     """
-    kind = dtensor_type()
-    if kind is None:
+    kind, kinds = dtensor_type(), set(map(type, gradients))
+    if kind not in kinds:
         return gradients
+    if len(kinds) == 1:
+        return list(map(attrgetter("_local_tensor"), gradients))
     return [g._local_tensor if type(g) is kind else g for g in gradients]
 
 
@@ -102,6 +99,3 @@ def root_mesh(mesh: Any) -> Any:
 def device_types(group: ProcessGroup) -> list[str]:
     """Return the types of device that a process group has a backend for."""
     return [device.type for device in group._device_types]
-
-
-_VERSION = attrgetter("_version")

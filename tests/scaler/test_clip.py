@@ -49,7 +49,7 @@ def norm_on_device(entries: Tensor, order: float) -> Tensor:
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On a device no number is known to the host: arithmetic is with tensors."""
     if request.param == "device":
-        monkeypatch.setattr(grad_scaler, "_number", Tensor.double)
+        monkeypatch.setattr(grad_scaler, "number_in", Tensor.double)
         monkeypatch.setattr(grad_scaler, "global_norm", norm_on_device)
     return str(request.param)
 
