@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
@@ -40,6 +40,7 @@ from .grads import (
     check_and_unscale_,
     divide_,
     divided_gradients,
+    is_true,
     local_dense,
     local_gradients,
     number_in,
@@ -177,7 +178,7 @@ class GradScaler(_TorchGradScaler):
             return outputs
         self._was_scaled = True
         if isinstance(outputs, torch.Tensor):
-            return cast("Outputs", self._scaled(outputs))
+            return self._scaled(outputs)  # type: ignore[return-value]
         return super().scale(outputs)
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
@@ -346,7 +347,7 @@ class GradScaler(_TorchGradScaler):
                 f"{float(norm)}, so they cannot be clipped. Pass "
                 "error_if_nonfinite=False to let step() skip instead."
             )
-        skips = self._enabled and _is_true(any_of(found.values(), scale.device))
+        skips = self._enabled and is_true(any_of(found.values(), scale.device))
         if optimizer is not None and not skips:
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
             fused = fused and self._enabled
@@ -381,7 +382,8 @@ class GradScaler(_TorchGradScaler):
 
     def _refuse_unfit(self, grads: GradsByMesh, group: ProcessGroup | None) -> None:
         if self._enabled and self._fp16_gradients == "refuse":
-            refuse_fp16(dtype for some in grads.values() for _, dtype in some.gradients)
+            keys = [key for some in grads.values() for key in some.gradients]
+            refuse_fp16([dtype for _, dtype in keys])
         if group is None and any(len(layout.ranks) > 1 for layout in grads):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
@@ -477,7 +479,7 @@ class GradScaler(_TorchGradScaler):
         optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
         try:
             # bool synchronises, until an SGD with momentum has taken its first step.
-            if _is_true(found_inf) or (
+            if is_true(found_inf) or (
                 makes_momentum(state.optimizer) and bool(found_inf)
             ):
                 return None
@@ -593,8 +595,10 @@ class GradScaler(_TorchGradScaler):
             gradients, inv_scale, found_inf, divided, is_own=is_own
         )
         if state is not None:
-            written = gradients.values() if self._records.may_share else ()
-            state.divided = divided_gradients(chain.from_iterable(written))
+            state.divided = []
+            if self._records.may_share:
+                tensors = chain.from_iterable(gradients.values())
+                state.divided = divided_gradients(tensors)
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf.clone()
         return found
@@ -650,7 +654,7 @@ class GradScaler(_TorchGradScaler):
             if record.ordinal is None and group is not None:
                 self._records.number(record)
             ordinal = record.ordinal
-            if found_inf is not None and _is_true(found_inf):
+            if found_inf is not None and is_true(found_inf):
                 bad = first_nonfinite(state.optimizer, group.rank() if group else 0)
         tracker, left = self._growth_tracker, self._hysteresis_left
         return LocalState(
@@ -710,7 +714,7 @@ class GradScaler(_TorchGradScaler):
         if code is None:
             flags = state["found_inf_per_device"].values()
             found_inf = any_of(flags, self._scale_or_one().device)
-            code = first_nonfinite(state.optimizer, rank) if _is_true(found_inf) else 0
+            code = first_nonfinite(state.optimizer, rank) if is_true(found_inf) else 0
         if code:
             self._history.last_overflow = overflow_of(code, rank, state.optimizer)
 
@@ -990,11 +994,6 @@ def _is_usable(device: str) -> bool:
         stacklevel=3,
     )
     return False
-
-
-def _is_true(found_inf: torch.Tensor) -> bool:
-    # Whether the host can see an overflow, without a synchronisation.
-    return found_inf.is_cpu and bool(number_in(found_inf))
 
 
 def _divide_folded(state: OptimizerState, carry: torch.Tensor | None = None) -> None:

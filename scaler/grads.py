@@ -76,8 +76,12 @@ def dense_gradients(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | Non
         raise AssertionError(
             f"expected param to be torch.Tensor, got {kinds[0].__name__}"
         ) from None
-    locals_ = local_tensors(gradients)
-    if set(map(type, locals_)) - {torch.Tensor} or any(map(_IS_SPARSE, locals_)):
+    kinds, locals_, is_plain = set(map(type, gradients)), gradients, True
+    if kinds - {torch.Tensor}:
+        locals_, is_plain = local_tensors(gradients), torch.Tensor in kinds
+        kinds = set(map(type, locals_))
+    # DTensor knows no sparse tensors.
+    if kinds - {torch.Tensor} or (is_plain and any(map(_IS_SPARSE, locals_))):
         return gradients, None  # sparse, of another class, or still on its way
     return gradients, locals_
 
@@ -98,7 +102,7 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
     gradients, locals_ = dense_gradients(optimizer)
     if locals_ is None:
         if not allow_fp16:  # before they are coalesced
-            refuse_fp16(gradient.dtype for gradient in gradients)
+            refuse_fp16([gradient.dtype for gradient in gradients])
         with torch.no_grad():
             locals_ = [
                 local_tensor(p, coalesce=p.grad.dtype is torch.float16)
@@ -107,7 +111,7 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
             ]
     groups = by_device_and_dtype(locals_)
     if not allow_fp16:
-        refuse_fp16(dtype for _, dtype in groups)
+        refuse_fp16([dtype for _, dtype in groups])
     return groups
 
 
@@ -133,7 +137,7 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
     return sparse_values(gradient)
 
 
-def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
+def refuse_fp16(dtypes: Collection[torch.dtype]) -> None:
     """Raise ValueError for gradients that lose small values when divided in place."""
     if torch.float16 in dtypes:
         raise ValueError(
@@ -254,6 +258,11 @@ def number_in(tensor: torch.Tensor) -> Number:
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()
     return float(tensor.item() if isinstance(value, list) else value)
+
+
+def is_true(found_inf: torch.Tensor) -> bool:
+    """Return whether the host can see an overflow, without a synchronisation."""
+    return found_inf.is_cpu and bool(number_in(found_inf))
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -82,21 +82,23 @@ class SyncGroup:
         """
         if self.process_group is not None:
             return _if_shared(self.process_group)
-        if not self.is_distributed:
+        if (world := self._world) is None:
             return None
         if self._ranks is not None:
             return _group_of(self._ranks)
-        if self.over == "mesh":
-            return self._root_mesh(optimizer)
-        return _if_shared(dist.group.WORLD)
+        return self._root_mesh(optimizer) if self.over == "mesh" else world
 
     @property
     def is_distributed(self) -> bool:
         """Whether there may be other ranks to sync with."""
-        if self.process_group is not None:
-            return _if_shared(self.process_group) is not None
-        is_initialized = dist.is_available() and dist.is_initialized()
-        return self.over != "local" and is_initialized and dist.get_world_size() > 1
+        given = self.process_group
+        return (self._world if given is None else _if_shared(given)) is not None
+
+    @property
+    def _world(self) -> ProcessGroup | None:
+        if self.over == "local" or not dist.is_available():
+            return None
+        return _if_shared(dist.group.WORLD)
 
     @property
     def is_known(self) -> bool:

@@ -141,10 +141,9 @@ def full_message(local: LocalState, sent: Sent, device: torch.device) -> torch.T
 def decode_full(numbers: list[float]) -> Summary:
     """Return what a reduced full message says."""
     found_inf, failed, has_gradients, was_scaled, first_nonfinite = numbers[:5]
-    pairs = numbers[len(FLAGS) :]
     return Summary(
         failed=bool(failed),
-        differ=any(map(_differ, pairs[0::2], pairs[1::2])),
+        differ=bool(differences(numbers)),
         found_inf=bool(found_inf),
         has_gradients=bool(has_gradients),
         was_scaled=bool(was_scaled),
@@ -155,13 +154,14 @@ def decode_full(numbers: list[float]) -> Summary:
 def differences(numbers: list[float]) -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest of what differs in a reduced full message."""
     pairs = numbers[len(FLAGS) :]
-    named = zip(SHARED, pairs[0::2], pairs[1::2], strict=True)
-    return {name: (-low, high) for name, high, low in named if _differ(high, low)}
-
-
-def _differ(highest: float, minus_lowest: float) -> bool:
     # Minus infinity is what ranks write that compare nothing; all of them did here.
-    return highest != -minus_lowest and highest != -math.inf
+    return {
+        name: (-minus_lowest, highest)
+        for name, highest, minus_lowest in zip(
+            SHARED, pairs[0::2], pairs[1::2], strict=True
+        )
+        if highest != -minus_lowest and highest != -math.inf
+    }
 
 
 # - The packed message

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -22,15 +22,20 @@ T = TypeVar("T")
 
 
 def no_compile(method: Callable[P, T]) -> Callable[P, T]:
-    """Keep a method out of compiled graphs; functions compiled within it stay so.
+    """Keep a method out of compiled graphs, with all that it calls.
 
     A compiled training step may call the scaler. ``scale`` is arithmetic and is
     compiled with the loss; the other methods read Python objects, communicate and
-    branch on results, which a graph cannot hold: it breaks before and after each.
-    ``torch.compiler.disable`` would import ``torch._dynamo`` with the scaler; this one
-    imports it at the first call, as every optimizer of torch does.
+    branch on results, which a graph cannot hold: it breaks before and after each. The
+    mark on the code costs a call nothing; ``torch.compiler.disable`` would wrap the
+    method, which takes longer than a small kernel, and import ``torch._dynamo``.
     """
-    return cast("Callable[P, T]", torch._compile._disable_dynamo(method))
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
+    code: Any = method.__code__  # type: ignore[attr-defined]
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, strategy)
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return method
 
 
 # Kernels and attributes are bound here as they are: a step calls them often, and a
@@ -66,8 +71,9 @@ version_of = attrgetter("_version")
 
 def dtensor_type() -> type[Any] | None:
     """Return ``DTensor``, or None while nobody has imported it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else cast("type[Any]", module.DTensor)
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    kind: type[Any] | None = None if module is None else module.DTensor
+    return kind
 
 
 def local_tensors(gradients: list[Any]) -> list[torch.Tensor]:
@@ -75,11 +81,7 @@ def local_tensors(gradients: list[Any]) -> list[torch.Tensor]:
 
     The attribute is a tenth of the price of ``to_local``.
     """
-    kind, kinds = dtensor_type(), set(map(type, gradients))
-    if kind not in kinds:
-        return gradients
-    if len(kinds) == 1:
-        return list(map(attrgetter("_local_tensor"), gradients))
+    kind = dtensor_type()
     return [g._local_tensor if type(g) is kind else g for g in gradients]
 
 

@@ -128,7 +128,7 @@ def test_b21_fused_momentum_waits_for_a_good_step(
     monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     if not sees:  # as on an accelerator, whose memory the host does not read
-        name = "gradparity.scaler.grad_scaler._is_true"
+        name = "gradparity.scaler.grad_scaler.is_true"
         monkeypatch.setattr(name, lambda _: False)
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)

@@ -21,7 +21,6 @@ from gradparity.scaler import torch_internals as internals
 ROOM = Path(gradparity.scaler.__file__).parent
 
 SIGNATURES: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "_disable_dynamo": (torch._compile._disable_dynamo, ["fn", "recursive"]),
     "_get_root_mesh": (DeviceMesh._get_root_mesh, ["self"]),
     "_check_scale_growth_tracker": (
         TorchGradScaler._check_scale_growth_tracker,
@@ -87,6 +86,19 @@ def test_kernels() -> None:
     scale, tracker = torch.tensor(4.0), torch.tensor(1, dtype=torch.int32)
     internals.amp_update_scale_(scale, tracker, torch.zeros(()), 2.0, 0.5, 2)
     assert (scale.item(), tracker.item()) == (8.0, 0)
+
+
+def test_no_compile_marks_the_code_and_wraps_nothing() -> None:
+    def seen() -> bool:
+        return inner()
+
+    def inner() -> bool:
+        return torch.compiler.is_compiling()
+
+    assert internals.no_compile(seen) is seen
+    calls = torch.compile(lambda x: (x + 1, inner(), seen()), backend="eager")
+    # what it calls is compiled elsewhere, and not within it
+    assert calls(torch.ones(1))[1:] == (True, False)
 
 
 def test_versions_count_writes_and_not_the_division() -> None:
