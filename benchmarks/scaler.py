@@ -14,7 +14,7 @@ Both sides of a ratio alternate within one run, so that noise meets them alike. 
 start each repeat at one moment of the clock, and the slower one is what training waits
 for; each figure is the median over the repeats. What is timed is what a training loop
 calls between backward and the optimizer's arithmetic; the optimizer itself is replaced
-by nothing.
+by nothing. Each repeat is an iteration: `update`, not timed, ends it on both sides.
 """
 
 from __future__ import annotations
@@ -164,27 +164,31 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
 
         return both
 
-    def refill(scaler: Any) -> Callable[[], None]:
+    def refill() -> None:
+        torch._foreach_mul_(locals_, 0.0)  # nothing shrinks to a denormal
+        torch._foreach_add_(locals_, SCALE)
+
+    def ends(scaler: Any) -> Callable[[], None]:
         def clean() -> None:
-            scaler._per_optimizer_states.clear()
-            torch._foreach_mul_(locals_, 0.0)  # nothing shrinks to a denormal
-            torch._foreach_add_(locals_, SCALE)
+            # Without it each repeat would be the first iteration of a scaler.
+            scaler.update()
+            refill()
 
         return clean
 
     work = {
-        "torch clip, fused": (lambda: torch_clip(fused), refill(theirs)),
-        "our clip, fused": (lambda: our_clip(fused), refill(ours)),
-        "torch clip": (lambda: torch_clip(plain), refill(theirs)),
-        "our clip": (lambda: our_clip(plain), refill(ours)),
-        "torch unscale_": (lambda: theirs.unscale_(plain), refill(theirs)),
-        "our unscale_": (lambda: ours.unscale_(plain), refill(ours)),
-        "torch unscale_ and step": (then_step(theirs), refill(theirs)),
-        "our unscale_ and step": (then_step(ours), refill(ours)),
-        "bare read": (read, refill(ours)),
-        "bare read, then a collective": (then_agree(read), refill(ours)),
-        "bare kernel": (kernel, refill(ours)),
-        "bare kernel, then a collective": (then_agree(kernel), refill(ours)),
+        "torch clip, fused": (lambda: torch_clip(fused), ends(theirs)),
+        "our clip, fused": (lambda: our_clip(fused), ends(ours)),
+        "torch clip": (lambda: torch_clip(plain), ends(theirs)),
+        "our clip": (lambda: our_clip(plain), ends(ours)),
+        "torch unscale_": (lambda: theirs.unscale_(plain), ends(theirs)),
+        "our unscale_": (lambda: ours.unscale_(plain), ends(ours)),
+        "torch unscale_ and step": (then_step(theirs), ends(theirs)),
+        "our unscale_ and step": (then_step(ours), ends(ours)),
+        "bare read": (read, refill),
+        "bare read, then a collective": (then_agree(read), refill),
+        "bare kernel": (kernel, refill),
+        "bare kernel, then a collective": (then_agree(kernel), refill),
     }
     return _alternate({k: _timed(*v) for k, v in work.items()}, repeats)
 

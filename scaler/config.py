@@ -7,7 +7,7 @@ import operator
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, SupportsFloat, SupportsIndex
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import torch
 
@@ -64,10 +64,7 @@ class Policy:
                 f"({self.max_scale})."
             )
         check_count("hysteresis", self.hysteresis)
-        if self.refill not in ("growth", "good_step"):
-            raise InvalidSettingError(
-                f'refill must be "growth" or "good_step", got {self.refill!r}.'
-            )
+        check_choice("refill", self.refill, ("growth", "good_step"))
         if self.max_consecutive_skips is not None:
             check_count("max_consecutive_skips", self.max_consecutive_skips)
 
@@ -84,19 +81,8 @@ class Policy:
             )
 
 
-class SavedState(NamedTuple):
-    """What a state dict holds, checked."""
-
-    scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    growth_tracker: int
-    hysteresis_left: int
-
-
-def check_state(state: Mapping[str, Any], policy: Policy) -> SavedState:
-    """Return what a state dict holds, before anything is changed.
+def check_state(state: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+    """Return a state dict with each value checked, before anything is changed.
 
     Raises:
         RuntimeError: it is empty, as a disabled scaler saves it.
@@ -107,18 +93,18 @@ def check_state(state: Mapping[str, Any], policy: Policy) -> SavedState:
             "The source state dict is empty, possibly because it was saved from a "
             "disabled instance of GradScaler."
         )
-    # The last one is absent in what torch saved.
-    left = state.get("_hysteresis_left", policy.hysteresis)
-    saved = SavedState(
-        check_number("The scale", state["scale"]),
-        check_number("The growth factor", state["growth_factor"]),
-        check_number("The backoff factor", state["backoff_factor"]),
-        check_count("The growth interval", state["growth_interval"]),
-        check_count("The growth tracker", state["_growth_tracker"], at_least=0),
-        check_count("The hysteresis left", left, at_least=0),
-    )
-    policy.check_start(saved.scale)
-    return saved
+    tracker = state["_growth_tracker"]
+    left = state.get("_hysteresis_left", policy.hysteresis)  # absent in torch's
+    checked = {
+        "scale": check_number("The scale", state["scale"]),
+        "growth_factor": check_number("The growth factor", state["growth_factor"]),
+        "backoff_factor": check_number("The backoff factor", state["backoff_factor"]),
+        "growth_interval": check_count("The growth interval", state["growth_interval"]),
+        "_growth_tracker": check_count("The growth tracker", tracker, at_least=0),
+        "_hysteresis_left": check_count("The hysteresis left", left, at_least=0),
+    }
+    policy.check_start(checked["scale"])
+    return checked
 
 
 _SCALE = (
@@ -150,6 +136,12 @@ def check_number(name: str, value: SupportsFloat) -> float:
     if not is_fit(number):
         raise InvalidSettingError(f"{name} must be {wanted}, got {value!r}.")
     return number
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise InvalidSettingError for what is none of the choices."""
+    if value not in choices:
+        raise InvalidSettingError(f"{name} must be one of {choices}, got {value!r}.")
 
 
 def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:

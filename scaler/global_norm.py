@@ -117,12 +117,8 @@ class Places(NamedTuple):
 def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsByMesh:
     """Collect the local gradients of an optimizer by where they lie.
 
-    Partial gradients are summed up first, a collective over their mesh.
-
-    Args:
-        optimizer: plain tensors and DTensors, dense or sparse.
-        record: of this optimizer; remembers the layouts of its last clip.
-        rank: of this process, in the group that syncs.
+    Partial gradients are summed up first, a collective over their mesh. ``rank`` is
+    that of this process in the group that syncs.
     """
     alone = _layout((rank,), "plain", 1)
     gradients, locals_ = dense_gradients(optimizer)
@@ -206,11 +202,8 @@ class LocalNorms(NamedTuple):
 def local_norms(grads: GradsByMesh, norm_type: float, scale: Number) -> LocalNorms:
     """Read the gradients; return the norms of this rank's part, unscaled.
 
-    Args:
-        grads: what `grads_by_mesh` collected.
-        norm_type: order of the norm; may be infinite.
-        scale: what the gradients are still multiplied by; a tensor decides on which
-            device the result is wanted.
+    ``scale`` is what the gradients are still multiplied by; a tensor decides on which
+    device the result is wanted.
 
     Raises:
         ValueError: the gradients lie on more than MESHES meshes.
@@ -238,7 +231,8 @@ def local_norms(grads: GradsByMesh, norm_type: float, scale: Number) -> LocalNor
             row[2] = float(value) / scale
         entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
         bad = not all(math.isfinite(value) for value in values)
-        bad = bad and not _are_finite(grads)  # a norm may leave the range of fp64
+        # A norm may leave the range of fp64.
+        bad = bad and not all(bool(t.isfinite().all()) for t in grads.tensors())
         found = torch.full((), float(bad), device="cpu")
         return LocalNorms(entries, found if parts else None)
     entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -261,10 +255,6 @@ def _stacked(values: Sequence[Number], device: torch.device) -> torch.Tensor:
             for value in values
         ]
     )
-
-
-def _are_finite(grads: GradsByMesh) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in grads.tensors())
 
 
 def _joined(each: Norms, norm_type: float) -> Number:
@@ -353,15 +343,9 @@ def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def _totals(mesh: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-    """Add up the powers of each mesh up to and with each entry.
-
-    The order of the sums follows from the place within the mesh alone, so that equal
-    powers give equal totals to the last bit, wherever the mesh lies in the world.
-
-    Args:
-        mesh: (entries,), fp64, sorted.
-        power: (entries,), fp64, in the same order.
-    """
+    # The powers of each mesh up to and with each entry; ``mesh`` is sorted. The order
+    # of the sums follows from the place within the mesh alone, so that equal powers
+    # give equal totals to the last bit, wherever the mesh lies in the world.
     reach = 1
     while reach < len(mesh):
         within = mesh[reach:] == mesh[:-reach]

@@ -27,13 +27,15 @@ from .config import (
     HIGHEST_SCALE,
     FP16Gradients,
     Policy,
+    check_choice,
     check_count,
     check_number,
     check_state,
 )
-from .errors import InvalidSettingError, TooManySkipsError
+from .errors import TooManySkipsError
 from .global_norm import GradsByMesh, global_norm, grads_by_mesh, local_norms
 from .grads import (
+    FP16_REFUSED,
     FoundInf,
     Number,
     any_of,
@@ -44,7 +46,6 @@ from .grads import (
     local_dense,
     local_gradients,
     number_in,
-    refuse_fp16,
     unchanged,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
@@ -53,7 +54,6 @@ from .optimizer_state import (
     OptimizerState,
     inner_optimizer,
     makes_momentum,
-    refuse_closure,
     takes_scaler,
 )
 from .scale_update import advance, set_scale
@@ -127,7 +127,15 @@ class GradScaler(_TorchGradScaler):
         policy: Policy | None = None,
     ) -> None:
         self._device = device
-        self._enabled = enabled and _is_usable(device)
+        self._enabled = enabled
+        if enabled and device == "cuda":
+            if torch.cuda.amp.common.amp_definitely_not_available():
+                warnings.warn(
+                    "GradScaler is enabled for device 'cuda', but CUDA is not "
+                    "available. Disabling.",
+                    stacklevel=2,
+                )
+                self._enabled = False
         self._policy = policy or Policy()
         if self._enabled:
             growth_factor = check_number("The growth factor", growth_factor)
@@ -135,11 +143,7 @@ class GradScaler(_TorchGradScaler):
             growth_interval = check_count("The growth interval", growth_interval)
             init_scale = check_number("init_scale", init_scale)
             self._policy.check_start(init_scale)
-        if fp16_gradients not in get_args(FP16Gradients):
-            raise InvalidSettingError(
-                f"fp16_gradients must be one of {get_args(FP16Gradients)}, "
-                f"got {fp16_gradients!r}."
-            )
+        check_choice("fp16_gradients", fp16_gradients, get_args(FP16Gradients))
         # A disabled scaler has them too, so that its getters work.
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -177,9 +181,9 @@ class GradScaler(_TorchGradScaler):
         if not self._enabled:
             return outputs
         self._was_scaled = True
-        if isinstance(outputs, torch.Tensor):
-            return self._scaled(outputs)  # type: ignore[return-value]
-        return super().scale(outputs)
+        is_tensor = isinstance(outputs, torch.Tensor)
+        scale: Any = self._scaled if is_tensor else super().scale
+        return scale(outputs)  # type: ignore[no-any-return]
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
         # As torch has it, but torch.compile does not trace into torch's.
@@ -327,7 +331,8 @@ class GradScaler(_TorchGradScaler):
             entries = norms.entries[None]
             self._remember_overflow(state, 0)
         else:
-            local = self._local_state(state, found, group, max_norm, norm_type)
+            local = self._local_state(state, group)
+            local = local._replace(max_norm=max_norm, norm_type=norm_type)
             result = self._sync.found_inf(
                 group, local, "clip_grad_norm_", row=norms.entries
             )
@@ -359,7 +364,7 @@ class GradScaler(_TorchGradScaler):
                 if divisor is None:
                     state.divided = written
                 else:
-                    state.divided, state.folded = [], written
+                    state.divided, state.folded = (), written
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)
@@ -383,7 +388,8 @@ class GradScaler(_TorchGradScaler):
     def _refuse_unfit(self, grads: GradsByMesh, group: ProcessGroup | None) -> None:
         if self._enabled and self._fp16_gradients == "refuse":
             keys = [key for some in grads.values() for key in some.gradients]
-            refuse_fp16([dtype for _, dtype in keys])
+            if torch.float16 in [dtype for _, dtype in keys]:
+                raise ValueError(FP16_REFUSED)
         if group is None and any(len(layout.ranks) > 1 for layout in grads):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
@@ -416,8 +422,11 @@ class GradScaler(_TorchGradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if args or kwargs:
-            refuse_closure(args, kwargs)
+        if "closure" in kwargs or any(map(callable, args[:1])):
+            # It would make new, scaled gradients after the check.
+            raise RuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled."
+            )
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
@@ -441,11 +450,7 @@ class GradScaler(_TorchGradScaler):
         return result
 
     def _maybe_opt_step(
-        self,
-        optimizer: Optimizer,
-        optimizer_state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
+        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         result: SyncResult | None = getattr(optimizer_state, "result", None)
         if result is not None and result.is_deferred:
@@ -457,11 +462,7 @@ class GradScaler(_TorchGradScaler):
         return None if skips else optimizer.step(*args, **kwargs)
 
     def _step_fused(
-        self,
-        optimizer: Any,
-        state: OptimizerState,
-        *args: Any,
-        **kwargs: Any,
+        self, optimizer: Any, state: OptimizerState, *args: Any, **kwargs: Any
     ) -> Any:
         if takes_scaler(optimizer):
             return optimizer.step(*args, grad_scaler=self, **kwargs)
@@ -486,7 +487,7 @@ class GradScaler(_TorchGradScaler):
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-            state.folded, state.fused_grad_scale = [], None
+            state.folded, state.fused_grad_scale = (), None
 
     @no_compile
     def step_without_optimizer(self) -> None:
@@ -509,7 +510,7 @@ class GradScaler(_TorchGradScaler):
             return
         state = OptimizerState()
         if (group := self._find_group(state)) is not None:
-            local = self._local_state(state, {}, group)
+            local = self._local_state(state, group)
             state.result = self._sync.found_inf(group, local, "step_without_optimizer")
             self._record_result(state)
         self._add_to_none(state)
@@ -552,17 +553,14 @@ class GradScaler(_TorchGradScaler):
                 _spread(any_of(found.values(), scale.device), found)
             self._remember_overflow(state, 0)
             return
-        local = self._local_state(state, found, group)
+        local = self._local_state(state, group)
         state.result = self._sync.found_inf(group, local, call, async_op=async_op)
         self._pending = state
         if state.result.work is None:
             self._wait_pending()
 
     def _unscale_here(
-        self,
-        optimizer: Optimizer,
-        state: OptimizerState,
-        allow_fp16: bool | None = None,
+        self, optimizer: Any, state: OptimizerState, allow_fp16: bool | None = None
     ) -> FoundInf:
         # Divides this rank's gradients; tells what this rank found.
         scale = self._scale_or_one()
@@ -583,19 +581,18 @@ class GradScaler(_TorchGradScaler):
         optimizer: Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool,
+        allow_fp16: bool = True,
     ) -> FoundInf:
         state = self._dividing
         divided: set[int] = set()
         if state is not None and len(self._states) > 1:
             divided = self._divided_by_others(state)
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-        is_own = state is not None
         found = check_and_unscale_(
-            gradients, inv_scale, found_inf, divided, is_own=is_own
+            gradients, inv_scale, found_inf, divided, is_own=state is not None
         )
         if state is not None:
-            state.divided = []
+            state.divided = ()
             if self._records.may_share:
                 tensors = chain.from_iterable(gradients.values())
                 state.divided = divided_gradients(tensors)
@@ -611,8 +608,9 @@ class GradScaler(_TorchGradScaler):
         for other in self._states.values():
             if other is state or other.record is None:
                 continue
-            if other.fused_grad_scale is not None and mine & unchanged(other.folded):
-                _divide_folded(other)
+            divisor = other.fused_grad_scale
+            if divisor is not None and mine & unchanged(other.folded):
+                _divide_folded(other, divisor)
             divided |= mine & unchanged(other.divided)
         return divided
 
@@ -636,26 +634,20 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
         if group is not None:
-            local = self._local_state(OptimizerState(), {}, group)
+            local = self._local_state(OptimizerState(), group)
             self._sync.found_inf(group, local._replace(failed=True), call, row=row)
 
     def _local_state(
-        self,
-        state: OptimizerState,
-        found: FoundInf,
-        group: ProcessGroup | None,
-        max_norm: float | None = None,
-        norm_type: float | None = None,
+        self, state: OptimizerState, group: ProcessGroup | None
     ) -> LocalState:
-        scale = self._scale_or_one()
-        found_inf = any_of(found.values(), scale.device) if found else None
+        # What this rank brings to a sync about ``state``.
+        scale, found = self._scale_or_one(), state["found_inf_per_device"].values()
+        found_inf = any_of(found, scale.device) if found else None
         ordinal, bad = None, 0
-        if (record := state.record) is not None:
-            if record.ordinal is None and group is not None:
-                self._records.number(record)
-            ordinal = record.ordinal
+        if state.record is not None and group is not None:
+            ordinal = self._records.number(state.record)
             if found_inf is not None and is_true(found_inf):
-                bad = first_nonfinite(state.optimizer, group.rank() if group else 0)
+                bad = first_nonfinite(state.optimizer, group.rank())
         tracker, left = self._growth_tracker, self._hysteresis_left
         return LocalState(
             found_inf=None if found_inf is None else number_in(found_inf),
@@ -667,8 +659,6 @@ class GradScaler(_TorchGradScaler):
             policy=self._fingerprint,
             hysteresis_left=0.0 if left is None else number_in(left),
             optimizer=ordinal,
-            max_norm=max_norm,
-            norm_type=norm_type,
             was_scaled=self._was_scaled,
             first_nonfinite=bad,
         )
@@ -764,7 +754,7 @@ class GradScaler(_TorchGradScaler):
         found = [f for state in states for f in state["found_inf_per_device"].values()]
         if found or new_scale is None:
             self._sync.end_iteration(
-                lambda: self._local_state(OptimizerState(), {}, None), "update"
+                lambda: self._local_state(OptimizerState(), None), "update"
             )
         if new_scale is not None:
             set_scale(scale, new_scale, self._device)
@@ -774,8 +764,10 @@ class GradScaler(_TorchGradScaler):
             found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
             self._move_scale(found_inf.to(scale.device), tracker)
         for state in states:
-            # Of an optimizer that has not stepped: the next backward adds to them.
-            _divide_folded(state, carry=scale)
+            # Of an optimizer that has not stepped: the next backward adds to its
+            # gradients, which carry the scale on.
+            if state.fused_grad_scale is not None:
+                _divide_folded(state, state.fused_grad_scale / scale)
         self._records.may_share = len(self._states) > 1
         self._states = defaultdict(OptimizerState)
         most = self._policy.max_consecutive_skips
@@ -796,16 +788,8 @@ class GradScaler(_TorchGradScaler):
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
         scale = self._scale_or_one()
         before: Any = scale.tolist() if scale.is_cpu else scale.clone()
-        advance(
-            scale,
-            tracker,
-            found_inf,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            policy=self._policy,
-            hysteresis_left=self._hysteresis_left,
-        )
+        rule = self._growth_factor, self._backoff_factor, self._growth_interval
+        advance(scale, tracker, found_inf, rule, self._policy, self._hysteresis_left)
         after: Any = scale.tolist() if scale.is_cpu else scale
         self._history.record(found_inf, before, after)
 
@@ -839,10 +823,7 @@ class GradScaler(_TorchGradScaler):
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
         """Step a learning-rate scheduler, unless its optimizer's step was skipped.
 
-        Args:
-            scheduler: anything with ``step``; its ``optimizer`` decides.
-            *args: handed to ``scheduler.step``.
-            **kwargs: handed to ``scheduler.step``.
+        ``scheduler.optimizer`` decides; the other arguments go to ``scheduler.step``.
 
         Returns:
             Whether the scheduler stepped.
@@ -876,27 +857,15 @@ class GradScaler(_TorchGradScaler):
     # - Settings
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows.
-
-        Raises:
-            InvalidSettingError: not finite, or not above 1.
-        """
+        """Set the factor by which the scale grows: finite and above 1."""
         self._growth_factor = check_number("The growth factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale backs off.
-
-        Raises:
-            InvalidSettingError: not strictly between 0 and 1.
-        """
+        """Set the factor by which the scale backs off: above 0 and below 1."""
         self._backoff_factor = check_number("The backoff factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of good steps before the scale grows.
-
-        Raises:
-            InvalidSettingError: not an integer of at least 1.
-        """
+        """Set the number of good steps before the scale grows: 1 or more."""
         self._growth_interval = check_count("The growth interval", new_interval)
         self._limit_tracker()
 
@@ -941,8 +910,7 @@ class GradScaler(_TorchGradScaler):
         """
         if not self._enabled:
             return
-        is_known = self._sync.group.is_known
-        group = self._sync.group.find(None) if is_known else None
+        group = self._sync.group.find_known()
         try:
             saved = check_state(state_dict, self._policy)
         except Exception:
@@ -951,59 +919,32 @@ class GradScaler(_TorchGradScaler):
                 self._sync.assert_same_state(group, failed, "load_state_dict")
             raise
         if group is not None:
-            local = LocalState(None, policy=self._fingerprint, **saved._asdict())
+            fields = {key.lstrip("_"): value for key, value in saved.items()}
+            local = LocalState(None, policy=self._fingerprint, **fields)
             self._sync.assert_same_state(group, local, "load_state_dict")
         # Ranks that lived differently long until now count alike from here on.
         self._sync.restart()
         self._records.forget_order()
-        self._init_scale, self._init_growth_tracker = saved.scale, saved.growth_tracker
-        self._init_hysteresis_left = saved.hysteresis_left
-        self._growth_factor = saved.growth_factor
-        self._backoff_factor = saved.backoff_factor
-        self._growth_interval = saved.growth_interval
+        super().load_state_dict(saved)
+        self._init_hysteresis_left = saved["_hysteresis_left"]
         self._was_scaled = True
-        if self._scale is not None:
-            self._scale.fill_(saved.scale)
-        if self._growth_tracker is not None:
-            self._growth_tracker.fill_(saved.growth_tracker)
         if self._hysteresis_left is not None:
-            self._hysteresis_left.fill_(saved.hysteresis_left)
+            self._hysteresis_left.fill_(self._init_hysteresis_left)
         self._limit_tracker()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = super().__getstate__()
         if self._enabled:
-            if self._states:
-                raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning of an "
-                    "iteration, or at the end after scaler.update()."
-                )
-            state["_init_scale"] = self.get_scale()
-            state["_init_growth_tracker"] = self._get_growth_tracker()
             state["_init_hysteresis_left"] = self._get_hysteresis_left()
-            state.update(_scale=None, _growth_tracker=None, _hysteresis_left=None)
+            state["_hysteresis_left"] = None
         return state
 
 
-def _is_usable(device: str) -> bool:
-    if device != "cuda" or not torch.cuda.amp.common.amp_definitely_not_available():
-        return True
-    warnings.warn(
-        "GradScaler is enabled for device 'cuda', but CUDA is not available. "
-        "Disabling.",
-        stacklevel=3,
-    )
-    return False
-
-
-def _divide_folded(state: OptimizerState, carry: torch.Tensor | None = None) -> None:
-    # What a fused kernel was to divide, and cannot any more; ``carry``: the scale that
-    # the gradients shall carry from now on.
-    if (divisor := state.fused_grad_scale) is not None:
-        divisor = divisor if carry is None else divisor / carry
-        gradients = state.folded or divided_gradients(local_dense(state.optimizer))
-        state.divided = divide_(gradients, divisor)
-        state.folded, state.fused_grad_scale = [], None
+def _divide_folded(state: OptimizerState, divisor: torch.Tensor) -> None:
+    # What a fused kernel was to divide, and cannot any more.
+    gradients = state.folded or divided_gradients(local_dense(state.optimizer))
+    state.divided = divide_(gradients, divisor)
+    state.folded, state.fused_grad_scale = (), None
 
 
 def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:

@@ -17,7 +17,7 @@ iteration and where the one before had several optimizers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -43,8 +43,15 @@ Number = float | torch.Tensor
 """A number that the host knows, or a tensor, (), on the device that knows it.
 Arithmetic with Python's numbers costs a tenth of that with such tensors."""
 
-Divided = list[tuple["weakref.ref[torch.Tensor]", int]]
+Divided = Sequence[tuple["weakref.ref[torch.Tensor]", int]]
 """Local gradients and their versions. See [Note: A gradient divided twice]."""
+
+FP16_REFUSED = (
+    "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
+    "the scale protected. Keep fp32 parameters (autocast, or fully_shard with "
+    "MixedPrecisionPolicy(param_dtype=torch.float16)), or build the scaler with "
+    'fp16_gradients="in_place" if you accept the loss.'
+)
 
 
 # - Parameters and gradients of an optimizer
@@ -72,11 +79,12 @@ def dense_gradients(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | Non
                 if (gradient := parameter.grad) is not None
             ]
     except AttributeError:
-        kinds = [type(p) for p in parameters_of(optimizer) if not hasattr(p, "grad")]
+        others = [type(p) for p in parameters_of(optimizer) if not hasattr(p, "grad")]
         raise AssertionError(
-            f"expected param to be torch.Tensor, got {kinds[0].__name__}"
+            f"expected param to be torch.Tensor, got {others[0].__name__}"
         ) from None
-    kinds, locals_, is_plain = set(map(type, gradients)), gradients, True
+    kinds: set[Any] = set(map(type, gradients))
+    locals_, is_plain = gradients, True
     if kinds - {torch.Tensor}:
         locals_, is_plain = local_tensors(gradients), torch.Tensor in kinds
         kinds = set(map(type, locals_))
@@ -87,13 +95,7 @@ def dense_gradients(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | Non
 
 
 def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
-    """Return the local dense tensors of an optimizer's gradients.
-
-    Args:
-        optimizer: its parameters may be plain tensors, DTensors of any placement and
-            mesh, or both; of sparse gradients the values are taken.
-        allow_fp16: accept fp16 gradients, which lose small values when unscaled in
-            place.
+    """Return the local tensors of an optimizer's gradients, of sparse ones the values.
 
     Raises:
         AssertionError: a parameter is not a tensor.
@@ -101,8 +103,9 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
     """
     gradients, locals_ = dense_gradients(optimizer)
     if locals_ is None:
-        if not allow_fp16:  # before they are coalesced
-            refuse_fp16([gradient.dtype for gradient in gradients])
+        # Before they are coalesced.
+        if not allow_fp16 and any(g.dtype is torch.float16 for g in gradients):
+            raise ValueError(FP16_REFUSED)
         with torch.no_grad():
             locals_ = [
                 local_tensor(p, coalesce=p.grad.dtype is torch.float16)
@@ -110,8 +113,8 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
                 if p.grad is not None
             ]
     groups = by_device_and_dtype(locals_)
-    if not allow_fp16:
-        refuse_fp16([dtype for _, dtype in groups])
+    if not allow_fp16 and torch.float16 in [dtype for _, dtype in groups]:
+        raise ValueError(FP16_REFUSED)
     return groups
 
 
@@ -135,17 +138,6 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
         wide = gradient.float() if dtype is torch.float16 else gradient
         gradient = parameter.grad = wide.coalesce().to(dtype)
     return sparse_values(gradient)
-
-
-def refuse_fp16(dtypes: Collection[torch.dtype]) -> None:
-    """Raise ValueError for gradients that lose small values when divided in place."""
-    if torch.float16 in dtypes:
-        raise ValueError(
-            "Attempting to unscale FP16 gradients. Dividing them in place flushes to "
-            "zero what the scale protected. Keep fp32 parameters (autocast, or "
-            "fully_shard with MixedPrecisionPolicy(param_dtype=torch.float16)), or "
-            'build the scaler with fp16_gradients="in_place" if you accept the loss.'
-        )
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
@@ -181,7 +173,7 @@ def check_and_unscale_(
     the product is checked, too.
 
     Args:
-        gradients: local dense tensors, changed in place.
+        gradients: changed in place.
         inv_scale: one element, fp32, any device.
         found_inf: one element, fp32, any device: the starting value, usually 0.
         without: ids of tensors that are checked but not multiplied.

@@ -85,12 +85,9 @@ def first_nonfinite(optimizer: Any, rank: int) -> int:
 
 
 def overflow_of(code: int, rank: int, optimizer: Any) -> Overflow:
-    """Return what `first_nonfinite` wrote on any rank.
+    """Return what `first_nonfinite` wrote on any rank, not 0.
 
-    Args:
-        code: what it wrote, not 0.
-        rank: this rank: only here the names are known.
-        optimizer: the optimizer that was checked.
+    Names are known on this rank only.
     """
     place, kind = divmod(code - 1, 2)
     there, index = divmod(place, _POSITIONS)
@@ -109,13 +106,7 @@ class History:
         self._on_device: torch.Tensor | None = None  # (5,), int64
 
     def record(self, found_inf: torch.Tensor, before: Number, after: Number) -> None:
-        """Count one iteration.
-
-        Args:
-            found_inf: (), fp32: any optimizer was skipped.
-            before: the scale of the iteration.
-            after: the next scale.
-        """
+        """Count one iteration: any optimizer was skipped; its scale, and the next."""
         if isinstance(before, torch.Tensor):
             found = found_inf > 0
             events = [~found, found, found, after > before, after < before]

@@ -39,15 +39,10 @@ _NARROW_PIECE = 4096  # the same for 16-bit elements, which torch adds up less w
 
 
 def norms(tensors: Sequence[torch.Tensor], norm_type: float) -> Norms:
-    """Return the norm of each tensor.
+    """Return the norm of each tensor; they have one device and one dtype.
 
-    Args:
-        tensors: any shapes; one device, one floating dtype.
-        norm_type: order of the norm; may be infinite.
-
-    Returns:
-        One per tensor, not finite only where the tensor is not (or where the norm of
-        fp64 elements leaves the range of fp64).
+    Not finite only where the tensor is not, or where the norm of fp64 elements leaves
+    the range of fp64.
 
     Raises:
         NotImplementedError: neither on CPU nor on CUDA; or complex gradients, for
@@ -91,7 +86,7 @@ def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     largest = wide.abs().amax()
     is_usable = largest.isfinite() & (largest > 0.0)
     divisor = torch.where(is_usable, largest, 1.0)
-    norm = _norm(wide / divisor, norm_type) * divisor
+    norm = torch.linalg.vector_norm(wide / divisor, norm_type) * divisor
     return torch.where(is_usable, norm, largest)
 
 
@@ -139,7 +134,8 @@ def _norms_side_by_side(
             torch.cat(some, out=rows.view(-1, *some[0].shape[1:]))
         except RuntimeError:
             torch.cat([t.reshape(-1) for t in some], out=rows.view(-1))
-        found += _listed(_norm(_wide(rows), norm_type, dim=1))
+        wide = rows.float() if rows.element_size() < 4 else rows
+        found += _listed(torch.linalg.vector_norm(wide, norm_type, dim=1))
     return found
 
 
@@ -151,17 +147,5 @@ def _norm_in_pieces(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     pieces = tensor.reshape(-1).split(_piece_of(tensor))
     dtype = None if tensor.dtype is torch.float64 else torch.float32
     each = torch.stack(foreach_norm(list(pieces), norm_type, dtype)).double()
-    return _norm(each, norm_type)
-
-
-def _norm(
-    tensor: torch.Tensor, norm_type: float, dim: int | None = None
-) -> torch.Tensor:
-    if not tensor.numel() and math.isinf(norm_type):
-        return tensor.new_zeros(tensor.shape[:1] if dim == 1 else ())
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dim=dim)
+    norm: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
     return norm
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -9,7 +9,8 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import OptState
@@ -38,31 +39,24 @@ class OptimizerState(dict[str, Any]):
         result: of the last sync; None without one.
     """
 
-    __slots__ = (
-        "clips",
-        "divided",
-        "folded",
-        "fused_grad_scale",
-        "optimizer",
-        "record",
-        "result",
-    )
+    optimizer: Any = None
+    record: OptimizerRecord | None = None
+    divided: Divided = ()
+    folded: Divided = ()
+    clips: int = 0
+    fused_grad_scale: torch.Tensor | None = None
+    result: SyncResult | None = None
 
     def __init__(self) -> None:
         super().__init__(stage=OptState.READY, found_inf_per_device={})
-        self.optimizer: Any = None
-        self.record: OptimizerRecord | None = None
-        self.divided: Divided = []
-        self.folded: Divided = []
-        self.clips = 0
-        self.fused_grad_scale: torch.Tensor | None = None
-        self.result: SyncResult | None = None
 
 
+@dataclass(eq=False)
 class OptimizerRecord:
     """What outlasts an iteration.
 
     Attributes:
+        optimizer: gives it while it lives.
         ordinal: how many optimizers had synced before this one did for the first time;
             None as long as it has not. Equal on all ranks, or they step in different
             orders.
@@ -70,13 +64,10 @@ class OptimizerRecord:
         places: where its gradients lay in the last clip (``global_norm.py``).
     """
 
-    __slots__ = ("found_inf", "optimizer", "ordinal", "places")
-
-    def __init__(self, optimizer: Callable[[], Any]) -> None:
-        self.optimizer = optimizer
-        self.ordinal: int | None = None
-        self.found_inf: torch.Tensor | None = None
-        self.places: Any = None
+    optimizer: Callable[[], Any]
+    ordinal: int | None = None
+    found_inf: torch.Tensor | None = None
+    places: Any = None
 
 
 class OptimizerRecords:
@@ -120,9 +111,11 @@ class OptimizerRecords:
         state.optimizer, state.record = optimizer, record
         return state
 
-    def number(self, record: OptimizerRecord) -> None:
-        """Give an optimizer its place in the order of first syncs."""
-        record.ordinal, self._synced = self._synced, self._synced + 1
+    def number(self, record: OptimizerRecord) -> int:
+        """Return an optimizer's place in the order of first syncs."""
+        if record.ordinal is None:
+            record.ordinal, self._synced = self._synced, self._synced + 1
+        return record.ordinal
 
     def forget_order(self) -> None:
         """Start to count anew, at a point where all ranks do."""
@@ -144,17 +137,6 @@ def inner_optimizer(optimizer: Any) -> Any:
         if getattr(value, "param_groups", None) is groups:
             return inner_optimizer(value)
     return optimizer
-
-
-def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise RuntimeError for a closure, however it is handed over.
-
-    It would compute new, scaled gradients after the check, inside the optimizer.
-    """
-    if "closure" in kwargs or any(map(callable, args[:1])):
-        raise RuntimeError(
-            "Closure use is not currently supported if GradScaler is enabled."
-        )
 
 
 def takes_scaler(optimizer: Any) -> bool:

@@ -14,25 +14,16 @@ def advance(
     scale: torch.Tensor,
     growth_tracker: torch.Tensor,
     found_inf: torch.Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
+    rule: tuple[float, float, int],
     policy: Policy,
-    hysteresis_left: torch.Tensor | None = None,
+    hysteresis_left: torch.Tensor | None,
 ) -> None:
     """Move the scale after one iteration, in place and without a synchronisation.
 
-    Args:
-        scale: (), fp32; stays within the limits of the policy.
-        growth_tracker: (), int32, on the same device: good iterations in a row.
-        found_inf: (), fp32, on the same device: 0 or 1.
-        growth_factor: factor after ``growth_interval`` good iterations.
-        backoff_factor: factor after an overflow.
-        growth_interval: number of good iterations.
-        policy: limits and hysteresis.
-        hysteresis_left: (), int32, on the same device: overflows until the next
-            backoff; None without hysteresis.
+    Tensors are (), on one device: the scale fp32, the good iterations in a row and the
+    overflows until the next backoff (None without hysteresis) int32, found_inf fp32, 0
+    or 1. The rule is growth factor, backoff factor and growth interval; the scale stays
+    within the limits of the policy.
     """
     if policy.constant:
         growth_tracker.add_(1).mul_(1 - found_inf.int())
@@ -44,14 +35,7 @@ def advance(
         hysteresis_left.sub_(found_inf.int()).clamp_(min=0)
         growth_tracker.masked_fill_((found_inf > 0) & (hysteresis_left > 0), -1)
         found_inf = found_inf * (hysteresis_left == 0)
-    amp_update_scale_(
-        scale,
-        growth_tracker,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-    )
+    amp_update_scale_(scale, growth_tracker, found_inf, *rule)
     # The kernel never grows past fp32, but backs off to zero. Whether it did is known
     # at no cost only where the host's memory holds the scale.
     value: Any = scale.tolist() if scale.is_cpu else -1.0
@@ -69,30 +53,22 @@ def set_scale(
 ) -> None:
     """Write a scale that the caller chose, in place.
 
-    Args:
-        scale: (), fp32.
-        new_scale: a number, or a tensor with one element.
-        device_type: device type that a tensor must have.
-
     Raises:
         AssertionError: a tensor of another device type or size, or with a gradient.
         InvalidSettingError: a value that no run can work with.
     """
-    if not isinstance(new_scale, torch.Tensor):
-        scale.fill_(check_number("new_scale", new_scale))
-        return
-    if (
-        new_scale.device.type != device_type
-        or new_scale.numel() != 1
-        or new_scale.requires_grad
-    ):
-        raise AssertionError(
-            "new_scale should be a number or a tensor with one element on "
-            f"{device_type} without gradient, got {new_scale.numel()} on "
-            f"{new_scale.device.type}, requires_grad={new_scale.requires_grad}."
-        )
-    if new_scale.device.type == "cpu":
-        check_number("new_scale", new_scale.item())
-    # On an accelerator looking would synchronise: a value out of range is clamped.
-    value = new_scale.reshape(()).nan_to_num(nan=LOWEST_SCALE)
-    scale.copy_(value.clamp(LOWEST_SCALE, HIGHEST_SCALE))
+    if isinstance(new_scale, torch.Tensor):
+        kind, size = new_scale.device.type, new_scale.numel()
+        if kind != device_type or size != 1 or new_scale.requires_grad:
+            raise AssertionError(
+                "new_scale should be a number or a tensor with one element on "
+                f"{device_type} without gradient, got {size} on {kind}, "
+                f"requires_grad={new_scale.requires_grad}."
+            )
+        if kind != "cpu":
+            # Looking would synchronise: a value out of range is clamped.
+            value = new_scale.reshape(()).nan_to_num(nan=LOWEST_SCALE)
+            scale.copy_(value.clamp(LOWEST_SCALE, HIGHEST_SCALE))
+            return
+        new_scale = new_scale.item()
+    scale.fill_(check_number("new_scale", new_scale))

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.fsdp import sharded_grad_scaler as _torch
 
-from .grad_scaler import GradScaler, _refresh_per_optimizer_state
-from .grads import FoundInf
+from .grad_scaler import GradScaler
+from .grad_scaler import _refresh_per_optimizer_state as _refresh_per_optimizer_state
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
 
 
 # Where torch has them, for callers that import them from there.
-_refresh_per_optimizer_state = _refresh_per_optimizer_state
 _is_supported_device = _torch._is_supported_device
 _GeneralMultiDeviceReplicator = _torch._GeneralMultiDeviceReplicator
 
@@ -29,15 +27,8 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
     losses keep their dtype, and a step in which no rank has a gradient is no error. It
     also works in a single process, without a process group.
 
-    Args:
-        device: device type of the losses.
-        init_scale: first scale, in fp32.
-        backoff_factor: factor of the scale after an overflow.
-        growth_factor: factor of the scale after ``growth_interval`` good steps.
-        growth_interval: number of good steps in a row before the scale grows.
-        enabled: if false, `step` calls the optimizer, `clip_grad_norm_` clips, and the
-            other methods do nothing.
-        process_group: the ranks that sync; None is the default process group.
+    The arguments mean what they mean there; ``process_group``: the ranks that sync,
+    None is the default process group.
 
     Raises:
         InvalidSettingError: a setting that no run can work with.
@@ -70,15 +61,6 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
         if not _is_supported_device(output):
             raise AssertionError(f"Expected supported device, got {output.device}")
         return super()._scaled(output).type(output.dtype)
-
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool = True,
-    ) -> FoundInf:
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     @property
     def process_group(self) -> ProcessGroup | None:

@@ -77,6 +77,7 @@ class SyncResult:
         is_deferred: reading it would synchronise with an accelerator.
         work: what is still on its way; None if nothing is.
         rows: what each rank sent beside its message, (number of ranks, ...).
+        copy: on its way to the host, and the event of its arrival.
     """
 
     message: torch.Tensor
@@ -87,27 +88,13 @@ class SyncResult:
     is_deferred: bool
     work: Any = None
     rows: torch.Tensor | None = None
+    copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
     _summary: Summary | None = None
-    _copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     @property
     def found_inf(self) -> torch.Tensor:
         """(), fp32, exactly 0 or 1, on an accelerator that alone knows it."""
         return self.message[0].float()
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether reading waits for nothing but its own copy."""
-        return self.message.is_cpu or self._copy is not None
-
-    def start_reading(self) -> None:
-        """Begin to copy the message to the host without waiting for it."""
-        if self.message.is_cuda and not torch.cuda.is_current_stream_capturing():
-            host = torch.empty_like(self.message, device="cpu", pin_memory=True)
-            host.copy_(self.message, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._copy = (host, event)
 
     def read(self) -> Summary:
         """Return the result on the host; waits for it, and synchronises once at most.
@@ -123,8 +110,8 @@ class SyncResult:
                 self.work.wait()
             self.work = None
         message = self.message
-        if self._copy is not None:
-            message, event = self._copy
+        if self.copy is not None:
+            message, event = self.copy
             event.synchronize()
         numbers, is_packed = message.tolist(), message.dtype is torch.int64
         summary = decode_packed(numbers) if is_packed else decode_full(numbers)
@@ -201,15 +188,17 @@ class OverflowSync:
         local: LocalState,
         call: str,
         *,
+        position: int | None = None,
         async_op: bool = False,
         row: torch.Tensor | None = None,
     ) -> SyncResult:
-        """Exchange one message for one optimizer step.
+        """Exchange one message.
 
         Args:
             group: what ``group.find`` returned.
             local: what this rank brings.
             call: name of the calling method, for messages.
+            position: CLOSING or LOADING; None is the next step of the iteration.
             async_op: do not wait for it. See [Note: Waiting later].
             row: fp64, of any shape that all ranks share: gathered on the way.
 
@@ -220,59 +209,13 @@ class OverflowSync:
             PeerFailedError: another rank raised.
             RanksDisagreeError: the ranks hold different state.
         """
-        self._count += 1
-        return self._exchange(group, local, self._count, call, async_op, row)
-
-    def assert_same_state(
-        self, group: ProcessGroup, local: LocalState, call: str
-    ) -> None:
-        """Raise unless all ranks bring the same; synchronises.
-
-        Raises:
-            PeerFailedError: another rank raised.
-            RanksDisagreeError: a field of ``SHARED`` differs between ranks.
-        """
-        # The rank may have iterated alone before, and load in order to join.
-        self.restart()
-        result = self._exchange(group, local, LOADING, call)
-        if not local.failed:
-            result.read()
-
-    def end_iteration(self, local: Callable[[], LocalState], call: str) -> None:
-        """End the iteration. See [Note: Closing an iteration].
-
-        Args:
-            local: gives what this rank brings; asked only if there is a message.
-            call: name of the calling method, for messages.
-
-        Raises:
-            RanksDisagreeError: the ranks had different numbers of syncs.
-        """
-        count, self._count = self._count, 0
-        # Not the group of the last sync: it may have been destroyed since.
-        group = self.group.find(None) if self.group.is_known else None
-        if group is None:
-            return
-        if count != self._most:
-            self._exchange(group, local(), CLOSING, call)
-        self._most = max(self._most, count)
-        self._iteration += 1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None, "_unread": []}
-
-    def _exchange(
-        self,
-        group: ProcessGroup,
-        local: LocalState,
-        position: int,
-        call: str,
-        async_op: bool = False,
-        row: torch.Tensor | None = None,
-    ) -> SyncResult:
+        if position is None:
+            self._count += 1
+            position = self._count
         unread, self._unread = self._unread, []
         for result in unread:
-            if result.is_readable:  # not while a CUDA graph is captured
+            # Waits for its own copy only; not while a CUDA graph is captured.
+            if result.message.is_cpu or result.copy is not None:
                 result.read()
         if self._last is not None and self._last.group is group:
             device = self._last.message.device
@@ -306,11 +249,52 @@ class OverflowSync:
         if work is None and not local.failed:
             if is_deferred:
                 # Reading now would synchronise; every rank reads at its next sync.
-                result.start_reading()
+                if message.is_cuda and not torch.cuda.is_current_stream_capturing():
+                    host = torch.empty_like(message, device="cpu", pin_memory=True)
+                    host.copy_(message, non_blocking=True)
+                    event = torch.cuda.Event()
+                    event.record()
+                    result.copy = (host, event)
                 self._unread.append(result)
             else:
                 result.read()
         return result
+
+    def assert_same_state(
+        self, group: ProcessGroup, local: LocalState, call: str
+    ) -> None:
+        """Raise unless all ranks bring the same; synchronises.
+
+        Raises:
+            PeerFailedError: another rank raised.
+            RanksDisagreeError: a field of ``SHARED`` differs between ranks.
+        """
+        # The rank may have iterated alone before, and load in order to join.
+        self.restart()
+        result = self.found_inf(group, local, call, position=LOADING)
+        if not local.failed:
+            result.read()
+
+    def end_iteration(self, local: Callable[[], LocalState], call: str) -> None:
+        """End the iteration. See [Note: Closing an iteration].
+
+        What this rank brings is asked for only if there is a message.
+
+        Raises:
+            RanksDisagreeError: the ranks had different numbers of syncs.
+        """
+        count, self._count = self._count, 0
+        # Not the group of the last sync: it may have been destroyed since.
+        group = self.group.find_known()
+        if group is None:
+            return
+        if count != self._most:
+            self.found_inf(group, local(), call, position=CLOSING)
+        self._most = max(self._most, count)
+        self._iteration += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": None, "_unread": []}
 
     @staticmethod
     def _is_deferred(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from .config import check_choice
 from .errors import InvalidSettingError
 from .grads import Number, parameters_of
 from .torch_internals import device_types, root_mesh
@@ -36,10 +37,8 @@ parameters; ``local``: nobody, no collective at all."""
 class SyncGroup:
     """The ranks that sync, as one process group (or None: this rank alone).
 
-    Args:
-        over: the rule to apply when neither ``process_group`` nor ``mesh`` is given.
-        process_group: the group itself.
-        mesh: a mesh of any number of axes; all its ranks sync.
+    All ranks of a mesh of any number of axes; ``over`` is the rule to apply when
+    neither ``process_group`` nor ``mesh`` is given.
 
     Raises:
         InvalidSettingError: ``over`` is unknown, or more than one source was given.
@@ -51,10 +50,7 @@ class SyncGroup:
         process_group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        if over not in get_args(AgreeOver):
-            raise InvalidSettingError(
-                f"agree_over must be one of {get_args(AgreeOver)}, got {over!r}."
-            )
+        check_choice("agree_over", over, get_args(AgreeOver))
         given = {
             "process_group": process_group is not None,
             "mesh": mesh is not None,
@@ -74,8 +70,7 @@ class SyncGroup:
     def find(self, optimizer: Any) -> ProcessGroup | None:
         """Return the group to sync over, None when this rank is on its own.
 
-        Args:
-            optimizer: that the call is about, or None; read only by the ``mesh`` rule.
+        Only the ``mesh`` rule reads the optimizer, which may be None.
 
         Raises:
             ValueError: the ``mesh`` rule finds no mesh, or several.
@@ -100,10 +95,9 @@ class SyncGroup:
             return None
         return _if_shared(dist.group.WORLD)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether `find` can answer without any parameters."""
-        return self.over != "mesh" or bool(self._seen)
+    def find_known(self) -> ProcessGroup | None:
+        """Return what `find` knows without any parameters, None if it needs them."""
+        return self.find(None) if self.over != "mesh" or self._seen else None
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot leave its process: its ranks can.
@@ -143,13 +137,9 @@ def message_device(group: ProcessGroup, preferred: str, scale: Number) -> torch.
     """Return the device on which ``group`` exchanges a message.
 
     Its type must be the same on every rank (a group may have one backend per device
-    type), so it follows from the scaler's ``device`` argument and the group alone,
-    never from where this rank's gradients are.
-
-    Args:
-        group: that syncs.
-        preferred: device type, the scaler's ``device`` argument.
-        scale: decides which of several CUDA devices.
+    type), so it follows from the scaler's ``device`` argument, ``preferred``, and the
+    group alone, never from where this rank's gradients are. The scale decides which of
+    several CUDA devices.
 
     Raises:
         NotImplementedError: the group serves neither CPU nor CUDA.
@@ -162,10 +152,8 @@ def message_device(group: ProcessGroup, preferred: str, scale: Number) -> torch.
             f"Ranks sync over CPU or CUDA; this process group serves {served}. "
             'Pass process_group= with a gloo group, or agree_over="local".'
         )
-    if kind == "cuda":
-        if isinstance(scale, torch.Tensor) and scale.is_cuda:
-            return scale.device
-        return torch.device("cuda")
+    if kind == "cuda" and isinstance(scale, torch.Tensor) and scale.is_cuda:
+        return scale.device
     return torch.device(kind)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -30,11 +30,10 @@ def no_compile(method: Callable[P, T]) -> Callable[P, T]:
     mark on the code costs a call nothing; ``torch.compiler.disable`` would wrap the
     method, which takes longer than a small kernel, and import ``torch._dynamo``.
     """
-    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
-    code: Any = method.__code__  # type: ignore[attr-defined]
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, strategy)
-    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function, dynamo = cast("Any", method), torch._C._dynamo.eval_frame
+    strategy = dynamo._FrameExecStrategy(*[dynamo._FrameAction.SKIP] * 2)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True
     return method
 
 
