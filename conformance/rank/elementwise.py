@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...fixtures import is_workload, resolve_workload
+from .torch_internals import TorchDispatchMode, makes_view
 
 __all__ = ["HalfNoise", "not_elementwise"]
 
@@ -79,7 +79,7 @@ class HalfNoise(TorchDispatchMode):
         """Run ``func`` and change what it has computed by up to a unit roundoff."""
         found = func(*args, **(kwargs or {}))
         half = isinstance(found, Tensor) and found.dtype in _HALF
-        if half and not _is_view(func):
+        if half and not makes_view(func):
             noise = torch.rand(found.shape, generator=self.generator, dtype=_WIDE)
             unit = torch.finfo(found.dtype).eps / 2
             found.copy_(found.to(_WIDE) * (1 + unit * (2 * noise - 1)))
@@ -88,8 +88,3 @@ class HalfNoise(TorchDispatchMode):
 
 _HALF = (torch.bfloat16, torch.float16)
 _WIDE = torch.float64
-
-
-def _is_view(func: Any) -> bool:
-    alias = func._schema.returns[0].alias_info
-    return alias is not None and not alias.is_write

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from ...fixtures import Batch, local
 from .local_parts import full_name
-from .observe import CallLog, in_backward, numbers_laid_out_as, partial_ranks
+from .observe import CallLog, numbers_laid_out_as, partial_ranks
+from .torch_internals import in_backward
 from .trace import Collective
 
 __all__ = [

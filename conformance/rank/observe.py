@@ -9,10 +9,8 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -23,9 +21,16 @@ from torch.distributed.tensor import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...fixtures import local
+from .torch_internals import (
+    TorchDispatchMode,
+    arguments_of,
+    current_node,
+    in_backward,
+    input_shapes,
+    ranks_of,
+)
 from .trace import Collective, Reduction
 
 __all__ = [
@@ -34,7 +39,6 @@ __all__ = [
     "ReductionLog",
     "digest",
     "gradient_places",
-    "in_backward",
     "non_finite",
     "numbers_laid_out_as",
     "optimizer_digest",
@@ -188,11 +192,11 @@ class CallLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _log_collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        for declared, value in zip(func._schema.arguments, args, strict=False):
+        for declared, value in zip(arguments_of(func), args, strict=False):
             if declared.name in ("process_group", "group_name"):  # waiting has none
                 call = func.overloadpacket.__name__.rstrip("_")
                 sent = "" if "barrier" in call else _shape(args)
-                self._note(Collective(f"{call}{sent}", _ranks(value)), args)
+                self._note(Collective(f"{call}{sent}", ranks_of(value)), args)
 
     def _note(self, collective: Collective, _args: tuple[Any, ...]) -> None:
         self.collectives.append(collective)
@@ -259,11 +263,6 @@ class ReductionLog(CallLog):
                 )
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     """Whether what is being reduced is the gradient of a parameter.
 
@@ -282,15 +281,15 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
         return math.prod(shape) > 1  # a norm, a count or a flag is none
     if torch.is_grad_enabled():
         return False
-    node = torch._C._current_autograd_node()
+    node = current_node()
     if node is None or hasattr(node, "variable"):
         return True
-    given = [tuple(m.shape) for m in node._input_metadata]
+    given = input_shapes(node)
     parameters: list[tuple[int, ...]] = []
     others: list[tuple[int, ...]] = []
     for onward, place in node.next_functions:
         if onward is not None:
-            handed = tuple(onward._input_metadata[place].shape)
+            handed = input_shapes(onward)[place]
             (parameters if _ends_in_parameter(onward) else others).append(handed)
     if any(len(handed) == len(shape) for handed in others):
         return False
@@ -302,23 +301,14 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
 
 def _ends_in_parameter(node: Any) -> bool:
     """Whether a gradient goes from here to one parameter, and keeps its elements."""
-    count = math.prod(node._input_metadata[0].shape)
+    count = math.prod(input_shapes(node)[0])
     while not hasattr(node, "variable"):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
             return False
         ((node, place),) = node.next_functions
-        if math.prod(node._input_metadata[place].shape) != count:
+        if math.prod(input_shapes(node)[place]) != count:
             return False
     return True
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    """Ranks of a group: its name and its object may differ from rank to rank."""
-    if isinstance(group, torch.ScriptObject):
-        group = dist.ProcessGroup.unbox(group)
-    elif not isinstance(group, dist.ProcessGroup):  # functional collectives know names
-        group = _resolve_process_group(group)
-    return tuple(dist.get_process_group_ranks(group))
 
 
 def _shape(args: tuple[Any, ...]) -> str:

@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,7 +25,31 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ...fixtures import ResolvedWorkload
+from ...fixtures import (
+    Batch,
+    ResolvedFault,
+    ResolvedWorkload,
+    WorkloadError,
+    inject,
+    inject_loss,
+    local,
+)
+from .engine import Engine
+from .judged import Judged, JudgedError
+from .local_parts import read_local_parts
+from .observe import CallLog, non_finite, partial_ranks
+from .recording import (
+    digests_of,
+    floats,
+    global_batch,
+    grad_scale_of,
+    local_gradients,
+    record_effect,
+    record_gradient,
+    recording_draws,
+    recording_reductions,
+)
+from .trace import Decision, RankTrace, StepTrace
 
 __all__ = ["OptimizerCalls", "WatchedScaler", "as_number", "parameters_of"]
 
@@ -185,3 +213,171 @@ class WatchedScaler:
         if name.startswith("__"):  # asked for before there is a scaler, by a copy
             raise AttributeError(name)
         return getattr(self._scaler, name)
+
+
+class OwnStep:
+    """Runs ``train_step`` and sees the same of it as of the judge's own loop."""
+
+    def __init__(self, engine: Engine, judged: Judged) -> None:
+        self.engine = engine
+        self.judged = judged
+        self.workload = engine.scenario.workload
+        self.calls = OptimizerCalls(self.workload, self._record_gradients)
+        self.seen = StepTrace(step=-1)
+        self.faults: tuple[ResolvedFault, ...] = ()
+        self.non_finite: dict[str, bool] | None = None
+        """Name -> whether its raw gradient is bad; None until a scaler reads them."""
+        self.unknown = engine.owned[0]
+        """Names whose optimizer was not seen yet, or steps copies of its own."""
+        self.called: list[list[str]] = []
+        self.scaled = self.parts = 0
+
+    def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
+        engine, judged, workload = self.engine, self.judged, self.workload
+        self.seen, self.faults, self.non_finite = seen, faults, None
+        self.called.clear()
+        self.scaled = 0
+        micro_batches = engine.micro_batches(global_batch(engine, seen.step))
+        self.parts = len(micro_batches)
+        seen.scale_before, seen.growth_before = judged.state()
+        before, log = digests_of(engine), CallLog()
+        precision = engine.scenario.parsed_precision
+        autocast = precision.autocast(engine.device.type)
+        with self.calls.watching(), autocast, recording_draws(engine, seen):
+            # a cast weight that is kept has the graph of the backward before: what a
+            # later micro-batch adds to it would be lost
+            torch.set_autocast_cache_enabled(False)
+            loss, norm = self._train(micro_batches, log)
+        seen.collectives = log.collectives
+        seen.loss = as_number(workload, "loss", loss)
+        seen.reported_norm = as_number(workload, "norm", norm)
+        seen.weight = engine.weight_of(micro_batches)
+        seen.scale_after, seen.growth_after = judged.state()
+        if workload.gradients is not None:
+            self._keep_given_gradients()
+        self._decide()
+        owned = [self._enter(optimizer) for optimizer in engine.optimizers]
+        deciding = [
+            next(n for n, names in enumerate(engine.owned) if names is mine)
+            for mine in owned
+        ]
+        record_effect(engine, seen, before, deciding)
+        changed = [d.parameters_changed for d in seen.decisions]
+        if judged.scaler is None and not self.calls.seen and False in changed:
+            text = "stepped never: no optimizer of torch was called and no weight has"
+            raise workload.refuse("train_step", f"{text} changed in step {seen.step}")
+
+    def check_gradients(self, trace: RankTrace) -> None:
+        """See that the gradients of a whole run were not out of sight."""
+        called = any(d.optimizer_called for s in trace.steps for d in s.decisions)
+        hidden = self.workload.gradients is None and not any(
+            seen.gradients for seen in trace.steps
+        )
+        if hidden and called and any(map(self.engine.trains, self.engine.index)):
+            text = "an optimizer was called, and no parameter had a grad: write"
+            raise self.workload.refuse("gradients", f"{text} gradients(stack)")
+
+    def _train(self, micro_batches: list[Batch], log: CallLog) -> tuple[Any, Any]:
+        assert self.workload.train_step is not None
+        scaler = self.judged.scaler
+        if scaler is not None:
+            scaler = WatchedScaler(
+                scaler,
+                watch=partial(self._watch, log),
+                inject=self._inject_loss,
+                before=self._before_scaler_call,
+                new_scale=self.judged.manual_scale(self.seen.step),
+            )
+        try:
+            with recording_reductions(self.engine, self.seen):
+                return self.workload.train_step(
+                    self.engine.module, micro_batches, scaler
+                )
+        except WorkloadError as error:
+            if isinstance(error.__cause__, JudgedError):  # of a call of the scaler
+                raise error.__cause__ from None
+            raise
+
+    @contextmanager
+    def _watch(self, log: CallLog, call: str) -> Iterator[None]:
+        with self.judged.watch(call):
+            if call in ("unscale_", "step", "update"):
+                with log:
+                    yield
+            else:
+                yield
+
+    def _inject_loss(self, loss: Tensor) -> Tensor:
+        where, at = (dist.get_rank(), self.seen.step), (self.scaled, self.parts)
+        self.scaled += 1
+        loss, injected = inject_loss(self.faults, loss, where, at)
+        self.seen.faults += injected
+        return loss
+
+    def _before_scaler_call(self, optimizer: Any) -> None:
+        """Inject faults and read the raw gradients, once a step."""
+        self._enter(optimizer)
+        if self.non_finite is None:
+            engine, seen = self.engine, self.seen
+            gradients = local_gradients(engine)
+            seen.faults += inject(self.faults, gradients, dist.get_rank(), seen.step)
+            self.non_finite = {
+                name: non_finite(gradient, seen.scale_before)
+                for name, gradient in gradients.items()
+            }
+
+    def _enter(self, optimizer: Any) -> list[str]:
+        """Names of an optimizer's parameters; a new one decides for itself."""
+        engine, mine = self.engine, {id(p) for p in parameters_of(optimizer)}
+        if isinstance(optimizer, torch.optim.Optimizer) and not any(
+            optimizer is known for known in engine.optimizers
+        ):
+            engine.optimizers.append(optimizer)
+        names = [n for n, p in engine.parameters.items() if id(p) in mine]
+        if not names:
+            return self.unknown
+        for owned in engine.owned:
+            if owned == names and owned is not self.unknown:
+                return owned
+        self.unknown[:] = [n for n in self.unknown if n not in names]
+        engine.owned.append(names)
+        return names
+
+    def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy what an optimizer uses, at the moment it is called."""
+        engine, seen = self.engine, self.seen
+        names = self._enter(optimizer)
+        self.called.append(names)
+        if self.workload.gradients is not None:
+            return
+        scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
+        for name in names:
+            if name in gradients and name not in seen.gradients:
+                record_gradient(engine, seen, name, gradients[name], scale)
+
+    def _keep_given_gradients(self) -> None:
+        engine, seen = self.engine, self.seen
+        assert self.workload.gradients is not None
+        given = self.workload.gradients(engine.module)
+        for name, part in read_local_parts(
+            self.workload, "gradients", given, engine.whole
+        ).items():
+            seen.places[name] = part.places
+            seen.partial[name], parts = partial_ranks(part.tensor)
+            seen.gradients[name] = floats(local(part.tensor) / parts)
+
+    def _decide(self) -> None:
+        """What each optimizer did; parameters whose optimizer is not known go first."""
+        seen, bad = self.seen, dict(self.non_finite or {})
+        if not self.unknown and not seen.step:  # later their numbers are in use
+            del self.engine.owned[0]
+        for name, values in seen.gradients.items():
+            if name not in bad:
+                bad[name] = not np.isfinite(values).all()
+        seen.decisions = [
+            Decision(
+                non_finite=[n for n in names if bad.get(n)],
+                optimizer_called=any(names is called for called in self.called),
+            )
+            for names in self.engine.owned
+        ]

@@ -14,15 +14,20 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .observe import digest, in_backward
+from .observe import digest
+from .torch_internals import (
+    AsyncCollectiveTensor,
+    TorchDispatchMode,
+    arguments_of,
+    in_backward,
+    overload_of,
+)
 from .trace import Draw
 
 __all__ = ["DrawLog"]
@@ -97,7 +102,7 @@ class DrawLog(TorchDispatchMode):
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written, read = _written_and_read(func, args, kwargs)
         name = func.overloadpacket.__name__
-        if name.endswith("_like") or func._overloadname in ("p", "p_out"):
+        if name.endswith("_like") or overload_of(func) in ("p", "p_out"):
             read = []  # of these only the shape matters
         applied, varied = _applied(read)
         found = func(*args, **kwargs)
@@ -176,7 +181,7 @@ def _written_and_read(
     """Tensors that a call writes into, and those whose values it takes."""
     written: list[Tensor] = []
     read: list[Tensor] = []
-    declared = func._schema.arguments
+    declared = arguments_of(func)
     given = [*zip(declared, args, strict=False)]
     given += [(d, kwargs[d.name]) for d in declared if d.name in kwargs]
     for argument, value in given:

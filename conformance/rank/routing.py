@@ -25,11 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...fixtures import WorkloadError, is_workload, resolve_workload
+from .torch_internals import AsyncCollectiveTensor, TorchDispatchMode, arguments_of
 
 __all__ = ["ChoiceLog", "Choices", "chooses_in_forward"]
 
@@ -147,7 +146,7 @@ def _arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Arguments by name, with the defaults of those that were not given."""
-    declared = func._schema.arguments
+    declared = arguments_of(func)
     defaults = {a.name: a.default_value for a in declared if a.has_default_value()}
     names = [a.name for a in declared]
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

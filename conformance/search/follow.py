@@ -7,10 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ...multiprocess import World, current_world
 from ..rank.scaler_spec import load_scaler
+from ..rank.torch_internals import set_timeout
 from .oracle import Call
 from .program import Program
 from .replica import CLIPS, OFFERED, Replica
@@ -73,11 +73,11 @@ class _Follower:
         if self.world.size == 1:
             return self._run()
         # a rank that waits in a collective for one that raised shall return, too
-        _set_pg_timeout(1.5 * self.patience)
+        set_timeout(1.5 * self.patience)
         try:
             return self._run()
         finally:
-            _set_pg_timeout(UNLIMITED)
+            set_timeout(UNLIMITED)
 
     def _run(self) -> tuple[int, str] | None:
         for place, call in enumerate(self.program.calls):

@@ -12,6 +12,10 @@ from ...fixtures import WorkloadError, is_workload, resolve_workload
 
 __all__ = ["draws_in_forward", "turn_off_random_layers"]
 
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 _PROBABILITIES = ("drop", "jitter")
 """What the names of attributes contain that hold a probability or a size of noise."""
 
@@ -29,7 +33,7 @@ def turn_off_random_layers(stack: object) -> None:
     held = [stack, *getattr(stack, "__dict__", {}).values()]
     for root in [h for h in held if isinstance(h, nn.Module)]:
         for module in root.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, _DROPOUTS):
                 module.p = 0.0
             for name, value in vars(module).items():
                 is_number = isinstance(value, float) and 0.0 < value <= 1.0

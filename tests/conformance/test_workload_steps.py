@@ -563,8 +563,11 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner) -> None:
     [
         (StepsTwice, "train_step: stepped twice in one call: AdamW.step() came again"),
         (StepsNever, "train_step: stepped never: no optimizer of torch was called"),
-        (UnknownWeights, "weights: gave 'inner.0.weight', which the model has not"),
-        (UnknownGradients, "gradients: gave 'inner.0.weight', which the model has not"),
+        (UnknownWeights, "weights: gave 'inner.0.weight', which is not in the model"),
+        (
+            UnknownGradients,
+            "gradients: gave 'inner.0.weight', which is not in the model",
+        ),
         (WrongSlices, "weights: gave 0.bias with 4 elements, and its slices"),
         (OtherSlices, "parallelize: changed the values of 0.bias: 4 of 4 elements"),
         (LosesShards, "parallelize: no rank holds 32 of 32 elements of 2.weight"),

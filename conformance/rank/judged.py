@@ -1,0 +1,189 @@
+"""The judged scaler behind its public protocol; every call is watched."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fixtures import WorkloadError
+from ..space.recipes import MANUAL_STEP
+from .engine import Engine
+from .observe import digest
+from .probe import probe
+from .recording import digests_of, local_gradients, next_batch
+from .reshard import optimizer_states, restore
+from .scaler_spec import growth_tracker
+from .trace import Misuse, Problem, RankTrace, Saved
+
+__all__ = ["Judged", "JudgedError"]
+
+
+class JudgedError(Exception):
+    """The run cannot go on because of the judged scaler; carries what was seen.
+
+    Either a legal call raised (``trace.problem`` says which), or a stray collective has
+    corrupted the one that is checked after each step.
+    """
+
+    def __init__(self, trace: RankTrace) -> None:
+        super().__init__(trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        problem = self.trace.problem
+        if problem is None:
+            return f"rank {self.trace.rank}: the checked collective was corrupted"
+        where = f"rank {self.trace.rank}, step {problem.step}, {problem.call}"
+        return f"{where}: {problem.error}"
+
+
+class Judged:
+    """The judged scaler behind its public protocol; every call is watched."""
+
+    def __init__(self, engine: Engine, trace: RankTrace) -> None:
+        self.engine = engine
+        self.trace = trace
+        self.recipe = engine.scenario.parsed_recipe
+        self.scaler: Any = None
+        self.factory: Any = None
+
+    def construct(self, factory: Any) -> None:
+        """Construct the scaler with the scenario's settings."""
+        scenario = self.engine.scenario
+        self.factory = factory
+        with self.watch("constructor"):
+            self.scaler = factory(
+                device=self.engine.device.type,
+                init_scale=scenario.init_scale,
+                growth_factor=scenario.growth_factor,
+                backoff_factor=scenario.backoff_factor,
+                growth_interval=scenario.growth_interval,
+                enabled=self.recipe.enabled,
+            )
+        if self.recipe.primed:
+            self.scale([torch.zeros((), device=self.engine.device)])
+
+    def saved(self) -> Saved:
+        """The state of scaler and optimizers, as this rank knows it."""
+        states = optimizer_states(self.engine)
+        return Saved(scaler=self._saved_scaler(), optimizers=states)
+
+    def resume(self, saved: Saved | None) -> None:
+        """Go on from ``saved``, or with all made anew from what is here."""
+        if saved is not None:
+            restore(self.engine, saved)
+            self._load_scaler(saved.scaler)
+            return
+        self.engine.remake_optimizers()
+        if self.scaler is not None:
+            state = self._saved_scaler()
+            self.construct(self.factory)
+            self._load_scaler(state)
+
+    def _saved_scaler(self) -> bytes:
+        file = io.BytesIO()
+        if self.scaler is not None:
+            with self.watch("state_dict"):
+                torch.save(self.scaler.state_dict(), file)
+        return file.getvalue()
+
+    def _load_scaler(self, state: bytes) -> None:
+        if self.scaler is not None:
+            with self.watch("torch.load of its state_dict"):
+                loaded = torch.load(io.BytesIO(state), weights_only=True)
+            with self.watch("load_state_dict"):
+                self.scaler.load_state_dict(loaded)
+
+    @contextmanager
+    def watch(self, call: str) -> Iterator[None]:
+        """A context in which what ``call`` raises ends the run, with the trace."""
+        try:
+            yield
+        except WorkloadError:  # of the optimizer or its gradients, not the scaler's
+            raise
+        except Exception as error:  # recorded as the verdict's evidence
+            step = self.trace.steps[-1].step if self.trace.steps else -1
+            text = str(error) or "(no message)"
+            self.trace.problem = Problem(
+                step=step, call=call, error=f"{type(error).__name__}: {text[:400]}"
+            )
+            raise JudgedError(self.trace) from error
+
+    def scale(self, losses: list[Tensor]) -> list[Tensor]:
+        """Scale losses, or return them where there is no scaler."""
+        if self.scaler is None:
+            return losses
+        with self.watch("scale"):
+            # most callers have one loss and no list
+            if len(losses) == 1:
+                return [self.scaler.scale(losses[0])]
+            scaled: list[Tensor] = self.scaler.scale(losses)
+        return scaled
+
+    def state(self) -> tuple[float, int | None]:
+        """(scale, growth tracker) as the public protocol tells them."""
+        if self.scaler is None:
+            return 1.0, 0
+        with self.watch("get_scale"):
+            scale = float(self.scaler.get_scale())
+        with self.watch("state_dict"):
+            return scale, growth_tracker(self.scaler.state_dict())
+
+    def step(self) -> None:
+        """Unscale where the recipe says so, clip, and step every optimizer."""
+        optimizers = self.engine.optimizers
+        if self.scaler is None:
+            self.engine.clip()
+            for optimizer in optimizers:
+                optimizer.step()
+            return
+        for optimizer in optimizers * self.recipe.unscale:
+            with self.watch("unscale_"):
+                self.scaler.unscale_(optimizer)
+        self.engine.clip()
+        for optimizer in optimizers:
+            with self.watch("step"):
+                self.scaler.step(optimizer)
+
+    def manual_scale(self, step: int) -> float | None:
+        """What ``update`` is given in a step."""
+        return self.recipe.new_scale if step == MANUAL_STEP else None
+
+    def update(self, step: int) -> None:
+        """End the step for the scaler."""
+        manual = self.manual_scale(step)
+        if self.scaler is not None:
+            with self.watch("update"):
+                self.scaler.update(*[manual] * (manual is not None))
+
+    def misuse(self) -> list[Misuse]:
+        """Calls in a wrong order; they depend on no recipe, so on plain runs only."""
+        scenario = self.engine.scenario
+        if (
+            self.scaler is None
+            or scenario.recipe != "plain"
+            or scenario.workload.train_step
+        ):
+            return []
+        # gradients of a backward of their own: those of the last step carry its scale,
+        # which only a rank that scaled a loss can know once update() has moved it
+        last = self.engine.scenario.steps
+        batch = next_batch(self.engine, last)
+        self.engine.forward_backward(batch, lambda losses, *_: self.scale(losses))
+        return probe(self.scaler, self.engine.optimizers, self._digests, self.watch)
+
+    def _digests(self) -> dict[str, str]:
+        """What a refused call must leave as it is."""
+        gradients = local_gradients(self.engine).items()
+        parameters, state = digests_of(self.engine)
+        return {
+            "parameters": repr(parameters),
+            "the optimizer's state": repr(state),
+            "gradients": repr({name: digest(g) for name, g in gradients}),
+            "the scale or the growth tracker": repr(self.state()),
+        }

@@ -1,0 +1,191 @@
+"""What is recorded of a step: gradients, draws, reductions, its effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...fixtures import Batch, is_workload, local
+from ..space.scenario import Scenario
+from .engine import Engine
+from .layout_checks import same_everywhere
+from .observe import (
+    NO_STATE,
+    ReductionLog,
+    digest,
+    gradient_places,
+    non_finite,
+    optimizer_digest,
+    partial_ranks,
+)
+from .randomness import DrawLog
+from .routing import ChoiceLog
+from .trace import Decision, Floats, StepTrace
+
+__all__ = [
+    "digests_of",
+    "floats",
+    "global_batch",
+    "grad_scale_of",
+    "local_gradients",
+    "next_batch",
+    "promised_dtype",
+    "raw_decisions",
+    "record_effect",
+    "record_gradient",
+    "recording_draws",
+    "recording_gradients",
+    "recording_reductions",
+]
+
+
+def promised_dtype(scenario: Scenario) -> torch.dtype | None:
+    """In which dtype a workload promises to reduce gradients, if it does."""
+    usual = scenario.workload.reduce_dtype
+    handed = scenario.parsed_topology.fully_shards  # the policy, which then says so
+    policy = scenario.parsed_precision.reduce_dtype if handed else None
+    return usual and (policy or usual)
+
+
+@contextmanager
+def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
+    """Note which random numbers a step's passes draw; choose as the reference did."""
+    generator, log = torch.get_rng_state(), DrawLog()
+    random = engine.scenario.parsed_recipe.training.random
+    choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
+    with log if random else nullcontext(), choices or nullcontext():
+        yield
+    if choices is not None:
+        seen.unclear_choices = choices.unclear
+    seen.draws = log.draws
+    seen.drew = not torch.equal(generator, torch.get_rng_state())
+
+
+@contextmanager
+def recording_reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
+    """Note in which dtypes gradients are reduced, where a dtype is promised."""
+    if promised_dtype(engine.scenario) is None:
+        yield
+        return
+    with ReductionLog() as log:
+        yield
+    seen.reductions = log.reductions
+
+
+def raw_decisions(
+    engine: Engine, gradients: Mapping[str, Tensor], scale: float
+) -> list[Decision]:
+    """Per optimizer: which of its gradients are bad, before the scaler sees them."""
+    return [
+        Decision(
+            non_finite=[
+                n for n in names if n in gradients and non_finite(gradients[n], scale)
+            ]
+        )
+        for names in engine.owned
+    ]
+
+
+def next_batch(engine: Engine, step: int) -> Batch:
+    """The global batch of a step, whose gradients replace those before."""
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad()
+    return global_batch(engine, step)
+
+
+def global_batch(engine: Engine, step: int) -> Batch:
+    """The global batch of a step, on the engine's device."""
+    workload = engine.scenario.workload
+    batch = workload.batch(step, engine.scenario.seed)
+    if is_workload(workload.name):
+        tensors = {f"tensor {i}": t for i, t in enumerate(batch.tensors)}
+        same_everywhere(workload, "batch", tensors)
+    return batch.to(engine.device)
+
+
+def local_gradients(engine: Engine) -> dict[str, Tensor]:
+    """The gradients that there are on this rank, by parameter name."""
+    return {
+        name: parameter.grad
+        for name, parameter in engine.parameters.items()
+        if parameter.grad is not None
+    }
+
+
+@contextmanager
+def recording_gradients(engine: Engine, seen: StepTrace) -> Iterator[None]:
+    """Copy the gradients at the moment an optimizer is called."""
+
+    def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
+        seen.decisions[number].optimizer_called = True
+        scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
+        for name in engine.owned[number]:
+            if name in gradients:
+                record_gradient(engine, seen, name, gradients[name], scale)
+
+    with ExitStack() as hooks:
+        for number, optimizer in enumerate(engine.optimizers):
+            hook = partial(lambda n, o, *_: watch(n, o), number)
+            hooks.callback(optimizer.register_step_pre_hook(hook).remove)
+        yield
+
+
+def grad_scale_of(optimizer: torch.optim.Optimizer) -> float:
+    """What a fused optimizer, which is handed the scale, divides by in its kernel."""
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if grad_scale is None else float(local(grad_scale))
+
+
+def record_gradient(
+    engine: Engine, seen: StepTrace, name: str, gradient: Tensor, scale: float
+) -> None:
+    """Record one gradient: its local elements, divided by ``scale``, and their places.
+
+    Raises:
+        WorkloadError: if its layout does not tell which elements these are.
+    """
+    parameter, index = engine.parameters[name], engine.index[name]
+    try:
+        seen.places[name] = gradient_places(gradient, parameter, index)
+    except ValueError as error:
+        raise engine.scenario.workload.refuse("backward", f"{name}: {error}") from error
+    seen.partial[name], parts = partial_ranks(gradient)
+    seen.gradients[name] = floats(local(gradient) / (scale * parts))
+
+
+def floats(tensor: Tensor) -> Floats:
+    """A copy on the host, flat, in fp32."""
+    flat: Floats = tensor.detach().float().reshape(-1).cpu().numpy().copy()
+    return flat
+
+
+def digests_of(engine: Engine) -> tuple[dict[str, str], list[str]]:
+    """Digests of the local parameters by name, and of the optimizers."""
+    digests = {name: digest(part) for name, part in engine.local_tensors().items()}
+    return digests, [optimizer_digest(optimizer) for optimizer in engine.optimizers]
+
+
+def record_effect(
+    engine: Engine,
+    seen: StepTrace,
+    before: tuple[dict[str, str], list[str]],
+    deciding: Sequence[int],
+) -> None:
+    """See what has changed; ``deciding`` tells the decision of each optimizer."""
+    held = engine.local_tensors()
+    seen.digests = {name: digest(part) for name, part in held.items()}
+    for number, decision in enumerate(seen.decisions):
+        moving = [name for name in engine.owned[number] if engine.trains(name)]
+        if moving:
+            changed = [seen.digests[name] != before[0][name] for name in moving]
+            decision.parameters_changed = any(changed)
+    states = [optimizer_digest(optimizer) for optimizer in engine.optimizers]
+    # of one that was first seen in this step nothing was known before
+    known = before[1] + [NO_STATE] * (len(states) - len(before[1]))
+    for number, state, earlier in zip(deciding, states, known, strict=True):
+        seen.decisions[number].state_changed |= state != earlier
+    seen.parameters = {name: floats(part) for name, part in held.items()}

@@ -1,0 +1,76 @@
+"""Every private name of torch that the judge uses, one function or alias each.
+
+``tests/conformance/test_torch_internals.py`` asserts that each name exists and has the
+signature that is used here, so that a new torch fails there and not in a verdict.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "TorchDispatchMode",
+    "arguments_of",
+    "current_node",
+    "in_backward",
+    "input_shapes",
+    "makes_view",
+    "overload_of",
+    "ranks_of",
+    "set_timeout",
+]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def current_node() -> Any:
+    """The node of the autograd graph that runs in this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def input_shapes(node: Any) -> list[tuple[int, ...]]:
+    """Shapes of the gradients that a node of the autograd graph is given."""
+    return [tuple(metadata.shape) for metadata in node._input_metadata]
+
+
+def arguments_of(func: Any) -> list[Any]:
+    """The declared arguments of an operator: name, default_value, has_default_value."""
+    return list(func._schema.arguments)
+
+
+def makes_view(func: Any) -> bool:
+    """Whether an operator's first result shares memory with an argument, unwritten."""
+    alias = func._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def overload_of(func: Any) -> str:
+    """The name of an operator's overload, such as ``p`` of ``bernoulli.p``."""
+    name: str = func._overloadname
+    return name
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Ranks of the group that a collective was given: an object, a box or a name."""
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    elif not isinstance(group, dist.ProcessGroup):  # functional collectives know names
+        group = _resolve_process_group(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def set_timeout(limit: timedelta) -> None:
+    """Set how long collectives of the default group wait."""
+    _set_pg_timeout(limit)

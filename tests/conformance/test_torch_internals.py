@@ -1,0 +1,118 @@
+"""Each private name of torch that the judge uses exists, and is called as it was."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed import distributed_c10d
+
+import gradparity.conformance
+from gradparity.conformance.rank import torch_internals as internals
+from gradparity.multiprocess import Cluster
+
+ROOM = Path(gradparity.conformance.__file__).parent
+PRIVATE = {
+    *("_resolve_process_group", "_set_pg_timeout", "_functional_collectives"),
+    *("_current_graph_task_id", "_current_autograd_node", "_input_metadata"),
+    *("_schema", "_overloadname", "_python_dispatch", "_distributed_c10d", "_C"),
+}
+"""Names that only ``torch_internals`` may say."""
+
+
+def test_signatures() -> None:
+    timeout = inspect.signature(distributed_c10d._set_pg_timeout)
+    assert list(timeout.parameters) == ["timeout", "group"]
+    mode = inspect.signature(internals.TorchDispatchMode.__torch_dispatch__)
+    assert list(mode.parameters) == ["self", "func", "types", "args", "kwargs"]
+    assert issubclass(internals.AsyncCollectiveTensor, Tensor)
+    assert internals.AsyncCollectiveTensor is collectives.AsyncCollectiveTensor
+
+
+def test_names_of_autograd() -> None:
+    seen: list[Any] = []
+
+    def hook(gradient: Tensor) -> None:
+        node = internals.current_node()
+        seen.append((internals.in_backward(), internals.input_shapes(node)))
+
+    assert not internals.in_backward() and internals.current_node() is None
+    x = torch.ones(2, 3, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert seen == [(True, [(2, 3)])]
+    assert not internals.in_backward()
+
+
+def test_names_of_operators() -> None:
+    bernoulli, view = torch.ops.aten.bernoulli.p, torch.ops.aten.view.default
+    assert internals.overload_of(bernoulli) == "p"
+    declared = internals.arguments_of(bernoulli)
+    assert [a.name for a in declared] == ["self", "p", "generator"]
+    assert declared[2].has_default_value() and declared[2].default_value is None
+    assert internals.makes_view(view) and not internals.makes_view(bernoulli)
+    assert not internals.makes_view(torch.ops.aten.add_.Tensor)
+
+
+def test_a_dispatch_mode_sees_operators() -> None:
+    class Names(internals.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Names() as names:
+        torch.ones(2) + 1
+    assert names.seen == ["aten.ones.default", "aten.add.Tensor"]
+
+
+def test_ranks_of_a_group(two: Cluster) -> None:
+    def ranks() -> Any:
+        seen: list[tuple[int, ...]] = []
+
+        class Groups(internals.TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                for declared, value in zip(
+                    internals.arguments_of(func), args, strict=False
+                ):
+                    if declared.name in ("process_group", "group_name"):
+                        seen.append(internals.ranks_of(value))
+                return func(*args, **(kwargs or {}))
+
+        group = dist.group.WORLD
+        assert group is not None
+        with Groups():  # type: ignore[no-untyped-call]  # untyped in torch
+            dist.all_reduce(torch.ones(1))
+            collectives.all_reduce(torch.ones(1), "sum", group).sum()
+        return [*seen, internals.ranks_of(group)]
+
+    assert two.run(ranks) == [[(0, 1)] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sorted(ROOM.rglob("*.py")) if p.name != "torch_internals.py"],
+    ids=lambda p: str(p.relative_to(ROOM)),
+)
+def test_private_names_are_said_in_one_place(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    said = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            said |= {*(node.module or "").split("."), *(a.name for a in node.names)}
+    assert not said & PRIVATE
