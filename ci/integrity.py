@@ -74,6 +74,14 @@ def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
         yield "the largest error / bound of the steps is not that of the parameters"
 
 
+def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
+    """The table shows the tensors, the gate judges the ratios: they are one number."""
+    if case.worst and case.curves:
+        largest = max(each.ratio for each in case.worst)
+        if largest != worst(case.curves.parameters.values()):
+            yield "its worst tensor is not at the largest error / bound"
+
+
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
     """A pass whose own curves show a violation has been painted over."""
     if case.curves is None:
@@ -136,6 +144,7 @@ _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _id_agrees,
     _a_row_a_rank,
     _ratios_are_numbers,
+    _worst_tensors_agree,
     _passes_are_borne_out,
     _passes_rest_on_something,
     _parity_is_borne_out,

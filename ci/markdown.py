@@ -6,11 +6,11 @@ Markdown or HTML would read into them, the reader sees the characters themselves
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..conformance.report.records import CaseRecord, Report, VerdictRecord
-from ..conformance.report.terminal import cell, facts, plain
+from ..conformance.report.table import escape, row
+from ..conformance.report.terminal import cell, facts
 from ..conformance.status import RANKING, case_status
 from .reasons import at
 
@@ -19,13 +19,7 @@ __all__ = ["LIMIT_BYTES", "escape", "render"]
 LIMIT_BYTES = 1_000_000
 """GitHub drops a whole summary above 1 MiB; this leaves room for other steps' text."""
 _CELL_LENGTH = 240
-_SPECIAL = re.compile(r"[^\w ,/=()+;.-]|_|(?<=www)\.")
 _BAD = ("error", "fail", "inconclusive")
-
-
-def escape(text: str) -> str:
-    """``text`` on one line, shown by Markdown as it is, also inside a table."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", plain(text))
 
 
 def render(report: Report) -> str:
@@ -102,15 +96,11 @@ def _left_out(count: int) -> str:
 def _matrix(report: Report) -> Iterator[str]:
     if not report.cases:
         return
-    yield _row(["topology", *(escape(s) for s in report.scalers)])
-    yield _row(["---"] * (1 + len(report.scalers)))
+    yield row(["topology", *(escape(s) for s in report.scalers)])
+    yield row(["---"] * (1 + len(report.scalers)))
     for topology in report.topologies:
         cells = [cell(report.of(topology, scaler)) for scaler in report.scalers]
-        yield _row([escape(topology), *(escape(_short(text)) for text in cells)])
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        yield row([escape(topology), *(escape(_short(text)) for text in cells)])
 
 
 def _short(text: str) -> str:

@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,6 +78,8 @@ def _run(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .rank.devices import Devices
+    from .report.records import read_report
+    from .report.table import render
     from .run.session import RunSettings, run
 
     replayed = parsed.command == "replay"
@@ -96,7 +99,11 @@ def _run(parsed: argparse.Namespace) -> int:
         quiet=parsed.quiet,
         arguments=parsed.arguments,
     )
-    return run(settings, Console(), parsed.agent)
+    if not getattr(parsed, "table", False):
+        return run(settings, Console(), parsed.agent)
+    code = run(settings, Console(stderr=True), parsed.agent)
+    print(render(read_report(settings.path)), end="")
+    return code
 
 
 def _localise(parsed: argparse.Namespace) -> int:
@@ -287,6 +294,15 @@ def _report(parsed: argparse.Namespace) -> int:
     return EXIT_CODES["error"] if report.incomplete else 0
 
 
+def _table(parsed: argparse.Namespace) -> int:
+    from .report.records import read_report
+    from .report.table import render
+
+    report = read_report(parsed.report)
+    print(render(report), end="")
+    return EXIT_CODES["error"] if report.incomplete else 0
+
+
 def _compare(parsed: argparse.Namespace) -> int:
     from .report.compare import compare
     from .report.records import read_report
@@ -296,6 +312,37 @@ def _compare(parsed: argparse.Namespace) -> int:
         print(plain(change.text))
     print(f"{len(changes)} differences")
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
+
+
+def _diff(parsed: argparse.Namespace) -> int:
+    from .diff.command import DiffSettings, diff
+    from .diff.recording import Request
+
+    scaler, *more = parsed.scaler or ["none"]
+    if more:
+        raise UsageError("both sides train with one scaler: give --scaler once")
+    request = Request(
+        out="",
+        scaler=scaler,
+        preset=parsed.preset,
+        scenarios=tuple(parsed.scenario),
+        workload=parsed.workload,
+        topologies=tuple(parsed.topology),
+        models=tuple(parsed.model),
+        precisions=tuple(parsed.precision),
+        optimizers=tuple(parsed.optimizer),
+        world_size=parsed.world_size,
+        seed=parsed.seed,
+        timeout_s=parsed.timeout_s,
+    )
+    settings = DiffSettings(
+        sides=parsed.sides,
+        request=request,
+        checkout=parsed.checkout,
+        venvs=parsed.venv,
+        json=parsed.json,
+    )
+    return diff(settings, partial(print, flush=True))
 
 
 def _bench(parsed: argparse.Namespace) -> int:
@@ -318,7 +365,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": _list,
     "explain": _explain,
     "report": _report,
+    "table": _table,
     "compare": _compare,
+    "diff": _diff,
     "bench": _bench,
 }
 

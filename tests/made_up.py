@@ -90,6 +90,7 @@ def row(kind: str, error: float) -> ParityRow:
         measure="norm",
         error=error,
         bound=1.0,
+        absolute=error,
     )
 
 

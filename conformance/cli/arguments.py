@@ -95,6 +95,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.command == "hunt":
         _check_hunt(parsed)
+    if layouts := getattr(parsed, "layouts", []):
+        if parsed.topology or parsed.scenario or parsed.preset != "default":
+            raise UsageError(
+                "--layouts is a set of scenarios: give no --topology, --scenario or "
+                "preset beside it"
+            )
+        parsed.topology, parsed.preset = layouts, "layouts"
     judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
     for spec in getattr(parsed, "require", ()):
         if spec not in judged:
@@ -123,6 +130,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     _add_localise(commands)
     _add_hunt(commands)
     _add_mutants(commands)
+    _add_diff(commands)
     _add_small(commands)
     for entry in entry_points(group=COMMANDS):  # listed here, parsed there
         help_ = _HELP.get(entry.name, f"from {entry.module}")
@@ -236,6 +244,38 @@ def _add_mutants(commands: Commands) -> None:
     _add(mutants, chosen, _MUTANTS)
 
 
+def _add_diff(commands: Commands) -> None:
+    diff = commands.add_parser(
+        "diff", help="two workloads, settings, commits or versions: what differs first"
+    )
+    diff.add_argument(
+        "sides",
+        nargs="*",
+        metavar="A B",
+        help="two workloads (file.py:Class), two scenario ids, or two commits",
+    )
+    diff.add_argument(
+        "--checkout",
+        type=Path,
+        metavar="DIR",
+        help="A and B are commits of this checkout; . is the checkout as it is",
+    )
+    diff.add_argument(
+        "--venv",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a virtual environment as a side; give it twice, and no A and B",
+    )
+    diff.add_argument(
+        "--json", type=file, metavar="FILE", help="write what was found to FILE"
+    )
+    scenario = {"scenario": _RUN["scenario"], "timeout-s": _OUTPUT["timeout-s"]}
+    _add(diff, _JUDGED, _SELECTION, scenario)
+    diff.set_defaults(preset="layouts")
+
+
 def _add_small(commands: Commands) -> None:
     listing = commands.add_parser(
         "list", help="list laws, topologies, models and what else can be chosen"
@@ -265,6 +305,10 @@ def _add_small(commands: Commands) -> None:
             dest="format",
             help=f"print the report as {name}",
         )
+    table = commands.add_parser(
+        "table", help="layouts of a report against one process, as Markdown to paste"
+    )
+    table.add_argument("report", type=Path, metavar="REPORT")
     compare = commands.add_parser("compare", help="what changed between two reports")
     compare.add_argument("before", type=Path, metavar="BEFORE")
     compare.add_argument("after", type=Path, metavar="AFTER")
@@ -354,7 +398,8 @@ _SELECTION: Options = {
     "preset": {
         "default": "default",
         "metavar": "NAME",
-        "help": "parity (main job), quick, default (all pairs), full (all triples)",
+        "help": "parity (main job), layouts (each topology, plain), quick, default "
+        "(all pairs), full (all triples)",
     },
     "quick": {
         "action": "store_const",
@@ -417,6 +462,14 @@ _RUN: Options = {
     },
     "require": _repeated("SPEC", "scalers that decide the exit code (all)", _specs),
     "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
+    "layouts": _repeated(
+        "NAME", "each of these topologies against one process, three steps in fp32"
+    ),
+    "table": {
+        "action": "store_true",
+        "help": "print layouts x (verdict, worst tensor, errors, bound) as Markdown, "
+        "and all else on stderr",
+    },
 }
 _CALLS: Options = {
     "history": {

@@ -53,6 +53,8 @@ class ParityRow:
     """Size of the difference, relative to the truth's own size where that is not 0."""
     bound: float
     """What the error may be, in the same unit."""
+    absolute: float
+    """The error before it is divided by the truth's size."""
 
     @property
     def ratio(self) -> float:
@@ -391,6 +393,7 @@ def _compare(
             measure=measure,
             error=_finite(error / (unit or 1.0)),
             bound=bound / (unit or 1.0),
+            absolute=_finite(error),
         )
 
 

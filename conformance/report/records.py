@@ -24,6 +24,7 @@ from ..status import RANKING, UsageError
 __all__ = [
     "SCHEMA_VERSION",
     "CaseRecord",
+    "Comparison",
     "Curves",
     "Footer",
     "Header",
@@ -158,6 +159,32 @@ class Curves(_Part, frozen=True, kw_only=True):
     """Largest error / bound of each parameter."""
 
 
+class Comparison(_Part, frozen=True, kw_only=True):
+    """A tensor against the fp64 reference, with what its error may be."""
+
+    kind: Annotated[str, Meta(pattern="^(gradient|update|loss)$")]
+    """An update is a parameter minus its initial value."""
+    parameter: str
+    step: Count
+    rank: Count
+    measure: str
+    """``norm`` or ``largest element`` of the difference."""
+    error: Number
+    """Relative to the size of the reference's tensor, where that is not 0."""
+    absolute: Number
+    """The error before it is divided by that size."""
+    bound: Number
+    """What the relative error may be."""
+
+    @property
+    def ratio(self) -> float:
+        """Error over bound; above 1 is a violation. 0 / 0 is 0."""
+        error, bound = float(self.error), float(self.bound)
+        if error == 0.0:
+            return 0.0
+        return error / bound if bound else float("inf")
+
+
 class Location(_Part, frozen=True, kw_only=True):
     """Where a run begins to depart from the reference, found by a second run."""
 
@@ -216,6 +243,9 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     which a scaler breaks a law has one."""
     location: Location | None = None
     """Where parity begins to fail; not every case in which it fails has one."""
+    worst: tuple[Comparison, ...] = ()
+    """Of each kind of tensor the comparison closest to, or furthest beyond, its bound,
+    over all steps and ranks; empty where parity was not measured."""
     curves: Curves | None = None
 
     @property

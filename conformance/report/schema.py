@@ -16,6 +16,7 @@ import msgspec
 from .records import (
     SCHEMA_VERSION,
     CaseRecord,
+    Comparison,
     Curves,
     Footer,
     Header,
@@ -43,6 +44,7 @@ def report_schema() -> dict[str, Any]:
         Launcher,
         CaseRecord,
         VerdictRecord,
+        Comparison,
         Location,
         Curves,
         Footer,

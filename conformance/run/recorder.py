@@ -25,6 +25,7 @@ from ..rank.trace import StepTrace
 from ..report.records import (
     SCHEMA_VERSION,
     CaseRecord,
+    Comparison,
     Curves,
     Header,
     LawText,
@@ -174,6 +175,7 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         problem=case.problem,
         replay=replay_command(case.scaler, scenario.id, devices),
         location=case.location,
+        worst=_worst(case.evidence),
         curves=None if case.evidence is None else _curves(case.evidence),
     )
 
@@ -191,6 +193,24 @@ def _verdict(verdict: Verdict) -> VerdictRecord:
         cause=finding.cause,
         compared=finding.compared,
         not_compared=finding.not_compared,
+    )
+
+
+def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:
+    if evidence is None or evidence.parity is None:
+        return ()
+    return tuple(
+        Comparison(
+            kind=row.kind,
+            parameter=row.parameter,
+            step=row.step,
+            rank=row.rank,
+            measure=row.measure,
+            error=_number(row.error),
+            absolute=_number(row.absolute),
+            bound=_number(row.bound),
+        )
+        for row in evidence.parity.worst.values()
     )
 
 

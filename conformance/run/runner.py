@@ -42,7 +42,7 @@ from ..space.scenario import Scenario
 from ..status import case_status
 from .launcher import Place, Pool
 
-__all__ = ["Case", "Runner"]
+__all__ = ["Case", "Phases", "Runner"]
 
 _LOGGER = logging.getLogger(__name__)
 TRIES = 3
@@ -175,6 +175,23 @@ class Runner:
         """
         case = self._judge(self._observe(spec, scenario), parity)
         return self._localised_where_due(case)
+
+    def traces(self, spec: str, scenario: Scenario) -> Phases:
+        """What the ranks show, afresh and unjudged, up to the phase that failed.
+
+        Args:
+            spec: ``module:attribute``, or ``none``.
+            scenario: what to train.
+
+        Raises:
+            WorldFailure: if the failure is not the scaler's.
+        """
+        seen: list[tuple[RankTrace, ...]] = []
+        try:
+            seen.extend(self._followed(spec, scenario))
+        except WorldFailure as failure:
+            seen.append(_traces_of(failure, judged=spec != NO_SCALER))
+        return tuple(seen)
 
     def run_all(
         self,
@@ -354,14 +371,12 @@ class Runner:
 
     def _run_ranks(self, spec: str, scenario: Scenario) -> Phases:
         """What was seen of each phase, up to the first that failed."""
-        seen: list[tuple[RankTrace, ...]] = []
+        if spec != NO_SCALER:
+            return self.traces(spec, scenario)
         try:
-            if spec == NO_SCALER:
-                return self._control_run(scenario)
-            seen.extend(self._followed(spec, scenario))
+            return self._control_run(scenario)
         except WorldFailure as failure:
-            seen.append(_traces_of(failure, judged=spec != NO_SCALER))
-        return tuple(seen)
+            return (_traces_of(failure, judged=False),)
 
     def _followed(
         self, spec: str, scenario: Scenario

@@ -4,6 +4,9 @@
 (transparency, parity), a half-precision run that starts with a scale so large that
 gradients overflow by themselves, and a run with planted inf and nan on single ranks.
 
+``layouts`` is the table that reviewers ask for: each topology, a few plain steps, whole
+batches and two parts.
+
 ``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
 faults, model) at least once, ``default`` every pair, ``full`` every triple; each also
 drives the scale to its limits. The laws are the same in all. Scenarios that add most
@@ -12,6 +15,7 @@ new choices for their cost come first, so that a common fault is found early.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -152,6 +156,32 @@ def _three_runs(
         optimizer=optimizers[1],
         faults=f"inf@r{holder}s1:{target};nan@r0s3:last",
     )
+
+
+LAYOUT_STEPS = 3
+"""Gradients of the first step, what is left of them in the second, and one more."""
+
+
+def _layouts(selection: Selection) -> Iterator[Scenario]:
+    """Each layout against one process: plain steps, whole and accumulated."""
+    optimizers = selection.optimizers or (OWN if selection.workload else "sgd",)
+    for name, model, precision, optimizer, recipe in itertools.product(
+        selection.main_topologies(),
+        [selection.workload] if selection.workload else selection.models or DATASETS,
+        selection.precisions or ("fp32",),
+        optimizers,
+        ("plain", "accumulate"),
+    ):
+        row = _PLAINEST | {
+            "topology": name,
+            "model": model,
+            "precision": precision,
+            "optimizer": optimizer,
+            "recipe": recipe,
+            "when": "never",
+        }
+        if not why_not(resolve_workload(model), row):
+            yield to_scenario(row, selection, steps=LAYOUT_STEPS)
 
 
 def split_parameter(model: str) -> str:
@@ -445,6 +475,7 @@ def _cost(scenario: Scenario) -> float:
 
 PRESETS: dict[str, Callable[[Selection], Iterable[Scenario]]] = {
     "parity": _parity,
+    "layouts": _layouts,
     "quick": _quick,
     "default": _default,
     "full": _full,

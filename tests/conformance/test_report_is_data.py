@@ -58,6 +58,7 @@ SHOWN = {
     "ctrf": ("report", "R", "--ctrf"),
     "badge": ("report", "R", "--badge"),
     "compare": ("compare", "R", "R"),
+    "table": ("table", "R"),
     "gate": ("gate", "R"),
     "baseline": ("gate", "R", "--baseline", "b", "--update-baseline", "--yes"),
     "schema": ("explain", "report.jsonl"),

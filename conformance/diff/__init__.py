@@ -1,0 +1,1 @@
+"""Two stacks, versions or settings in the same scenarios: where they differ first."""

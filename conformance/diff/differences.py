@@ -1,0 +1,435 @@
+"""Where two recordings of a scenario differ first, and by how much; pure functions.
+
+Bitwise equal is the same. Two correct runs may each miss the fp64 reference by their
+own bound (docs/parity.md), so they may differ by the sum of both and no more: that is
+the same within the noise. Anything beyond is a difference, and the first one, by step
+and then in the order in which a step computes, is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..status import rank_list
+from .recording import ArraysOf, Part, Run, Step, Tensor
+
+__all__ = ["ENOUGH", "RESULTS", "Difference", "Outcome", "compare_runs"]
+
+RESULTS = {
+    "equal": "pass",
+    "noise": "pass",
+    "different": "fail",
+    "undecided": "inconclusive",
+    "broken": "error",
+}
+"""What two runs come to -> the status, and so the exit code."""
+ENOUGH = 0.5
+"""The part of the comparisons that were due which ``noise`` must at least rest on."""
+_ROUNDOFF = 2.0**-24
+"""Of fp32, in which parameters are stored before the first step."""
+_HEAD_ROOM = 8.0
+_MEASURES = ("norm", "largest element")
+Values = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One tensor on one rank that both sides have."""
+
+    kind: str
+    """``initial value``, ``loss``, ``gradient``, ``norm`` or ``update``."""
+    step: int
+    parameter: str
+    rank: int
+    measure: str
+    absolute: float
+    size: float
+    """Of the tensor, or 1 where it is 0: what the difference is divided by."""
+    allowed: tuple[float, float]
+    """What A and B may each miss the reference by, absolute."""
+
+    @property
+    def relative(self) -> float:
+        """The difference, relative to the size of the tensor."""
+        return self.absolute / self.size
+
+    @property
+    def ratio(self) -> float:
+        """Difference over what is allowed; above 1 it is beyond the noise."""
+        if self.absolute == 0.0:
+            return 0.0
+        allowed = sum(self.allowed)
+        return self.absolute / allowed if allowed else float("inf")
+
+    @property
+    def text(self) -> str:
+        """One line in words."""
+        of = "" if self.kind in ("loss", "norm") else f" of {self.parameter}"
+        where = "" if self.kind == "loss" else f" on rank {self.rank}"
+        when = "" if self.kind == "initial value" else f"step {self.step}: "
+        a, b = (allowed / self.size for allowed in self.allowed)
+        measure = self.kind if self.kind in ("loss", "norm") else self.measure
+        return (
+            f"{when}the {self.kind}{of}{where} differs by {self.relative:.3g} of the "
+            f"{measure}; the noise of A explains {a:.3g}, that of B {b:.3g}"
+        )
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What two runs of one scenario come to."""
+
+    a: Run
+    b: Run
+    result: str = "equal"
+    """A key of :data:`RESULTS`."""
+    text: str = ""
+    """One line in words."""
+    compared: int = 0
+    equal: int = 0
+    """Of them bitwise."""
+    not_compared: int = 0
+    """Comparisons of which nothing is known: no bound, or one side has no value."""
+    first: list[Difference] = field(default_factory=list)
+    """All that differ where the first difference is, the largest first."""
+    closest: Difference | None = None
+    """Within the noise, the one that comes closest to its end."""
+
+    def ended(self, result: str, text: str) -> Outcome:
+        """Itself, with what it comes to."""
+        self.result, self.text = result, text
+        return self
+
+
+def compare_runs(a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf]) -> Outcome:
+    """Compare one scenario of both sides.
+
+    Args:
+        a: the run of side A.
+        b: that of side B.
+        arrays: of both.
+    """
+    found = Outcome(a=a, b=b)
+    if broke := [f"{n}: {run.broken}" for n, run in _named(a, b) if run.broken]:
+        return found.ended("broken", "; ".join(broke))
+    if apart := _models_differ(a, b):
+        return found.ended("different", apart)
+    for rows in _stages(a, b, arrays, found):
+        if isinstance(rows, str):
+            return found.ended("different", rows + _batches(a, b))
+        found.first = sorted((r for r in rows if r.ratio > 1), key=lambda r: -r.ratio)
+        if found.first:
+            more = f"; {len(found.first)} tensors differ there" * (len(found.first) > 1)
+            text = f"{found.first[0].text}{more}{_batches(a, b)}"
+            return found.ended("different", text)
+        closest = max(rows, key=lambda r: r.ratio, default=None)
+        if closest and (not found.closest or closest.ratio > found.closest.ratio):
+            found.closest = closest
+    return _no_difference(a, b, found)
+
+
+def _no_difference(a: Run, b: Run, found: Outcome) -> Outcome:
+    problems = [f"{n}: {run.problem}" for n, run in _named(a, b) if run.problem]
+    if len(problems) == 1:
+        return found.ended("different", f"only one came to its end. {problems[0]}")
+    if problems:
+        return found.ended("undecided", f"none came to its end. {'; '.join(problems)}")
+    due = found.compared + found.not_compared
+    counts = f"{found.compared} of {due} comparisons"
+    if not found.compared or found.compared < ENOUGH * due:
+        return found.ended("undecided", f"{counts} could be made")
+    if found.equal == due:
+        return found.ended("equal", f"bitwise equal ({counts})")
+    if wild := [f"{n}: {run.unsteady}" for n, run in _named(a, b) if run.unsteady]:
+        text = "made twice, a run differs from itself beyond the noise: "
+        return found.ended("undecided", text + "; ".join(wild))
+    worst = found.closest
+    at = "" if worst is None else f"; at most {worst.ratio:.2g} of it: {worst.text}"
+    text = f"the same within the noise ({counts}){at}{_batches(a, b)}"
+    return found.ended("noise", text)
+
+
+def _named(a: Run, b: Run) -> tuple[tuple[str, Run], tuple[str, Run]]:
+    return ("A", a), ("B", b)
+
+
+def _models_differ(a: Run, b: Run) -> str:
+    """Which parameters only one side has, in words, or the empty string."""
+    if not a.start or not b.start:
+        return ""  # one of them did not come so far
+    only = {
+        "A": sorted(a.start.keys() - b.start.keys()),
+        "B": sorted(b.start.keys() - a.start.keys()),
+    }
+    lone = [f"only in {n}: {', '.join(x[:5])}" for n, x in only.items() if x]
+    if lone:
+        return f"the parameters are others, {'; '.join(lone)}"
+    for name, tensor in a.start.items():
+        sizes = tensor.elements, b.start[name].elements
+        if sizes[0] != sizes[1]:
+            return f"{name} has {sizes[0]} elements in A and {sizes[1]} in B"
+    return ""
+
+
+def _batches(a: Run, b: Run) -> str:
+    """A clause that says so where the sides were given other batches."""
+    for step, (one, other) in enumerate(zip(a.steps, b.steps, strict=False)):
+        if one.batch != other.batch:
+            return f" (the batch of step {step} is not bitwise the same)"
+    return ""
+
+
+def _stages(
+    a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf], tally: Outcome
+) -> Iterator[list[Difference] | str]:
+    """What is compared, in order; a text where something exact differs."""
+    yield [
+        row
+        for name in a.start
+        for row in _tensor_rows(
+            ("initial value", 0, name),
+            (a.start[name], b.start.get(name)),
+            arrays,
+            tally,
+        )
+    ]
+    for number, (one, other) in enumerate(zip(a.steps, b.steps, strict=False)):
+        yield _loss_rows(number, one, other, tally)
+        yield _step_tensors("gradient", number, one, other, arrays, tally)
+        yield _norm_rows(number, one, other, tally)
+        for what, field_ in (("scale", "scale"), ("decision to step", "stepped")):
+            if text := _exact(
+                what, number, getattr(one, field_), getattr(other, field_)
+            ):
+                yield text
+        yield _step_tensors("update", number, one, other, arrays, tally)
+
+
+def _exact(what: str, step: int, a: Sequence[object], b: Sequence[object]) -> str:
+    if len(a) != len(b):
+        return ""  # on another number of ranks
+    apart = [
+        rank for rank, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]
+    ]
+    if not apart:
+        return ""
+    where = f"{rank_list(apart)}: {a[apart[0]]} in A, {b[apart[0]]} in B"
+    return f"step {step}: the {what} differs on {where}"
+
+
+def _loss_rows(step: int, a: Step, b: Step, tally: Outcome) -> list[Difference]:
+    if a.loss is None or b.loss is None:
+        return []
+    bounds = float(a.loss_bound), float(b.loss_bound)
+    return _numbers(("loss", step, "loss", 0), (a.loss, b.loss), bounds, tally)
+
+
+def _norm_rows(step: int, a: Step, b: Step, tally: Outcome) -> list[Difference]:
+    bounds = float(a.norm_bound), float(b.norm_bound)
+    return [
+        row
+        for rank in sorted(a.norms.keys() & b.norms.keys(), key=int)
+        for row in _numbers(
+            ("norm", step, "norm", int(rank)),
+            (a.norms[rank], b.norms[rank]),
+            bounds,
+            tally,
+        )
+    ]
+
+
+def _numbers(
+    where: tuple[str, int, str, int],
+    values: tuple[float | str, float | str],
+    allowed: tuple[float, float],
+    tally: Outcome,
+) -> list[Difference]:
+    a, b = (np.array([float(value)]) for value in values)
+    if a.tobytes() == b.tobytes():
+        tally.compared += 1
+        tally.equal += 1
+        return []
+    size = float(abs(a[0]))
+    found = _measured(where, (a, b), (size, size), (allowed, allowed))
+    return _counted(found[:1], tally)
+
+
+def _step_tensors(
+    kind: str,
+    step: int,
+    a: Step,
+    b: Step,
+    arrays: tuple[ArraysOf, ArraysOf],
+    tally: Outcome,
+) -> list[Difference]:
+    of, other = (s.gradients if kind == "gradient" else s.updates for s in (a, b))
+    return [
+        row
+        for name in dict.fromkeys([*of, *other])
+        for row in _tensor_rows(
+            (kind, step, name), (of.get(name), other.get(name)), arrays, tally
+        )
+    ]
+
+
+def _tensor_rows(
+    what: tuple[str, int, str],
+    tensors: tuple[Tensor | None, Tensor | None],
+    arrays: tuple[ArraysOf, ArraysOf],
+    tally: Outcome,
+) -> list[Difference]:
+    """Both measures of a tensor on each rank."""
+    kind, step, name = what
+    a, b = tensors
+    if a is None or b is None:
+        # A stack need not tell the gradients that it frees, nor have those that are 0:
+        # the update shows what came of them.
+        tally.not_compared += 1
+        return []
+    rows = []
+    for rank, values, places, whole in _on_ranks(a, b, arrays):
+        if values is None:
+            tally.compared += 1
+            tally.equal += 1
+            continue
+        if not whole:
+            tally.not_compared += 1
+        if not places.size:
+            continue
+        if kind == "initial value":
+            full = [_sizes(v.astype(np.float64)) for v in values]
+            size = full[0]
+            floor = _HEAD_ROOM * _ROUNDOFF
+            bounds = [(floor * norm, floor * largest) for norm, largest in full]
+        else:
+            size = float(a.size[0]), float(a.size[1])
+            bounds = [(float(t.bound[0]), float(t.bound[1])) for t in (a, b)]
+            values = _weighted(values, places, (a, b), arrays)
+        allowed = tuple(zip(*bounds, strict=True))
+        found = _measured((kind, step, name, rank), values, size, allowed)
+        rows += _counted(found, tally)
+    return rows
+
+
+def _weighted(
+    values: tuple[Values, Values],
+    places: Values,
+    tensors: tuple[Tensor, Tensor],
+    arrays: tuple[ArraysOf, ArraysOf],
+) -> tuple[Values, Values]:
+    """An element counts as much as on the side on which it counts less."""
+    weights = [
+        known[tensor.weights][places]
+        for tensor, known in zip(tensors, arrays, strict=True)
+        if tensor.weights
+    ]
+    if not weights:
+        return values
+    least = np.minimum.reduce(weights).astype(np.float64)
+    return values[0] * least, values[1] * least
+
+
+def _on_ranks(
+    a: Tensor, b: Tensor, arrays: tuple[ArraysOf, ArraysOf]
+) -> Iterator[tuple[int, tuple[Values, Values] | None, Values, bool]]:
+    """(rank, values of A and B or None where equal, places, whether all are there).
+
+    Where a rank holds the same elements on both sides they are compared as they are;
+    else each rank's elements with what the ranks of the other side hold together.
+    """
+    nothing = np.empty(0, np.int64)
+    mine = {part.rank: part for part in a.parts}
+    left: list[Part] = []
+    matched = set()
+    for part in b.parts:
+        twin = mine.get(part.rank)
+        if twin is None or twin.places != part.places:
+            left.append(part)
+            continue
+        matched.add(part.rank)
+        if twin.values == part.values:
+            yield part.rank, None, nothing, True
+            continue
+        values = arrays[0][twin.values], arrays[1][part.values]
+        yield part.rank, values, arrays[1][part.places], True
+    elements = max(a.elements, b.elements)
+    for parts, other, side in (
+        (left, a, 0),
+        ([p for p in a.parts if p.rank not in matched], b, 1),
+    ):
+        if not parts:
+            continue
+        full, held = _assembled(other, arrays[side], elements)
+        for part in parts:
+            places = arrays[1 - side][part.places]
+            known = held[places]
+            own = arrays[1 - side][part.values][known]
+            theirs = full[places[known]]
+            if own.tobytes() == theirs.astype(own.dtype).tobytes():
+                yield part.rank, None, nothing, True
+            else:
+                pair = (theirs, own) if side == 0 else (own, theirs)
+                yield part.rank, pair, places[known], bool(known.all())
+
+
+def _assembled(
+    tensor: Tensor, arrays: ArraysOf, elements: int
+) -> tuple[Values, NDArray[np.bool_]]:
+    """The full tensor, flattened, and which elements any rank holds."""
+    full, held = np.zeros(elements), np.zeros(elements, bool)
+    for part in tensor.parts:
+        places = arrays[part.places]
+        full[places] = arrays[part.values]
+        held[places] = True
+    return full, held
+
+
+def _measured(
+    where: tuple[str, int, str, int],
+    values: tuple[Values, Values],
+    size: tuple[float, float],
+    allowed: Any,
+) -> list[Difference]:
+    kind, step, name, rank = where
+    a, b = (v.astype(np.float64) for v in values)
+    if np.array_equal(a, b, equal_nan=True):
+        apart = (0.0, 0.0)
+    else:
+        apart = _sizes(b - a)
+    return [
+        Difference(
+            kind=kind,
+            step=step,
+            parameter=name,
+            rank=rank,
+            measure=measure,
+            absolute=float("inf") if np.isnan(distance) else distance,
+            size=unit if 0 < unit < float("inf") else 1.0,
+            allowed=(float(bounds[0]), float(bounds[1])),
+        )
+        for measure, distance, unit, bounds in zip(
+            _MEASURES, apart, size, allowed, strict=True
+        )
+    ]
+
+
+def _counted(rows: list[Difference], tally: Outcome) -> list[Difference]:
+    """Those of which something is known, after counting the tensor."""
+    if all(row.absolute == 0.0 for row in rows):
+        tally.compared += 1
+        return rows
+    known = [row for row in rows if np.isfinite(sum(row.allowed))]
+    tally.compared += bool(known)
+    tally.not_compared += not known
+    return known
+
+
+def _sizes(values: Values) -> tuple[float, float]:
+    if not values.size:
+        return 0.0, 0.0
+    return float(np.linalg.norm(values)), float(np.abs(values).max())

@@ -1,0 +1,353 @@
+"""What one side of a diff runs, in its own interpreter: train, and write it down.
+
+    python -m gradparity.conformance.diff.record REQUEST
+
+Each scenario runs twice on the ranks; correct runs on one process in other orders of
+reduction say what rounding may do (``judge.bounds``). Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...fixtures import WorkloadError
+from ...multiprocess import WorldFailure
+from ..judge.bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
+from ..judge.parity import followed_schedule, gradient_of
+from ..rank.devices import Devices
+from ..rank.observe import digest
+from ..rank.scaler_spec import load_scaler
+from ..rank.trace import RankTrace, StepTrace
+from ..report.records import Number
+from ..run.launcher import Pool
+from ..run.runner import Phases, Runner
+from ..run.session import RunSettings
+from ..space.catalogue import Selection
+from ..space.scenario import Scenario
+from ..status import EXIT_CODES, USAGE, UsageError, plain
+from .recording import (
+    Arrays,
+    Part,
+    Request,
+    Run,
+    Step,
+    Tensor,
+    add_array,
+    write_arrays,
+    write_recording,
+)
+
+__all__ = ["main", "record"]
+
+Doubles = NDArray[np.float64]
+Size = tuple[float, float]
+Held = Mapping[int, tuple[NDArray[np.floating], NDArray[np.int64]]]
+"""Rank -> values, and the place of each in the flat full tensor."""
+_NOTHING_KNOWN = (math.inf, math.inf)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record one side.
+
+    Args:
+        argv: the file of a :class:`Request`; None takes the process's own.
+
+    Returns:
+        0 recorded, 2 bad usage, told in one line on stderr, 3 the harness broke.
+    """
+    (path,) = sys.argv[1:] if argv is None else argv
+    request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
+    try:
+        record(request)
+    except UsageError as error:
+        print(plain(str(error)), file=sys.stderr)
+        return USAGE
+    except Exception:
+        traceback.print_exc()
+        return EXIT_CODES["error"]
+    return 0
+
+
+def record(request: Request) -> None:
+    """Run what is asked for and write it into ``request.out``.
+
+    Raises:
+        UsageError: for unknown names, or a workload that breaks its protocol.
+    """
+    folder = os.getcwd()
+    scenarios = RunSettings(
+        scalers=[request.scaler],
+        selection=Selection(
+            topologies=request.topologies,
+            models=request.models,
+            precisions=request.precisions,
+            optimizers=request.optimizers,
+            world_size=request.world_size,
+            seed=request.seed,
+            workload=request.workload,
+            no_scaler=request.scaler == "none",
+        ),
+        preset=request.preset,
+        scenarios=request.scenarios,
+    ).chosen()
+    load_scaler(request.scaler, folder)
+    runs = []
+    with Pool(Devices(), request.timeout_s) as place:
+        place.check([phase.world_size for s in scenarios for phase in s.phases])
+        # threads change the order of sums: references have as many as ranks
+        torch.set_num_threads(place.threads)
+        runner = Runner(folder=folder, place=place)
+        for number, scenario in enumerate(scenarios):
+            print(f"{number + 1}/{len(scenarios)} {plain(scenario.id)}", flush=True)
+            run, arrays = _recorded(runner, request.scaler, scenario)
+            write_arrays(Path(request.out), number, arrays)
+            runs.append(run)
+    write_recording(Path(request.out), tuple(runs), str(torch.__version__))
+
+
+def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arrays]:
+    run = Run(
+        scenario=scenario.id,
+        pairs_with=_without_workload(scenario.id),
+        topology=scenario.topology,
+        roundoff=torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2,
+    )
+    arrays: Arrays = {}
+    try:
+        phases = runner.traces(scaler, scenario)
+        again = runner.traces(scaler, scenario)
+        writer = _Writer(scenario, phases, again, arrays)
+        return writer.written(run), arrays
+    except WorkloadError as error:
+        return msgspec.structs.replace(run, problem=plain(str(error))), {}
+    except WorldFailure as failure:
+        headline = plain(failure.root.headline)
+        # an exception of the stack is what it does; a rank that died is nobody's
+        told = isinstance(failure.root.exception, WorkloadError)
+        name = "problem" if told else "broken"
+        return msgspec.structs.replace(run, **{name: headline}), {}
+    except Exception as error:  # of this scenario only: the others go on
+        traceback.print_exc()
+        text = plain(f"{type(error).__name__}: {error}")[:400]
+        return msgspec.structs.replace(run, broken=text), {}
+
+
+def _without_workload(scenario: str) -> str:
+    return re.sub(r"/?\bmodel=[^,/]*,?", "/", scenario).removesuffix("/")
+
+
+class _Writer:
+    """Makes the record of one scenario of its two runs."""
+
+    def __init__(
+        self, scenario: Scenario, phases: Phases, again: Phases, arrays: Arrays
+    ) -> None:
+        self.scenario = scenario
+        self.phases = phases
+        self.again = again
+        self.arrays = arrays
+        self.unsteady = ""
+        self.bounds: ParityBounds | None = None
+        whole = all(t.reached(scenario.steps - 1) for t in phases[-1])
+        if whole and not scenario.parsed_recipe.training.random:
+            schedule = followed_schedule(scenario, *phases)
+            self.bounds = make_parity_bounds(scenario, schedule)
+            self.skipped = schedule.skipped
+
+    def written(self, run: Run) -> Run:
+        """``run`` with all that was seen."""
+        steps = [
+            self._step(number, phase, seen, twin)
+            for number, (phase, seen, twin) in enumerate(self._steps())
+        ]
+        problem = next((t.problem for t in self.phases[-1] if t.problem), None)
+        text = ""
+        if problem is not None:
+            text = f"step {problem.step}: {problem.call} raised {problem.error}"
+        return msgspec.structs.replace(
+            run,
+            problem=plain(text),
+            unsteady=self.unsteady,
+            start=self._start(self.phases[0]),
+            steps=tuple(steps),
+        )
+
+    def _steps(
+        self,
+    ) -> list[tuple[tuple[RankTrace, ...], list[StepTrace], list[StepTrace]]]:
+        """(ranks, one step of each, the same of the second run), completed by all."""
+        found = []
+        for phase, twin in zip(self.phases, self.again, strict=False):
+            done = min(t.completed for t in (*phase, *twin))
+            for n in range(done):
+                seen = [t.steps[n] for t in phase], [t.steps[n] for t in twin]
+                found.append((phase, *seen))
+        return found
+
+    def _start(self, phase: Sequence[RankTrace]) -> dict[str, Tensor]:
+        held: dict[str, dict[int, tuple[Any, NDArray[np.int64]]]] = {}
+        for trace in phase:
+            for name, values in trace.start.items():
+                held.setdefault(name, {})[trace.rank] = (values, trace.index[name])
+        return {
+            name: Tensor(
+                parts=tuple(self._part(rank, *part) for rank, part in parts.items()),
+                elements=_elements(places for _, places in parts.values()),
+            )
+            for name, parts in held.items()
+        }
+
+    def _step(
+        self,
+        step: int,
+        phase: Sequence[RankTrace],
+        seen: list[StepTrace],
+        twin: list[StepTrace],
+    ) -> Step:
+        bounds = self.bounds
+        batch = self.scenario.workload.batch(step, self.scenario.seed)
+        names = dict.fromkeys(name for trace in phase for name in trace.index)
+        gradients = {n: self._gradient(step, phase, seen, twin, n) for n in names}
+        updates = {n: self._update(step, phase, seen, twin, n) for n in names}
+        return Step(
+            batch="-".join(digest(tensor) for tensor in batch.tensors),
+            loss=_mean_loss(seen),
+            loss_bound=_number(bounds.loss[step]["loss"][0] if bounds else math.inf),
+            norms={
+                str(trace.rank): _number(at.reported_norm)
+                for trace, at in zip(phase, seen, strict=True)
+                if at.reported_norm is not None
+            },
+            norm_bound=_number(bounds.norm[step]["norm"][0] if bounds else math.inf),
+            scale=[_number(at.scale_after) for at in seen],
+            stepped=[at.parameters_changed for at in seen],
+            gradients={n: t for n, t in gradients.items() if t is not None},
+            updates={n: t for n, t in updates.items() if t is not None},
+        )
+
+    def _gradient(
+        self,
+        step: int,
+        phase: Sequence[RankTrace],
+        seen: list[StepTrace],
+        twin: list[StepTrace],
+        name: str,
+    ) -> Tensor | None:
+        here, there = (list(zip(phase, steps, strict=True)) for steps in (seen, twin))
+        values, again = (
+            {
+                t.rank: (gradient_of(ranks, t, at, name), t.places(at, name))
+                for t, at in ranks
+                if name in at.gradients
+            }
+            for ranks in (here, there)
+        )
+        size = bound = _NOTHING_KNOWN
+        if self.bounds is not None and name not in self.skipped[step]:
+            true = self.bounds.truth.gradients[step].get(name)
+            size = (0.0, 0.0) if true is None else sizes(true)
+            bound = (0.0, 0.0) if true is None else self.bounds.gradient[step][name]
+        what = f"the gradient of {name} at step {step}"
+        return self._tensor(what, values, again, (size, bound), None)
+
+    def _update(
+        self,
+        step: int,
+        phase: Sequence[RankTrace],
+        seen: list[StepTrace],
+        twin: list[StepTrace],
+        name: str,
+    ) -> Tensor | None:
+        values, again = (
+            {
+                t.rank: (_moved(t, at, name), t.index[name])
+                for t, at in zip(phase, steps, strict=True)
+                if name in at.parameters
+            }
+            for steps in (seen, twin)
+        )
+        size, bound, weights = _NOTHING_KNOWN, _NOTHING_KNOWN, None
+        if self.bounds is not None:
+            size = sizes(self.bounds.truth.updates[step][name])
+            bound = self.bounds.update[step][name]
+            weights = self.bounds.weights[step][name]
+        what = f"the update of {name} at step {step}"
+        return self._tensor(what, values, again, (size, bound), weights)
+
+    def _tensor(
+        self,
+        what: str,
+        values: Held,
+        again: Held,
+        reference: tuple[Size, Size],
+        weights: Doubles | None,
+    ) -> Tensor | None:
+        """The tensor, its bound widened by what the second run shows."""
+        if not values:
+            return None
+        size, (norm, largest) = reference
+        for rank, (first, places) in values.items():
+            second = again[rank][0] if rank in again else np.full_like(first, np.nan)
+            if first.tobytes() == second.tobytes():
+                continue
+            scaled = 1.0 if weights is None else weights[places]
+            apart = sizes((first.astype(np.float64) - second) * scaled)
+            if not (apart[0] <= norm and apart[1] <= largest):
+                self.unsteady = self.unsteady or f"{what} on rank {rank}"
+            norm = max(norm, SAFETY_FACTOR * apart[0])
+            largest = max(largest, SAFETY_FACTOR * apart[1])
+        counted = weights is not None and not (weights == 1.0).all()
+        return Tensor(
+            parts=tuple(self._part(rank, *held) for rank, held in values.items()),
+            elements=_elements(places for _, places in values.values()),
+            size=(_number(size[0]), _number(size[1])),
+            bound=(_number(norm), _number(largest)),
+            weights=add_array(self.arrays, weights.astype(np.float32))
+            if weights is not None and counted
+            else "",
+        )
+
+    def _part(
+        self, rank: int, values: NDArray[np.floating], places: NDArray[np.int64]
+    ) -> Part:
+        return Part(
+            rank, add_array(self.arrays, values), add_array(self.arrays, places)
+        )
+
+
+def _moved(trace: RankTrace, at: StepTrace, name: str) -> Doubles:
+    start = trace.start[name].astype(np.float64)
+    moved: Doubles = at.parameters[name].astype(np.float64) - start
+    return moved
+
+
+def _elements(places: Iterable[NDArray[np.int64]]) -> int:
+    return max((int(p.max()) + 1 for p in places if p.size), default=0)
+
+
+def _mean_loss(seen: Sequence[StepTrace]) -> Number | None:
+    known = [(at.loss, at.weight) for at in seen if at.loss is not None]
+    total = sum(weight for _, weight in known)
+    if not total:
+        return None
+    return _number(sum(loss * weight for loss, weight in known) / total)
+
+
+def _number(value: float) -> Number:
+    return value if math.isfinite(value) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Recording: what one side of a diff hands over, as JSON and arrays; no pickle.
+
+A side runs in an interpreter of its own, so what it has seen crosses a folder:
+``recording.json`` says what each rank held at each step and what its error may be,
+``N.npz`` holds the arrays of scenario N under digests, so that replicas are written
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..report.records import Number
+from ..status import UsageError
+
+__all__ = [
+    "Arrays",
+    "ArraysOf",
+    "Part",
+    "Recording",
+    "RecordingError",
+    "Request",
+    "Run",
+    "Step",
+    "Tensor",
+    "add_array",
+    "read_arrays",
+    "read_recording",
+    "write_arrays",
+    "write_recording",
+]
+
+VERSION = 1
+Pair = tuple[Number, Number]
+"""Norm and largest element."""
+Arrays = dict[str, NDArray[np.generic]]
+"""Digest -> array."""
+ArraysOf = Mapping[str, NDArray[np.generic]]
+
+
+class RecordingError(UsageError):
+    """A side handed over what cannot be read."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a side is asked to run."""
+
+    out: str
+    """Folder for the recording."""
+    scaler: str
+    preset: str
+    scenarios: tuple[str, ...] = ()
+    """Ids to run instead of a preset."""
+    workload: str = ""
+    topologies: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    world_size: int | None = None
+    seed: int = 0
+    timeout_s: float = 120.0
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a rank held of a tensor."""
+
+    rank: int
+    values: str
+    """Digest of the values, flattened; equal digests are bitwise equal values."""
+    places: str
+    """Digest of the place of each of them in the flat full tensor."""
+
+
+class Tensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A gradient or an update after one step, on all ranks that had one."""
+
+    parts: tuple[Part, ...]
+    elements: int
+    """Of the full tensor."""
+    size: Pair = (0.0, 0.0)
+    """Of the full tensor in the fp64 reference."""
+    bound: Pair = ("inf", "inf")
+    """By how much a correct run may miss that reference; infinite: nothing is known."""
+    weights: str = ""
+    """Digest of what each element of an update counts; empty: all count 1."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of all ranks."""
+
+    batch: str
+    """Digest of the global batch."""
+    loss: Number | None
+    """Mean of the ranks that have one, by their weights."""
+    loss_bound: Number = "inf"
+    norms: dict[str, Number] = {}
+    """Rank -> the norm of the whole gradient, as the stack reports it."""
+    norm_bound: Number = "inf"
+    scale: list[Number] = []
+    """Per rank: the scale after the step."""
+    stepped: list[bool | None] = []
+    """Per rank: whether the local parameters changed."""
+    gradients: dict[str, Tensor] = {}
+    updates: dict[str, Tensor] = {}
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One scenario on one side."""
+
+    scenario: str
+    pairs_with: str
+    """The id without the workload: equal on both sides."""
+    topology: str
+    roundoff: float
+    """Half the machine epsilon of the dtype that it computed in."""
+    problem: str = ""
+    """What ended it early: a call that raised or did not return; else empty."""
+    broken: str = ""
+    """Why the harness broke; then there is nothing else."""
+    unsteady: str = ""
+    """Where a second run was further from the first than the noise; else empty."""
+    start: dict[str, Tensor] = {}
+    """Parameters before the first step."""
+    steps: tuple[Step, ...] = ()
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one side has seen."""
+
+    version: int
+    gradparity: str
+    torch: str
+    python: str
+    runs: tuple[Run, ...]
+
+
+def add_array(arrays: Arrays, values: NDArray[np.generic]) -> str:
+    """Keep an array; returns its digest, which is its name."""
+    values = np.ascontiguousarray(values)
+    made = hashlib.blake2b(str(values.dtype).encode(), digest_size=12)
+    made.update(values.view(np.uint8).data)
+    name = made.hexdigest()
+    arrays.setdefault(name, values)
+    return name
+
+
+def write_arrays(folder: Path, number: int, arrays: ArraysOf) -> None:
+    """Write the arrays of scenario ``number``."""
+    np.savez(folder / f"{number}.npz", allow_pickle=False, **arrays)
+
+
+def write_recording(folder: Path, runs: tuple[Run, ...], torch: str) -> None:
+    """Write the rest, last: a folder without it is no recording."""
+    import platform
+
+    from ... import __version__
+
+    recording = Recording(
+        version=VERSION,
+        gradparity=__version__,
+        torch=torch,
+        python=platform.python_version(),
+        runs=runs,
+    )
+    draft = folder / ".recording.json.draft"
+    draft.write_bytes(msgspec.json.encode(recording))
+    draft.replace(folder / "recording.json")
+
+
+def read_recording(folder: Path) -> Recording:
+    """Read what a side has written.
+
+    Raises:
+        RecordingError: if it is no recording of this version.
+    """
+    path = folder / "recording.json"
+    try:
+        recording = msgspec.json.decode(path.read_bytes(), type=Recording)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RecordingError(f"{path}: {error}") from error
+    if recording.version != VERSION:
+        raise RecordingError(
+            f"{path}: version {recording.version}, this program reads {VERSION}"
+        )
+    return recording
+
+
+def read_arrays(folder: Path, number: int) -> Arrays:
+    """The arrays of scenario ``number``.
+
+    Raises:
+        RecordingError: if they cannot be read.
+    """
+    path = folder / f"{number}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path}: {error}") from error

@@ -1,0 +1,183 @@
+"""Table: layouts against one process, as Markdown that fits a comment on a review.
+
+One row a layout and precision: verdict, the tensor closest to (or furthest beyond) its
+bound, its error and the bound. Texts of models and exceptions are written as character
+references: the reader sees the characters themselves, whatever Markdown makes of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..status import case_status, worst_of
+from .records import CaseRecord, Comparison, Number, Report
+from .terminal import plain
+
+__all__ = ["MAX_LINES", "escape", "render", "row"]
+
+MAX_LINES = 40
+"""Of a table: one that is longer is folded away by readers."""
+_MAX_ROWS = 26
+_MAX_STORIES = 5
+_CELL = 90
+_STORY = 240
+_SPECIAL = re.compile(r"[^\w ,/=()+;.-]|_|(?<=www)\.")
+_HEAD = (
+    "layout",
+    "ranks",
+    "precision",
+    "verdict",
+    "worst tensor",
+    "relative error",
+    "absolute error",
+    "bound",
+)
+_WORDS = {"fail": "**FAIL**", "error": "**ERROR**", "skipped": "not run"}
+_RESULTS = {
+    "pass": "conformant",
+    "fail": "violations",
+    "error": "the harness broke",
+    "inconclusive": "inconclusive",
+}
+
+
+def escape(text: str) -> str:
+    """``text`` on one line, shown by Markdown as it is, also inside a table."""
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", plain(text))
+
+
+def row(cells: Iterable[str]) -> str:
+    """One line of a table; the cells are Markdown already."""
+    return f"| {' | '.join(cells)} |"
+
+
+def render(report: Report) -> str:
+    """The table of a report, at most :data:`MAX_LINES` lines."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Report) -> Iterator[str]:
+    groups = _groups(report)
+    shown = _shown(list(groups.values()))
+    several = len(report.scalers) > 1
+    yield f"**gradparity: {_result(report)}**, {len(report.cases)} cases"
+    yield ""
+    head = ["scaler", *_HEAD] if several else _HEAD
+    yield row(head)
+    yield row("---" for _ in head)
+    for cases in shown:
+        scaler = [escape(_short(cases[0].scaler, _CELL))] if several else []
+        yield row([*scaler, *_cells(cases)])
+    yield ""
+    if stories := list(_stories(shown)):
+        yield from [*stories, ""]
+    if left := len(groups) - len(shown):
+        yield f"{left} more rows, none of them worse, are in the report."
+    yield _provenance(report)
+
+
+def _groups(report: Report) -> dict[tuple[str, ...], list[CaseRecord]]:
+    """Cases by scaler, layout and precision, in the order of the report."""
+    groups: dict[tuple[str, ...], list[CaseRecord]] = {}
+    for case in report.cases:
+        key = (case.scaler, case.topology, str(case.world_size), case.precision)
+        groups.setdefault(key, []).append(case)
+    return groups
+
+
+def _shown(groups: Sequence[list[CaseRecord]]) -> list[list[CaseRecord]]:
+    """As many as there is room for; what is no pass goes first."""
+    if len(groups) <= _MAX_ROWS:
+        return list(groups)
+    order = ("error", "fail", "inconclusive", "pass", "skipped")
+    ranked = sorted(groups, key=lambda cases: order.index(_status(cases)))
+    kept = [id(cases) for cases in ranked[:_MAX_ROWS]]
+    return [cases for cases in groups if id(cases) in kept]
+
+
+def _status(cases: Sequence[CaseRecord]) -> str:
+    return worst_of(case.status for case in cases)
+
+
+def _result(report: Report) -> str:
+    if report.incomplete:
+        return f"incomplete ({escape(_short(report.incomplete, _STORY))})"
+    return _RESULTS[case_status(case.status for case in report.cases)]
+
+
+def _cells(cases: Sequence[CaseRecord]) -> Iterator[str]:
+    first = cases[0]
+    yield escape(_short(first.topology, _CELL))
+    yield str(first.world_size)
+    yield escape(first.precision)
+    yield _verdict(cases)
+    found = [comparison for case in cases for comparison in case.worst]
+    if not found:
+        yield from ("-",) * 4
+        return
+    worst = max(found, key=lambda comparison: comparison.ratio)
+    yield escape(_short(_tensor(worst), _CELL))
+    yield _number(worst.error)
+    yield _number(worst.absolute)
+    yield _number(worst.bound)
+
+
+def _verdict(cases: Sequence[CaseRecord]) -> str:
+    """The worst status, in how many cases, and the laws that are broken there."""
+    status = _status(cases)
+    word = _WORDS.get(status, status)
+    of = [case for case in cases if case.status == status]
+    if status not in ("fail", "error"):
+        return word if len(of) == len(cases) else f"{word} ({len(of)} of {len(cases)})"
+    laws = list(dict.fromkeys(v.law for case in of for v in case.failures))
+    more = f" and {len(laws) - 2} more" if len(laws) > 2 else ""
+    named = f"{escape(', '.join(laws[:2]))}{more}"
+    return f"{word} ({len(of)} of {len(cases)}): {named}"
+
+
+def _tensor(found: Comparison) -> str:
+    if found.kind == "loss":
+        return f"loss, step {found.step}"
+    where = f"step {found.step}, rank {found.rank}, {found.measure}"
+    return f"{found.kind} of {_short(found.parameter, _CELL - 40)}, {where}"
+
+
+def _stories(shown: Sequence[list[CaseRecord]]) -> Iterator[str]:
+    """What was seen in the first rows that are no pass, one line each."""
+    told = 0
+    for cases in shown:
+        bad = next(
+            (c for c in cases if c.status == _status(cases) and c.failures), None
+        )
+        if bad is None:
+            continue
+        told += 1
+        if told > _MAX_STORIES:
+            return
+        where = "" if bad.location is None else f" Where: {bad.location.text}"
+        text = f"{bad.failures[0].message}{where}"
+        yield f"- {escape(bad.topology)}: {escape(_short(text, _STORY))}"
+
+
+def _provenance(report: Report) -> str:
+    header = report.header
+    facts = (
+        f"torch {header.torch}",
+        f"{header.backend} on {header.device}",
+        f"gradparity {header.gradparity}",
+        *([f"commit {header.commit}"] if header.commit else []),
+    )
+    return (
+        f"Errors against one process in fp64; a bound is 8 times what one process "
+        f"itself errs in that precision. {escape(', '.join(facts))}"
+    )
+
+
+def _short(text: str, length: int) -> str:
+    text = plain(text)
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def _number(value: Number) -> str:
+    return escape(value) if isinstance(value, str) else f"{value:.2g}"
