@@ -231,9 +231,20 @@ def _vanished(old: BaselineCase, text: str, law: str = "") -> Reason:
 
 
 def check_whole(
-    report: Report, baseline: Baseline | None, min_cases: int
+    report: Report,
+    baseline: Baseline | None,
+    min_cases: int,
+    *,
+    any_torch: bool = False,
 ) -> Iterator[Reason]:
-    """What concerns the report as a whole: was anything compared, and where was it."""
+    """What concerns the report as a whole: was anything compared, and where was it.
+
+    Args:
+        report: all of it.
+        baseline: what it is held to, if anything.
+        min_cases: judged cases that were promised.
+        any_torch: whether the baseline holds for other minor versions of torch, too.
+    """
     decided = [c for c in report.cases if _decided(c)]
     if not decided:
         text = f"nothing was compared: {len(report.cases)} cases, no law decided"
@@ -242,15 +253,20 @@ def check_whole(
         text = f"{len(decided)} cases were judged, at least {min_cases} were promised"
         yield Reason(kind="too-few", text=text)
     if baseline is not None:
-        yield from _other_environment(report.header, baseline.provenance)
+        for name, text in _other_environment(report.header, baseline.provenance):
+            if name != "torch" or not any_torch:
+                yield Reason(kind="environment", text=text)
 
 
 def _decided(case: CaseRecord) -> bool:
     return any(v.status in ("pass", "fail") for v in case.verdicts)
 
 
-def _other_environment(now: Header, then: Provenance) -> Iterator[Reason]:
-    """A baseline of another platform or of other data says nothing about this one."""
+def _other_environment(now: Header, then: Provenance) -> Iterator[tuple[str, str]]:
+    """What of the place is another, and the sentence.
+
+    A baseline of another platform or of other data says nothing about this one.
+    """
     places: list[tuple[str, str, str]] = [
         ("torch", _minor(then.torch), _minor(now.torch)),
         *(
@@ -265,7 +281,7 @@ def _other_environment(now: Header, then: Provenance) -> Iterator[Reason]:
     for name, before, seen in places:
         if before != seen:
             text = f"the baseline was made with {name} {before}, the report has {seen}"
-            yield Reason(kind="environment", text=text)
+            yield name, text
 
 
 def _minor(version: str) -> str:

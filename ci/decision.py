@@ -47,6 +47,8 @@ class Terms:
     """Whether an expectation that does nothing closes the gate."""
     min_cases: int = 0
     """Cases with at least one decided law that were promised."""
+    any_torch: bool = False
+    """Whether the baseline holds for other minor versions of torch, too."""
 
     def __post_init__(self) -> None:
         if self.min_cases < 0:
@@ -92,7 +94,9 @@ def decide(report: Report, terms: Terms) -> Decision:
     if terms.baseline is not None:
         reasons += check_vanished(report, terms.baseline)
         notes += _unknown(report, terms.baseline)
-    reasons += check_whole(report, terms.baseline, terms.min_cases)
+    reasons += check_whole(
+        report, terms.baseline, terms.min_cases, any_torch=terms.any_torch
+    )
     return _decision(report, reasons, notes, len(findings))
 
 

@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--strict", action="store_true", help="an idle or expired expectation fails")
     add("--json", type=Path, metavar="FILE", help="write the decision to FILE")
     add("--min-cases", type=int, default=0, metavar="N", help="judged cases promised")
+    add(
+        "--any-torch",
+        action="store_true",
+        help="the baseline holds for other minor versions of torch, too",
+    )
     add("--update-baseline", action="store_true", help="write REPORT as the baseline")
     add("--yes", action="store_true", help="with --update-baseline: do not ask")
     add(
@@ -98,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
 def _check(parsed: argparse.Namespace) -> None:
     if parsed.update_baseline and parsed.baseline is None:
         raise UsageError("--update-baseline needs --baseline FILE, the file to write")
+    if parsed.any_torch and parsed.baseline is None:
+        raise UsageError("--any-torch goes with --baseline FILE")
     for name in ("yes", "repeat"):
         if getattr(parsed, name) and not parsed.update_baseline:
             raise UsageError(f"--{name} goes with --update-baseline only")
@@ -111,6 +118,7 @@ def _gate(parsed: argparse.Namespace) -> int:
         expectations=read_expectations(parsed.expect) if parsed.expect else (),
         strict=parsed.strict,
         min_cases=parsed.min_cases,
+        any_torch=parsed.any_torch,
     )
     try:
         decision = decide(read_report(parsed.report), terms)
@@ -169,6 +177,7 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
         "baseline": str(parsed.baseline) if parsed.baseline else None,
         "expectations": str(parsed.expect) if parsed.expect else None,
         "strict": parsed.strict,
+        "any_torch": parsed.any_torch,
         "cases": decision.cases,
         "judged": decision.judged,
         "reasons": [

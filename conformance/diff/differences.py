@@ -122,8 +122,11 @@ def compare_runs(a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf]) -> Outcome:
     for rows in _stages(a, b, arrays, found):
         if isinstance(rows, str):
             return found.ended("different", rows + _batches(a, b))
-        found.first = sorted((r for r in rows if r.ratio > 1), key=lambda r: -r.ratio)
-        if found.first:
+        beyond = sorted((r for r in rows if r.ratio > 1), key=lambda r: -r.ratio)
+        if beyond:
+            # of the two measures of a tensor the one that is further beyond
+            found.first = [*{(r.parameter, r.rank): r for r in beyond[::-1]}.values()]
+            found.first.sort(key=lambda r: -r.ratio)
             more = f"; {len(found.first)} tensors differ there" * (len(found.first) > 1)
             text = f"{found.first[0].text}{more}{_batches(a, b)}"
             return found.ended("different", text)
@@ -301,14 +304,12 @@ def _tensor_rows(
             tally.not_compared += 1
         if not places.size:
             continue
+        size = float(a.size[0]), float(a.size[1])
         if kind == "initial value":
-            full = [_sizes(v.astype(np.float64)) for v in values]
-            size = full[0]
             floor = _HEAD_ROOM * _ROUNDOFF
-            bounds = [(floor * norm, floor * largest) for norm, largest in full]
+            bounds = [tuple(floor * float(x) for x in t.size) for t in (a, b)]
         else:
-            size = float(a.size[0]), float(a.size[1])
-            bounds = [(float(t.bound[0]), float(t.bound[1])) for t in (a, b)]
+            bounds = [tuple(map(float, t.bound)) for t in (a, b)]
             values = _weighted(values, places, (a, b), arrays)
         allowed = tuple(zip(*bounds, strict=True))
         found = _measured((kind, step, name, rank), values, size, allowed)

@@ -201,13 +201,18 @@ class _Writer:
         for trace in phase:
             for name, values in trace.start.items():
                 held.setdefault(name, {})[trace.rank] = (values, trace.index[name])
-        return {
-            name: Tensor(
-                parts=tuple(self._part(rank, *part) for rank, part in parts.items()),
-                elements=_elements(places for _, places in parts.values()),
-            )
-            for name, parts in held.items()
-        }
+        return {name: self._started(parts) for name, parts in held.items()}
+
+    def _started(self, parts: Held) -> Tensor:
+        full = np.zeros(_elements(places for _, places in parts.values()))
+        for values, places in parts.values():
+            full[places] = values
+        norm, largest = sizes(full)
+        return Tensor(
+            parts=tuple(self._part(rank, *part) for rank, part in parts.items()),
+            elements=len(full),
+            size=(_number(norm), _number(largest)),
+        )
 
     def _step(
         self,

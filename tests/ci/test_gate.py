@@ -204,6 +204,21 @@ def test_a_worse_report_is_refused(
     assert any(words in line for line in told[1].splitlines()), told[1]
 
 
+def test_any_torch_lets_another_minor_pass_and_nothing_else(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--baseline", str(baseline), "--any-torch"]
+    other = header(torch="2.15.0")
+    assert gate(other(sample()), tmp_path, capsys, *options)[0] == 0
+    broken = other(relabel("scale.rule", "fail")(sample()))
+    assert gate(broken, tmp_path, capsys, *options)[0] == 1
+    elsewhere = header(torch="2.15.0", backend="nccl")(sample())
+    code, told = gate(elsewhere, tmp_path, capsys, *options)
+    assert (code, "backend gloo" in told, "with torch" in told) == (4, True, False)
+    assert main([str(tmp_path / "report.jsonl"), "--any-torch"]) == 2
+    assert "goes with --baseline" in capsys.readouterr().err
+
+
 def test_an_unchanged_report_passes(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

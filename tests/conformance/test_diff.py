@@ -1,0 +1,352 @@
+"""Two recordings: where they differ first, what is noise, and what cannot be known."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.diff.differences import Outcome, compare_runs
+from gradparity.conformance.diff.recording import (
+    Arrays,
+    Part,
+    RecordingError,
+    Run,
+    Step,
+    Tensor,
+    add_array,
+    read_arrays,
+    read_recording,
+    write_arrays,
+    write_recording,
+)
+
+SPLIT = ((0, 1), (2, 3))
+"""Places of a sharded tensor of 4 elements on 2 ranks."""
+WHOLE = ((0, 1, 2, 3), (0, 1, 2, 3))
+BOUND = 1e-6
+VALUES = (1.0, 2.0, 3.0, 4.0)
+
+
+class Side:
+    """A made-up side: 2 steps of a parameter ``w`` and a loss."""
+
+    def __init__(self, places: Sequence[Sequence[int]] = SPLIT) -> None:
+        self.arrays: Arrays = {}
+        self.places = places
+        self.gradients = [list(VALUES), list(VALUES)]
+        self.updates = [list(VALUES), list(VALUES)]
+        self.start = list(VALUES)
+        self.losses = [1.0, 0.5]
+        self.changes: dict[str, object] = {}
+
+    def tensor(self, values: Sequence[float], dtype: type = np.float32) -> Tensor:
+        full = np.array(values, dtype)
+        index = [np.array(p, np.int64) for p in self.places]
+        return Tensor(
+            parts=tuple(
+                Part(r, add_array(self.arrays, full[p]), add_array(self.arrays, p))
+                for r, p in enumerate(index)
+            ),
+            elements=4,
+            size=(float(np.linalg.norm(full)), float(np.abs(full).max())),
+            bound=(BOUND, BOUND),
+        )
+
+    def run(self) -> Run:
+        steps = tuple(
+            Step(
+                batch="b",
+                loss=self.losses[n],
+                loss_bound=BOUND,
+                scale=[8.0, 8.0],
+                stepped=[True, True],
+                gradients={"w": self.tensor(self.gradients[n])},
+                updates={"w": self.tensor(self.updates[n], np.float64)},
+            )
+            for n in range(2)
+        )
+        made = Run(
+            scenario="tp2/2/fp32/own/none/model=a:B",
+            pairs_with="tp2/2/fp32/own/none",
+            topology="tp2",
+            roundoff=2.0**-24,
+            start={"w": self.tensor(self.start)},
+            steps=steps,
+        )
+        return replace(made, **self.changes)
+
+
+def compared(a: Side, b: Side) -> Outcome:
+    runs = a.run(), b.run()
+    return compare_runs(*runs, (a.arrays, b.arrays))
+
+
+def test_equal_bits_are_the_same() -> None:
+    found = compared(Side(), Side())
+    assert found.result == "equal"
+    # start, and in each step loss, gradient and update; tensors on both ranks
+    assert (found.compared, found.equal, found.not_compared) == (12, 12, 0)
+
+
+def test_other_layouts_of_equal_values_are_the_same() -> None:
+    assert compared(Side(SPLIT), Side(WHOLE)).result == "equal"
+    assert compared(Side(WHOLE), Side(((1, 0), (3, 2)))).result == "equal"
+
+
+def test_what_both_bounds_allow_is_noise_and_more_is_not() -> None:
+    b = Side()
+    b.updates[1][2] += 1.9 * BOUND
+    found = compared(Side(), b)
+    assert found.result == "noise" and found.closest is not None
+    assert found.closest.ratio == pytest.approx(0.95, rel=1e-3)
+    b.updates[1][2] += 0.2 * BOUND
+    assert compared(Side(), b).result == "different"
+
+
+def spoil_start(b: Side) -> None:
+    b.start[1] += 0.5
+
+
+def spoil_loss(b: Side) -> None:
+    b.losses[1] += 1e-3
+
+
+def spoil_gradient(b: Side) -> None:
+    b.gradients[1][3] = 4.1
+    b.updates[1][3] = 5.0  # follows from it
+
+
+def spoil_update(b: Side) -> None:
+    b.updates[0][0] = float("nan")
+
+
+def spoil_scale(b: Side) -> None:
+    steps = tuple(replace(s, scale=[8.0, 4.0]) for s in b.run().steps)
+    b.changes["steps"] = steps
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_start, "the initial value of w on rank 0 differs by 0.125"),
+        (spoil_loss, "step 1: the loss differs by 0.002 of the loss"),
+        (spoil_gradient, "step 1: the gradient of w on rank 1 differs by 0.0183"),
+        (spoil_update, "step 0: the update of w on rank 0 differs by inf"),
+        (spoil_scale, "step 0: the scale differs on rank 1: 8.0 in A, 4.0 in B"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_first_difference_is_named(
+    spoil: Callable[[Side], None], words: str, turned: bool
+) -> None:
+    a, b = Side(), Side()
+    spoil(b)
+    found = compared(*((b, a) if turned else (a, b)))
+    assert found.result == "different"
+    if not turned:  # sizes and sides are those of A
+        assert words in found.text
+
+
+def test_a_rank_that_differs_is_found_through_other_layouts() -> None:
+    b = Side(WHOLE)
+    b.gradients[0][3] = 5.0
+    found = compared(Side(SPLIT), b)
+    assert found.result == "different"
+    assert {row.rank for row in found.first} == {0, 1}
+
+
+def test_models_with_other_parameters_differ() -> None:
+    b = Side()
+    b.changes["start"] = {"v": b.tensor(VALUES)}
+    assert "only in A: w; only in B: v" in compared(Side(), b).text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "result", "words"),
+    [
+        (
+            {},
+            {"problem": "step 1: backward raised"},
+            "different",
+            "B: step 1: backward",
+        ),
+        ({"problem": "x"}, {"problem": "y"}, "undecided", "none came to its end"),
+        ({}, {"broken": "rank 0 was killed"}, "broken", "B: rank 0 was killed"),
+        ({"steps": (), "start": {}}, {}, "undecided", "0 of 0 comparisons"),
+    ],
+)
+def test_what_did_not_come_to_its_end(
+    a: dict[str, object], b: dict[str, object], result: str, words: str
+) -> None:
+    first, second = Side(), Side()
+    first.changes, second.changes = a, b
+    found = compared(first, second)
+    assert (found.result, words in found.text) == (result, True), found.text
+
+
+def test_a_side_that_differs_from_itself_is_not_accused() -> None:
+    b = Side()
+    b.updates[1][2] += 0.5 * BOUND
+    b.changes["unsteady"] = "the update of w at step 1 on rank 1"
+    found = compared(Side(), b)
+    assert (found.result, "differs from itself" in found.text) == ("undecided", True)
+
+
+def test_without_bounds_nothing_but_bits_is_compared() -> None:
+    def unknown(side: Side) -> Side:
+        wide = [
+            replace(
+                s,
+                loss_bound="inf",
+                gradients={"w": replace(s.gradients["w"], bound=("inf", "inf"))},
+                updates={"w": replace(s.updates["w"], bound=("inf", "inf"))},
+            )
+            for s in side.run().steps
+        ]
+        side.changes["steps"] = tuple(wide)
+        return side
+
+    b = Side()
+    b.gradients, b.updates = [[9.0] * 4] * 2, [[9.0] * 4] * 2
+    found = compared(unknown(Side()), unknown(b))
+    assert (found.result, found.not_compared) == ("undecided", 8)
+
+
+def test_weights_of_either_side_leave_an_element_out() -> None:
+    a, b = Side(), Side()
+    b.updates[1][2] = 9.0
+    name = add_array(b.arrays, np.array([1, 1, 0, 1], np.float32))
+    steps = [
+        replace(s, updates={"w": replace(s.updates["w"], weights=name)})
+        for s in b.run().steps
+    ]
+    b.changes["steps"] = tuple(steps)
+    assert compared(a, b).result == "noise"
+    assert compared(b, a).result == "noise"
+
+
+def test_a_recording_comes_back_equal_and_holds_no_pickle(tmp_path: Path) -> None:
+    side = Side()
+    made = side.run()
+    write_arrays(tmp_path, 0, side.arrays)
+    write_recording(tmp_path, (made,), "2.13")
+    assert read_recording(tmp_path).runs == (made,)
+    found = read_arrays(tmp_path, 0)
+    assert {n: a.tolist() for n, a in found.items()} == {
+        n: a.tolist() for n, a in side.arrays.items()
+    }
+    np.savez(tmp_path / "1.npz", evil=np.array([{"a": 1}], object))
+    with pytest.raises(RecordingError, match="allow_pickle"):
+        read_arrays(tmp_path, 1)
+    (tmp_path / "recording.json").write_text("{}")
+    with pytest.raises(RecordingError, match="missing required field"):
+        read_recording(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["a:B"], "a diff has two sides, got 1"),
+        (["a:B", "c:D", "--venv", "x", "--venv", "y"], "are the two sides"),
+        (["--venv", "/no/such", "--venv", "y"], "no virtual environment"),
+        (["a.jsonl", "b.jsonl"], "gradparity compare a.jsonl b.jsonl"),
+        (["HEAD", "HEAD~1"], "commits need --checkout DIR"),
+        (["no.py:Stack", "no.py:Stack"], "A: "),
+        (["a:B", "c:D", "--workload", "e:F"], "give no --workload"),
+        (["--upload-pack=x", "HEAD", "--checkout", "."], "unrecognized arguments"),
+        (["x", "y", "--checkout", "/no/such"], "git worktree add"),
+        (["a:B", "c:D", "--scaler", "a:B,c:D"], "give --scaler once"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["diff", *arguments])
+    except SystemExit as done:  # argparse
+        code = int(str(done.code))
+    told = capsys.readouterr().err
+    assert (code, len(told.splitlines())) == (2, 1), told
+    assert words in told
+
+
+STACK = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Stack:
+    meshes = ({"dp": 2},)
+
+    def model(self):
+        return nn.Linear(3, 2)
+
+    def batch(self, step, seed):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        return x, x[:, :2].sin()
+
+    def loss(self, output, targets):
+        return nn.functional.mse_loss(output, targets) * FACTOR
+
+    def parallelize(self, model, mesh):
+        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1)
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *who, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.fixture
+def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of two commits, the second of which scales its loss."""
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    for factor in ("1.0", "1.001"):
+        (folder / "stack.py").write_text(STACK.replace("FACTOR", factor))
+        git(folder, "add", "stack.py")
+        git(folder, "commit", "-qm", factor)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+ONE_STEP = "dp2/2/fp32/own/none/model=stack:Stack,steps=1"
+
+
+@pytest.mark.slow
+def test_two_commits_differ_and_leave_no_worktree(
+    repo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = ["HEAD~1", "HEAD", "--checkout", ".", "--scenario", ONE_STEP]
+    assert main(["diff", *sides, "--json", "found.json"]) == 1
+    assert "step 0: the loss differs by 0.001 of the loss" in capsys.readouterr().out
+    assert len(git(repo, "worktree", "list").splitlines()) == 1
+    found = json.loads((repo / "found.json").read_text())
+    assert (found["exit_code"], found["outcome"]) == (1, "different")
+    assert [s["result"] for s in found["scenarios"]] == ["different"]
+
+
+@pytest.mark.slow
+def test_an_environment_does_not_differ_from_itself(
+    repo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = ["--venv", sys.executable, "--venv", sys.prefix, "--scenario", ONE_STEP]
+    assert main(["diff", *sides]) == 0
+    assert "diff: SAME: 1 scenarios: 1 bitwise equal" in capsys.readouterr().out
