@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint gate baseline planted bench report docs \
-  who-passes specimens relock clean setup setup-test mutants
+  who-passes specimens torch-versions relock clean setup setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -74,6 +74,9 @@ mutants: setup  ## judge the judge: every faulty scaler against every law
 
 who-passes: setup-test  ## judge the scalers of others and write docs/who-passes.md
 	$(BIN)/gradparity who-passes --preset $(or $(PRESET),quick)
+
+torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate.md
+	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))
 
 relock: ## renew constraints.txt from pyproject.toml in a throw-away environment
 	TITAN="$(TITAN)" sh .ci/relock "$(PYTHON)"

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.diff.differences import Outcome, compare_runs
@@ -46,7 +48,7 @@ class Side:
         self.changes: dict[str, object] = {}
 
     def tensor(self, values: Sequence[float], dtype: type = np.float32) -> Tensor:
-        full = np.array(values, dtype)
+        full: NDArray[Any] = np.array(values, dtype)
         index = [np.array(p, np.int64) for p in self.places]
         return Tensor(
             parts=tuple(
