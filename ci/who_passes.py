@@ -1,4 +1,4 @@
-"""``gradparity who-passes``: judge known scalers and write ``docs/who-passes.md``."""
+"""``gradparity survey scalers``: judge known scalers, write ``docs/who-passes.md``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Judge, or only render, and write the page.
 
     Args:
-        argv: arguments after ``gradparity who-passes``.
+        argv: arguments after ``gradparity survey scalers``.
 
     Returns:
         0 written, 2 bad usage; what the scalers did does not matter.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write(parsed.out, render(_record(parsed)))
     except (UsageError, ReportError, OSError) as error:
         line = " ".join(str(error).split())
-        print(f"gradparity who-passes: {line}", file=sys.stderr)
+        print(f"gradparity survey scalers: {line}", file=sys.stderr)
         return 2
     except SystemExit as done:  # --help, or a usage error that argparse has told
         return int(done.code or 0)
@@ -83,7 +83,7 @@ def _record(parsed: argparse.Namespace) -> Record:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gradparity who-passes",
+        prog="gradparity survey scalers",
         description="Judge the known scalers and write the page of the results.",
         allow_abbrev=False,
     )

@@ -345,6 +345,15 @@ def _diff(parsed: argparse.Namespace) -> int:
     return diff(settings, partial(print, flush=True))
 
 
+def _survey(parsed: argparse.Namespace) -> int:
+    if parsed.what == "scalers":  # it makes a page, as the ci room does
+        (entry,) = entry_points(group=GROUP, name="who-passes")
+        return int(entry.load()(parsed.rest))
+    from .survey.command import main as survey
+
+    return survey(parsed.rest)
+
+
 def _bench(parsed: argparse.Namespace) -> int:
     script = Path(__file__).parent.parent / "benchmarks" / f"{parsed.what}.py"
     if not script.is_file():
@@ -368,6 +377,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
     "compare": _compare,
     "diff": _diff,
+    "survey": _survey,
     "bench": _bench,
 }
 

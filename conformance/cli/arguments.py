@@ -35,11 +35,13 @@ FORMATS = "gradparity.formats"
 _HELP = {
     "gate": "hold a report to a baseline and expectations",
     "laws": "write the page of all laws",
-    "who-passes": "judge known scalers of other packages, write the page",
 }
 """Of the further commands that come with this package."""
+_OLD_NAMES = {"who-passes": "survey scalers"}
+"""Commands that are known by another name now; help does not list them."""
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
+SURVEYS = ("scalers", "transformers")
 LISTS = (
     "laws",
     "topologies",
@@ -133,8 +135,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     _add_diff(commands)
     _add_small(commands)
     for entry in entry_points(group=COMMANDS):  # listed here, parsed there
-        help_ = _HELP.get(entry.name, f"from {entry.module}")
-        commands.add_parser(entry.name, help=help_)
+        told = {"help": _HELP.get(entry.name, f"from {entry.module}")}
+        commands.add_parser(entry.name, **({} if entry.name in _OLD_NAMES else told))
     return parser, commands
 
 
@@ -312,6 +314,11 @@ def _add_small(commands: Commands) -> None:
     compare = commands.add_parser("compare", help="what changed between two reports")
     compare.add_argument("before", type=Path, metavar="BEFORE")
     compare.add_argument("after", type=Path, metavar="AFTER")
+    survey = commands.add_parser(
+        "survey", help="judge other people's scalers, or every model of a package"
+    )
+    survey.add_argument("what", choices=SURVEYS)
+    survey.add_argument("rest", nargs=argparse.REMAINDER)
     bench = commands.add_parser("bench", help="time scaler or harness, from a checkout")
     bench.add_argument("what", choices=("scaler", "harness", "scale"))
     bench.add_argument("rest", nargs=argparse.REMAINDER)

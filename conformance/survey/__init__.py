@@ -1,0 +1,1 @@
+"""Surveys: what other people's packages train, judged model by model."""

@@ -1,0 +1,131 @@
+"""Catalogue: the model types of the installed transformers that ship a parallel plan.
+
+Read from the source of its configuration classes, so that nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..status import UsageError
+
+__all__ = ["PLANS", "ModelType", "Plan", "chosen_types", "model_types"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to lay a model out."""
+
+    text: str
+    rules: str
+    """The attribute of a configuration class that ships them."""
+    mesh: Mapping[str, int]
+    """Axis -> size, as a workload has it."""
+    sizes: Mapping[str, int]
+    """Of ``transformers.distributed.DistributedConfig``."""
+
+
+PLANS: Mapping[str, Plan] = {
+    "tp": Plan(
+        text="tensor parallel over 2 ranks",
+        rules="base_model_tp_plan",
+        mesh={"tp": 2},
+        sizes={"tp_size": 2},
+    ),
+    "ep": Plan(
+        text="experts over 2 ranks, which share the rows; tensor parallel beside them",
+        rules="base_model_ep_plan",
+        mesh={"tp": 2},
+        sizes={"tp_size": 2, "ep_size": 2},
+    ),
+    "fsdp+tp": Plan(
+        text="FSDP2 over 2 ranks outside tensor parallel over 2",
+        rules="base_model_tp_plan",
+        mesh={"dp": 2, "tp": 2},
+        sizes={"fsdp_size": 2, "tp_size": 2},
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelType:
+    """A configuration class that ships a plan."""
+
+    name: str
+    """Its ``model_type``."""
+    folder: str
+    """In ``transformers.models``."""
+    configuration: str
+    """Module that defines the class."""
+    config: str
+    """The class."""
+    rules: frozenset[str]
+    """Which plans it ships."""
+
+
+@cache
+def model_types() -> Mapping[str, ModelType]:
+    """All of them, by name.
+
+    Raises:
+        UsageError: if transformers is not installed.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        text = "transformers is not installed: pip install 'transformers>=5.23'"
+        raise UsageError(text)
+    models = Path(spec.origin).parent / "models"
+    found = [
+        kind
+        for path in sorted(models.glob("*/configuration_*.py"))
+        for kind in _types_in(path)
+    ]
+    return {kind.name: kind for kind in found}
+
+
+def chosen_types(plan: str, names: tuple[str, ...] = ()) -> list[ModelType]:
+    """Those that ship a plan.
+
+    Args:
+        plan: a key of :data:`PLANS`.
+        names: model types or folders to choose; by default all.
+    """
+    return [
+        kind
+        for kind in model_types().values()
+        if PLANS[plan].rules in kind.rules
+        and (not names or {kind.name, kind.folder} & {*names})
+    ]
+
+
+def _types_in(path: Path) -> Iterator[ModelType]:
+    """The classes of one file that have rules in their bodies, and a name."""
+    source = path.read_text(encoding="utf-8")
+    wanted = {plan.rules for plan in PLANS.values()}
+    if not any(rules in source for rules in wanted):
+        return
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        set_here = {
+            target.id: each.value
+            for each in node.body
+            if isinstance(each, ast.Assign)
+            for target in each.targets
+            if isinstance(target, ast.Name)
+        }
+        name = set_here.get("model_type")
+        rules = wanted & set_here.keys()
+        if rules and isinstance(name, ast.Constant):
+            yield ModelType(
+                name=str(name.value),
+                folder=path.parent.name,
+                configuration=path.stem,
+                config=node.name,
+                rules=frozenset(rules),
+            )

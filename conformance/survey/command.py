@@ -1,0 +1,90 @@
+"""``gradparity survey transformers``: judge every model type that ships a plan."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..cli.arguments import folder
+from ..status import EXIT_CODES, case_status
+from .catalogue import PLANS, model_types
+from .findings import confirm_all, families, write, write_finding
+from .page import print_survey, render
+from .survey import SurveySettings, conduct, writing
+
+__all__ = ["main"]
+
+STATUSES = {"right": "pass", "wrong": "fail", "undecided": "inconclusive"}
+"""Verdict on a model -> status; all others are errors."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the survey, write its records and its page, and print the table.
+
+    Args:
+        arguments: after ``survey transformers``.
+
+    Returns:
+        As the other commands': 0 all right, 1 some are wrong, 3 some have no verdict,
+        4 nothing could be compared for some.
+    """
+    parsed = _parser().parse_args(arguments)
+    model_types()  # without transformers nothing is made
+    settings = SurveySettings(
+        plans=tuple(dict.fromkeys(parsed.plan or PLANS)),
+        names=tuple(parsed.model),
+        out=parsed.out,
+        limit_s=parsed.limit,
+        quiet=parsed.quiet,
+        command=shlex.join(["gradparity", "survey", "transformers", *arguments]),
+    )
+    console = Console()
+    with writing(settings.out):
+        survey = conduct(settings, console)
+        found = families(survey)
+        if not parsed.no_scripts:
+            survey = confirm_all(survey, found, settings.path, console)
+        folder = settings.out / "findings"
+        kept = [write_finding(family, survey, folder) for family in found]
+        page = settings.out / "transformers.md"
+        write(page, render(survey, [record for record in kept if record]))
+    if not settings.quiet:
+        print_survey(survey, console)
+        console.print(f"records: {settings.path}", markup=False, highlight=False)
+        console.print(f"page:    {page}", markup=False, highlight=False)
+    statuses = [STATUSES.get(m.verdict, "error") for m in survey.models]
+    return EXIT_CODES[case_status(statuses)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradparity survey transformers",
+        description=(
+            "Judge every model type of the installed transformers that ships a "
+            "parallel plan: tiny, of random weights, with no download. A survey that "
+            "was interrupted is continued by the same command."
+        ),
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--plan", action="append", choices=PLANS, help="only this one; repeatable")
+    add("--model", nargs="+", default=[], metavar="NAME", help="types or folders")
+    add("--out", type=folder, default=Path("survey-transformers"), metavar="DIR")
+    add("--limit", type=_limit, default=60.0, metavar="S", help="a model's (60)")
+    add("--no-scripts", action="store_true", help="do not confirm failures by scripts")
+    add("--quiet", action="store_true", help="no progress, no table")
+    return parser
+
+
+def _limit(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return number

@@ -1,0 +1,372 @@
+"""Findings: failures of a survey that have one cause, each with what to send upstream.
+
+Failures are one family where the same rule of a plan (or, without a rule, the same
+class of module) leaves a gradient wrong in the same kind of run: in any, or only where
+micro-batches are accumulated. Of each family one script is kept, that of its smallest
+model, and every model of it must be confirmed by such a script of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from ..status import plain
+from .catalogue import PLANS, model_types
+from .records import Header, ModelRecord, Rule, Run, ScriptRecord, Survey, append
+from .script import MICRO_BATCHES, script_of
+
+__all__ = [
+    "Family",
+    "FindingRecord",
+    "confirm_all",
+    "families",
+    "write",
+    "write_finding",
+]
+
+SCRIPT_S = 600.0
+"""What a script may take, on a machine that others use as well."""
+THREADS: Mapping[str, str] = {}
+"""Id of a finding -> a public thread on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One parameter of one model that is wrong for the family's cause."""
+
+    model: ModelRecord
+    run: Run
+    """The first in which it departs."""
+    parameter: str
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Failures that have one cause."""
+
+    plan: str
+    accumulates: bool
+    """Whether only runs that accumulate micro-batches show it."""
+    rule: Rule
+    failures: tuple[Failure, ...]
+    """The worst parameter of each model, the smallest model first."""
+
+    @property
+    def id(self) -> str:
+        """Name of its files."""
+        cause = self.rule.style or self.rule.module
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cause).lower()
+        parts = ["transformers", self.plan, words]
+        text = "-".join([*parts, *["accumulation"] * self.accumulates])
+        return re.sub(r"[^a-z0-9]+", "-", text)
+
+    @property
+    def first(self) -> Failure:
+        """The one that is shown."""
+        return self.failures[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Model types."""
+        return sorted(failure.model.model for failure in self.failures)
+
+
+class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the table of all findings is made of."""
+
+    id: str
+    package: str
+    version: str
+    what: str
+    parameter: str
+    relative_error: float
+    reference: str
+    where: str
+    thread: str
+    script: str
+    date: str
+    command: str
+    models: tuple[str, ...] = ()
+    confirmed: tuple[str, ...] = ()
+    """Those models whose own script shows it in fp32 and in fp64."""
+
+
+def families(survey: Survey) -> list[Family]:
+    """The failures of a survey by cause, the largest family first."""
+    found: dict[tuple[str, bool, str], dict[str, Failure]] = {}
+    rules: dict[tuple[str, bool, str], Rule] = {}
+    for model in survey.models:
+        for failure, rule in _failures(model):
+            accumulates = MICRO_BATCHES[failure.run.name] > 1
+            key = (model.plan, accumulates, rule.style or rule.module)
+            rules.setdefault(key, rule)
+            known = found.setdefault(key, {}).get(model.model)
+            if known is None or known.error < failure.error:
+                found[key][model.model] = failure
+    made = [
+        Family(
+            plan=key[0],
+            accumulates=key[1],
+            rule=rules[key],
+            failures=tuple(sorted(by_model.values(), key=lambda f: f.model.seconds)),
+        )
+        for key, by_model in found.items()
+    ]
+    return sorted(made, key=lambda family: -len(family.failures))
+
+
+def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
+    """Each parameter in the first run in which it departs."""
+    known = set[str]()
+    failed = [run for run in model.runs if run.departed]
+    # one wrong gradient changes the norm, and so all that is clipped by it
+    plain_runs = [run for run in failed if not run.name.endswith("clipped")]
+    for run in plain_runs or failed:
+        for name, error in run.departed.items():
+            general = _general(name)
+            if general not in known and general in model.rules:
+                failure = Failure(model=model, run=run, parameter=name, error=error)
+                yield failure, model.rules[general]
+        known |= {_general(name) for name in run.departed}
+
+
+def _general(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def what(family: Family) -> str:
+    """The finding in one sentence."""
+    leaves = sorted({_leaf(f.parameter) for f in family.failures})
+    when = "where micro-batches are accumulated" if family.accumulates else "always"
+    return f"gradient of {', '.join(leaves)} wrong under the {family.plan} plan, {when}"
+
+
+def _leaf(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def script(failure: Failure, title: str, header: Header) -> str:
+    """The text of a model's script; imports transformers."""
+    from .zoo import Stack, config_class, model_class
+
+    kind = model_types()[failure.model.model]
+    odd = failure.run.name == "3 heads over 2 ranks"
+    stack = Stack(kind, PLANS[failure.model.plan], odd_heads=odd)
+    inputs = {"input_ids": "tokens[:, :-1]"}
+    if "decoder_input_ids" in stack.batch(0, 0)[0]:
+        inputs["decoder_input_ids"] = "tokens[:, 1:]"
+    return script_of(
+        title=title,
+        date=header.started[:10],
+        versions=f"transformers {header.version}, torch {header.torch}",
+        plan=failure.model.plan,
+        run=failure.run.name,
+        parameter=failure.parameter,
+        config=config_class(kind),
+        model=model_class(kind),
+        settings=stack.settings(),
+        inputs=inputs,
+        output=stack.output_name(),
+    )
+
+
+def confirm_all(
+    survey: Survey, found: Sequence[Family], path: Path, console: Console
+) -> Survey:
+    """Run the script of every failure that was not run yet.
+
+    Args:
+        survey: with the scripts that ran already.
+        found: the families of its failures.
+        path: file of the records; scripts are kept beside it.
+        console: is told of each.
+    """
+    folder = path.parent / "scripts"
+    folder.mkdir(exist_ok=True)
+    known = {record.key: record for record in survey.scripts}
+    for family in found:
+        for failure in family.failures:
+            name = failure.model.model
+            if (family.id, name) in known:
+                continue
+            file = folder / f"{family.id}-{name}.py"
+            text = script(failure, what(family), survey.headers[-1])
+            file.write_text(text, encoding="utf-8")
+            shows, told = run_script(file)
+            record = ScriptRecord(finding=family.id, model=name, shows=shows, text=told)
+            append(path, record)
+            known[record.key] = record
+            said = "shows it" if shows else f"does not show it: {told}"
+            line = plain(f"script of {family.id}, {name}: {said}")
+            console.print(line[:160], markup=False, highlight=False)
+    return msgspec.structs.replace(survey, scripts=tuple(known.values()))
+
+
+def run_script(file: Path) -> tuple[bool, str]:
+    """Run a script alone; whether it shows its finding, and what it printed."""
+    away = ("PYTHONPATH", "PYTHONWARNINGS")
+    environment = {k: v for k, v in os.environ.items() if k not in away}
+    environment |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        done = subprocess.run(
+            [sys.executable, str(file)],
+            capture_output=True,
+            text=True,
+            timeout=SCRIPT_S,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"not done within {SCRIPT_S:g} s"
+    # a script that breaks ends with 1, too, but has not said what it saw
+    shows = done.returncode == 1 and done.stdout.count("relative error") == 2
+    told = done.stdout if shows or not done.returncode else done.stderr[-300:]
+    return shows, told.strip()
+
+
+_ISSUE = """\
+# {what}
+
+Package: transformers {version} (torch {torch}), {date}. Found by
+`{command}`,
+confirmed by [{script}]({script}), which needs torch and transformers alone.
+
+## Text for an issue
+
+{text}
+
+## What the script prints
+
+{printed}
+
+## Models
+
+{models}
+
+## Where it departs first
+
+{where}
+
+Public thread: {thread}.
+"""
+_WHY = {
+    "replicated_with_grad_allreduce": (
+        "The hook is a post-accumulate-grad hook and all-reduces `param.grad`, which "
+        "already holds the sum over the ranks of earlier micro-batches: with n ranks "
+        "these are multiplied by n once more in each further backward. What is to be "
+        "reduced is what a backward adds, for example by a hook on the gradient "
+        "(`param.register_hook`) in place of one on the accumulated sum. "
+    ),
+}
+"""Style of a plan -> what goes wrong in it where micro-batches are accumulated."""
+
+
+def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord | None:
+    """Write script, text and record of a finding; None where no script shows it.
+
+    Args:
+        family: of failures.
+        survey: with the scripts that ran.
+        folder: for the three files.
+    """
+    said = {r.model: r for r in survey.scripts if r.finding == family.id and r.shows}
+    shown = [f for f in family.failures if f.model.model in said]
+    if not shown:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    first, header = shown[0], survey.headers[-1]
+    name = f"{family.id}.py"
+    record = FindingRecord(
+        id=family.id,
+        package=header.package,
+        version=header.version,
+        what=what(family),
+        parameter=first.parameter,
+        relative_error=first.error,
+        reference="the same model on one process in fp64",
+        where=family.rule.where,
+        thread=THREADS.get(family.id, "no thread found"),
+        script=f"docs/wild/{name}",
+        date=header.started[:10],
+        command=f"gradparity survey transformers --plan {family.plan} --model "
+        f"{first.model.model}",
+        models=tuple(family.names),
+        confirmed=tuple(sorted(said)),
+    )
+    write(folder / name, script(first, record.what, header))
+    rows = [
+        f"| `{f.model.model}` | `{f.parameter}` | {f.run.name} | {f.error:.2g} | "
+        f"{'yes' if f.model.model in said else 'no'} |"
+        for f in family.failures
+    ]
+    table = [
+        "| model type | parameter | run | relative error | script |",
+        "|---" * 5 + "|",
+    ]
+    text = _ISSUE.format(
+        what=record.what,
+        version=header.version,
+        torch=header.torch,
+        date=record.date,
+        command=record.command,
+        script=name,
+        text=_issue_text(family, first, record),
+        printed="\n".join(
+            f"    {line}" for line in said[first.model.model].text.splitlines()
+        ),
+        models="\n".join([*table, *rows]),
+        where=first.run.where.replace("net.", "") or "not looked for",
+        thread=record.thread,
+    )
+    write(folder / f"{family.id}.md", text)
+    write(
+        folder / f"{family.id}.json",
+        msgspec.json.format(msgspec.json.encode(record)).decode() + "\n",
+    )
+    return record
+
+
+def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
+    rule = f"rule `{family.rule.style}`" if family.rule.style else "no rule"
+    count = MICRO_BATCHES[first.run.name]
+    how = (
+        f"in {count} backward passes before a step, while one backward is right"
+        if family.accumulates
+        else "in a single backward"
+    )
+    others = [n for n in record.confirmed if n != first.model.model]
+    more = f" The same shows in {', '.join(others)}." if others else ""
+    count_all = len(first.run.departed)
+    rest = (
+        f"{count_all} gradients depart; the others and the loss agree to rounding. "
+        if "parity.loss" not in first.run.laws
+        else f"{count_all} gradients and the loss depart. "
+    )
+    why = _WHY.get(family.rule.style, "") if family.accumulates else ""
+    return (
+        f"Under `DistributedConfig({_sizes(family.plan)})` the gradient of "
+        f"`{first.parameter}` of `{first.model.model}` is not that of the model on one "
+        f"process: the relative error is {first.error:.2g} {how}. {rest}The plan has {rule} "
+        f"for it; the code is {family.rule.where}. {why}Seen with transformers "
+        f"{record.version}; the attached script exits 1 while it shows.{more}"
+    )
+
+
+def _sizes(plan: str) -> str:
+    return ", ".join(f"{name}={size}" for name, size in PLANS[plan].sizes.items())
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)

@@ -1,0 +1,194 @@
+"""Judging: one model type under one plan, by the judge that judges every workload."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from msgspec import structs
+
+from ...multiprocess import Cluster
+from ...multiprocess.cluster import BaseCluster
+from ..rank.devices import Devices
+from ..rank.scaler_spec import NO_SCALER
+from ..run.launcher import Place, Pool
+from ..run.runner import Case, Runner
+from ..space.scenario import Scenario
+from ..status import plain
+from .catalogue import PLANS, ModelType, model_types
+from .records import ModelRecord, Rule, Run
+from .zoo import Stack, rule_of, wildcards
+
+__all__ = ["judge_model", "ranks"]
+
+STEPS = 2
+ODD_HEADS = "3 heads over 2 ranks"
+ZOO = "gradparity.conformance.survey.zoo"
+_RUNS = {
+    "tp": ("plain", "accumulate", "accumulate-uneven", "clip-norm"),
+    "ep": ("plain", "accumulate", "clip-norm"),
+    "fsdp+tp": ("accumulate", "accumulate-no-sync", "clip-norm"),
+}
+"""Plan -> recipes."""
+WORDS = {
+    "plain": "1 micro-batch",
+    "accumulate": "2 equal micro-batches",
+    "accumulate-no-sync": "2 micro-batches, synchronised in the last",
+    "accumulate-uneven": "3 unequal micro-batches",
+    "clip-norm": "1 micro-batch, clipped",
+}
+
+
+def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
+    """What is tried with a model: in words, and the id of the scenario."""
+    mesh = PLANS[plan].mesh
+    topology = "-".join(f"{axis}{size}" for axis, size in mesh.items())
+    world = 1
+    for size in mesh.values():
+        world *= size
+    data = f"data={ZOO}:{plan.replace('+', '_')}"
+    for recipe in _RUNS[plan]:
+        steps = 1 if recipe == "clip-norm" else STEPS
+        settings = f"{data}.{model},steps={steps}"
+        if recipe != "plain":
+            settings += f",recipe={recipe}"
+        yield WORDS[recipe], f"{topology}/{world}/fp32/own/none/{settings}"
+
+
+def ranks(limit_s: float) -> Place:
+    """Where the ranks of a survey come from.
+
+    Args:
+        limit_s: what one scenario may take.
+    """
+    return _WarmPool(Devices(), limit_s)
+
+
+class _WarmPool(Pool):
+    """Ranks that are forked with transformers imported."""
+
+    def _make(self, world: int) -> BaseCluster:
+        spec = self.devices.spec(world, self.timeout_s)
+        cluster = Cluster.of(replace(spec, preload=_preloaded()))
+        return self._stack.enter_context(cluster)
+
+
+def _preloaded() -> tuple[str, ...]:
+    """What saving and loading a model imports, so that it is imported once."""
+    found = (
+        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+        *("transformers.distributed", "transformers.modeling_utils"),
+        *("accelerate", "deepspeed"),  # where they are there, saving asks for them
+    )
+    return tuple(n for n in found if importlib.util.find_spec(n) is not None)
+
+
+def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
+    """Judge a model type under a plan, in every scenario.
+
+    Args:
+        plan: a key of ``PLANS``.
+        model: a model type.
+        place: where the ranks come from.
+    """
+    start = time.monotonic()
+    runs: list[Run] = []
+    verdict, reason, rules = "", "", dict[str, Rule]()
+    runner = Runner(folder=os.getcwd(), place=place, localises=1)
+    kind = model_types()[model]
+    try:
+        Stack(kind, PLANS[plan]).output_name()  # it trains on one process
+        for name, scenario in scenarios(plan, model):
+            runs.append(_run_of(name, runner.run(NO_SCALER, Scenario.parse(scenario))))
+            if runs[-1].status == "error":
+                break
+        verdict = _verdict(runs)
+        if plan == "tp" and verdict in ("right", "wrong"):
+            runs += _with_odd_heads(kind, runner)
+            verdict = _verdict(runs)
+        reason = next((r.message for r in runs if r.status != "pass"), "")
+        rules = _rules(plan, model, runs)
+    except Exception as error:  # the package's own code may raise anything
+        verdict, reason = "not built", f"{type(error).__name__}: {error}"
+    return ModelRecord(
+        plan=plan,
+        model=model,
+        folder=model_types()[model].folder,
+        verdict=verdict,
+        reason=plain(reason)[:400],
+        runs=tuple(runs),
+        rules=rules,
+        seconds=round(time.monotonic() - start, 2),
+    )
+
+
+def _rules(plan: str, model: str, runs: list[Run]) -> dict[str, Rule]:
+    found: dict[str, Rule] = {}
+    for name in dict.fromkeys(name for run in runs for name in run.departed):
+        if wildcards(name) not in found:
+            found[wildcards(name)] = rule_of(model_types()[model], PLANS[plan], name)
+    return found
+
+
+def _with_odd_heads(kind: ModelType, runner: Runner) -> list[Run]:
+    """The run with 3 heads over 2 ranks, where the model has a number of heads.
+
+    A plan may refuse that; what it takes must be right.
+    """
+    odd = Stack(kind, PLANS["tp"], odd_heads=True)
+    try:
+        odd.output_name()
+    except Exception:  # no such model on one process either
+        return []
+    scenario = f"tp2/2/fp32/own/none/data={ZOO}:tp.odd.{kind.name},steps=1"
+    run = _run_of(ODD_HEADS, runner.run(NO_SCALER, Scenario.parse(scenario)))
+    refused = run.status == "error" and " hung, " not in run.message
+    return [structs.replace(run, status="skipped") if refused else run]
+
+
+def _verdict(runs: list[Run]) -> str:
+    statuses = {r.status for r in runs}
+    if "fail" in statuses:
+        return "wrong"
+    if "error" in statuses:
+        told = next(r.message for r in runs if r.status == "error")
+        ends = ((" hung, ", "too slow"), (" killed", "crashed"), (" exited", "crashed"))
+        return next((verdict for word, verdict in ends if word in told), "raises")
+    return "right" if statuses <= {"pass", "skipped"} else "undecided"
+
+
+def _run_of(name: str, case: Case) -> Run:
+    bad = [v for v in case.verdicts if v.status == case.status != "pass"]
+    first = next(
+        (v for v in bad if v.law == "parity.gradient"), bad[0] if bad else None
+    )
+    location = case.location
+    found = first.finding if first else None
+    return Run(
+        name=name,
+        scenario=case.scenario.id,
+        status=str(case.status),
+        message=plain(case.problem or (found.message if found else "")),
+        law=first.law if first else "",
+        laws=tuple(v.law for v in bad),
+        step=found.step if found else None,
+        parameter=(found.parameter or "").removeprefix("net.") if found else "",
+        error=float(found.numbers.get("error", 0.0)) if found else 0.0,
+        bound=float(found.numbers.get("bound", 0.0)) if found else 0.0,
+        departed=_departed(case),
+        where=location.text if location else "",
+        seconds=round(case.seconds, 2),
+    )
+
+
+def _departed(case: Case) -> dict[str, float]:
+    """The gradients that depart in the first bad step, as the model names them."""
+    parity = case.evidence.parity if case.evidence else None
+    found: dict[str, float] = {}
+    for row in parity.departed.get("gradient", ()) if parity else ():
+        name = row.parameter.removeprefix("net.")
+        found[name] = max(found.get(name, 0.0), float(f"{row.error:.3g}"))
+    return found

@@ -1,0 +1,167 @@
+"""What a survey came to: a table on the terminal, and the page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from markupsafe import escape
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..status import plain
+from .catalogue import PLANS, chosen_types
+from .findings import FindingRecord
+from .records import ModelRecord, Survey
+
+__all__ = ["print_survey", "render"]
+
+_TEXT = """\
+# transformers {version} under its own parallel plans
+
+Made by `{command}`; nothing here is written by hand.
+
+{provenance}
+
+Every model type whose configuration class ships a plan is built tiny from that class,
+with random weights, saved to a folder and loaded from it with `DistributedConfig`, as
+users do. It trains {steps} steps of SGD on random tokens. Gradients, updates and losses
+are held against the same model on one process in fp64; the bound is 8 times the error
+that correct runs in fp32 have, measured for this model ([parity](../parity.md)).
+*raises* and *not built* say nothing about gradients: the tiny settings may be the
+reason. A plan may refuse 3 heads over 2 ranks (*skipped*); where it takes them, they
+must be right.
+
+{summary}
+"""
+
+
+def print_survey(survey: Survey, console: Console) -> None:
+    """Print how many models came to what, and each that is not right."""
+    table = Table(box=box.SIMPLE)
+    for name in ("plan", "models", *_VERDICTS):
+        table.add_column(name)
+    for plan, counts in _counts(survey):
+        row = (str(counts[v] or "") for v in _VERDICTS)
+        table.add_row(plan, str(counts.total()), *row)
+    console.print(table)
+    for model in survey.models:
+        if model.verdict != "right":
+            text = plain(
+                f"{model.verdict:<10} {model.plan} {model.model}: {_why(model)}"
+            )
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+_VERDICTS = (
+    "right",
+    "wrong",
+    "undecided",
+    "raises",
+    "too slow",
+    "crashed",
+    "not built",
+)
+
+
+def _counts(survey: Survey) -> Iterator[tuple[str, Counter[str]]]:
+    for plan in PLANS:
+        found = Counter(m.verdict for m in survey.models if m.plan == plan)
+        if found:
+            yield plan, found
+
+
+def render(survey: Survey, findings: Sequence[FindingRecord] = ()) -> str:
+    """The page as Markdown."""
+    parts = [_head(survey), "\n".join(_findings(findings))]
+    for plan, _ in _counts(survey):
+        models = [m for m in survey.models if m.plan == plan]
+        parts.append("\n".join(_models(plan, models)))
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def _findings(findings: Sequence[FindingRecord]) -> Iterator[str]:
+    if not findings:
+        return
+    yield "## Findings\n"
+    yield "| finding | where | model types | confirmed by script | thread |"
+    yield "|---|---|---|---|---|"
+    for each in findings:
+        yield (
+            f"| [{_cell(each.what)}]({each.id}.md) | `{each.where}` | "
+            f"{', '.join(each.models)} | {len(each.confirmed)} of {len(each.models)} "
+            f"| {each.thread} |"
+        )
+
+
+def _head(survey: Survey) -> str:
+    header = survey.headers[-1]
+    from .judging import STEPS
+
+    seconds = sum(m.seconds for m in survey.models)
+    return _TEXT.format(
+        version=header.version,
+        command=header.command,
+        steps=STEPS,
+        provenance=(
+            f"Recorded {header.started[:10]}: transformers {header.version}, torch "
+            f"{header.torch}, Python {header.python}, {header.machine}, gradparity "
+            f"{header.gradparity}; {len(survey.models)} models in {seconds / 60:.0f} "
+            f"minutes, in {len(survey.headers)} call(s)."
+        ),
+        summary="\n".join(_summary(survey)),
+    )
+
+
+def _summary(survey: Survey) -> Iterator[str]:
+    yield (
+        "| plan | model types | judged | packages judged | "
+        + " | ".join(_VERDICTS)
+        + " |"
+    )
+    yield "|---" * (4 + len(_VERDICTS)) + "|"
+    for plan, counts in _counts(survey):
+        types = chosen_types(plan)
+        judged = [m for m in survey.models if m.plan == plan and m.judged]
+        folders = {m.folder for m in judged}
+        cells = [
+            f"`{plan}`: {PLANS[plan].text}",
+            str(len(types)),
+            str(len(judged)),
+            f"{len(folders)} of {len({k.folder for k in types})}",
+            *(str(counts[v] or "") for v in _VERDICTS),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
+    names = list(dict.fromkeys(run.name for m in models for run in m.runs))
+    yield f"## `{plan}`\n"
+    yield "| model type | verdict | " + " | ".join(names) + " | why | seconds |"
+    yield "|---" * (4 + len(names)) + "|"
+    for model in sorted(models, key=lambda m: (_VERDICTS.index(m.verdict), m.model)):
+        runs = {run.name: run.status for run in model.runs}
+        cells = [f"`{model.model}`", model.verdict]
+        cells += [runs.get(name, "") for name in names]
+        cells += [_cell(_why(model)), f"{model.seconds:.0f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _why(model: ModelRecord) -> str:
+    bad = next((r for r in model.runs if r.status == "fail"), None)
+    if bad is None or not bad.parameter:
+        return model.reason
+    worst = max(
+        (r for r in model.runs if r.status == "fail" and r.parameter),
+        key=lambda r: r.error,
+    )
+    return (
+        f"{worst.parameter}: relative error {worst.error:.2g}, "
+        f"bound {worst.bound:.1g}, {worst.name}"
+    )
+
+
+def _cell(text: str) -> str:
+    short = text if len(text) <= 160 else text[:157] + "..."
+    return str(escape(plain(short))).replace("|", "&#124;")

@@ -1,0 +1,181 @@
+"""Records of a survey: a header and a line a model, appended as the survey goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from ..status import UsageError
+
+__all__ = [
+    "Header",
+    "ModelRecord",
+    "Rule",
+    "Run",
+    "ScriptRecord",
+    "Survey",
+    "append",
+    "read_survey",
+]
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
+    """Where and how a survey was made."""
+
+    package: str
+    version: str
+    """Of the package."""
+    torch: str
+    python: str
+    gradparity: str
+    machine: str
+    command: str
+    started: str
+    limit_s: float
+    """What a model may take under a plan."""
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """What a package does with a parameter under a plan."""
+
+    style: str
+    """The rule that its plan has for it, or the empty string."""
+    where: str
+    """The class that carries the rule out, or else the parameter's module: its name,
+    file and line."""
+    module: str
+    """Class of the module that holds the parameter."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One scenario of a model."""
+
+    name: str
+    """What was trained: ``2 micro-batches``."""
+    scenario: str
+    """Its id, for ``gradparity replay``."""
+    status: str
+    """As that of any case."""
+    message: str = ""
+    """The first law that is broken, or why there is no verdict."""
+    law: str = ""
+    laws: tuple[str, ...] = ()
+    """All that are broken."""
+    step: int | None = None
+    parameter: str = ""
+    """The one that departs most."""
+    error: float = 0.0
+    """Of its gradient, relative to the truth's norm."""
+    bound: float = 0.0
+    departed: dict[str, float] = {}
+    """All that depart in that step, and by how much, at most."""
+    where: str = ""
+    """The first module and collective that depart."""
+    seconds: float = 0.0
+
+
+class ModelRecord(
+    msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="kind"
+):
+    """One model type under one plan."""
+
+    plan: str
+    model: str
+    folder: str
+    verdict: str
+    """``right``, ``wrong``, or why there is none: ``raises``, ``too slow``,
+    ``crashed``, ``not built``, ``undecided``."""
+    reason: str = ""
+    runs: tuple[Run, ...] = ()
+    rules: dict[str, Rule] = {}
+    """Of the parameters that depart, with ``*`` for the number of a layer."""
+    seconds: float = 0.0
+    finished: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies it within a survey."""
+        return self.plan, self.model
+
+    @property
+    def judged(self) -> bool:
+        """Whether there is a verdict."""
+        return self.verdict in ("right", "wrong")
+
+
+class ScriptRecord(
+    msgspec.Struct, frozen=True, kw_only=True, tag="script", tag_field="kind"
+):
+    """What the script of a failure said when it ran alone."""
+
+    finding: str
+    """Id of the finding."""
+    model: str
+    shows: bool
+    text: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies it within a survey."""
+        return self.finding, self.model
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole survey; of a model that was judged twice the last record."""
+
+    headers: tuple[Header, ...]
+    """One a call: a survey that was interrupted is gone on with."""
+    models: tuple[ModelRecord, ...]
+    scripts: tuple[ScriptRecord, ...] = ()
+
+
+Line = Header | ModelRecord | ScriptRecord
+_DECODER = msgspec.json.Decoder(Line)
+_ENCODER = msgspec.json.Encoder()
+
+
+def read_survey(path: Path) -> Survey:
+    """Read what there is; a last line that was cut off is left out.
+
+    Raises:
+        UsageError: if a line is no record.
+    """
+    headers: list[Header] = []
+    models: dict[tuple[str, str], ModelRecord] = {}
+    scripts: dict[tuple[str, str], ScriptRecord] = {}
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            found = _DECODER.decode(line)
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{path}, line {number}: no record: {error}") from error
+        match found:
+            case Header():
+                headers.append(found)
+            case ModelRecord():
+                models[found.key] = found
+            case ScriptRecord():
+                scripts[found.key] = found
+    return Survey(
+        headers=tuple(headers),
+        models=tuple(models.values()),
+        scripts=tuple(scripts.values()),
+    )
+
+
+def append(path: Path, record: Line) -> None:
+    """Add a line, after the last whole one.
+
+    What a survey that was killed left of a line is cut off first: with the new one
+    behind it, it would be a line that nobody can read.
+    """
+    with path.open("ab+") as file:
+        file.seek(0)
+        text = file.read()
+        if text and not text.endswith(b"\n"):
+            file.truncate(text.rfind(b"\n") + 1)
+        file.write(_ENCODER.encode(record) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())

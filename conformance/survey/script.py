@@ -1,0 +1,182 @@
+"""The script of a finding: one parameter's gradient on one process and under the plan.
+
+It needs torch and transformers alone, and is what a maintainer runs.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from .catalogue import PLANS
+from .tiny import FIRST_TOKEN, VOCAB
+
+__all__ = ["MICRO_BATCHES", "script_of"]
+
+MICRO_BATCHES = {
+    "1 micro-batch": 1,
+    "1 micro-batch, clipped": 1,
+    "2 equal micro-batches": 2,
+    "2 micro-batches, synchronised in the last": 2,
+    "3 unequal micro-batches": 3,
+    "3 heads over 2 ranks": 1,
+}
+"""Name of a run -> how many the script takes."""
+
+WIDTH = 88
+
+_TEMPLATE = '''\
+"""{title}.
+
+Needs torch and transformers alone; weights are random, nothing is downloaded. Made by
+gradparity's survey on {date}: {versions}. Exits 1 while it shows.
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from transformers.distributed import DistributedConfig
+from {config_module} import {config}
+from {model_module} import {model}
+
+CONFIG = {settings}
+SIZES = {sizes}
+MICRO_BATCHES = {parts}
+PARAMETER = {parameter}
+SEEDED = torch.Generator().manual_seed(0)
+ROWS = torch.randint({first}, {vocab}, (6, 9), generator=SEEDED)
+
+
+def gradient(model, rows):
+    """Of the mean over all rows, accumulated over the micro-batches."""
+    for tokens in rows.chunk(MICRO_BATCHES):
+        output = model({inputs}).{output}.flatten(0, 1)
+        targets = tokens[:, 1:].flatten() % output.shape[-1]
+        (cross_entropy(output, targets) * len(tokens) / len(rows)).backward()
+    found = model.get_parameter(PARAMETER).grad
+    model.zero_grad()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def run_rank(rank, folder):
+    """Load the model under its plan, and take the gradient."""
+    store = dist.FileStore(f"{{folder}}/store", {world})
+    dist.init_process_group("gloo", store=store, rank=rank, world_size={world})
+    plan = DistributedConfig(**SIZES)
+    for dtype in (torch.float32, torch.float64):
+        load = {model}.from_pretrained
+        model = load(folder, dtype=dtype, distributed_config=plan)
+{eager}        found = gradient(model, ROWS{share})
+        if rank == 0:
+            torch.save(found, f"{{folder}}/{{dtype}}.pt")
+    dist.destroy_process_group()
+
+
+def main():
+    """Print the gradient's error in fp32 and in fp64."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # threads do not survive a fork
+    model = {model}({config}(**CONFIG)).eval()
+    for p in model.parameters():  # no zeros and ones, which hide errors
+        drawn = torch.randn(p.shape)
+        p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
+    shows = True
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        mp.start_processes(run_rank, (folder,), {world}, start_method="fork")
+        for dtype in (torch.float32, torch.float64):
+{eager_too}            model.to(dtype)
+            true, again = gradient(model, ROWS), gradient(model, ROWS.flip(0))
+            found = torch.load(f"{{folder}}/{{dtype}}.pt")
+            error, noise = ((x - true).norm() / true.norm() for x in (found, again))
+            print(f"{{PARAMETER}}, {{dtype}}: relative error {{error:.2g}}, rounding",
+                  f"{{noise:.1g}}; norm {{found.norm():.4g}}, true {{true.norm():.4g}}")
+            shows &= bool(error > 8 * max(noise, torch.finfo(dtype).eps))
+    return int(shows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+
+_EAGER = 'model.set_experts_implementation("eager")  # grouped ones take no fp64\n'
+
+
+def script_of(
+    *,
+    title: str,
+    date: str,
+    versions: str,
+    plan: str,
+    run: str,
+    parameter: str,
+    config: Any,
+    model: Any,
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    output: str,
+) -> str:
+    """The text of a script.
+
+    Args:
+        title: one sentence on what it shows.
+        date: of the survey.
+        versions: of transformers and torch.
+        plan: a key of ``PLANS``.
+        run: name of the run that fails.
+        parameter: its name in the model.
+        config: class of the configuration.
+        model: class of the model.
+        settings: arguments of the configuration.
+        inputs: argument of the model -> expression in ``tokens``.
+        output: attribute of what the model returns.
+    """
+    mesh = PLANS[plan].mesh
+    shares = mesh.get("dp", 1)
+    tp = math.prod(mesh.values()) // shares
+    experts = any("expert" in name for name in settings)
+    return _TEMPLATE.format(
+        title=title,
+        date=date,
+        versions=versions,
+        config_module=config.__module__,
+        config=config.__name__,
+        model_module=model.__module__,
+        model=model.__name__,
+        settings=_literal(settings),
+        sizes=dict(PLANS[plan].sizes),
+        parts=MICRO_BATCHES[run],
+        parameter=f'"{parameter}"',
+        first=FIRST_TOKEN,
+        vocab=VOCAB,
+        inputs=", ".join(f"{name}={text}" for name, text in inputs.items()),
+        output=output,
+        world=math.prod(mesh.values()),
+        share=f".chunk({shares})[rank // {tp}]" if shares > 1 else "",
+        # torch's grouped products take no fp64
+        eager=f"{8 * ' '}{_EAGER}" if experts else "",
+        eager_too=f"{12 * ' '}{_EAGER}" if experts else "",
+    )
+
+
+def _literal(settings: Mapping[str, Any]) -> str:
+    """A dict as few lines of source."""
+    pairs = [
+        f'"{name}": {value!r}'.replace("'", '"') for name, value in settings.items()
+    ]
+    filled = textwrap.fill(
+        ", ".join(pairs),
+        width=WIDTH,
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return f"{{\n{filled}\n}}"

@@ -1,0 +1,279 @@
+"""The survey: every model type under its plans, one after another, whatever they do.
+
+A child process judges them, since a model may hang or end the process that runs it.
+The survey waits on a pipe: a child that is late or gone is ended, with its ranks, and
+the next model gets a new one. What is known of a model is one line of a file, written
+when it is known, so that a survey can be interrupted and continued.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from ... import __version__
+from ..status import UsageError, plain
+from .catalogue import ModelType, chosen_types
+from .records import Header, ModelRecord, Survey, append, read_survey
+
+__all__ = ["Judging", "SurveySettings", "conduct", "writing"]
+
+START_S = 180.0
+"""What a child may take to import torch and transformers."""
+GRACE_S = 10.0
+"""What a child may take beyond a model's limit, to say by itself that it is over."""
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of the child and its ranks: no download, no progress bars of theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveySettings:
+    """One call of the command."""
+
+    plans: Sequence[str]
+    names: tuple[str, ...] = ()
+    """Model types or folders; by default all."""
+    out: Path
+    limit_s: float = 60.0
+    quiet: bool = False
+    command: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The file of the records."""
+        return self.out / "survey.jsonl"
+
+    def chosen(self) -> list[tuple[str, ModelType]]:
+        """(plan, model type) of all that is to be judged.
+
+        Raises:
+            UsageError: for a name that no model has.
+        """
+        found = [(p, k) for p in self.plans for k in chosen_types(p, self.names)]
+        known = {name for _, kind in found for name in (kind.name, kind.folder)}
+        for name in self.names:
+            if name not in known:
+                plans = " or ".join(self.plans)
+                text = f"no model type {name!r} of transformers has rules for {plans}"
+                raise UsageError(text)
+        return found
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Hold a folder for one survey.
+
+    Raises:
+        UsageError: if another survey writes there now.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".survey.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        text = f"{out}: another survey writes here now: choose another --out"
+        raise UsageError(text) from None
+    with lock:
+        yield
+
+
+def conduct(settings: SurveySettings, console: Console) -> Survey:
+    """Judge what has no record yet, and return all that was asked for.
+
+    Raises:
+        UsageError: if the folder holds a survey of other versions.
+        KeyboardInterrupt: what was judged is in the file.
+    """
+    chosen = settings.chosen()
+    header = _header(settings)
+    known = read_survey(settings.path)
+    _same_versions(settings.path, known, header)
+    done = {record.key for record in known.models}
+    left = [(p, k) for p, k in chosen if (p, k.name) not in done]
+    if left:
+        append(settings.path, header)
+        with Judging(settings.out / "judging.log", settings.limit_s) as judging:
+            _judge_all(left, judging, settings, console)
+    asked = {(p, k.name) for p, k in chosen}
+    whole = read_survey(settings.path)
+    models = tuple(m for m in whole.models if m.key in asked)
+    return msgspec.structs.replace(whole, models=models)
+
+
+def _judge_all(
+    left: Sequence[tuple[str, ModelType]],
+    judging: Judging,
+    settings: SurveySettings,
+    console: Console,
+) -> None:
+    bar = Progress(
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+        disable=settings.quiet,
+    )
+    with bar:
+        task = bar.add_task("", total=len(left))
+        for plan, kind in left:
+            bar.update(task, description=f"{plan} {kind.name}")
+            record = judging.judge(plan, kind)
+            append(settings.path, record)
+            bar.advance(task)
+            if record.verdict != "right" and not settings.quiet:
+                text = f"{record.verdict:<10} {plan} {kind.name}: {record.reason}"
+                console.print(plain(text)[:160], markup=False, highlight=False)
+
+
+def _header(settings: SurveySettings) -> Header:
+    return Header(
+        package="transformers",
+        version=version("transformers"),
+        torch=version("torch"),
+        python=platform.python_version(),
+        gradparity=__version__,
+        machine=f"{os.cpu_count()} cores, CPU, gloo",
+        command=settings.command,
+        started=_now(),
+        limit_s=settings.limit_s,
+    )
+
+
+def _same_versions(path: Path, known: Survey, header: Header) -> None:
+    for earlier in known.headers[-1:]:
+        was = (earlier.package, earlier.version, earlier.torch)
+        now = (header.package, header.version, header.torch)
+        if was != now:
+            text = f"{path} is of {was[0]} {was[1]} and torch {was[2]}, here are"
+            way_out = "choose another --out"
+            raise UsageError(f"{text} {now[0]} {now[1]} and torch {now[2]}: {way_out}")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Judging:
+    """The child process; a context manager that ends it, and with it its ranks."""
+
+    def __init__(self, log: Path, limit_s: float) -> None:
+        """Start nothing yet.
+
+        Args:
+            log: takes what the child and its libraries print.
+            limit_s: what a model may take under a plan.
+        """
+        self.log = log
+        self.limit_s = limit_s
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def judge(self, plan: str, kind: ModelType) -> ModelRecord:
+        """Have a model judged; if it ends or delays the child, that is its verdict."""
+        begun = time.monotonic()
+        record = ModelRecord(
+            plan=plan, model=kind.name, folder=kind.folder, verdict="crashed"
+        )
+        try:
+            pipe = self._started()
+            begun = time.monotonic()
+            pipe.send_bytes(msgspec.json.encode((plan, kind.name)))
+            if pipe.poll(self.limit_s + GRACE_S):
+                record = msgspec.json.decode(pipe.recv_bytes(), type=ModelRecord)
+            else:
+                text = f"not judged within {self.limit_s:g} s"
+                record = msgspec.structs.replace(
+                    record, verdict="too slow", reason=text
+                )
+                self.end()
+        except (EOFError, ConnectionError):
+            code = self.end()
+            text = f"the process that judged it ended with exit code {code}"
+            record = msgspec.structs.replace(record, reason=text)
+        seconds = round(time.monotonic() - begun, 2)
+        return msgspec.structs.replace(record, seconds=seconds, finished=_now())
+
+    def end(self) -> int | None:
+        """End the child; returns its exit code if it had ended by itself."""
+        process, self._process, self._pipe = self._process, None, None
+        if process is None:
+            return None
+        process.join(1.0)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        return code
+
+    def _started(self) -> Connection:
+        if self._pipe is not None:
+            return self._pipe
+        os.environ.update(QUIET)  # the child's, and its ranks'
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, str(self.log), self.limit_s)
+        )
+        self._process.start()
+        theirs.close()
+        if not self._pipe.poll(START_S):
+            raise ConnectionError(f"no answer within {START_S:g} s")
+        self._pipe.recv_bytes()
+        return self._pipe
+
+
+def _serve(pipe: Connection, log: str, limit_s: float) -> None:
+    """Judge what is asked for, until the survey hangs up. The child's main function."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the survey ends this process
+    with open(log, "ab") as file:
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+    from .judging import judge_model, ranks
+
+    with ranks(limit_s) as place:
+        pipe.send_bytes(b"ready")
+        while True:
+            try:
+                plan, name = msgspec.json.decode(pipe.recv_bytes())
+            except EOFError:
+                return
+            pipe.send_bytes(msgspec.json.encode(judge_model(plan, name, place)))

@@ -1,0 +1,268 @@
+"""Zoo: each model type of transformers that ships a parallel plan, as a workload.
+
+``gradparity.conformance.survey.zoo:tp.qwen3`` is a workload (docs/workload.md): a tiny
+model of random weights, made from its own configuration class, saved to a temporary
+folder and loaded from there under its own plan, as users do. Nothing is downloaded.
+
+[Note: Weights]
+What a model is born with hides faults: biases of zero may be added twice, norms of one
+may be swapped, and matrices of 0.02 leave an attention so flat that its norms have no
+gradient to speak of. So matrices are drawn with the size that keeps activations, and
+vectors are moved off what they are.
+
+[Note: fp32 inside]
+Many models compute norms, softmax or routers in fp32 whatever their dtype. In fp64 that
+would leave a truth with the errors of fp32. In the reference's fp64 run a request for
+fp32 is therefore one for fp64: the model's own words, read as "at least fp32".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from .catalogue import PLANS, ModelType, Plan, model_types
+from .records import Rule
+from .tiny import FIRST_TOKEN, VOCAB, shrink, with_odd_heads
+
+__all__ = ["Net", "Stack", "ep", "fsdp_tp", "tp"]
+
+ROWS, TOKENS = 6, 8
+
+
+class Net(nn.Module):
+    """A model of transformers, from a dict of inputs to one tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.net = model
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits, or hidden states where the model has no head."""
+        wide = next(self.parameters()).dtype == torch.float64
+        if wide:  # torch has no grouped products in fp64
+            self.net.set_experts_implementation("eager")  # type: ignore[operator]  # of an untyped package
+        with AtLeastDouble() if wide else nullcontext():
+            output = self.net(**inputs)
+        found = (getattr(output, name, None) for name in _OUTPUTS)
+        return next(tensor for tensor in found if tensor is not None)
+
+
+_OUTPUTS = ("logits", "last_hidden_state")
+"""What a model may return that is trained on, the best first."""
+
+
+class AtLeastDouble(TorchFunctionMode):
+    """Reads a model's requests for fp32 as ones for fp64; see [Note: fp32 inside]."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` with fp64 in place of fp32."""
+        if func is Tensor.float:
+            func = Tensor.double
+        kwargs = kwargs or {}
+        if torch.float32 in args:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+class Stack:
+    """One model type under one plan."""
+
+    def __init__(self, kind: ModelType, plan: Plan, *, odd_heads: bool = False) -> None:
+        self.kind, self.plan = kind, plan
+        self.meshes = (plan.mesh,)
+        self.odd_heads = odd_heads
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the configuration class."""
+        small = shrink(config_class(self.kind))
+        if self.odd_heads:
+            odd = with_odd_heads(small)
+            if odd is None:
+                raise ValueError(f"{self.kind.name} has no number of heads to change")
+            return odd
+        return small
+
+    def model(self) -> nn.Module:
+        """The whole model; see [Note: Weights]."""
+        config = config_class(self.kind)(**self.settings())
+        net = Net(model_class(self.kind)(config))
+        for parameter in net.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                draw(parameter)
+        return net
+
+    def batch(self, step: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Tokens, and what is to follow."""
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        tokens = torch.randint(
+            FIRST_TOKEN, VOCAB, (ROWS, TOKENS + 1), generator=generator
+        )
+        inputs = {"input_ids": tokens[:, :-1]}
+        takes = inspect.signature(model_class(self.kind).forward).parameters
+        if "decoder_input_ids" in takes:
+            inputs["decoder_input_ids"] = tokens[:, 1:]
+        return inputs, tokens[:, 1:].contiguous()
+
+    def output_name(self) -> str:
+        """The attribute of what the model returns that is trained on."""
+        with torch.no_grad():
+            found = self.model().net(**self.batch(0, 0)[0])  # type: ignore[operator]  # a module
+        return next(n for n in _OUTPUTS if getattr(found, n, None) is not None)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy; hidden states are taken for logits of fewer tokens."""
+        classes = output.shape[-1]
+        return nn.functional.cross_entropy(
+            output.flatten(0, 1), targets.flatten() % classes
+        )
+
+    def parallelize(self, model: Net, mesh: DeviceMesh) -> nn.Module:
+        """Load the model under its plan, as users do."""
+        from transformers.distributed import DistributedConfig
+
+        with tempfile.TemporaryDirectory() as folder:
+            shared = [folder]
+            if dist.get_rank() == 0:
+                model.net.save_pretrained(folder)  # type: ignore[operator]  # of an untyped package
+            dist.broadcast_object_list(shared)  # the folder of rank 0
+            loaded = type(model.net).from_pretrained(  # type: ignore[attr-defined]  # of an untyped package
+                shared[0],
+                dtype=torch.float32,
+                distributed_config=DistributedConfig(**self.plan.sizes),
+            )
+            dist.barrier()  # rank 0 removes the folder once all have read it
+        return Net(loaded.train())
+
+    def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
+        """SGD: an update is the gradient."""
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1, foreach=False)
+
+
+@torch.no_grad()
+def draw(parameter: Tensor) -> None:
+    """Draw a parameter from torch's generator; see [Note: Weights]."""
+    noise = torch.randn(parameter.shape)
+    if parameter.ndim < 2:
+        parameter += 0.1 * noise
+    else:
+        parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+@cache
+def config_class(kind: ModelType) -> Any:
+    """The configuration class itself."""
+    name = f"transformers.models.{kind.folder}.{kind.configuration}"
+    return getattr(importlib.import_module(name), kind.config)
+
+
+def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
+    """What the package does with a parameter under a plan.
+
+    Args:
+        kind: a model type.
+        plan: how it is laid out.
+        parameter: its name in the model.
+    """
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    with torch.device("meta"):
+        model = model_class(kind)(config_class(kind)(**Stack(kind, plan).settings()))
+    rules = {**model.tp_plan, **(model.ep_plan if "ep_size" in plan.sizes else {})}
+    owner = parameter.rpartition(".")[0]
+    general = (wildcards(parameter), wildcards(owner))
+    style = next((rules[name] for name in general if name in rules), "")
+    made_by = type(ALL_PARALLEL_STYLES[style]) if style else None
+    return Rule(
+        style=style,
+        where=_place_of(made_by or type(model.get_submodule(owner))),
+        module=type(model.get_submodule(owner)).__name__,
+    )
+
+
+def wildcards(name: str) -> str:
+    """A name with ``*`` for each number of a layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _place_of(kind: Any) -> str:
+    """A class and where in its package it begins."""
+    path = Path(inspect.getsourcefile(kind) or "")
+    parts = path.parts[path.parts.index("site-packages") + 1 :] or path.parts[-1:]
+    return f"{kind.__name__} ({'/'.join(parts)}:{inspect.getsourcelines(kind)[1]})"
+
+
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "Model", "")
+"""Ends of names of models, the best to train first."""
+_NO_HEADS = ("Classification", "QuestionAnswering", "PreTrainedModel", "Answering")
+
+
+@cache
+def model_class(kind: ModelType) -> Any:
+    """The model to train with a configuration class.
+
+    Raises:
+        ValueError: if none takes it alone.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = config_class(kind)
+    part = kind.configuration.removeprefix("configuration_")
+    name = f"transformers.models.{kind.folder}.modeling_{part}"
+    if importlib.util.find_spec(name) is None:  # the model of another type
+        return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.name])
+    module = importlib.import_module(name)
+    found = [
+        each
+        for name, each in vars(module).items()
+        if inspect.isclass(each)
+        and issubclass(each, transformers.PreTrainedModel)
+        and getattr(each, "config_class", None) is config
+        and not any(word in name for word in _NO_HEADS)
+    ]
+    if not found:
+        raise ValueError(f"no model takes a {kind.config} alone")
+    return min(found, key=lambda each: _rank(each.__name__))
+
+
+def _rank(name: str) -> int:
+    return next(n for n, end in enumerate(_HEADS) if name.endswith(end))
+
+
+class _Types:
+    """Workloads of one plan by model type; in ``odd`` with an odd number of heads."""
+
+    def __init__(self, plan: str, *, odd_heads: bool = False) -> None:
+        self.plan, self.odd_heads = PLANS[plan], odd_heads
+        if not odd_heads:
+            self.odd = _Types(plan, odd_heads=True)
+
+    def __getattr__(self, name: str) -> Stack:
+        kind = model_types().get(name)
+        if kind is None:
+            raise AttributeError(name)
+        return Stack(kind, self.plan, odd_heads=self.odd_heads)
+
+
+tp = _Types("tp")
+ep = _Types("ep")
+fsdp_tp = _Types("fsdp+tp")
