@@ -135,8 +135,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     _add_diff(commands)
     _add_small(commands)
     for entry in entry_points(group=COMMANDS):  # listed here, parsed there
-        told = {"help": _HELP.get(entry.name, f"from {entry.module}")}
-        commands.add_parser(entry.name, **({} if entry.name in _OLD_NAMES else told))
+        if entry.name in _OLD_NAMES:
+            commands.add_parser(entry.name)  # without help it is not listed
+            continue
+        help_ = _HELP.get(entry.name, f"from {entry.module}")
+        commands.add_parser(entry.name, help=help_)
     return parser, commands
 
 

@@ -355,8 +355,8 @@ def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
     return (
         f"Under `DistributedConfig({_sizes(family.plan)})` the gradient of "
         f"`{first.parameter}` of `{first.model.model}` is not that of the model on one "
-        f"process: the relative error is {first.error:.2g} {how}. {rest}The plan has {rule} "
-        f"for it; the code is {family.rule.where}. {why}Seen with transformers "
+        f"process: the relative error is {first.error:.2g} {how}. {rest}The plan has "
+        f"{rule} for it; the code is {family.rule.where}. {why}Seen with transformers "
         f"{record.version}; the attached script exits 1 while it shows.{more}"
     )
 

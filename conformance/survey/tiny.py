@@ -160,10 +160,11 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
         elif isinstance(value, list) and len(value) == count and _limit(name):
             small[name] = [_limit(name)] * depth
         elif isinstance(value, int) or (value is None and name in _NEEDED):
-            limit = value if _limit(name) is None else _limit(name)
-            # a model of one expert, or of none, is no model of experts
-            more = "expert" in name and value == 1
-            small[name] = limit if value is None or more else min(value, limit)
+            limit = _limit(name)
+            # a model of one expert is no model of experts
+            more = value is None or ("expert" in name and value == 1)
+            if limit is not None:
+                small[name] = limit if more else min(value, limit)
     if "kv_lora_rank" in known and "num_key_value_heads" in small:
         small["num_key_value_heads"] = HEADS  # latent attention has no groups
     if "per_layer_config" in default.to_dict():

@@ -1,0 +1,262 @@
+"""The survey of somebody else's models: judged, continued, and told."""
+
+import ast
+import json
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from gradparity.conformance.__main__ import main
+from gradparity.conformance.status import UsageError
+from gradparity.conformance.survey import catalogue, survey
+from gradparity.conformance.survey.catalogue import ModelType, chosen_types
+from gradparity.conformance.survey.findings import (
+    families,
+    run_script,
+    script,
+    write_finding,
+)
+from gradparity.conformance.survey.page import render
+from gradparity.conformance.survey.records import (
+    Header,
+    ModelRecord,
+    Rule,
+    Run,
+    ScriptRecord,
+    Survey,
+    append,
+    read_survey,
+)
+from gradparity.conformance.survey.survey import Judging
+
+HEADER = Header(
+    package="transformers",
+    version="5.23.0",
+    torch="2.13.0",
+    python="3.11",
+    gradparity="0.1.0",
+    machine="2 cores",
+    command="gradparity survey transformers",
+    started="2026-11-22T10:00:00+00:00",
+    limit_s=60.0,
+)
+HOOK = Rule(style="summed", where="Summed (pkg/plan.py:3)", module="Norm")
+KIND = ModelType(
+    name="made_up", folder="made_up", configuration="", config="", rules=frozenset()
+)
+Q_NORM = "model.layers.0.self_attn.q_norm.weight"
+
+
+def record(name: str, *runs: Run, verdict: str = "wrong") -> ModelRecord:
+    return ModelRecord(
+        plan="tp",
+        model=name,
+        folder=name,
+        verdict=verdict,
+        runs=runs,
+        rules={"model.layers.*.self_attn.q_norm.weight": HOOK},
+    )
+
+
+def wrong(name: str, **departed: float) -> Run:
+    return Run(
+        name=name,
+        scenario="",
+        status="fail",
+        parameter=Q_NORM,
+        error=max(departed.values()),
+        departed=departed,
+    )
+
+
+def test_failures_of_one_rule_are_one_family() -> None:
+    """What accumulates and what is wrong at once have causes of their own."""
+    one = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}))
+    other = record("olmo2", wrong("3 unequal micro-batches", **{Q_NORM: 0.7}))
+    always = record("flint", wrong("1 micro-batch", **{Q_NORM: 0.5}))
+    # one wrong gradient changes the norm by which all of them are clipped
+    followed = wrong("1 micro-batch, clipped", **{Q_NORM: 0.5, "lm_head.weight": 0.1})
+    found = families(
+        Survey(
+            headers=(HEADER,),
+            models=(one, other, record("cwm", *always.runs, followed)),
+        )
+    )
+    assert {(f.id, *f.names) for f in found} == {
+        ("transformers-tp-summed-accumulation", "olmo2", "qwen3"),
+        ("transformers-tp-summed", "cwm"),
+    }
+
+
+def test_a_finding_needs_a_script_that_shows_it(tmp_path: Path) -> None:
+    failed = record("made_up", wrong("1 micro-batch", **{Q_NORM: 0.5}))
+    whole = Survey(headers=(HEADER,), models=(failed,))
+    (family,) = families(whole)
+    assert write_finding(family, whole, tmp_path) is None
+    said = ScriptRecord(finding=family.id, model="made_up", shows=False, text="")
+    whole = Survey(headers=(HEADER,), models=(failed,), scripts=(said,))
+    assert write_finding(family, whole, tmp_path) is None
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_survey_that_was_killed_in_a_line_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "survey.jsonl"
+    append(path, HEADER)
+    append(path, record("qwen3", verdict="right"))
+    with path.open("ab") as file:
+        file.write(b'{"kind": "model", "pl')
+    assert [m.model for m in read_survey(path).models] == ["qwen3"]
+    append(path, record("olmo2", verdict="right"))
+    assert [m.model for m in read_survey(path).models] == ["qwen3", "olmo2"]
+    path.write_bytes(b"no record\n")
+    with pytest.raises(UsageError, match=r"line 1: no record"):
+        read_survey(path)
+
+
+def _dies(pipe: Connection, log: str, limit_s: float) -> None:
+    pipe.send_bytes(b"ready")
+    pipe.recv_bytes()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hangs(pipe: Connection, log: str, limit_s: float) -> None:
+    pipe.send_bytes(b"ready")
+    pipe.recv_bytes()
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("child", "limit_s", "verdict", "reason"),
+    [
+        (_dies, 60.0, "crashed", "ended with exit code -9"),
+        (_hangs, 0.1, "too slow", "not judged within 0.1 s"),
+    ],
+)
+def test_a_model_that_ends_or_delays_the_judge_is_told(
+    child: object,
+    limit_s: float,
+    verdict: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(survey, "_serve", child)
+    monkeypatch.setattr(survey, "GRACE_S", 0.0)
+    forked = multiprocessing.get_context("fork")  # a spawned one would import torch
+    monkeypatch.setattr(survey.multiprocessing, "get_context", lambda _: forked)
+    with Judging(tmp_path / "log", limit_s) as judging:
+        for _ in range(2):  # the next model has a child of its own
+            found = judging.judge("tp", KIND)
+            assert (found.verdict, found.model) == (verdict, "made_up")
+            assert reason in found.reason
+
+
+def test_without_the_package_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    catalogue.model_types.cache_clear()
+    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: None)
+    assert main(["survey", "transformers"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    catalogue.model_types.cache_clear()
+
+
+def test_the_old_name_of_the_other_survey_still_works(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (["survey", "scalers"], ["who-passes"]):
+        assert main([*words, "--render", "--reports", "nowhere"]) == 2
+        assert "nowhere" in capsys.readouterr().err
+
+
+needs_transformers = pytest.mark.skipif(
+    not catalogue.importlib.util.find_spec("transformers"), reason="needs transformers"
+)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "options", [["--model", "nobody"], ["--plan", "pp"], ["--limit", "0"]]
+)
+def test_bad_usage_is_one_line(
+    options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    try:
+        code: object = main(["survey", "transformers", "--out", str(out), *options])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert not out.exists()
+
+
+@needs_transformers
+def test_the_catalogue_is_that_of_the_package() -> None:
+    names = {plan: {k.name for k in chosen_types(plan)} for plan in ("tp", "ep")}
+    assert {"qwen3", "mixtral", "gemma3_text"} <= names["tp"]
+    assert "mixtral" in names["ep"] and "qwen3" not in names["ep"]
+
+
+@needs_transformers
+def test_a_right_and_a_wrong_model(tmp_path: Path, capsys: object) -> None:
+    """Judged by the command; what is judged already is not judged again."""
+    out = tmp_path / "out"
+    command = ["survey", "transformers", "--plan", "tp", "--out", str(out)]
+    command += ["--no-scripts", "--limit", "300", "--quiet"]
+    assert main([*command, "--model", "qwen2"]) == 0
+    assert main([*command, "--model", "qwen2", "qwen3"]) == 1
+    whole = read_survey(out / "survey.jsonl")
+    assert [(m.model, m.verdict) for m in whole.models] == [
+        ("qwen2", "right"),
+        ("qwen3", "wrong"),
+    ]
+    assert main([*command, "--model", "qwen2", "qwen3"]) == 1
+    assert len(read_survey(out / "survey.jsonl").headers) == 2
+    (family,) = families(whole)
+    assert family.accumulates
+    assert family.rule.style == "replicated_with_grad_allreduce"
+    assert "`qwen3` | wrong | pass | fail | fail |" in render(whole)
+    # the script of what was found is short, whole, and needs nothing of ours
+    text = script(family.first, "A title", whole.headers[-1])
+    assert len(text.splitlines()) <= 80
+    assert max(map(len, text.splitlines())) <= 88
+    packages = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [
+            *([node.module or ""] if isinstance(node, ast.ImportFrom) else []),
+            *([a.name for a in node.names] if isinstance(node, ast.Import) else []),
+        ]
+    }
+    assert packages == {"sys", "tempfile", "torch", "transformers"}
+    (tmp_path / "finding.py").write_text(text)
+
+
+@needs_transformers
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shows"), [("qwen3", True), ("qwen2", False)], ids=str
+)
+def test_a_script_shows_what_is_there_and_nothing_else(
+    name: str, shows: bool, tmp_path: Path
+) -> None:
+    parameter = Q_NORM if shows else "model.layers.0.self_attn.q_proj.weight"
+    failed = record(name, wrong("2 equal micro-batches", **{parameter: 0.8}))
+    failed = ModelRecord(
+        **{
+            **{f: getattr(failed, f) for f in failed.__struct_fields__},
+            "rules": {parameter.replace(".0.", ".*."): HOOK},
+        }
+    )
+    (family,) = families(Survey(headers=(HEADER,), models=(failed,)))
+    file = tmp_path / "finding.py"
+    file.write_text(script(family.first, "A title", HEADER))
+    found, text = run_script(file)
+    assert found is shows, text
+    assert json.dumps(text).count("relative error") == 2
