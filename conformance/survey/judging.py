@@ -50,7 +50,7 @@ def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
     world = 1
     for size in mesh.values():
         world *= size
-    data = f"data={ZOO}:{plan.replace('+', '_')}"
+    data = f"model={ZOO}:{plan.replace('+', '_')}"
     for recipe in _RUNS[plan]:
         steps = 1 if recipe == "clip-norm" else STEPS
         settings = f"{data}.{model},steps={steps}"
@@ -144,7 +144,7 @@ def _with_odd_heads(kind: ModelType, runner: Runner) -> list[Run]:
         odd.output_name()
     except Exception:  # no such model on one process either
         return []
-    scenario = f"tp2/2/fp32/own/none/data={ZOO}:tp.odd.{kind.name},steps=1"
+    scenario = f"tp2/2/fp32/own/none/model={ZOO}:tp.odd.{kind.name},steps=1"
     run = _run_of(ODD_HEADS, runner.run(NO_SCALER, Scenario.parse(scenario)))
     refused = run.status == "error" and " hung, " not in run.message
     return [structs.replace(run, status="skipped") if refused else run]

@@ -24,7 +24,7 @@ KV_HEADS = 2
 HEAD_DIM = 8
 FIRST_TOKEN = 24
 """Tokens from here on are words; those before it have a meaning of their own."""
-MOST_LAYERS = 6
+MAX_LAYERS = 6
 
 _RULES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size.*|num_embeds|num_embeddings|codebook_size", VOCAB),
@@ -144,7 +144,7 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
         if isinstance(value, list | tuple) and count > 1 and len(value) == count
         if all(isinstance(each, str) for each in value)
     }
-    depth = min(MOST_LAYERS, max([2, *map(len, kinds.values())]))
+    depth = min(MAX_LAYERS, max([2, *map(len, kinds.values())]))
     small: dict[str, Any] = dict.fromkeys(layers, depth)
     for name, found in kinds.items():
         small[name] = (found * depth)[:depth]
@@ -162,9 +162,10 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
         elif isinstance(value, int) or (value is None and name in _NEEDED):
             limit = _limit(name)
             # a model of one expert is no model of experts
-            more = value is None or ("expert" in name and value == 1)
+            more = "expert" in name and value == 1
             if limit is not None:
-                small[name] = limit if more else min(value, limit)
+                free = value is None or more
+                small[name] = limit if free else min(int(value), limit)
     if "kv_lora_rank" in known and "num_key_value_heads" in small:
         small["num_key_value_heads"] = HEADS  # latent attention has no groups
     if "per_layer_config" in default.to_dict():
