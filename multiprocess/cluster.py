@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,6 +17,7 @@ from .outcomes import RankOutcome, RankState
 from .parent.rank_processes import RankProcesses, current_context
 from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Watch
+from .report import ranks_wait
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
 T = TypeVar("T")
@@ -73,7 +76,12 @@ class BaseCluster(ABC):
             timeout_s=self.spec.timeout_s if timeout_s is None else timeout_s,
             isolation=isolation or self.spec.isolation,
         )
-        return self.submit(options, fn, *args, **kwargs)
+        try:
+            return self.submit(options, fn, *args, **kwargs)
+        except WorldFailure as failure:
+            if self.spec.artifacts is not None and ranks_wait(failure.outcomes):
+                failure.write_flight_records(_fresh_folder(self.spec.artifacts))
+            raise
 
     @abstractmethod
     def submit(
@@ -236,6 +244,15 @@ def pickled_call(
         raise NotPicklableError(
             f"{name} or one of its arguments cannot be sent to the ranks: {error}"
         ) from error
+
+
+def _fresh_folder(parent: str) -> Path:
+    numbers = itertools.count(1)
+    return next(
+        folder
+        for number in numbers
+        if not (folder := Path(parent).absolute() / f"flight-records-{number}").exists()
+    )
 
 
 def all_answered(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 RuntimeError
 +-- HarnessError            the harness itself could not work
 |   +-- ForkserverError     the server that forks the ranks is gone or would not start
+|   +-- NotSimulatedError   something that only real ranks can do
 +-- WorldFailure            a call failed on at least one rank
 TypeError
 +-- NotPicklableError       a function, argument or result that cannot travel
@@ -10,6 +11,9 @@ TypeError
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from .flight_dumps import how_to_analyse, write_flight_records
 from .outcomes import RankOutcome
 from .report import render_failure
 
@@ -22,6 +26,10 @@ class ForkserverError(HarnessError):
     """The server that forks the ranks is gone or would not start."""
 
 
+class NotSimulatedError(HarnessError):
+    """Something that only real ranks can do."""
+
+
 class NotPicklableError(TypeError):
     """A function, an argument or a result cannot travel between processes."""
 
@@ -32,7 +40,11 @@ class WorldFailure(RuntimeError):
     Attributes:
         outcomes: One outcome per rank, in rank order.
         root: The outcome of the rank that failed first.
+        flight_records: Folder of the files that torch's analyser reads, once they are
+            written.
     """
+
+    flight_records: Path | None = None
 
     def __init__(self, outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> None:
         super().__init__(outcomes, root)
@@ -40,4 +52,21 @@ class WorldFailure(RuntimeError):
         self.root = root
 
     def __str__(self) -> str:
-        return render_failure(self.outcomes, self.root)
+        text = render_failure(self.outcomes, self.root)
+        if self.flight_records is not None:
+            text = f"{text}\n\n{how_to_analyse(self.flight_records)}"
+        return text
+
+    def write_flight_records(self, folder: Path) -> bool:
+        """Write the ranks' collectives as torch's flight-recorder dumps.
+
+        Args:
+            folder: For these files alone; made if it is not there.
+
+        Returns:
+            Whether there was a collective to write.
+        """
+        if not write_flight_records(self.outcomes, folder):
+            return False
+        self.flight_records = folder
+        return True

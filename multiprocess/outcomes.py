@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class TensorShape(NamedTuple):
+    """Dtype and sizes of some tensors that are alike."""
+
+    dtype: str
+    """Name of the dtype, without ``torch.``."""
+
+    sizes: tuple[int, ...]
+    """Length of each dimension."""
+
+    repeats: int
+    """How many such tensors follow each other."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +28,8 @@ class Collective:
     """Name of the process group."""
 
     number: int
-    """Position among this rank's collectives of that group, from 1."""
+    """Position among this rank's collectives of that group, from 1; sends and receives
+    count apart, since not all ranks of a group take part in them."""
 
     op: str
     """Name of the operation."""
@@ -25,6 +39,27 @@ class Collective:
 
     where: str
     """File and line of the caller outside torch."""
+
+    description: str = ""
+    """What the group is for, as its maker described it."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks of the group; empty where they are not known."""
+
+    sent: tuple[TensorShape, ...] = ()
+    """The tensors that this rank put in."""
+
+    received: tuple[TensorShape, ...] = ()
+    """The tensors that it is to get; empty where torch makes them."""
+
+    issued_ns: int = 0
+    """When it was issued, in nanoseconds of the Unix epoch."""
+
+    ended_ns: int = 0
+    """When this rank had waited for it; 0 where it had not."""
+
+    position: int = 0
+    """Position among all of this rank's records in this call, from 0."""
 
     def __str__(self) -> str:
         return f"#{self.number} {self.op} {self.tensors} in {self.group}, {self.where}"

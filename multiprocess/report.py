@@ -16,7 +16,9 @@ _LAST = 3
 
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
-_TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
+TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
+"""Operations of two ranks of a group, which the others do not issue."""
+
 _FREE_SHAPES = frozenset(
     {"allgather", "all_to_all_single", "alltoall", "alltoall_base", "gather", "scatter"}
 )
@@ -139,7 +141,7 @@ def find_missing(records: Records) -> str | None:
     most: dict[str, dict[int, Collective]] = defaultdict(dict)
     for rank, issued in records.items():
         for call in issued:
-            if call.op not in _TWO_SIDED:
+            if call.op not in TWO_SIDED:
                 most[call.group][rank] = call
     for group, last in sorted(most.items()):
         if group != "the default group" and len(last) < 2:
@@ -156,6 +158,12 @@ def find_missing(records: Records) -> str | None:
     return None
 
 
+def ranks_wait(outcomes: Sequence[RankOutcome]) -> bool:
+    """Whether the collectives of a failed call may say why: a hang, a desync."""
+    hung = any(outcome.state is RankState.HUNG for outcome in outcomes)
+    return hung or find_desync({o.rank: o.collectives for o in outcomes}) is not None
+
+
 def _first_difference(records: Records) -> dict[int, Collective]:
     for _, calls in sorted(_by_position(records).items()):
         if len({_signature(call) for call in calls.values()}) > 1:
@@ -167,7 +175,7 @@ def _by_position(records: Records) -> dict[tuple[str, int], dict[int, Collective
     found: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
     for rank, issued in records.items():
         for call in issued:
-            if call.op not in _TWO_SIDED:
+            if call.op not in TWO_SIDED:
                 found[call.group, call.number][rank] = call
     return found
 

@@ -58,6 +58,10 @@ class WorldSpec:
     preload: tuple[str, ...] = ()
     """Modules that the forkserver imports once, before ranks are forked from it."""
 
+    artifacts: str | None = None
+    """Folder for what the failure of a call leaves: the flight records of a hang or of
+    collectives that differ, in a folder of each. Without it nothing is written."""
+
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int):
             raise TypeError(f"size must be an int, got {self.size!r}")

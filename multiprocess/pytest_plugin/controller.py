@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -21,6 +23,7 @@ from ..environment import unsupported
 from ..errors import WorldFailure
 from ..messages import NO_TERMINAL, pickled
 from ..outcomes import RankOutcome
+from ..report import ranks_wait
 from ..spec import CallOptions, WorldSpec
 from .remote import (
     PER_RANK_FIXTURES,
@@ -150,11 +153,23 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         pytest.skip(str(reason))
     except WorldFailure as failure:
         item.stash[_FAILURE] = failure
+        if ranks_wait(failure.outcomes):
+            failure.write_flight_records(artifacts_of(item, spec) / "flight-records")
         raise _for_pytest(failure) from None
     _show_output(outcomes)
     for outcome in outcomes:
         if isinstance(outcome.value, AgreedOutcome):
             _raise_agreed(outcome.value)
+
+
+def artifacts_of(item: pytest.Function, spec: WorldSpec) -> Path:
+    """Return the folder for what a test leaves; by default one that pytest prunes."""
+    chosen = item.config.getoption("gradparity_artifacts") or spec.artifacts
+    if chosen is None:
+        parent = item._request.getfixturevalue("tmp_path_factory").getbasetemp()
+    else:
+        parent = Path(item.config.invocation_params.dir, chosen)
+    return Path(parent, re.sub(r"[^\w.-]+", "_", item.nodeid)[-100:])
 
 
 def _raise_agreed(agreed: AgreedOutcome) -> NoReturn:

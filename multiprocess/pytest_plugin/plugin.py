@@ -40,6 +40,17 @@ _EXIT_CODE = pytest.StashKey[int]()
 _OPENED = open_targets()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of tests on ranks."""
+    group = parser.getgroup("gradparity-world", "tests on ranks (@pytest.mark.world)")
+    group.addoption(
+        "--gradparity-artifacts",
+        metavar="DIR",
+        help="folder for what a failed test leaves, such as the flight records of a "
+        "hang; by default a temporary one that pytest prunes",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Under torchrun rank 0 runs the session, and the others look after their ranks."""

@@ -10,18 +10,21 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..outcomes import TensorShape
 from .flight_records import RecordWriter
 
-_METHODS = (
+METHODS = (
     "_allgather_base",
     "_reduce_scatter_base",
     "all_gather_single",
@@ -46,6 +49,10 @@ _METHODS = (
     "scatter",
     "send",
 )
+"""Of process groups; a group need not have all."""
+
+_IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
+"""Methods that answer in the tensors that they are given."""
 
 _FUNCTIONS = (
     "all_gather_single",
@@ -73,15 +80,30 @@ _MAX_FRAMES = 80
 
 class _Nesting(threading.local):
     inside = False
+    waited = False
 
 
-def install(writer: RecordWriter) -> None:
-    """Note every later collective of this process in ``writer``."""
+def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
+    """Note every later collective of this process in ``writer``.
+
+    Args:
+        writer: Where to.
+        *groups: Classes of process groups in Python, beside torch's own.
+    """
+    global _writer
+    _writer = writer
     nesting = _Nesting()
-    for name in _METHODS:
-        _wrap(dist.ProcessGroup, name, _group_of_method, writer, nesting)
+    # By what the collective gave back to wait for: a Work, or a tensor.
+    pending = WeakIdKeyDictionary()
+    method = _Kind(_group_of_method, _shapes_of_method)
+    function = _Kind(_group_of_function, _shapes_of_function)
+    for owner in (dist.ProcessGroup, *groups):
+        for name in METHODS:
+            _wrap(owner, name, method, writer, nesting, pending)
     for name in _FUNCTIONS:
-        _wrap(functional, name, _group_of_function, writer, nesting)
+        _wrap(functional, name, function, writer, nesting, pending)
+    _wrap_wait(dist.Work, "wait", writer, nesting, pending)
+    _wrap_wait(functional, "wait_tensor", writer, nesting, pending)
 
 
 def uninstall() -> None:
@@ -90,18 +112,43 @@ def uninstall() -> None:
         setattr(*_wrapped.pop())
 
 
+@contextmanager
+def redirected(
+    writer: RecordWriter, *groups: type[dist.ProcessGroup]
+) -> Iterator[None]:
+    """Note collectives in another writer meanwhile."""
+    before = _writer
+    uninstall()
+    install(writer, *groups)
+    try:
+        yield
+    finally:
+        uninstall()
+        if before is not None:
+            install(before)
+
+
+_writer: RecordWriter | None = None
 _wrapped: list[tuple[Any, str, Any]] = []
 """Owner, name and what was there before."""
+
+
+class _Kind(NamedTuple):
+    """What of a call to note, for methods of a group and for functions."""
+
+    group_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    shapes_of: Callable[[str, tuple[Any, ...]], tuple[list[TensorShape], ...]]
 
 
 def _wrap(
     owner: Any,
     name: str,
-    group_of: Callable[[tuple[Any, ...], dict[str, Any]], str],
+    kind: _Kind,
     writer: RecordWriter,
     nesting: _Nesting,
+    pending: WeakIdKeyDictionary,
 ) -> None:
-    wrapped = getattr(owner, name, None)
+    wrapped = getattr(owner, name) if name in vars(owner) else None
     if wrapped is None:  # another version of torch
         return
 
@@ -111,45 +158,139 @@ def _wrap(
         # compiler that traces through here must not see a write to memory.
         if nesting.inside or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
-        nesting.inside = True
+        nesting.inside, nesting.waited = True, False
         try:
+            group = _resolved(kind.group_of(args, kwargs))
+            sent, received = kind.shapes_of(name, args)
             # Before the call, which may never return: then it is the last record.
-            writer.record(
-                group_of(args, kwargs), name, _tensors(args), _caller(sys._getframe(1))
+            record = writer.record(
+                _name(group),
+                name,
+                _tensors(args),
+                _caller(sys._getframe(1)),
+                description=_description(group),
+                ranks=_ranks(group),
+                sent=sent,
+                received=received,
             )
-            return wrapped(*args, **kwargs)
+            result = wrapped(*args, **kwargs)
+            pends = _what_pends(result, nesting.waited)
+            if pends is None:
+                writer.ended(record)
+            else:
+                pending[pends] = record
+            return result
         finally:
             nesting.inside = False
 
+    _put(owner, name, recorded)
+
+
+def _wrap_wait(
+    owner: Any,
+    name: str,
+    writer: RecordWriter,
+    nesting: _Nesting,
+    pending: WeakIdKeyDictionary,
+) -> None:
+    wrapped = getattr(owner, name) if name in vars(owner) else None
+    if wrapped is None:
+        return
+
+    @functools.wraps(wrapped)
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        result = wrapped(*args, **kwargs)
+        if args and not torch.compiler.is_compiling():
+            nesting.waited = True
+            record = pending.pop(args[0], None)
+            if record is not None:
+                writer.ended(record)
+        return result
+
+    _put(owner, name, waited)
+
+
+def _put(owner: Any, name: str, wrapper: Any) -> None:
     # Put back later as it is in the class, not as getattr returns it, bound.
     _wrapped.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, recorded)
+    setattr(owner, name, wrapper)
 
 
-def _group_of_method(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return _name(args[0])
+def _what_pends(result: Any, waited: bool) -> Any:
+    """Return what is waited for later, or None where the call itself has waited."""
+    if isinstance(result, list | tuple):  # all of one collective: any says when
+        result = result[-1] if result else None
+    if isinstance(result, functional.AsyncCollectiveTensor):
+        return None if result.completed else result.elem
+    return None if waited and isinstance(result, torch.Tensor) else result
 
 
-def _group_of_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _group_of_method(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _group_of_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "group" in kwargs:
-        return _name(kwargs["group"])
+        return kwargs["group"]
     # Their groups differ in position, but none of the other arguments looks like one.
     for argument in args[1:]:
         if isinstance(argument, dist.ProcessGroup | DeviceMesh | tuple):
-            return _name(argument)
-    return "?"
+            return argument
+    return None
+
+
+def _resolved(group: Any) -> Any:
+    """Return the process group, where there is one."""
+    if isinstance(group, tuple) and len(group) == 2:
+        return group[0].get_group(group[1])
+    if isinstance(group, DeviceMesh):
+        return group.get_group()
+    return group
 
 
 def _name(group: Any) -> str:
-    if isinstance(group, tuple) and len(group) == 2:
-        group = group[0].get_group(group[1])
-    elif isinstance(group, DeviceMesh):
-        group = group.get_group()
     if isinstance(group, str):
         return group
-    if group is dist.group.WORLD:
+    if group is not None and group is dist.group.WORLD:
         return "the default group"
     return str(getattr(group, "group_name", "?"))
+
+
+def _description(group: Any) -> str:
+    return str(getattr(group, "group_desc", ""))
+
+
+def _ranks(group: Any) -> list[int]:
+    if not isinstance(group, dist.ProcessGroup):
+        return []
+    if group is dist.group.WORLD:
+        return list(range(group.size()))
+    known = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    return list(known) if known else []
+
+
+def _shapes_of_method(
+    name: str, args: tuple[Any, ...]
+) -> tuple[list[TensorShape], ...]:
+    first, second = (_shapes(a) for a in (*args[1:3], None, None)[:2])
+    return (first, first) if name in _IN_PLACE else (second, first)
+
+
+def _shapes_of_function(
+    name: str, args: tuple[Any, ...]
+) -> tuple[list[TensorShape], ...]:
+    return _shapes(args[0] if args else None), []
+
+
+def _shapes(value: Any) -> list[TensorShape]:
+    found: list[TensorShape] = []
+    for tensor in _flat(value):
+        dtype, sizes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if found and found[-1][:2] == (dtype, sizes):
+            found[-1] = found[-1]._replace(repeats=found[-1].repeats + 1)
+        else:
+            found.append(TensorShape(dtype, sizes, 1))
+    return found
 
 
 def _tensors(args: tuple[Any, ...]) -> str:

@@ -2,22 +2,32 @@
 
 A rank writes, the parent reads whenever it wants: also from a rank that hangs, was
 killed or stopped. Layout of a rank's region: number of records, then a ring of records.
+A record is two times, when it was issued and when it had ended, and its text.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 
-from ..outcomes import Collective
+from ..outcomes import Collective, TensorShape
+from ..report import TWO_SIDED
 
-SLOTS = 16
-_SLOT = 256
+SLOTS = 64
+_SLOT = 1024
 _COUNT = struct.Struct("!Q")
+_TIMES = struct.Struct("!QQ")
 _HEAD = 16
 REGION = _HEAD + SLOTS * _SLOT
+
+_MOST_SHAPES = 6
+"""So many different tensors of one collective are noted on each side; more as one."""
 
 
 def create(size: int) -> int:
@@ -34,24 +44,65 @@ class RecordWriter:
         self._memory = mmap.mmap(fd, size * REGION)
         self._start = rank * REGION
         self._count = 0
+        self._calls = 0
         self._numbers: dict[str, int] = {}
 
     def clear(self) -> None:
         """Forget the records of earlier calls."""
         self._count = 0
+        self._calls += 1
         self._numbers.clear()
         _COUNT.pack_into(self._memory, self._start, 0)
 
-    def record(self, group: str, op: str, tensors: str, where: str) -> None:
-        """Add one collective."""
-        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+    def record(
+        self,
+        group: str,
+        op: str,
+        tensors: str,
+        where: str,
+        *,
+        description: str = "",
+        ranks: Sequence[int] = (),
+        sent: Sequence[TensorShape] = (),
+        received: Sequence[TensorShape] = (),
+    ) -> tuple[int, int]:
+        """Add one collective.
+
+        Returns:
+            What :meth:`ended` wants of it.
+        """
+        counted = f"{group}, two ranks" if op in TWO_SIDED else group
+        number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         fields = (group[:48], number, op[:40], tensors[:48], where[-80:])
-        text = json.dumps(fields).encode()[:_SLOT]
-        at = self._start + _HEAD + self._count % SLOTS * _SLOT
-        self._memory[at : at + _SLOT] = text.ljust(_SLOT)
+        more = (
+            description[:48],
+            _as_range(ranks),
+            _bounded(sent),
+            _bounded(received),
+        )
+        text = json.dumps((*fields, *more)).encode()
+        if len(text) > _SLOT - _TIMES.size:  # the ranks of a group without a pattern
+            text = json.dumps(fields).encode()
+        at = self._slot(self._count)
+        _TIMES.pack_into(self._memory, at, time.time_ns(), 0)
+        self._memory[at + _TIMES.size : at + _SLOT] = text.ljust(_SLOT - _TIMES.size)
         # The count last: a reader that comes between finds the records before this one.
         self._count += 1
         _COUNT.pack_into(self._memory, self._start, self._count)
+        return self._calls, self._count - 1
+
+    def ended(self, record: tuple[int, int]) -> None:
+        """Note that a collective has ended on this rank, unless it is forgotten."""
+        call, index = record
+        if call != self._calls or index < self._count - SLOTS:
+            return
+        at = self._slot(index)
+        issued, ended = _TIMES.unpack_from(self._memory, at)
+        if not ended:
+            _TIMES.pack_into(self._memory, at, issued, time.time_ns())
+
+    def _slot(self, index: int) -> int:
+        return self._start + _HEAD + index % SLOTS * _SLOT
 
 
 def read(fd: int, rank: int) -> tuple[Collective, ...]:
@@ -62,7 +113,54 @@ def read(fd: int, rank: int) -> tuple[Collective, ...]:
     for index in range(max(0, count - SLOTS), count):
         at = _HEAD + index % SLOTS * _SLOT
         try:
-            found.append(Collective(*json.loads(region[at : at + _SLOT])))
+            found.append(_collective(region[at : at + _SLOT], index))
         except (ValueError, TypeError):
             continue  # the rank is writing just now
     return tuple(found)
+
+
+def _collective(slot: bytes, position: int) -> Collective:
+    issued, ended = _TIMES.unpack_from(slot)
+    group, number, op, tensors, where, *more = json.loads(slot[_TIMES.size :])
+    known = Collective(
+        group,
+        number,
+        op,
+        tensors,
+        where,
+        issued_ns=issued,
+        ended_ns=ended,
+        position=position,
+    )
+    if not more:
+        return known
+    description, ranks, sent, received = more
+    return replace(
+        known,
+        description=description,
+        ranks=tuple(range(*ranks) if ranks[2:] else ranks[0]) if ranks else (),
+        sent=_shapes(sent),
+        received=_shapes(received),
+    )
+
+
+def _shapes(found: Sequence[tuple[str, Sequence[int], int]]) -> tuple[TensorShape, ...]:
+    return tuple(TensorShape(dtype, tuple(s), count) for dtype, s, count in found)
+
+
+def _bounded(shapes: Sequence[TensorShape]) -> Sequence[TensorShape]:
+    if len(shapes) <= _MOST_SHAPES:
+        return shapes
+    elements = sum(math.prod(shape.sizes) * shape.repeats for shape in shapes)
+    return [TensorShape(shapes[0].dtype, (elements,), 1)]
+
+
+def _as_range(ranks: Sequence[int]) -> Sequence[object]:
+    """Return start, stop and step of ranks in a row, or a list of the list of them."""
+    if len(ranks) < 2:
+        return [list(ranks)] if ranks else []
+    step = ranks[1] - ranks[0]
+    row = range(ranks[0], ranks[-1] + step, step) if step > 0 else range(0)
+    return (
+        [row.start, row.stop, row.step] if list(row) == list(ranks) else [list(ranks)]
+    )

@@ -67,6 +67,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OUR_FILES = (
     __file__,
     os.path.join(_PACKAGE, "pytest_plugin", "remote.py"),
+    os.path.join(_PACKAGE, "rank", "simulation.py"),
+    os.path.join(_PACKAGE, "rank", "local_tensors.py"),
 )
 """Their frames say nothing about what the function did."""
 
@@ -136,11 +138,11 @@ class _Rank:
         try:
             if isinstance(message, Start):
                 self._join(message)
-                reply = _reply(Kind.READY)
+                reply = made_reply(Kind.READY)
             else:
                 reply = self._run(message)
         except BaseException as error:
-            reply = _raised(error, reusable=False)
+            reply = raised(error, reusable=False)
         finally:
             # Before the answer: the parent may kill this process once it has it.
             self._coverage.save()
@@ -238,9 +240,9 @@ class _Rank:
             seed_everything(self._spec.seed)
             try:
                 fn, args, kwargs = pickle.loads(message.payload)
-                reply = _reply(Kind.OK, value=_pickled_result(fn(*args, **kwargs)))
+                reply = made_reply(Kind.OK, value=pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
-                reply = _raised(error, reusable=True)
+                reply = raised(error, reusable=True)
         # A call may destroy the group, or replace it: the next one must not find that.
         reusable = (
             dist.is_initialized()
@@ -255,7 +257,12 @@ def _costly_modules() -> frozenset[str]:
     return frozenset(name for name in COSTLY if name in sys.modules)
 
 
-def _pickled_result(value: object) -> bytes:
+def pickled_result(value: object) -> bytes:
+    """Return what a function returned as it travels.
+
+    Raises:
+        NotPicklableError: It cannot.
+    """
     from ..errors import NotPicklableError
 
     try:
@@ -268,11 +275,13 @@ def _pickled_result(value: object) -> bytes:
         ) from error
 
 
-def _reply(kind: Kind, **fields: Any) -> Reply:
+def made_reply(kind: Kind, **fields: Any) -> Reply:
+    """Return an answer of now."""
     return Reply(kind=kind, ended_at_s=time.monotonic(), **fields)
 
 
-def _raised(error: BaseException, reusable: bool) -> Reply:
+def raised(error: BaseException, reusable: bool) -> Reply:
+    """Return the answer of a rank that raised."""
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
@@ -287,7 +296,7 @@ def _raised(error: BaseException, reusable: bool) -> Reply:
         text = str(error)
     except Exception as worse:
         text = f"(its text cannot be had: {type(worse).__name__})"
-    return _reply(
+    return made_reply(
         Kind.RAISED,
         exception=exception,
         error_type=name,

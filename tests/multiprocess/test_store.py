@@ -117,7 +117,7 @@ def raised() -> Reply:
     try:
         raise ValueError("no such file: \udcff")
     except ValueError as error:
-        return worker._raised(error, reusable=True)
+        return worker.raised(error, reusable=True)
 
 
 @pytest.mark.parametrize(
