@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-    from .errors import ForkserverError, HarnessError, NotPicklableError, WorldFailure
+    from .errors import (
+        ForkserverError,
+        HarnessError,
+        NotPicklableError,
+        NotSimulatedError,
+        WorldFailure,
+    )
     from .outcomes import RankOutcome, RankState
     from .rank.world import World, current_world
+    from .simulated import SimulatedCluster
     from .spec import CallOptions, WorldSpec
 
 __all__ = [
@@ -18,8 +25,10 @@ __all__ = [
     "ForkserverError",
     "HarnessError",
     "NotPicklableError",
+    "NotSimulatedError",
     "RankOutcome",
     "RankState",
+    "SimulatedCluster",
     "World",
     "WorldFailure",
     "WorldSpec",
@@ -34,8 +43,10 @@ _HOMES = {
     "ForkserverError": "errors",
     "HarnessError": "errors",
     "NotPicklableError": "errors",
+    "NotSimulatedError": "errors",
     "RankOutcome": "outcomes",
     "RankState": "outcomes",
+    "SimulatedCluster": "simulated",
     "World": "rank.world",
     "WorldFailure": "errors",
     "WorldSpec": "spec",

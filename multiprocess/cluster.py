@@ -135,6 +135,7 @@ class Cluster(BaseCluster):
                 **settings,
             )
         )
+        _refuse_simulated(self.spec)
         self._ranks: RankProcesses | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._sent: Context | None = None
@@ -143,6 +144,7 @@ class Cluster(BaseCluster):
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
         """Return a cluster for a spec made elsewhere."""
+        _refuse_simulated(spec)
         cluster = cls(spec.size)
         cluster.spec = spec
         return cluster
@@ -227,6 +229,11 @@ class Cluster(BaseCluster):
         if self._finalizer is not None:
             self._finalizer.detach()
         return ranks
+
+
+def _refuse_simulated(spec: WorldSpec) -> None:
+    if spec.simulated:
+        raise ValueError(f'backend "{spec.backend}" has no processes: SimulatedCluster')
 
 
 def pickled_call(

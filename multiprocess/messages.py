@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships no types
 
+from .outcomes import Collective
 from .spec import WorldSpec
 
 NO_TERMINAL = (
@@ -114,6 +115,48 @@ class Reply:
 
     reusable: bool = True
     """Whether the next call may use the process group as it is now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What to simulate."""
+
+    size: int
+    seed: int
+    limit_s: float
+    payload: bytes
+    """Pickled ``(fn, args, kwargs)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What became of one simulated rank."""
+
+    reply: Reply | None
+    """None of a rank that waits, or had its turn when the limit was over."""
+
+    ended_at_s: float = 0.0
+    stacks: str = ""
+    collectives: tuple[Collective, ...] = ()
+    output: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """What became of all."""
+
+    ranks: tuple[Simulated, ...]
+    took_s: float
+
+    busy: int | None = None
+    """The rank whose turn it was when the limit was over."""
+
+    summed: float = 0.0
+    """The largest sum of absolute values that one element of a floating-point sum over
+    more than two ranks was made of; 0 where there was none."""
+
+    epsilon: float = 0.0
+    """Unit roundoff of the coarsest dtype of those sums."""
 
 
 def pickled(value: object) -> bytes:

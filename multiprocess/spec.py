@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Isolation = Literal["pool", "group", "process"]
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "simulated", "local", "both"]
 Device = Literal["cpu", "cuda"]
 
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
@@ -22,7 +22,8 @@ class WorldSpec:
     """Number of ranks, at least 1."""
 
     backend: Backend = "gloo"
-    """Backend of the default process group."""
+    """Backend of the default process group; or ranks in one process: "simulated" are
+    threads, "local" parts of one tensor, "both" gloo ranks and simulated ones."""
 
     device: Device = "cpu"
     """Where the ranks keep their tensors."""
@@ -72,10 +73,17 @@ class WorldSpec:
         check_isolation(self.isolation)
         if self.backend == "nccl" and self.device != "cuda":
             raise ValueError('backend "nccl" needs device="cuda"')
+        if self.simulated and self.device != "cpu":
+            raise ValueError(f'backend "{self.backend}" needs device="cpu"')
         if self.backend == "nccl" and self.share_devices:
             raise ValueError('backend "nccl" needs one device per rank')
         for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
             check_positive(name, getattr(self, name))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether there are ranks that are no processes."""
+        return self.backend in ("simulated", "local", "both")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,9 +74,10 @@ FOLDERS = {
     "rank": SHARED,
     "parent": SHARED | {"rank"},
     "cluster": SHARED | {"parent"},
+    "simulated": SHARED | {"cluster", "parent", "rank"},
     "elastic": SHARED | {"cluster", "parent", "rank"},
     "torchrun": SHARED | {"cluster", "elastic", "parent"},
-    "pytest_plugin": SHARED | {"cluster", "elastic", "parent", "rank"},
+    "pytest_plugin": SHARED | {"cluster", "elastic", "parent", "rank", "simulated"},
     **dict.fromkeys(SHARED, SHARED),
 }
 MULTIPROCESS = [p for p in MODULES if p.relative_to(ROOT).parts[0] == "multiprocess"]

@@ -20,7 +20,7 @@ from _pytest._code.code import (
 from _pytest.fixtures import resolve_fixture_function
 
 from ..environment import unsupported
-from ..errors import WorldFailure
+from ..errors import NotSimulatedError, WorldFailure
 from ..messages import NO_TERMINAL, pickled
 from ..outcomes import RankOutcome
 from ..report import ranks_wait
@@ -108,6 +108,7 @@ def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> Non
             arguments=kwargs,
             autouse=fixtures,
             filters=list(warnings.filters),
+            compared=spec.backend == "both",
         )
         _check_travels(body)
         _call(item, spec, runner, body)
@@ -151,6 +152,8 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         outcomes = runner.run(spec, options, run_body, body)
     except UnsuitableWorld as reason:
         pytest.skip(str(reason))
+    except NotSimulatedError as refusal:
+        pytest.fail(str(refusal), pytrace=False)
     except WorldFailure as failure:
         item.stash[_FAILURE] = failure
         if ranks_wait(failure.outcomes):

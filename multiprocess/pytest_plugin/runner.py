@@ -17,6 +17,7 @@ from ..errors import HarnessError
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
 from ..parent.slots import cpu_slots, gpu_slots, visible_gpus
+from ..simulated import SimulatedCluster
 from ..spec import CallOptions, WorldSpec
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class AgentRunner:
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
+        if spec.simulated:
+            raise UnsuitableWorld("simulated ranks are not torchrun's")
         made = self._agent.size
         if spec.size > made:
             raise UnsuitableWorld(f"needs {spec.size} ranks, torchrun made {made}")
@@ -79,14 +82,15 @@ class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
     def __init__(self) -> None:
-        self._clusters: dict[WorldSpec, Cluster] = {}
+        self._clusters: dict[WorldSpec, Cluster | SimulatedCluster] = {}
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
         with contextlib.ExitStack() as held:
-            held.enter_context(cpu_slots().hold(spec.size))
+            processes = 1 if spec.backend in ("simulated", "local") else spec.size
+            held.enter_context(cpu_slots().hold(processes))
             if spec.device == "cuda":
                 names = held.enter_context(_gpus(spec))
                 spec = replace(spec, visible_devices=names)
@@ -103,8 +107,9 @@ class PoolRunner:
             cluster.close()
         self._clusters.clear()
 
-    def _cluster(self, kind: WorldSpec) -> Cluster:
-        cluster = self._clusters.pop(kind, None) or Cluster.of(kind)
+    def _cluster(self, kind: WorldSpec) -> Cluster | SimulatedCluster:
+        made = SimulatedCluster if kind.simulated else Cluster
+        cluster = self._clusters.pop(kind, None) or made.of(kind)
         # Warm ranks take memory: those of the kinds used longest ago are ended.
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -63,6 +64,37 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+State = tuple[Any, ...]
+
+
+def taken_state() -> State:
+    """Return settings and generators of this process, for :func:`put_state`."""
+    numpy = sys.modules.get("numpy")
+    return (
+        [get() for get, _ in _SETTINGS],
+        # The lists themselves: who has replaced them puts them back by identity.
+        warnings.filters,
+        random.getstate(),
+        torch.get_rng_state(),
+        numpy.random.get_state() if numpy is not None else None,
+    )
+
+
+def put_state(state: State) -> None:
+    """Put settings and generators as they were when they were taken."""
+    settings, filters, python, cpu, of_numpy = state
+    for (get, put), value in zip(_SETTINGS, settings, strict=True):
+        if get() != value:
+            put(value)
+    if warnings.filters is not filters:
+        warnings.filters = filters
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # typeshed lacks it
+    random.setstate(python)
+    torch.set_rng_state(cpu)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 def _restore_environment(env: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -85,6 +86,8 @@ class World:
 
 
 _current: World | None = None
+_of_thread = threading.local()
+"""``world``: of a rank that is a thread."""
 
 
 def current_world() -> World:
@@ -93,12 +96,13 @@ def current_world() -> World:
     Raises:
         RuntimeError: Outside a rank.
     """
-    if _current is None:
+    current = getattr(_of_thread, "world", _current)
+    if current is None:
         raise RuntimeError(
             "there is no world here: current_world() works inside a function that "
             "Cluster.run calls, or in a test marked with @pytest.mark.world"
         )
-    return _current
+    return current
 
 
 def _set_current(world: World | None) -> None:
