@@ -251,7 +251,7 @@ def _simulated(plan: Simulation) -> Iterator[_Ranks]:
         yield ranks
 
 
-def _barrier(group: threaded.ProcessLocalGroup, options: object = None) -> Any:
+def _barrier(group: threaded.ProcessLocalGroup, opts: object = None) -> Any:
     # torch's has the default dtype, which may differ between ranks.
     return group.allreduce([torch.ones(1, dtype=torch.int64)])
 
