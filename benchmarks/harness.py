@@ -7,6 +7,8 @@
 4. A collective after work, where a rank's threads preempt one another and where not.
 5. Ten sessions at once on this machine.
 6. A large world: start, all_reduce, stop, memory.
+7. What it costs: tests that train beside the same bodies in plain processes, the start
+   of a large world, the memory of a rank. ``--cost`` measures these alone.
 
 ``gradparity bench harness`` writes ``results/harness.json`` and, from it, the tables of
 ``docs/harness.md``; ``--out FILE`` writes that file alone. The peers need the package
@@ -38,6 +40,7 @@ import torch.distributed as dist
 from gradparity.benchmarks.harness_tables import write_tables
 from gradparity.benchmarks.together import start_together
 from gradparity.multiprocess import Cluster, WorldFailure
+from gradparity.multiprocess.parent.forkserver_client import forkserver
 from gradparity.multiprocess.spec import Isolation
 from gradparity.tests.fault_matrix import MATRIX, Fault, act
 
@@ -117,6 +120,63 @@ def test_it(number):
     assert {size}
 """
 
+BODY = """
+import torch, torch.distributed as dist
+
+def body(rank):
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        model(torch.randn(64, 256)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+"""What a small test of training does on each rank."""
+
+TRAINS = """
+import pytest
+from body import body
+
+@pytest.mark.world(size={size})
+@pytest.mark.parametrize("number", range({tests}))
+def test_it(world, number):
+    body(world.rank)
+"""
+
+PLAIN = """
+import os, resource, sys, tempfile
+import torch, torch.distributed as dist
+from body import body
+
+tests, size = map(int, sys.argv[1:])
+torch.set_num_threads(1)
+for number in range(tests):
+    with tempfile.TemporaryDirectory() as folder:
+        pids = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                store = dist.FileStore(folder + "/store", size)
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=size
+                )
+                body(rank)
+                dist.barrier()
+                dist.destroy_process_group()
+                os._exit(0)
+            pids.append(pid)
+        if any(os.waitpid(pid, 0)[1] for pid in pids):
+            sys.exit("a rank failed")
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime)
+"""
+"""A process for each rank of each test, forked when torch is there: no import."""
+
 HARNESSES = {
     "gradparity": OURS,
     "MultiProcContinuousTest": CONTINUOUS,
@@ -136,6 +196,7 @@ def session(source: str, size: int, tests: int) -> dict[str, float]:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_it.py").write_text(source.format(size=size, tests=tests))
+        Path(folder, "body.py").write_text(BODY)
         before = _cpu_s()
         began = time.monotonic()
         done = subprocess.run(
@@ -265,6 +326,77 @@ def large(size: int) -> dict[str, float]:
     }
 
 
+def trains(size: int, tests: int) -> dict[str, float]:
+    """CPU of tests that train, and of the same bodies in processes of their own.
+
+    The import is left out of both: from ours the CPU of as many empty tests is taken,
+    in a session that imports torch.
+    """
+    session(NOTHING, size, tests)  # fills the caches of bytecode
+    empty_s = session(NOTHING, size, tests)["cpu_s"]
+    ours_s = session(TRAINS, size, tests)["cpu_s"]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "body.py").write_text(BODY)
+        Path(folder, "plain.py").write_text(PLAIN)
+        done = subprocess.run(
+            [sys.executable, "plain.py", str(tests), str(size)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    plain_s = float(done.stdout)
+    return {
+        "tests": tests,
+        "size": size,
+        "session_cpu_s": ours_s,
+        "empty_session_cpu_s": empty_s,
+        "plain_processes_cpu_s": round(plain_s, 2),
+        "ratio": round((ours_s - empty_s) / plain_s, 2),
+    }
+
+
+def memory(size: int) -> dict[str, float]:
+    """MiB of each rank that it does not share with its parent or another rank."""
+    with Cluster(size, start_timeout_s=600) as cluster:
+        started = [_private_mib(pid) for pid in cluster.pids]
+        cluster.run(timed_all_reduce, timeout_s=600)
+        used = [_private_mib(pid) for pid in cluster.pids]
+    return {
+        "ranks": size,
+        "started_mib": round(max(started), 1),
+        "after_all_reduce_mib": round(max(used), 1),
+    }
+
+
+def start(size: int, repeats: int) -> dict[str, float]:
+    """Seconds until a world is ready: the quickest of some, least disturbed."""
+    with Cluster(2):
+        pass  # the forkserver is there
+    took, used = [], []
+    for _ in range(repeats):
+        before, began = _tree_cpu_s(), time.perf_counter()
+        with Cluster(size, start_timeout_s=600) as cluster:
+            took.append(time.perf_counter() - began)
+            used.append(_tree_cpu_s() - before + sum(map(_cpu_of_s, cluster.pids)))
+    return {
+        "ranks": size,
+        "start_s": round(min(took), 2),
+        "cpu_s": round(min(used), 2),
+        "repeats": repeats,
+    }
+
+
+def cost(tests: int, large_size: int) -> dict[str, Any]:
+    """Measure the three figures of what the harness costs."""
+    return {
+        "provenance": provenance(),
+        "trains": trains(2, tests),
+        "start": start(large_size, 5),
+        "memory": memory(large_size),
+    }
+
+
 def concurrent(runs: int, size: int, tests: int) -> dict[str, float]:
     """Run one generated test file so many times at once; all must pass."""
     before, began = _cpu_s(), time.monotonic()
@@ -284,7 +416,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--large", type=int, default=64, help="0 leaves it out")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--cost", action="store_true", help="measure the cost alone")
     options = parser.parse_args(argv)
+    if options.cost:
+        found = json.loads(RESULTS.read_text())
+        found["cost"] = cost(100, options.large)
+        return _record(found, options.out)
     found = {
         "provenance": provenance(),
         "sessions": {
@@ -299,10 +436,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if options.large:
         found["large"] = large(options.large)
+        found["cost"] = cost(100, options.large)
+    return _record(found, options.out)
+
+
+def _record(found: dict[str, Any], file: Path) -> int:
     _print(found)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    if options.out == RESULTS:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".new")
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.replace(file)
+    if file == RESULTS:
         write_tables(found)
     return 0
 
@@ -337,6 +481,23 @@ def _print(found: dict[str, Any]) -> None:
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def _tree_cpu_s() -> float:
+    """CPU of this process and the forkserver, which forks."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return own.ru_utime + own.ru_stime + _cpu_of_s(forkserver().pid)
+
+
+def _cpu_of_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _private_mib(pid: int) -> float:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    lines = (line.split() for line in text.splitlines() if line.startswith("Private"))
+    return sum(int(line[1]) for line in lines) / 1024
 
 
 def _pss_mib(pid: int) -> float:

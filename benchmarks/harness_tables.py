@@ -24,6 +24,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
             ("faults", _faults),
             ("turns", _turns),
             ("rest", _rest),
+            ("cost", _cost),
         )
     }
 
@@ -80,6 +81,38 @@ def _turns(record: dict[str, Any]) -> Iterator[str]:
     for what, name in (("preempt", "preempt"), ("wait for their turn", "wait")):
         share = f"{found[f'{name}_slow']:.0%}"
         yield row(what, f"{found[f'{name}_ms']:.2f}", share)
+
+
+def _cost(record: dict[str, Any]) -> Iterator[str]:
+    found, made = record["cost"], record["cost"]["provenance"]
+    tests, start, memory = found["trains"], found["start"], found["memory"]
+    ours = tests["session_cpu_s"] - tests["empty_session_cpu_s"]
+    plain = tests["plain_processes_cpu_s"]
+    yield row("what it costs", "measured", "goal")
+    yield "|---|---|---|"
+    yield row(
+        f"{tests['tests']} tests of {tests['size']} ranks that train, to the same "
+        "bodies in processes forked for each",
+        f"{ours:.1f} s to {plain:.1f} s of CPU: {tests['ratio']:.2f}",
+        1.3,
+    )
+    yield row(
+        f"start of {start['ranks']} ranks, quickest of {start['repeats']}",
+        f"{start['start_s']:.2f} s, {start['cpu_s']:.2f} s of CPU",
+        "0.7 s",
+    )
+    yield row(
+        f"memory that a rank of {memory['ranks']} does not share, the largest",
+        f"{memory['started_mib']:.1f} MiB; {memory['after_all_reduce_mib']:.1f} after "
+        "a collective",
+        "20 MiB",
+    )
+    yield ""
+    yield (
+        f"torch {made['torch']}, Python {made['python']}, {made['cores']} cores, CPU, "
+        f"gloo, load {made['load']} at the start, commit {made['commit']}, "
+        f"{made['started'][:10]}."
+    )
 
 
 def _rest(record: dict[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -137,6 +138,22 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+@functools.lru_cache(1)
+def terminal() -> str:
+    """Return the terminal at which this process is in the foreground; "" if none."""
+    try:
+        fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+    except OSError:
+        return ""
+    try:
+        # In the background it would take what is typed to somebody else.
+        return os.ttyname(fd) if os.tcgetpgrp(fd) == os.getpgrp() else ""
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 def sockets() -> frozenset[str]:

@@ -21,7 +21,7 @@ from .outcomes import Collective
 from .spec import WorldSpec
 
 NO_TERMINAL = (
-    "A rank has no terminal: print what you look for, or set PYTHONBREAKPOINT to a "
+    "There is no terminal: print what you look for, or set PYTHONBREAKPOINT to a "
     "debugger that is reached over a socket (such as remote_pdb.set_trace), call "
     "breakpoint() on the rank, and raise timeout_s"
 )
@@ -43,6 +43,9 @@ class Context:
 
     coverage: tuple[tuple[str, Any], ...] = ()
     """How coverage.py measures the parent; empty when it does not."""
+
+    terminal: str = ""
+    """The terminal at which the parent is in the foreground, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +94,21 @@ class Run:
     """What changed in the parent since the last message."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """After a call that raised: look at where, at this terminal."""
+
+    terminal: str
+
+
 class Kind(enum.Enum):
-    """What a reply reports."""
+    """What a reply reports; the last two come before the answer."""
 
     READY = "ready"
     OK = "ok"
     RAISED = "raised"
+    DEBUGGING = "debugging"
+    RESUMED = "resumed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +117,9 @@ class Reply:
 
     kind: Kind
     ended_at_s: float
+    took_s: float = 0.0
+    """How long the function ran on this rank."""
+
     value: bytes = b""
     exception: bytes | None = None
     error_type: str | None = None

@@ -127,6 +127,9 @@ class RankOutcome:
     collectives: tuple[Collective, ...] = ()
     """The last collectives that the rank issued in this call, oldest first."""
 
+    took_s: float = 0.0
+    """How long the function ran on this rank; 0 where it did not end."""
+
     ended_at_s: float = 0.0
     """When the rank ended, in seconds of the machine's monotonic clock."""
 

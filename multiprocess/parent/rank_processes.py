@@ -44,6 +44,8 @@ def current_context() -> Context:
         env={name: v for name, v in os.environ.items() if name not in _PRIVATE},
         modules=assert_rewrite.rewritten_modules(),
         coverage=coverage.current_settings(),
+        # The workers of pytest-xdist have one, but several at once.
+        terminal="" if "PYTEST_XDIST_WORKER" in os.environ else linux.terminal(),
     )
 
 

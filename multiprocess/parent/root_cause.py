@@ -109,7 +109,7 @@ def _outcome(fact: Fact) -> RankOutcome:
 
 
 def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
-    blank = replace(blank, ended_at_s=reply.ended_at_s)
+    blank = replace(blank, ended_at_s=reply.ended_at_s, took_s=reply.took_s)
     if reply.kind is Kind.RAISED:
         exception = None
         if reply.exception is not None:

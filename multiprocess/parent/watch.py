@@ -22,6 +22,8 @@ from .rank_processes import RankProcess, RankProcesses
 _CRASH_GRACE_S = 0.25
 """Shorter than after an exception: connections to a dead process break at once."""
 
+_LONG_S = 3600.0
+
 _POLL_S = 0.05
 """How often the store is asked for faults of ranks that others look after."""
 
@@ -73,7 +75,9 @@ class Watch:
         self._processes = processes
         self._others = others
         self._began = time.monotonic()
+        self._limit_s = limit_s
         self._until = self._began + limit_s
+        self._debugged: set[int] = set()
         self._grace_s = grace_s
         self._replies: dict[int, Reply] = {}
         self._stopped: set[int] = set()
@@ -98,6 +102,8 @@ class Watch:
     def _wait(self) -> None:
         while self._unfinished():
             left_s = self._until - time.monotonic()
+            if self._debugged:  # somebody looks at a rank: the clock stands
+                left_s = _LONG_S
             if left_s <= 0:
                 return
             if self._others is not None:  # no descriptor becomes ready for their faults
@@ -113,6 +119,7 @@ class Watch:
             self._read_reply(rank)  # it may have answered before it ended
             rank.read_exit()
             self._selector.unregister(rank.exit_fd)
+            self._debugged.discard(rank.rank)
             if rank.rank not in self._replies:
                 self._fault(min(_CRASH_GRACE_S, self._grace_s))
         elif key.fd == rank.output.fd:
@@ -123,10 +130,20 @@ class Watch:
 
     def _read_reply(self, rank: RankProcess) -> bool:
         for reply in rank.inbox.poll():
+            if reply.kind in (Kind.DEBUGGING, Kind.RESUMED):
+                self._pause(rank.rank, reply.kind is Kind.DEBUGGING)
+                continue
             self._replies[rank.rank] = reply
             if reply.kind is Kind.RAISED:
                 self._fault(self._grace_s)
         return not rank.inbox.closed
+
+    def _pause(self, rank: int, debugged: bool) -> None:
+        if debugged:
+            self._debugged.add(rank)
+        else:
+            self._debugged.discard(rank)
+            self._until = time.monotonic() + self._limit_s
 
     def _fault(self, grace_s: float) -> None:
         self._end_by(grace_s)

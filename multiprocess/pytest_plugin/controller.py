@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bdb
+import functools
 import inspect
 import re
 import sys
@@ -21,10 +23,11 @@ from _pytest.fixtures import resolve_fixture_function
 
 from ..environment import unsupported
 from ..errors import NotSimulatedError, WorldFailure
-from ..messages import NO_TERMINAL, pickled
+from ..messages import pickled
 from ..outcomes import RankOutcome
 from ..report import ranks_wait
 from ..spec import CallOptions, WorldSpec
+from .debugging import SECONDS
 from .remote import (
     PER_RANK_FIXTURES,
     AgreedOutcome,
@@ -36,9 +39,11 @@ from .remote import (
     is_outcome_exception,
     run_body,
 )
-from .runner import Runner, UnsuitableWorld
+from .runner import PoolRunner, Runner, UnsuitableWorld
+from .trace import merge, profiled, trace_file
 
 _FAILURE = pytest.StashKey[WorldFailure]()
+_SECONDS = pytest.StashKey[list[float]]()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
 
 _PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd"})
@@ -129,8 +134,6 @@ def explain(
     if failure is None or call.excinfo is None or call.when != "call":
         return
     notes = list(getattr(call.excinfo.value, "__notes__", []))
-    if item.config.option.usepdb:
-        notes.append(f"--pdb stops in the parent, where no rank is. {NO_TERMINAL}")
     text = "\n".join([_disagreement(failure.outcomes) + str(failure), *notes])
     path, line, _ = item.location
     where = ReprFileLocation(path, (line or 0) + 1, failure.root.headline)
@@ -149,7 +152,7 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
     if _FAILURE in item.stash:  # of an earlier example
         del item.stash[_FAILURE]
     try:
-        outcomes = runner.run(spec, options, run_body, body)
+        outcomes = _run(item, spec, options, runner, body)
     except UnsuitableWorld as reason:
         pytest.skip(str(reason))
     except NotSimulatedError as refusal:
@@ -158,11 +161,66 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         item.stash[_FAILURE] = failure
         if ranks_wait(failure.outcomes):
             failure.write_flight_records(artifacts_of(item, spec) / "flight-records")
+        if item.config.option.usepdb:  # it has been looked at, on its rank
+            raise _Seen(failure) from None
         raise _for_pytest(failure) from None
     _show_output(outcomes)
     for outcome in outcomes:
         if isinstance(outcome.value, AgreedOutcome):
             _raise_agreed(outcome.value)
+
+
+class _Seen(bdb.BdbQuit):
+    """What pytest's own --pdb leaves alone: it would stop in the parent."""
+
+
+def _run(
+    item: pytest.Function,
+    spec: WorldSpec,
+    options: CallOptions,
+    runner: Runner,
+    body: Body,
+) -> tuple[RankOutcome, ...]:
+    folder = item.config.getoption("gradparity_trace")
+    if folder is None:
+        found = functools.partial(runner.run, spec, options, run_body, body)
+        return _timed(item, found)
+    if spec.simulated or not isinstance(runner, PoolRunner):
+        where = "under torchrun" if not spec.simulated else "of simulated ranks"
+        pytest.fail(f"--gradparity-trace: no trace {where}", pytrace=False)
+    file = trace_file(folder, item.nodeid)
+    parts = file.with_suffix(".ranks")
+    parts.mkdir(parents=True, exist_ok=True)
+    traced = functools.partial(
+        runner.run, spec, options, profiled, str(parts), run_body, body
+    )
+    outcomes: tuple[RankOutcome, ...] = ()
+    try:
+        outcomes = _timed(item, traced)
+        return outcomes
+    except WorldFailure as failure:
+        outcomes = failure.outcomes
+        raise
+    finally:
+        merge(parts, outcomes, file)
+
+
+def _timed(
+    item: pytest.Function, run: Callable[[], tuple[RankOutcome, ...]]
+) -> tuple[RankOutcome, ...]:
+    try:
+        outcomes = run()
+    except WorldFailure as failure:
+        item.stash[_SECONDS] = [round(o.took_s, 4) for o in failure.outcomes]
+        raise
+    item.stash[_SECONDS] = [round(o.took_s, 4) for o in outcomes]
+    return outcomes
+
+
+def durations_of(item: pytest.Item) -> list[tuple[str, object]]:
+    """Return each rank's own time as a property of the test's report."""
+    seconds = item.stash.get(_SECONDS, None)
+    return [] if seconds is None else [(SECONDS, seconds)]
 
 
 def artifacts_of(item: pytest.Function, spec: WorldSpec) -> Path:

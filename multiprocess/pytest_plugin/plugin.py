@@ -29,6 +29,7 @@ MARKER_HELP = (
 )
 
 DEFAULT_SIZE = 2
+_ATTACH_S = 600.0
 
 _MARK = "world"
 _ALLOWED = frozenset(field.name for field in fields(WorldSpec))
@@ -48,6 +49,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="folder for what a failed test leaves, such as the flight records of a "
         "hang; by default a temporary one that pytest prunes",
+    )
+    group.addoption(
+        "--gradparity-pdb-rank",
+        type=int,
+        metavar="N",
+        help="with --pdb, the rank to look at; by default the root cause's",
+    )
+    group.addoption(
+        "--gradparity-attach",
+        nargs="?",
+        type=float,
+        const=_ATTACH_S,
+        metavar="SECONDS",
+        help="keep the ranks of a hung test, and print how to attach py-spy or gdb, "
+        f"until Enter is pressed or so many seconds are over ({_ATTACH_S:g})",
+    )
+    group.addoption(
+        "--gradparity-durations",
+        type=int,
+        metavar="N",
+        help="show the N tests whose ranks took longest, with each rank's own time",
+    )
+    group.addoption(
+        "--gradparity-trace",
+        metavar="DIR",
+        help="write a Chrome trace of each test into DIR: all ranks on one clock",
     )
 
 
@@ -187,7 +214,20 @@ def pytest_runtest_makereport(
         from .controller import explain
 
         explain(item, call, report)
+    if report.when == "call" and item.config.getoption("gradparity_durations"):
+        from .controller import durations_of
+
+        report.user_properties += durations_of(item)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Show how long each rank took, if that is asked for."""
+    count = config.getoption("gradparity_durations")
+    if count:
+        from .debugging import show_durations
+
+        show_durations(terminalreporter, count)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -220,10 +260,13 @@ def _close_runner(config: pytest.Config) -> None:
 
 def _runner(config: pytest.Config) -> Runner:
     if _RUNNER not in config.stash:
+        from .debugging import before_end_of
         from .runner import AgentRunner, PoolRunner
 
         agent = config.stash.get(_AGENT, None)
-        config.stash[_RUNNER] = PoolRunner() if agent is None else AgentRunner(agent)
+        config.stash[_RUNNER] = (
+            PoolRunner(before_end_of(config)) if agent is None else AgentRunner(agent)
+        )
     return config.stash[_RUNNER]
 
 

@@ -19,6 +19,7 @@ from ..parent.forkserver_client import forkserver
 from ..parent.slots import cpu_slots, gpu_slots, visible_gpus
 from ..simulated import SimulatedCluster
 from ..spec import CallOptions, WorldSpec
+from .debugging import BeforeEnd
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
@@ -81,7 +82,8 @@ class AgentRunner:
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, before_end: BeforeEnd | None = None) -> None:
+        self._before_end = before_end
         self._clusters: dict[WorldSpec, Cluster | SimulatedCluster] = {}
 
     def run(
@@ -110,6 +112,8 @@ class PoolRunner:
     def _cluster(self, kind: WorldSpec) -> Cluster | SimulatedCluster:
         made = SimulatedCluster if kind.simulated else Cluster
         cluster = self._clusters.pop(kind, None) or made.of(kind)
+        if isinstance(cluster, Cluster):
+            cluster.before_end = self._before_end
         # Warm ranks take memory: those of the kinds used longest ago are ended.
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)

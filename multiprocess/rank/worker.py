@@ -18,7 +18,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from .. import linux, messages
-from ..messages import NO_TERMINAL, Context, Kind, Rendezvous, Reply, Run, Start
+from ..messages import Context, Debug, Kind, Rendezvous, Reply, Run, Start
 from . import assert_rewrite, coverage, flight_records
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ def main(
     # signal of the parent, also where native code holds the lock.
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
-    sys.breakpointhook = _breakpoint
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(store_fd, records_fd)
+        rank = _Rank(store_fd, records_fd, sock)
         while (message := messages.receive(sock)) is not None:
             messages.send(sock, rank.answer(message))
     return 0
@@ -115,29 +114,30 @@ def _text_stream(fd: int) -> Any:
     )
 
 
-def _breakpoint(*args: Any, **kwargs: Any) -> Any:
-    """What ``breakpoint()`` does on a rank: pdb would read the end of a file."""
-    if os.environ.get("PYTHONBREAKPOINT") is None:
-        raise RuntimeError(NO_TERMINAL)
-    return sys.__breakpointhook__(*args, **kwargs)
-
-
 class _Rank:
     """One rank's state between messages."""
 
-    def __init__(self, store_fd: int, records_fd: int) -> None:
+    def __init__(self, store_fd: int, records_fd: int, sock: socket.socket) -> None:
         self._store_fd = store_fd
         self._records_fd = records_fd
         self._known = _costly_modules()
         self._groups_made = 0
         self._runs = 0
         self._coverage = coverage.RankCoverage()
+        self._sock = sock
+        self._terminal = ""
+        self._error: BaseException | None = None
+        # pdb's own would read the end of a file.
+        sys.breakpointhook = self._breakpoint
 
-    def answer(self, message: Start | Run) -> Reply:
+    def answer(self, message: Start | Run | Debug) -> Reply:
         """Do what the message asks; whatever goes wrong becomes the reply."""
         try:
             if isinstance(message, Start):
                 self._join(message)
+                reply = made_reply(Kind.READY)
+            elif isinstance(message, Debug):
+                self._post_mortem(message)
                 reply = made_reply(Kind.READY)
             else:
                 reply = self._run(message)
@@ -152,6 +152,21 @@ class _Rank:
                 except (ValueError, OSError):
                     pass  # the function closed it
         return reply
+
+    def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
+        from . import debugger  # pdb takes long to import
+
+        frame = sys._getframe(1)
+        debugger.stop(self._rank, self._terminal, self._say, frame, *args, **kwargs)
+
+    def _post_mortem(self, message: Debug) -> None:
+        from . import debugger
+
+        if self._error is not None:
+            debugger.post_mortem(self._rank, self._error, message.terminal, self._say)
+
+    def _say(self, kind: Kind) -> None:
+        messages.send(self._sock, made_reply(kind))
 
     def _join(self, message: Start) -> None:
         import torch
@@ -193,6 +208,7 @@ class _Rank:
         os.environ.update(_rank_environment(self._spec, self._rank, self._rendezvous))
         assert_rewrite.import_rewritten(context.modules)
         self._coverage.apply(context.coverage)
+        self._terminal = context.terminal
 
     def _open_store(self, prefix: str) -> Store:
         if self._rendezvous is not None:
@@ -236,6 +252,8 @@ class _Rank:
         self._runs = message.number
         self._records.clear()
         self._world._new_call()
+        self._error = None
+        began_s = time.monotonic()
         with restored_settings():
             seed_everything(self._spec.seed)
             try:
@@ -243,6 +261,8 @@ class _Rank:
                 reply = made_reply(Kind.OK, value=pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
                 reply = raised(error, reusable=True)
+                self._error = error  # pdb may want to look at its frames
+        took_s = time.monotonic() - began_s
         # A call may destroy the group, or replace it: the next one must not find that.
         reusable = (
             dist.is_initialized()
@@ -250,7 +270,9 @@ class _Rank:
             and len(dist.distributed_c10d._world.pg_map) < _MAX_GROUPS
         )
         imported = tuple(sorted(_costly_modules() - self._known))
-        return dataclasses.replace(reply, reusable=reusable, imported=imported)
+        return dataclasses.replace(
+            reply, reusable=reusable, imported=imported, took_s=took_s
+        )
 
 
 def _costly_modules() -> frozenset[str]:
