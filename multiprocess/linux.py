@@ -12,6 +12,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PTS = 136
+"""Major number of the first 256 pseudo-terminals."""
 
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (
     2 if hasattr(signal, "SIGRTMAX") else 0
@@ -149,8 +151,16 @@ def terminal() -> str:
         return ""
     try:
         # In the background it would take what is typed to somebody else.
-        return os.ttyname(fd) if os.tcgetpgrp(fd) == os.getpgrp() else ""
-    except OSError:
+        if os.tcgetpgrp(fd) != os.getpgrp():
+            return ""
+        # By its number: the name of this descriptor is /dev/tty, another one for each
+        # session.
+        number = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[4])
+        name = os.path.realpath(f"/dev/char/{os.major(number)}:{os.minor(number)}")
+        pty = f"/dev/pts/{(os.major(number) - _PTS) * 256 + os.minor(number)}"
+        found = (n for n in (name, pty) if os.path.exists(n))
+        return next((n for n in found if os.stat(n).st_rdev == number), "")
+    except (OSError, ValueError):
         return ""
     finally:
         os.close(fd)

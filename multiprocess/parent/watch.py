@@ -134,6 +134,7 @@ class Watch:
                 self._pause(rank.rank, reply.kind is Kind.DEBUGGING)
                 continue
             self._replies[rank.rank] = reply
+            self._debugged.discard(rank.rank)
             if reply.kind is Kind.RAISED:
                 self._fault(self._grace_s)
         return not rank.inbox.closed

@@ -55,10 +55,10 @@ def _post_mortem(
     where = linux.terminal()
     if not 0 <= chosen < len(ranks.ranks):
         why = f"the world has ranks 0 to {len(ranks.ranks) - 1}"
-    elif not where or "PYTEST_XDIST_WORKER" in os.environ:
-        why = NO_TERMINAL
     elif failure.outcomes[chosen].error_type is None:
         why = f"it raised nothing ({failure.outcomes[chosen].headline})"
+    elif not where or "PYTEST_XDIST_WORKER" in os.environ:
+        why = NO_TERMINAL
     else:
         _talk(ranks.ranks[chosen], Debug(terminal=where))
         return
@@ -73,7 +73,8 @@ def _talk(rank: RankProcess, message: Debug) -> None:
         ready, _, _ = select.select(watched, [], [])
         if rank.output.fd in ready:
             rank.output.drain()
-        if any(reply.kind is Kind.READY for reply in rank.inbox.poll()):
+        replies = {reply.kind for reply in rank.inbox.poll()}
+        if replies - {Kind.DEBUGGING, Kind.RESUMED}:
             return
         if rank.exit_fd in ready:
             rank.read_exit()
@@ -94,13 +95,14 @@ def _attach(
     print("; ".join(ways), file=out, flush=True)
     deadline = time.monotonic() + limit_s
     with contextlib.ExitStack() as stack:
-        keys = [stack.enter_context(open(terminal))] if terminal else []
+        key = stack.enter_context(open(terminal)) if terminal else None
+        keys = [] if key is None else [key.fileno()]
         waited = [ranks.ranks[rank] for rank in hung]
         while waited and (left_s := deadline - time.monotonic()) > 0:
             exits = {rank.exit_fd: rank for rank in waited}
             ready, _, _ = select.select([*exits, *keys], [], [], left_s)
-            if any(key in ready for key in keys):
-                keys[0].readline()
+            if key is not None and key.fileno() in ready:
+                key.readline()
                 return
             for fd in ready:
                 exits[fd].read_exit()

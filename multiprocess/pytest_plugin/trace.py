@@ -76,7 +76,7 @@ def _events_of(folder: Path, outcome: RankOutcome) -> Iterator[dict[str, Any]]:
         "args": {"name": "collectives"},
     }
     for call in outcome.collectives:
-        event = {"pid": rank, "tid": _COLLECTIVES, "cat": "collective"}
+        event: dict[str, Any] = {"pid": rank, "tid": _COLLECTIVES, "cat": "collective"}
         event["name"] = f"{call.op} #{call.number}"
         event["ts"] = call.issued_ns / 1e3
         event["args"] = {"group": call.group, "tensors": call.tensors}

@@ -41,11 +41,13 @@ class RankDebugger(pdb.Pdb):
     def interaction(self, frame: Any, traceback: Any) -> None:
         """Hold the terminal, and the clock of the call, while at the prompt."""
         self._say(Kind.DEBUGGING)
-        fcntl.flock(self._terminal, fcntl.LOCK_EX)
         try:
+            with contextlib.suppress(OSError):  # a terminal that cannot be locked
+                fcntl.flock(self._terminal, fcntl.LOCK_EX)
             super().interaction(frame, traceback)
         finally:
-            fcntl.flock(self._terminal, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._terminal, fcntl.LOCK_UN)
             self._say(Kind.RESUMED)
 
 

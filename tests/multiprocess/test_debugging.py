@@ -12,7 +12,7 @@ import termios
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -63,9 +63,15 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for the end."""
-        code = self._process.wait(LIMIT_S)
+        return self._process.wait(LIMIT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
         os.close(self._master)
-        return code
 
 
 @pytest.mark.slow
@@ -88,18 +94,19 @@ def test_a_person_at_a_terminal_stops_on_a_rank(pytester: pytest.Pytester) -> No
                 raise ValueError("boo")
         """
     )
-    terminal = Terminal(pytester.path, "--pdb", "-p", "no:cacheprovider")
-    terminal.wait_for("(rank 1) ")
-    terminal.type("p world.rank + 40")
-    terminal.wait_for("41")
-    terminal.type("c")
-    terminal.wait_for("rank 1 raised ValueError: boo")
-    terminal.wait_for("(rank 1) ")
-    terminal.type("p found")
-    terminal.wait_for("101")
-    terminal.type("q")
-    terminal.wait_for("1 failed, 1 passed")
-    assert terminal.end() == 1
+    options = ("--pdb", "-p", "no:cacheprovider")
+    with Terminal(pytester.path, *options) as terminal:
+        terminal.wait_for("(rank 1) ")
+        terminal.type("p world.rank + 40")
+        terminal.wait_for("41")
+        terminal.type("c")
+        terminal.wait_for("rank 1 raised ValueError: boo")
+        terminal.wait_for("(rank 1) ")
+        terminal.type("p found")
+        terminal.wait_for("101")
+        terminal.type("q")
+        terminal.wait_for("1 failed, 1 passed")
+        assert terminal.end() == 1
 
 
 @pytest.mark.slow
