@@ -1,7 +1,7 @@
 """Markdown: the job summary on GitHub, failures first, under its limit of 1 MiB.
 
-Texts of models, tests and exceptions are written as character references: whatever
-Markdown or HTML would read into them, the reader sees the characters themselves.
+In texts of models, tests and exceptions, what Markdown or HTML would read as markup is
+written as character references. The rest stays as it is: pages are readable raw.
 """
 
 from __future__ import annotations

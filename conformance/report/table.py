@@ -22,7 +22,11 @@ _MAX_ROWS = 26
 _MAX_STORIES = 5
 _CELL = 90
 _STORY = 240
-_SPECIAL = re.compile(r"[^\w ,/=()+;.-]|_|(?<=www)\.")
+_SPECIAL = re.compile(
+    r"[^\w ,/=()+;.:'\"%?-]"
+    # emphasis needs an end of a word, an emoji or an address a letter after the colon
+    r"|(?<![^\W_])_|_(?![^\W_])|:(?!\s|$)|(?<=www)\."
+)
 _HEAD = (
     "layout",
     "ranks",

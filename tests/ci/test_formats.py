@@ -88,8 +88,15 @@ def test_markdown_shows_hostile_text_as_it_is(text: str) -> None:
     assert plain(text) in unescape(made)
     table = [line for line in made.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {3}
-    for found in re.findall(r"[`*~$\[\]!<>@#:\\_]", markdown.escape(text)):
+    markup = r"[`*~$\[\]!<>@#\\]|:(?!\s|$)|(?<![^\W_])_|_(?![^\W_])"
+    for found in re.findall(markup, markdown.escape(text)):
         assert found == "#", "only the sign of a character reference is left"
+
+
+def test_markdown_of_usual_text_is_readable_raw() -> None:
+    usual = "linux-x86_64, fp16 autocast: step 1: ranks 0, 1 scale 512 (it's 50%)"
+    assert markdown.escape(usual) == usual
+    assert markdown.escape("_a_ :b: http://c") == ("&#95;a&#95; &#58;b: http&#58;//c")
 
 
 @pytest.mark.parametrize("text", HOSTILE)
