@@ -1,0 +1,144 @@
+"""The walks of docs/architecture.md are what really runs, in that order."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from gradparity.conformance import Runner
+from gradparity.conformance.rank.worker import observe_rank
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.multiprocess import Cluster
+from gradparity.scaler import GradScaler
+from gradparity.tests.docs_blocks import ROOT
+
+PAGE = ROOT / "docs" / "architecture.md"
+OURS = "gradparity.scaler:GradScaler"
+SCENARIO = "fsdp/2/fp32/sgd/inf@r0s1:first/steps=2"
+_STEP = re.compile(r"^\d+\. `([\w/]+\.py): ([\w.]+)`", re.MULTILINE)
+TEST = """
+import pytest, sys
+@pytest.mark.world(size=2)
+def test_x(world):
+    frame = sys._getframe(1)
+    while frame and world.rank == 0:
+        print("rank", frame.f_code.co_filename, frame.f_code.co_qualname)
+        frame = frame.f_back
+"""
+PROGRAM = """
+import sys, pytest
+seen = []
+def note(frame, event, _):
+    if event == "call":
+        seen.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+sys.setprofile(note)
+code = pytest.main(["-s", "-p", "no:cacheprovider", "test_x.py"])
+sys.setprofile(None)
+for name in dict.fromkeys(seen):
+    print("parent", *name)
+sys.exit(code)
+"""
+
+
+def walks() -> list[list[tuple[str, str]]]:
+    """The numbered lists of the page, in order: (file, function) each."""
+    text = PAGE.read_text().partition("## Three walks")[2].partition("\n## ")[0]
+    lists = re.split(r"^1\. ", text, flags=re.MULTILINE)[1:]
+    return [_STEP.findall(f"1. {part}") for part in lists]
+
+
+def called(function: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
+    """(file, function) of our code in the order of first calls."""
+    seen: dict[CodeType, None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            seen.setdefault(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return [
+        (name, code.co_qualname) for code in seen if (name := ours(code.co_filename))
+    ]
+
+
+def ours(path: str) -> str:
+    place = Path(path)
+    inside = place.is_relative_to(ROOT) and ".venv" not in place.parts
+    return str(place.relative_to(ROOT)) if inside else ""
+
+
+def missed(walk: Iterable[tuple[str, str]], ran: list[tuple[str, str]]) -> list[str]:
+    """Functions of a walk that did not run, or not after those before them."""
+    wrong, last = [], -1
+    for function in walk:
+        place = ran.index(function) if function in ran else -1
+        if place <= last:
+            wrong.append(": ".join(function))
+        last = max(last, place)
+    return wrong
+
+
+def test_a_wrong_walk_is_seen() -> None:
+    ran = [("a.py", "f"), ("a.py", "g"), ("b.py", "h")]
+    assert missed(ran, ran) == missed(ran[::2], ran) == []
+    assert missed([("a.py", "g"), ("a.py", "f")], ran) == ["a.py: f"]
+    assert missed([("a.py", "k"), ("b.py", "h")], ran) == ["a.py: k"]
+    assert [len(walk) for walk in walks()] == [13, 10, 16, 10, 6]
+
+
+def train_step() -> list[tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+
+    def step() -> None:
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return called(step)
+
+
+def scenario_on_a_rank() -> list[tuple[str, str]]:
+    return called(observe_rank, Scenario.parse(SCENARIO), OURS, ".")
+
+
+def test_a_training_step(two: Cluster) -> None:
+    assert missed(walks()[0], two.run(train_step)[0]) == []
+
+
+def test_a_scenario(two: Cluster) -> None:
+    assert missed(walks()[2], two.run(scenario_on_a_rank)[0]) == []
+    with Runner(folder=os.getcwd()) as runner:
+        ran = called(runner.run, OURS, Scenario.parse(SCENARIO))
+    assert missed(walks()[1], ran) == []
+
+
+@pytest.mark.slow
+def test_a_distributed_test(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(TEST)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    for kind, walk in (("parent", walks()[3]), ("rank", walks()[4])):
+        found = [(ours(x[1]), x[2]) for x in lines if x[0] == kind and len(x) == 3]
+        ran = found if kind == "parent" else found[::-1]
+        assert missed(walk, ran) == [], ran
