@@ -54,12 +54,12 @@ def test_a_row_has_verdict_worst_tensor_errors_and_bound() -> None:
     bad = [failed("tp/2/fp32/sgd/none"), case("tp/2/fp32/sgd/none/steps=3")]
     table = render(report_of([fine, *bad]))
     first, second = rows(table)
-    tensor = "gradient of q&#95;norm.weight, step 1, rank 3, norm"
+    tensor = "gradient of q_norm.weight, step 1, rank 3, norm"
     assert first == ["ddp", "2", "fp32", "pass", tensor, "1e-07", "0.004", "1e-06"]
     assert second[:4] == ["tp", "2", "fp32", "**FAIL** (1 of 2): parity.gradient"]
     # of all tensors the one furthest beyond its bound
     assert second[4:] == [tensor, "0.5", "0.004", "1e-06"]
-    assert "- tp: it departs Where&#58; forward of q&#95;norm" in table
+    assert "- tp: it departs Where: forward of q_norm" in table
     assert table.startswith("**gradparity: violations**, 3 cases\n")
 
 
