@@ -641,13 +641,12 @@ class GradScaler(_TorchGradScaler):
         self, state: OptimizerState, group: ProcessGroup | None
     ) -> LocalState:
         # What this rank brings to a sync about ``state``.
+        record = None if group is None else state.record
+        ordinal = None if record is None else self._records.number(record)
         scale, found = self._scale_or_one(), state["found_inf_per_device"].values()
-        found_inf = any_of(found, scale.device) if found else None
-        ordinal, bad = None, 0
-        if state.record is not None and group is not None:
-            ordinal = self._records.number(state.record)
-            if found_inf is not None and is_true(found_inf):
-                bad = first_nonfinite(state.optimizer, group.rank())
+        found_inf, bad = any_of(found, scale.device) if found else None, 0
+        if found_inf is not None and group is not None and is_true(found_inf):
+            bad = first_nonfinite(state.optimizer, group.rank())
         tracker, left = self._growth_tracker, self._hysteresis_left
         return LocalState(
             found_inf=None if found_inf is None else number_in(found_inf),
