@@ -14,7 +14,7 @@ from .outcomes import Collective, RankOutcome, RankState
 _LAST = 3
 """So many of each rank's collectives are shown."""
 
-_MOST_ALIKE = 16
+_MAX_ALIKE = 16
 """So many ranks of the same fate are shown one by one."""
 
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
@@ -62,11 +62,11 @@ def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterat
     waiting = [o for o in outcomes if not o.ok and o.collectives]
     if waiting:
         yield from ("", "last collectives:")
-    for outcome in waiting[:_MOST_ALIKE]:
+    for outcome in waiting[:_MAX_ALIKE]:
         for call in outcome.collectives[-_LAST:]:
             yield f"  rank {outcome.rank}: {call}"
-    if len(waiting) > _MOST_ALIKE:
-        yield f"  ... and {len(waiting) - _MOST_ALIKE} ranks more"
+    if len(waiting) > _MAX_ALIKE:
+        yield f"  ... and {len(waiting) - _MAX_ALIKE} ranks more"
 
 
 def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
@@ -76,7 +76,7 @@ def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
         what = outcome.headline.partition(": ")[2]
         ranks = alike[what, _details(outcome)]
         ranks.append(outcome.rank)
-        if len(ranks) > _MOST_ALIKE:
+        if len(ranks) > _MAX_ALIKE:
             continue
         yield ""
         yield f"{title}: {outcome.headline}"
@@ -87,9 +87,9 @@ def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
             shown[details] = outcome.rank
             yield from _indent(details)
     for (what, details), ranks in alike.items():
-        if len(ranks) > _MOST_ALIKE:
+        if len(ranks) > _MAX_ALIKE:
             yield ""
-            yield f"{title}: {len(ranks) - _MOST_ALIKE} ranks more: {what}"
+            yield f"{title}: {len(ranks) - _MAX_ALIKE} ranks more: {what}"
             yield f"  (as rank {shown[details]})" if details else ""
 
 

@@ -26,7 +26,7 @@ _TIMES = struct.Struct("!QQ")
 _HEAD = 16
 REGION = _HEAD + SLOTS * _SLOT
 
-_MOST_SHAPES = 6
+_MAX_SHAPES = 6
 """So many different tensors of one collective are noted on each side; more as one."""
 
 
@@ -149,7 +149,7 @@ def _shapes(found: Sequence[tuple[str, Sequence[int], int]]) -> tuple[TensorShap
 
 
 def _bounded(shapes: Sequence[TensorShape]) -> Sequence[TensorShape]:
-    if len(shapes) <= _MOST_SHAPES:
+    if len(shapes) <= _MAX_SHAPES:
         return shapes
     elements = sum(math.prod(shape.sizes) * shape.repeats for shape in shapes)
     return [TensorShape(shapes[0].dtype, (elements,), 1)]

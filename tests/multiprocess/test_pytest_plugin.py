@@ -233,7 +233,8 @@ def test_it(world):
     breakpoint()
 """
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
-    says = "RuntimeError: A rank has no terminal: print what you look for"
+    monkeypatch.setattr("gradparity.multiprocess.linux.terminal", lambda: "")
+    says = "RuntimeError: There is no terminal: print what you look for"
     assert says in session(body).stdout
     monkeypatch.setenv("PYTHONBREAKPOINT", "test_it.reached")
     assert "the debugger of rank 1" in session(body).stdout
