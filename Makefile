@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint gate baseline planted bench report docs \
-  who-passes specimens torch-versions relock clean setup setup-test mutants
+  who-passes specimens torch-versions wild relock clean setup setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -62,6 +62,9 @@ bench: setup-test  ## ratios against the peers, measured in the same run
 
 specimens: setup-test  ## judge known faults of the field and write docs/specimens.md
 	$(BIN)/python -m gradparity.benchmarks.specimens
+
+wild: setup-test  ## run the scripts of docs/wild, record them and write its tables
+	$(BIN)/python -m gradparity.benchmarks.wild
 
 report: setup  ## render the last report again
 	$(BIN)/gradparity report $(REPORT)/report.jsonl --html $(REPORT)
