@@ -22,9 +22,11 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-RANKS, HEADS = 2, 4
-SINKS = torch.tensor([0.1, 0.2, 3.0, 4.0])
-ZEROS = torch.zeros
+RANKS, HEADS, SINKS = 2, 4, torch.tensor([0.1, 0.2, 3.0, 4.0])
+
+
+def on_cpu(function: Any) -> Any:  # Megatron-Core names CUDA
+    return lambda *a, device=None, **k: function(*a, **k)
 
 
 def rank_main(rank: int, folder: str, results: Any) -> None:
@@ -39,19 +41,17 @@ def rank_main(rank: int, folder: str, results: Any) -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # dropout is off
     layer = DotProductAttention(config, 1, AttnMaskType.no_mask, "self")
-    mine = slice(rank * HEADS // RANKS, (rank + 1) * HEADS // RANKS)
-    with torch.no_grad():
-        layer.softmax_offset.copy_(SINKS[mine])
-    seeded = torch.Generator().manual_seed(0)
-    q, k, v, up = torch.randn(4, 5, 2, HEADS, 4, generator=seeded)[:, :, :, mine]
-    future = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
-    out = layer(q.contiguous(), k.contiguous(), v.contiguous(), future)
+    mine = slice(2 * rank, 2 * rank + 2)
+    layer.softmax_offset.data.copy_(SINKS[mine])
+    whole = torch.randn(4, 5, 2, HEADS, 4, generator=torch.manual_seed(0))
+    q, k, v, up = whole[:, :, :, mine].clone()
+    out = layer(q, k, v, torch.zeros(1, 1, 5, 5, dtype=torch.bool))
     (out * up.reshape(out.shape)).sum().backward()
-    optimizer = FP32Optimizer(
-        torch.optim.SGD(layer.parameters(), lr=1.0), OptimizerConfig(), lambda *_: None
-    )
+    sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
+    with patch.object(torch, "tensor", on_cpu(torch.tensor)):
+        optimizer = FP32Optimizer(sgd, OptimizerConfig(), lambda *_: None)
     counted = optimizer.get_main_grads_for_grad_norm()
-    with patch.object(torch, "zeros", lambda *a, device=None, **k: ZEROS(*a, **k)):
+    with patch.object(torch, "zeros", on_cpu(torch.zeros)):
         norm = clip_grads.get_grad_norm_fp32(counted, 2, dist.group.WORLD)
     results.put((rank, float(norm), layer.softmax_offset.grad.tolist()))
     dist.destroy_process_group()
