@@ -158,23 +158,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     names = sorted(p.stem for p in PAGES.glob("*.py"))
     parser.add_argument("name", nargs="*", help="a finding; all of them if left out")
-    chosen = parser.parse_args(arguments).name or names
+    parser.add_argument(
+        "--pages", action="store_true", help="run nothing: after an edit of the pages"
+    )
+    options = parser.parse_args(arguments)
+    chosen = options.name or names
     if unknown := set(chosen) - set(names):
         parser.error(f"no such finding: {', '.join(sorted(unknown))}")
     RECORDS.mkdir(parents=True, exist_ok=True)
     bad = 0
     for name in chosen:
+        file = RECORDS / f"{name}.json"
         try:
-            record = run_script(name)
+            if options.pages:
+                told = told_by_page(PAGES / f"{name}.md")
+                record = json.loads(file.read_text()) | told
+            else:
+                record = run_script(name)
         except ScriptError as problem:
             print(problem, file=sys.stderr, flush=True)
             bad += 1
             continue  # its record stays as it was
         bad += record["verdict"] != "bug"
         print(f"{name}: {record['verdict']}, {record['seconds']} s", flush=True)
-        new = RECORDS / f"{name}.new"
+        new = file.with_suffix(".new")
         new.write_text(json.dumps(record, indent=1) + "\n")
-        new.replace(RECORDS / f"{name}.json")
+        new.replace(file)
     write_pages()
     return int(bad > 0)
 

@@ -60,7 +60,8 @@ class MseLoss(Rows):
         """The same, of a DTensor where the output is one."""
         if isinstance(output, Tensor) and hasattr(output, "device_mesh"):
             targets = distribute(targets, output.device_mesh, [Shard(1)])
-            return F.mse_loss(output, targets).full_tensor()
+            found: Any = F.mse_loss(output, targets)
+            return found.full_tensor()
         return F.mse_loss(output, targets)
 
 
@@ -213,8 +214,12 @@ class Mixer(Rows):
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
         """AutoTP's layers in the place of two of torch's."""
+        import deepspeed
         from deepspeed.module_inject import layers
 
+        # an operation that DeepSpeed would compile at the first start
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         layers.set_autotp_mode(training=True)
         group = mesh.get_group("tp")
         model.mix = layers.LinearLayer(model.mix, group)
@@ -297,13 +302,15 @@ class Headed(nn.Module):
         """(rows, tokens, features) -> a number for each row."""
         hidden = self.below(x.transpose(0, 1)).tanh()  # (tokens, rows, features)
         if self.group is None:
-            return self.head(hidden.transpose(0, 1)).square().sum((1, 2))
+            whole: Tensor = self.head(hidden.transpose(0, 1)).square().sum((1, 2))
+            return whole
         from megatron.core.tensor_parallel import mappings
 
         enter = mappings.copy_to_tensor_model_parallel_region
         leave = mappings.reduce_from_tensor_model_parallel_region
         hidden = enter(hidden, self.group).transpose(0, 1)
-        return leave(self.head(hidden).square().sum((1, 2)), self.group)
+        found: Tensor = leave(self.head(hidden).square().sum((1, 2)), self.group)
+        return found
 
 
 class Smoothing(Transposed):
