@@ -5,7 +5,8 @@
 A finding is three files of one name: ``docs/wild/NAME.py`` shows the bug and needs only
 torch and the package, ``docs/wild/NAME.md`` tells it to a maintainer, and
 ``benchmarks/results/wild/NAME.json`` is the record. This program writes the record,
-the sentence of the page that depends on it, and the tables of docs/wild/README.md.
+the sentence of the page that depends on it, and the table of docs/wild/README.md. What
+the survey of transformers wrote is run and listed, and left as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from typing import Any
 
 from gradparity.benchmarks.tables import row, write_between
 
-__all__ = ["PACKAGES", "PAGES", "README", "RECORDS", "told_by_page", "write_pages"]
+__all__ = [
+    "PACKAGES",
+    "PAGES",
+    "README",
+    "RECORDS",
+    "SURVEYED",
+    "package_of",
+    "told_by_page",
+    "write_pages",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "wild"
@@ -41,6 +51,8 @@ PACKAGES = {
     "transformers": "transformers",
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
+SURVEYED = "transformers-"
+"""Findings whose script, page and record ``gradparity survey transformers`` writes."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
 """What each script prints as ``key: value``, besides lines of its own."""
 
@@ -69,10 +81,8 @@ def told_by_page(page: Path) -> dict[str, str]:
 # - Running
 
 
-def run_script(name: str) -> dict[str, Any]:
-    """The record of one finding: its script is run alone, under a time limit."""
-    script = PAGES / f"{name}.py"
-    started, clock = datetime.now(UTC), time.monotonic()
+def ran(script: Path) -> tuple[int, str, str]:
+    """Exit code and output of a script that is run alone, under a time limit."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
         [sys.executable, str(script)],
@@ -87,13 +97,21 @@ def run_script(name: str) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)  # its ranks, too
             out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def run_script(name: str) -> dict[str, Any]:
+    """The record of one finding, from its script and its page."""
+    script = PAGES / f"{name}.py"
+    started, clock = datetime.now(UTC), time.monotonic()
+    code, out, err = ran(script)
     printed = dict(
         line.split(": ", 1) for line in out.splitlines() if line.startswith(PRINTED)
     )
     verdict = printed.get("verdict", "none")
-    if (verdict, process.returncode) not in {("bug", 1), ("no bug", 0)}:
+    if (verdict, code) not in {("bug", 1), ("no bug", 0)}:
         raise ScriptError(
-            f"{script.name}: verdict {verdict!r} and exit code {process.returncode}, "
+            f"{script.name}: verdict {verdict!r} and exit code {code}, "
             f"expected 'bug' and 1 or 'no bug' and 0\n{out}{err[-2000:]}"
         )
     package = package_of(name)
@@ -128,6 +146,8 @@ def write_pages(readme: Path = README, records: Path = RECORDS) -> None:
     found = [json.loads(p.read_text()) for p in sorted(records.glob("*.json"))]
     write_between(readme, {"findings": "\n".join(_findings(found))})
     for record in found:
+        if record["id"].startswith(SURVEYED):
+            continue
         page = readme.parent / f"{record['id']}.md"
         write_between(page, {"made": _made(record)})
 
@@ -137,10 +157,11 @@ def _findings(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield row(*["---"] * 6)
     for r in records:
         link = f"[{r['what'].split(': ', 1)[-1]}]({r['id']}.md)"
-        shown = f"[script]({r['id']}.py), {r['date']}: {r['verdict']}"
+        shown = f"[script]({r['id']}.py), {r['date']}: {r.get('verdict', 'bug')}"
         package = f"{r['package']} {r['version']}"
-        error = r["relative_error"].split(":")[0]
-        yield row(package, link, error, r["parameter"], shown, r["thread"])
+        error = r["relative_error"]
+        off = f"{error:.2g}" if isinstance(error, float) else error.split(":")[0]
+        yield row(package, link, off, r["parameter"], shown, r["thread"])
 
 
 def _made(record: dict[str, Any]) -> str:
@@ -169,6 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bad = 0
     for name in chosen:
         file = RECORDS / f"{name}.json"
+        if name.startswith(SURVEYED):
+            if not options.pages:
+                code, *_ = ran(PAGES / f"{name}.py")
+                print(f"{name}: exit code {code}", flush=True)
+                bad += code != 1
+            continue
         try:
             if options.pages:
                 told = told_by_page(PAGES / f"{name}.md")
