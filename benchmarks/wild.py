@@ -51,7 +51,7 @@ PACKAGES = {
     "transformers": "transformers",
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
-SURVEYED = "transformers-"
+SURVEYED = "transformers"
 """Findings whose script, page and record ``gradparity survey transformers`` writes."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
 """What each script prints as ``key: value``, besides lines of its own."""
