@@ -641,9 +641,9 @@ class GradScaler(_TorchGradScaler):
         self, state: OptimizerState, group: ProcessGroup | None
     ) -> LocalState:
         # What this rank brings to a sync about ``state``.
+        scale, found = self._scale_or_one(), state["found_inf_per_device"].values()
         record = None if group is None else state.record
         ordinal = None if record is None else self._records.number(record)
-        scale, found = self._scale_or_one(), state["found_inf_per_device"].values()
         found_inf, bad = any_of(found, scale.device) if found else None, 0
         if found_inf is not None and group is not None and is_true(found_inf):
             bad = first_nonfinite(state.optimizer, group.rank())
