@@ -13,6 +13,7 @@ from gradparity.conformance.rank.trace import (
     Misuse,
     RankTrace,
     Reduction,
+    Restored,
     StepTrace,
 )
 
@@ -31,7 +32,7 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         shards={"w": "same"},
         reduce_dtype="float32",
     )
-    scale, growth, digest = 8.0, 0, "start"
+    scale, growth, digest, taken = 8.0, 0, "start", 0
     for step in range(SCENARIO.steps):
         skip = bad and step == BAD_STEP
         seen = StepTrace(step=step, complete=True, loss=1.0)
@@ -55,10 +56,15 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
             )
         ]
         seen.reported_norm = 0.5
+        seen.schedule = (f"{taken}", f"{taken + (not skip)}")
+        seen.average = (f"{taken}", f"{taken + (not skip)}")
+        seen.skips = (step - taken, step - taken + skip)
+        taken += not skip
         seen.checked_sum = (3.0, 3.0)
         seen.gradients = {"w": np.array([1e-7, -0.5], np.float32)}
         trace.steps.append(seen)
     trace.misuse = [Misuse(call="a second step()", error="RuntimeError", changed=())]
+    trace.restored = Restored(saved=(16.0, 1), loaded=(16.0, 1), new=(8.0, 0))
     return trace
 
 

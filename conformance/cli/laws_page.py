@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...fixtures.faulty import FAULTY
 from ...fixtures.faulty.stacks import FAULTY_STACKS
+from ...fixtures.faulty.trainers import FAULTY_TRAINERS
 from ..judge import laws as laws
 from ..judge.law import LAWS, Law
 
@@ -72,7 +73,7 @@ def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
     yield f"{law.text}\n"
     yield f"*Why:* {law.reason}\n"
-    every = [*FAULTY.items(), *FAULTY_STACKS.items()]
+    every = [*FAULTY.items(), *FAULTY_STACKS.items(), *FAULTY_TRAINERS.items()]
     faulty = [f"`{made.__name__}`" for made, how in every if how.law == law.id]
     if faulty:
         yield f"*Broken on purpose by:* {', '.join(faulty)}\n"

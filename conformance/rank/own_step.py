@@ -8,6 +8,8 @@ every optimizer show which gradients are used.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +39,7 @@ from ...fixtures import (
 from .engine import Engine
 from .judged import Judged, JudgedError
 from .local_parts import read_local_parts
-from .observe import CallLog, non_finite, partial_ranks
+from .observe import CallLog, digest, non_finite, partial_ranks
 from .recording import (
     digests_of,
     floats,
@@ -49,7 +51,7 @@ from .recording import (
     recording_draws,
     recording_reductions,
 )
-from .trace import Decision, RankTrace, StepTrace
+from .trace import Decision, RankTrace, Restored, StepTrace
 
 __all__ = ["OptimizerCalls", "WatchedScaler", "as_number", "parameters_of"]
 
@@ -111,7 +113,9 @@ class OptimizerCalls:
             return  # its class calls the step of its base class
         self.seen += 1
         used = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
-        if used & self._stepped:
+        # a container of optimizers steps those in it
+        inside = any(self._depth[key] for key in self._depth if key != id(optimizer))
+        if used & self._stepped and not inside:
             text = f"stepped twice in one call: {type(optimizer).__name__}.step() came"
             raise self.workload.refuse(
                 "train_step", f"{text} again for the same parameters"
@@ -212,7 +216,31 @@ class WatchedScaler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for before there is a scaler, by a copy
             raise AttributeError(name)
+        if name == "clip_grad_norm_":  # not all scalers have it
+            return partial(self._clip, self._scaler.clip_grad_norm_)
         return getattr(self._scaler, name)
+
+    def _clip(
+        self, clip: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._before_call(optimizer)
+        with self._watch("clip_grad_norm_"):
+            return clip(optimizer, *args, **kwargs)
+
+
+@contextmanager
+def _scaler_at_fault() -> Iterator[None]:
+    """Inside a workload's call: what a call of the scaler raised is the scaler's."""
+    try:
+        yield
+    except WorkloadError as error:
+        if isinstance(error.__cause__, JudgedError):
+            raise error.__cause__ from None
+        raise
+
+
+def _both(before: Any, after: Any) -> Any:
+    return None if before is None or after is None else (before, after)
 
 
 class OwnStep:
@@ -229,6 +257,8 @@ class OwnStep:
         """Name -> whether its raw gradient is bad; None until a scaler reads them."""
         self.unknown = engine.owned[0]
         """Names whose optimizer was not seen yet, or steps copies of its own."""
+        self.handed: list[list[str]] = []
+        """Names of what a scaler was handed; optimizers inside of it decide with it."""
         self.called: list[list[str]] = []
         self.scaled = self.parts = 0
 
@@ -241,6 +271,7 @@ class OwnStep:
         self.parts = len(micro_batches)
         seen.scale_before, seen.growth_before = judged.state()
         before, log = digests_of(engine), CallLog()
+        was = self._says()
         precision = engine.scenario.parsed_precision
         autocast = precision.autocast(engine.device.type)
         with self.calls.watching(), autocast, recording_draws(engine, seen):
@@ -252,6 +283,8 @@ class OwnStep:
         seen.loss = as_number(workload, "loss", loss)
         seen.reported_norm = as_number(workload, "norm", norm)
         seen.weight = engine.weight_of(micro_batches)
+        now = self._says()
+        seen.schedule, seen.average, seen.skips = map(_both, was, now)
         seen.scale_after, seen.growth_after = judged.state()
         if workload.gradients is not None:
             self._keep_given_gradients()
@@ -288,20 +321,57 @@ class OwnStep:
                 before=self._before_scaler_call,
                 new_scale=self.judged.manual_scale(self.seen.step),
             )
+        with _scaler_at_fault(), recording_reductions(self.engine, self.seen):
+            return self.workload.train_step(self.engine.module, micro_batches, scaler)
+
+    def _says(self) -> tuple[str | None, str | None, int | None]:
+        """The stack's schedule, average and count of skips, where it tells them."""
+        workload, stack = self.workload, self.engine.module
+        schedule = workload.schedule and repr(workload.schedule(stack))
+        average = None
+        if workload.average is not None:
+            parts = workload.average(stack)
+            average = repr({n: digest(local(p.detach())) for n, p in parts.items()})
+        skips = None if workload.skips is None else int(workload.skips(stack))
+        return schedule, average, skips
+
+    def restored(self) -> Restored | None:
+        """Save and load by the stack's own means, the latter with a new scaler."""
+        workload, judged, stack = self.workload, self.judged, self.engine.module
+        if workload.save is None or workload.load is None or judged.scaler is None:
+            return None
+        first = dist.get_rank() == 0
+        folder = [tempfile.mkdtemp(prefix="gradparity-") if first else ""]
+        dist.broadcast_object_list(folder)
         try:
-            with recording_reductions(self.engine, self.seen):
-                return self.workload.train_step(
-                    self.engine.module, micro_batches, scaler
-                )
-        except WorkloadError as error:
-            if isinstance(error.__cause__, JudgedError):  # of a call of the scaler
-                raise error.__cause__ from None
-            raise
+            saved = judged.state()
+            with _scaler_at_fault():
+                workload.save(stack, self._merely_watched(), folder[0])
+            dist.barrier()  # rank 0 may write for all
+            judged.construct(judged.factory)
+            new = judged.state()
+            with _scaler_at_fault():
+                workload.load(stack, self._merely_watched(), folder[0])
+            loaded = judged.state()
+            dist.barrier()  # a rank may still read
+        finally:
+            if first:
+                shutil.rmtree(folder[0], ignore_errors=True)
+        return Restored(saved=saved, loaded=loaded, new=new)
+
+    def _merely_watched(self) -> WatchedScaler:
+        return WatchedScaler(
+            self.judged.scaler,
+            watch=self.judged.watch,
+            inject=lambda loss: loss,
+            before=lambda _: None,
+            new_scale=None,
+        )
 
     @contextmanager
     def _watch(self, log: CallLog, call: str) -> Iterator[None]:
         with self.judged.watch(call):
-            if call in ("unscale_", "step", "update"):
+            if call in ("unscale_", "clip_grad_norm_", "step", "update"):
                 with log:
                     yield
             else:
@@ -316,7 +386,9 @@ class OwnStep:
 
     def _before_scaler_call(self, optimizer: Any) -> None:
         """Inject faults and read the raw gradients, once a step."""
-        self._enter(optimizer)
+        names = self._enter(optimizer)
+        if not any(names is known for known in self.handed):
+            self.handed.append(names)
         if self.non_finite is None:
             engine, seen = self.engine, self.seen
             gradients = local_gradients(engine)
@@ -338,6 +410,9 @@ class OwnStep:
             return self.unknown
         for owned in engine.owned:
             if owned == names and owned is not self.unknown:
+                return owned
+        for owned in self.handed:
+            if set(names) < set(owned) and owned is not self.unknown:
                 return owned
         self.unknown[:] = [n for n in self.unknown if n not in names]
         engine.owned.append(names)

@@ -21,6 +21,7 @@ __all__ = [
     "Problem",
     "RankTrace",
     "Reduction",
+    "Restored",
     "Saved",
     "StepTrace",
 ]
@@ -134,6 +135,12 @@ class StepTrace:
     """What the sums of all ranks were divided by, where the loss is (sum, count)."""
     reported_norm: float | None = None
     """The norm of the whole unscaled gradient before clipping, as the stack reports."""
+    schedule: tuple[str, str] | None = None
+    """Digest of the learning rate's schedule before and after the step, if told."""
+    average: tuple[str, str] | None = None
+    """The same of the running average of the weights."""
+    skips: tuple[int, int] | None = None
+    """Skipped steps that the stack has counted, before and after the step, if told."""
     scale_before: float = 1.0
     scale_after: float = 1.0
     growth_before: int | None = 0
@@ -185,6 +192,18 @@ class StepTrace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a new scaler knows after a stack's own save and load."""
+
+    saved: tuple[float, int | None]
+    """Scale and growth tracker when the stack saved."""
+    loaded: tuple[float, int | None]
+    """Those of a new scaler once the stack has loaded."""
+    new: tuple[float, int | None]
+    """Those of a new scaler before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Saved:
     """The state of a training, from which another world goes on."""
 
@@ -219,6 +238,9 @@ class RankTrace:
     """The call of the judged scaler that raised, if one did."""
     misuse: list[Misuse] | None = None
     """Wrong calls made after the last step; None where the run did not get there."""
+
+    restored: Restored | None = None
+    """The stack's own checkpoint after the last step; None where it has none."""
 
     saved: Saved | None = None
     """The state after the last step, where another world goes on from it."""

@@ -109,6 +109,8 @@ def observe_rank(
     trace.owned = engine.owned
     if own is not None:
         own.check_gradients(trace)
+        if last is None:
+            trace.restored = own.restored()
     if keep:
         trace.saved = judged.saved()
     trace.misuse = judged.misuse() if last is None else None

@@ -131,6 +131,31 @@ def _narrow(e: Evidence) -> None:
     e.ranks[1].steps[2].reductions = [replace(reduction, dtype="bfloat16")]
 
 
+def _schedule_on_bad(e: Evidence) -> None:
+    e.ranks[1].steps[BAD_STEP].schedule = ("1", "2")
+
+
+def _schedule_stays(e: Evidence) -> None:
+    e.ranks[1].steps[3].schedule = ("2", "2")
+
+
+def _average_on_bad(e: Evidence) -> None:
+    e.ranks[1].steps[BAD_STEP].average = ("1", "2")
+
+
+def _counts_no_skip(e: Evidence) -> None:
+    e.ranks[0].steps[BAD_STEP].skips = (0, 0)
+
+
+def _counts_a_step(e: Evidence) -> None:
+    e.ranks[0].steps[2].skips = (1, 2)
+
+
+def _scale_not_loaded(e: Evidence) -> None:
+    assert e.ranks[1].restored is not None
+    e.ranks[1].restored = replace(e.ranks[1].restored, loaded=(8.0, 0))
+
+
 FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("agreement.scale", _scale, False),
     ("agreement.growth", _growth, False),
@@ -154,6 +179,12 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("norm.reported", _norm, False),
     ("norm.factor", _factor, False),
     ("dtype.reduction", _narrow, False),
+    ("trainer.schedule", _schedule_on_bad, True),
+    ("trainer.schedule", _schedule_stays, True),
+    ("trainer.average", _average_on_bad, True),
+    ("trainer.skips", _counts_no_skip, True),
+    ("trainer.skips", _counts_a_step, True),
+    ("trainer.checkpoint", _scale_not_loaded, False),
 ]
 
 
@@ -195,7 +226,7 @@ def test_nothing_compared_is_never_a_pass() -> None:
     for trace in empty.ranks:
         trace.steps[0].complete = False
         del trace.steps[1:]
-        trace.misuse = None
+        trace.misuse = trace.restored = None
     blind = Evidence(scenario=SCENARIO, ranks=empty.ranks)
     assert Status.PASS not in set(statuses(blind).values())
 
@@ -274,7 +305,11 @@ def test_after_a_bad_step_a_bare_run_has_nothing_to_say() -> None:
     assert "transparency.bitwise" not in failures(e)
 
 
-NEEDS_A_BAD_STEP = {"skip.all-ranks-skip", "skip.no-side-effects"}
+NEEDS_A_BAD_STEP = {
+    "trainer.average",
+    "skip.all-ranks-skip",
+    "skip.no-side-effects",
+}
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -7,6 +7,7 @@ from . import scale as scale  # isort: skip
 from . import transparency as transparency  # isort: skip
 from . import reduction as reduction  # isort: skip
 from . import norm as norm  # isort: skip
+from . import trainer as trainer  # isort: skip
 from . import parity as parity  # isort: skip
 from . import randomness as randomness  # isort: skip
 from . import collectives as collectives  # isort: skip
@@ -23,5 +24,6 @@ __all__ = [
     "reduction",
     "scale",
     "skip",
+    "trainer",
     "transparency",
 ]

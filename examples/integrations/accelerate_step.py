@@ -1,0 +1,120 @@
+"""Accelerate 1.15.0: AcceleratedOptimizer, AcceleratedScheduler, clip, save_state.
+
+Accelerate makes no fp16 scaler where the device is a CPU (accelerator.py, line 566),
+and gives CPU ranks DDP even where FSDP is asked for; both are said to it here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradparity.scaler.integrations.accelerate import use_scaler
+
+from ..stacks.accelerate_fsdp2 import fsdp_on_cpu
+from .shared import Pair, Place, Stepped, weighted
+
+
+class Ddp(Stepped):
+    """Distributed data parallel."""
+
+    meshes = ({"ddp": 2},)
+
+    def accelerator(self) -> Any:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Accelerator(cpu=True)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        accelerator = self.accelerator()
+        optimizer = self.optimizer([*model.named_parameters()])
+        scheduler = self.scheduler(optimizer)
+        accelerator.scaler = place = Place()
+        stack, *others = accelerator.prepare(model, optimizer, scheduler)
+        accelerator.native_amp = True
+        accelerator.state._mixed_precision = "fp16"  # after prepare: no second autocast
+        stack.optimizer, stack.scheduler = others
+        stack.accelerator, stack.place, stack.skipped = accelerator, place, 0
+        return stack
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        accelerator, total = stack.accelerator, 0.0
+        stack.place.use(scaler)
+        accelerator.gradient_accumulation_steps = len(micro_batches)
+        for inputs, targets, share in weighted(micro_batches):
+            with accelerator.accumulate(stack):
+                loss = self.loss(stack(inputs), targets) * share
+                accelerator.backward(loss * len(micro_batches))  # divides by it
+                total += loss.item()
+                norm = None
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(
+                        stack.parameters(), self.clip_norm
+                    )
+                stack.optimizer.step()
+                stack.scheduler.step()
+                stack.optimizer.zero_grad()
+        stack.skipped += accelerator.optimizer_step_was_skipped
+        return total, norm
+
+    def weights(self, stack: Any) -> dict[str, Any]:
+        named = stack.named_parameters()
+        return {name.removeprefix("module."): p for name, p in named}
+
+    def skips(self, stack: Any) -> int:
+        count: int = stack.skipped
+        return count
+
+    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+        stack.place.use(scaler)
+        stack.accelerator.save_state(folder)
+
+    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+        stack.place.use(scaler)
+        stack.accelerator.load_state(folder)
+
+
+class DdpFused(Ddp):
+    """The same with a fused AdamW."""
+
+    fused = True
+
+
+class Fsdp2(Ddp):
+    """Layers with more than 100 elements are units of FSDP2."""
+
+    meshes = ({"fsdp": 2},)
+
+    def accelerator(self) -> Any:
+        fsdp_on_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
+        )
+        return Accelerator(cpu=True, fsdp_plugin=plugin)
+
+
+class Fsdp2Fused(Fsdp2):
+    """The same with a fused AdamW."""
+
+    fused = True
+
+
+class Fsdp2Ours(Fsdp2):
+    """With our integration, which loads the scaler once more.
+
+    An optimizer without state, as here, is stepped by ``save_state``, too.
+    """
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        stack = super().parallelize(model, mesh)
+        use_scaler(stack.accelerator, stack.place)
+        return stack
+
+
+class Fsdp2FusedOurs(Fsdp2Ours):
+    """The same with a fused AdamW."""
+
+    fused = True

@@ -1,0 +1,83 @@
+"""fairseq2 0.8.1: ``StandardFloat16LossScaler`` in the order of its trainer's step.
+
+optim/fp16_loss_scaler.py as it is; trainer.py, lines 587 to 630: backward, unscale,
+clip, step, and the schedule only where ``overflowed`` is not set.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grad_norm_
+
+from .shared import Pair, Sharded, stand_in
+
+stand_in("fairseq2n")
+
+from fairseq2.optim.fp16_loss_scaler import StandardFloat16LossScaler  # noqa: E402
+
+
+class Fsdp2(Sharded):
+    """Fully sharded; it then takes ``ShardedGradScaler`` by itself."""
+
+    meshes = ({"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"ddp": 2})
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        stack = super().parallelize(model, mesh)
+        names, size = mesh.mesh_dim_names or (), dist.get_world_size()
+        replicas = size if "ddp" in names else size // mesh["fsdp"].size()
+        root = SimpleNamespace(size=size, as_process_group=lambda: dist.group.WORLD)
+        gangs: Any = SimpleNamespace(root=root, rdp=SimpleNamespace(size=replicas))
+        stack.fp16, stack.skipped = StandardFloat16LossScaler(gangs), 0
+        stack.fp16._grad_scaler = stack.place
+        return stack
+
+    def weights(self, stack: Any) -> dict[str, Any]:
+        named = stack.module.named_parameters()
+        return {name.removeprefix("module."): p for name, p in named}
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        stack.place.use(scaler)
+        loss = self.passes(stack, micro_batches, lambda x: Scaled(stack.fp16, x))
+        stack.fp16.unscale_grads_(stack.optimizer)
+        norm = clip_grad_norm_(stack.module.parameters(), self.clip_norm)
+        result = stack.fp16.run_optimizer_step(stack.optimizer)
+        stack.optimizer.zero_grad(set_to_none=True)
+        stack.skipped += result.overflowed
+        if not result.overflowed:
+            stack.scheduler.step()
+        return loss, norm
+
+    def skips(self, stack: Any) -> int:
+        count: int = stack.skipped
+        return count
+
+    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+        stack.place.use(scaler)
+        torch.save(stack.fp16.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+
+    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+        stack.place.use(scaler)
+        path = f"{folder}/{dist.get_rank()}.pt"
+        stack.fp16.load_state_dict(torch.load(path, weights_only=True))
+
+
+class Scaled:
+    """A loss on its way to backward."""
+
+    def __init__(self, fp16: Any, loss: Any) -> None:
+        self.fp16, self.loss = fp16, loss
+
+    def backward(self) -> None:
+        self.fp16.backward(self.loss)
+
+
+class Fsdp2Fused(Fsdp2):
+    """The same with a fused AdamW."""
+
+    fused = True

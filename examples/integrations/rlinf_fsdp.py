@@ -1,0 +1,68 @@
+"""RLinf 0.3.0: ``FSDPModelManager.optimizer_step`` and FSDP2's clipping, as they are.
+
+hybrid_engines/fsdp/fsdp_model_manager.py, line 417, and strategy/fsdp2.py, line 156.
+The workers step the schedule after each batch (workers/actor/fsdp_actor_worker.py,
+line 836) and scale the loss (line 821).
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import transformers
+from torch.distributed.tensor import DTensor
+
+from .shared import Pair, Sharded, stand_in
+
+stand_in("rlinf.scheduler", "ray", "omegaconf", "hydra", "peft", "datasets",
+         "pynvml", "gymnasium", "vllm", "sglang", "torchvision", "imageio", "cv2",
+         "PIL", "matplotlib")  # fmt: skip
+
+if not hasattr(transformers, "AutoModelForVision2Seq"):  # gone since transformers 5
+    transformers.AutoModelForVision2Seq = object
+
+from rlinf.hybrid_engines.fsdp.fsdp_model_manager import FSDPModelManager  # noqa: E402
+from rlinf.hybrid_engines.fsdp.strategy.fsdp2 import FSDP2Strategy  # noqa: E402
+
+
+class Fsdp2(Sharded):
+    """FSDP2 and HSDP."""
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        stack.place.use(scaler)
+        config = SimpleNamespace(optim=SimpleNamespace(clip_grad=self.clip_norm))
+        strategy = SimpleNamespace(cfg=config, _dp_group=stack.mesh["fsdp"].get_group())
+        strategy.clip_grad_norm_ = lambda **args: FSDP2Strategy.clip_grad_norm_(
+            strategy, **args
+        )
+        manager = SimpleNamespace(
+            model=stack.module, optimizer=stack.optimizer, grad_scaler=stack.place,
+            optimizer_steps=0, critic_warmup_steps=0, _strategy=strategy,
+            _logger=logging.getLogger(__name__),
+        )  # fmt: skip
+        stack.optimizer.zero_grad()
+        loss = self.passes(stack, micro_batches, stack.place.scale)
+        norm, _ = FSDPModelManager.optimizer_step(manager)
+        stack.scheduler.step()
+        full = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return loss, float(full)
+
+
+class Fsdp2Fused(Fsdp2):
+    """The same with a fused AdamW."""
+
+    fused = True
+
+
+class Fsdp2Ours(Fsdp2):
+    """With our scaler, and a schedule that waits."""
+
+    waits = True
+
+
+class Fsdp2FusedOurs(Fsdp2Fused):
+    """The same with a fused AdamW."""
+
+    waits = True

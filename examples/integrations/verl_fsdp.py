@@ -1,0 +1,61 @@
+"""verl 0.9.1: ``FSDPEngine.optimizer_step`` and ``lr_scheduler_step``, as they are.
+
+workers/engine/fsdp/transformer_impl.py, lines 764 (backward), 788 (step) and 836 (the
+schedule, which engine_workers.py, line 376, calls after each batch). The engine's own
+constructor loads a language model; the methods run here on what it would have made.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from .shared import Pair, Sharded, stand_in
+
+stand_in("ray", "peft", "tensordict", "hydra", "omegaconf", "codetiming", "torchdata",
+         "datasets", "liger_kernel", "flash_attn", "cachetools", "pylatexenc", "pyvers",
+         "vllm", "sglang", "dill", "wandb", "uvicorn", "fastapi", "mathruler",
+         "torchvision", "qwen_vl_utils",
+         "PIL", "pandas", "pyarrow", "orjson")  # fmt: skip
+
+from verl.utils import fsdp_utils  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
+
+fsdp_utils.get_device_id = lambda: "cpu"  # it says "cuda" everywhere
+
+
+class Fsdp2(Sharded):
+    """FSDP2 and HSDP."""
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        stack.place.use(scaler)  # the schedule asks it
+        engine = SimpleNamespace(
+            module=stack.module, optimizer=stack.optimizer, scaler=scaler,
+            lr_scheduler=stack.scheduler, _qat_enabled=False,
+            optimizer_config=SimpleNamespace(clip_grad=self.clip_norm),
+        )  # fmt: skip
+        FSDPEngine.optimizer_zero_grad(engine)
+        loss = self.passes(
+            stack, micro_batches, scaler.scale if scaler else lambda x: x
+        )
+        norm = FSDPEngine.optimizer_step(engine)
+        FSDPEngine.lr_scheduler_step(engine)
+        return loss, norm
+
+
+class Fsdp2Fused(Fsdp2):
+    """The same with a fused AdamW."""
+
+    fused = True
+
+
+class Fsdp2Ours(Fsdp2):
+    """With our scaler, and a schedule that waits."""
+
+    waits = True
+
+
+class Fsdp2FusedOurs(Fsdp2Fused):
+    """The same with a fused AdamW."""
+
+    waits = True

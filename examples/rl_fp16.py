@@ -1,0 +1,157 @@
+"""Policy gradient for a byte-level language model in fp16: FSDP2 x tensor parallel.
+
+torchrun --nproc-per-node 4 examples/rl_fp16.py --dtype fp16 --out trained/fp16.json
+
+Rank 0 samples completions, token by token; all ranks train. The record has the reward
+and the scales, and how far log-probabilities of training are from those of the rollout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from gradparity.fixtures import DATASETS, TOPOLOGIES, loss
+from gradparity.fixtures.models import TransformerLM
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROMPTS, SAMPLES, PROMPT, COMPLETION = 8, 8, 12, 20
+KL = 0.05
+SIZES: dict[str, Any] = dict(width=64, heads=4, hidden=128, layers=2)
+VOWELS = torch.tensor([letter in b"aeiouAEIOU" for letter in range(256)])
+
+
+def pretrained(steps: int = 60) -> nn.Module:
+    """The same on every rank: some English, learned by rank 0 in fp32."""
+    torch.manual_seed(0)
+    model = TransformerLM(**SIZES)
+    if dist.get_rank() == 0:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        for step in range(steps):
+            batch = DATASETS["text"].batch(step, seed=1)
+            optimizer.zero_grad()
+            loss(model(batch.inputs), batch.targets).backward()
+            optimizer.step()
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    return model
+
+
+def log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
+    """(B, T) bytes -> (B, COMPLETION): log-probability of each completed byte."""
+    logits = model(tokens)[:, PROMPT - 1 : -1].float()  # an even number of tokens
+    every = logits.log_softmax(-1)
+    taken: Tensor = every.gather(-1, tokens[:, PROMPT:, None])
+    return taken.squeeze(-1)
+
+
+@torch.no_grad()
+def rollout(model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+    """Completions of some prompts, and their log-probabilities as they were sampled."""
+    generator = torch.Generator().manual_seed(step)
+    prompts = DATASETS["text"].batch(step, seed=2).inputs[:PROMPTS, :PROMPT]
+    tokens, known = prompts.repeat_interleave(SAMPLES, 0), []
+    for _ in range(COMPLETION):
+        every = model(tokens)[:, -1].float().log_softmax(-1)
+        drawn = torch.multinomial(every.exp(), 1, generator=generator)
+        known.append(every.gather(1, drawn))
+        tokens = torch.cat([tokens, drawn], 1)
+    return tokens, torch.cat(known, 1)
+
+
+def apart(model: nn.Module, mesh: DeviceMesh) -> int:
+    """How many parameters that ranks of a tensor parallel group share differ there."""
+    count, parameters = 0, [p for p in model.parameters() if isinstance(p, DTensor)]
+    for parameter in parameters:
+        if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+            here = parameter.to_local().detach()
+            parts = [torch.empty_like(here) for _ in range(mesh["tp"].size())]
+            dist.all_gather(parts, here, group=mesh.get_group("tp"))
+            count += not torch.equal(parts[0], parts[-1])
+    return count
+
+
+def train(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Some steps of REINFORCE with a baseline for each prompt and a KL term."""
+    dtype = DTYPES[options.dtype]
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    first, engine = pretrained(), TransformerLM(**SIZES).to(dtype)
+    actor: Any = TransformerLM(**SIZES)
+    actor.load_state_dict(first.state_dict())
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    actor = TOPOLOGIES["fsdp+tp"].apply(actor, mesh, policy)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=2e-3)
+    module, _, name = options.scaler.partition(":")
+    scaler = getattr(importlib.import_module(module), name)(
+        "cpu", init_scale=2.0**24, growth_interval=8,
+        enabled=options.dtype == "fp16",
+    )  # fmt: skip
+    told: list[dict[str, Any]] = []
+    for step in range(options.steps):
+        weights = {n: p.full_tensor() for n, p in actor.named_parameters()}
+        tokens = torch.empty(PROMPTS * SAMPLES, PROMPT + COMPLETION, dtype=torch.int64)
+        sampled = torch.empty(PROMPTS * SAMPLES, COMPLETION)
+        if dist.get_rank() == 0:
+            engine.load_state_dict(weights)  # casts
+            tokens, sampled = rollout(engine, step)
+        for drawn in (tokens, sampled):
+            dist.broadcast(drawn, 0)
+        reward = VOWELS[tokens[:, PROMPT:]].float().mean(1).view(PROMPTS, SAMPLES)
+        better = (reward - reward.mean(1, True)) / (reward.std(1, keepdim=True) + 1e-4)
+        mine, old, advantage = (
+            x.chunk(shape[0])[mesh.get_local_rank("dp")]
+            for x in (tokens, sampled, better.view(-1, 1))
+        )
+        optimizer.zero_grad()
+        new = log_probs(actor, mine)
+        ahead = log_probs(first, mine).detach() - new
+        kl = ahead.exp() - ahead - 1
+        scaler.scale((KL * kl - advantage * new).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        off = (new.detach() - old).abs()
+        row = [off.mean(), off.max(), off.sum(1).mean(), kl.mean(), scaler.get_scale()]
+        seen = torch.empty(dist.get_world_size(), 5)
+        dist.all_gather([*seen], torch.tensor([float(number) for number in row]))
+        told.append({
+            "reward": float(reward.mean()), "kl": float(seen[:, 3].mean()),
+            "off": float(seen[:, 0].mean()), "off_max": float(seen[:, 1].max()),
+            "off_sequence": float(seen[:, 2].mean()),
+            "scales": seen[:, 4].tolist(), "apart": apart(actor, mesh),
+        })  # fmt: skip
+    return told
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run as one rank of torchrun; rank 0 writes the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--scaler", default="gradparity.scaler:GradScaler")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("rl.json"))
+    options = parser.parse_args(argv)
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    told = train(options)
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps(told))
+        print(json.dumps(told[-1]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # what follows Python's end may abort: see examples/trainers/shared.py

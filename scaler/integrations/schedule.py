@@ -1,0 +1,28 @@
+"""Schedules of trainers that step them whether the optimizer has stepped or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..grad_scaler import GradScaler
+
+
+def wait_for_steps(scheduler: Any, scaler: GradScaler) -> None:
+    """Let a schedule stay where it is when the last iteration was skipped.
+
+    The trainer goes on to call ``scheduler.step()`` after every batch. The scheduler's
+    state is what it was, so old checkpoints load.
+
+    Args:
+        scheduler: a learning-rate scheduler, not yet wrapped by the trainer.
+        scaler: whose last `update` decides; of several optimizers any one that was
+            skipped holds the schedule. On an accelerator it synchronises.
+    """
+    kind = type(scheduler)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not scaler.counters.consecutive_skips:
+            kind.step(self, *args, **kwargs)
+
+    # On the class: what lies in the instance would be saved with its state.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
