@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .rank.world import World, current_world
     from .simulated import SimulatedCluster
     from .spec import CallOptions, WorldSpec
+    from .testcase import TestCase
 
 __all__ = [
     "CallOptions",
@@ -29,6 +30,7 @@ __all__ = [
     "RankOutcome",
     "RankState",
     "SimulatedCluster",
+    "TestCase",
     "World",
     "WorldFailure",
     "WorldSpec",
@@ -47,6 +49,7 @@ _HOMES = {
     "RankOutcome": "outcomes",
     "RankState": "outcomes",
     "SimulatedCluster": "simulated",
+    "TestCase": "testcase",
     "World": "rank.world",
     "WorldFailure": "errors",
     "WorldSpec": "spec",

@@ -35,6 +35,15 @@ def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
     return "\n".join(_lines(outcomes, root)).rstrip()
 
 
+def render_output(outcomes: tuple[RankOutcome, ...]) -> str:
+    """Return what the ranks of a call wrote, rank by rank."""
+    return "".join(
+        f"--- rank {outcome.rank} ---\n{outcome.output}"
+        for outcome in outcomes
+        if outcome.output
+    )
+
+
 def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str]:
     others = [o for o in outcomes if o is not root and o.rank != root.rank]
     victims = [o for o in others if o.state is RankState.VICTIM]

@@ -56,6 +56,10 @@ class WorldSpec:
     visible_devices: tuple[str, ...] = ()
     """CUDA devices that the ranks may see; all that the parent may see by default."""
 
+    default_group: bool = True
+    """Whether a default process group is there when a call begins; without one, the
+    function makes and destroys its own."""
+
     preload: tuple[str, ...] = ()
     """Modules that the forkserver imports once, before ranks are forked from it."""
 

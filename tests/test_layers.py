@@ -77,7 +77,9 @@ FOLDERS = {
     "simulated": SHARED | {"cluster", "parent", "rank"},
     "elastic": SHARED | {"cluster", "parent", "rank"},
     "torchrun": SHARED | {"cluster", "elastic", "parent"},
-    "pytest_plugin": SHARED | {"cluster", "elastic", "parent", "rank", "simulated"},
+    "testcase": SHARED | {"cluster", "parent", "rank"},
+    "pytest_plugin": SHARED
+    | {"cluster", "elastic", "parent", "rank", "simulated", "testcase"},
     **dict.fromkeys(SHARED, SHARED),
 }
 MULTIPROCESS = [p for p in MODULES if p.relative_to(ROOT).parts[0] == "multiprocess"]

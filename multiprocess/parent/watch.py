@@ -28,7 +28,7 @@ _POLL_S = 0.05
 """How often the store is asked for faults of ranks that others look after."""
 
 _HARNESS_FRAME = re.compile(
-    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver)\.py'
+    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|unittests)\.py'
     r'|.*/multiprocess/pytest_plugin/remote\.py)", line \d+ '
 )
 """Below the function under test: the same in every stack, of interest to nobody."""

@@ -25,7 +25,7 @@ from ..environment import unsupported
 from ..errors import NotSimulatedError, WorldFailure
 from ..messages import pickled
 from ..outcomes import RankOutcome
-from ..report import ranks_wait
+from ..report import ranks_wait, render_output
 from ..spec import CallOptions, WorldSpec
 from .debugging import SECONDS
 from .remote import (
@@ -36,6 +36,7 @@ from .remote import (
     RankFixture,
     RankRequest,
     WorldArgument,
+    is_async,
     is_outcome_exception,
     run_body,
 )
@@ -44,6 +45,7 @@ from .trace import merge, profiled, trace_file
 
 _FAILURE = pytest.StashKey[WorldFailure]()
 _SECONDS = pytest.StashKey[list[float]]()
+_COROUTINE: pytest.StashKey[Callable[..., Any]] = pytest.StashKey()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
 
 _PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd"})
@@ -54,23 +56,28 @@ def prepare(item: pytest.Item) -> None:
     """Fail a marked test that pytest would run in the parent; ready the others."""
     if reason := unsupported():
         pytest.fail(reason, pytrace=False)
-    if type(item) is not pytest.Function:
+    test = getattr(item, "obj", None)
+    if inspect.iscoroutinefunction(test):
+        if item.get_closest_marker("asyncio") is None:
+            pytest.fail(
+                "@pytest.mark.world runs a coroutine that is marked for pytest-asyncio "
+                "(@pytest.mark.asyncio, or asyncio_mode = auto): mark it so, or make "
+                "it a plain function that calls asyncio.run(...)",
+                pytrace=False,
+            )
+        # pytest-asyncio replaces it, before the call, by one that needs its own loop.
+        item.stash[_COROUTINE] = test
+    elif type(item) is not pytest.Function:
         pytest.fail(
             f"@pytest.mark.world is for plain test functions and methods, and "
             f"{item.name} is a {type(item).__name__}: make it a function, or a method "
             "of a class without a base (setUp is setup_method there)",
             pytrace=False,
         )
-    if inspect.iscoroutinefunction(item.obj):
-        pytest.fail(
-            "@pytest.mark.world cannot run a coroutine: make the test a plain function "
-            "that calls asyncio.run(...)",
-            pytrace=False,
-        )
-    if hasattr(item.obj, "hypothesis"):
+    if hasattr(test, "hypothesis"):
         from .hypothesis import adapt_settings
 
-        adapt_settings(item.obj)
+        adapt_settings(test)
 
 
 def rank_fixture(
@@ -90,6 +97,8 @@ def rank_fixture(
     if "request" in values:
         values["request"] = RankRequest(getattr(request, "param", None))
     fn = resolve_fixture_function(fixturedef, request)
+    if is_async(inspect.unwrap(fn)):  # pytest-asyncio has wrapped it
+        fn = inspect.unwrap(fn)
     plan = RankFixture(fixturedef.argname, fn, values)
     # As pytest does with a value: another fixture that asks for it finds the plan.
     fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
@@ -123,7 +132,7 @@ def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> Non
 
         draw_and_call(item.obj, arguments, call)
     else:
-        call(item.obj, (), arguments)
+        call(item.stash.get(_COROUTINE, item.obj), (), arguments)
 
 
 def explain(
@@ -135,6 +144,13 @@ def explain(
         return
     notes = list(getattr(call.excinfo.value, "__notes__", []))
     text = "\n".join([_disagreement(failure.outcomes) + str(failure), *notes])
+    show(item, failure, text, report)
+
+
+def show(
+    item: pytest.Item, failure: WorldFailure, text: str, report: pytest.TestReport
+) -> None:
+    """Have a report say ``text`` of a failed world."""
     path, line, _ = item.location
     where = ReprFileLocation(path, (line or 0) + 1, failure.root.headline)
     entries = [ReprEntryNative([text + "\n"])]
@@ -164,7 +180,7 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         if item.config.option.usepdb:  # it has been looked at, on its rank
             raise _Seen(failure) from None
         raise _for_pytest(failure) from None
-    _show_output(outcomes)
+    sys.stdout.write(render_output(outcomes))
     for outcome in outcomes:
         if isinstance(outcome.value, AgreedOutcome):
             _raise_agreed(outcome.value)
@@ -258,12 +274,6 @@ def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
         return ""
     lines = [f"  {outcome.headline}" for outcome in outcomes]
     return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])
-
-
-def _show_output(outcomes: tuple[RankOutcome, ...]) -> None:
-    for outcome in outcomes:
-        if outcome.output:
-            sys.stdout.write(f"--- rank {outcome.rank} ---\n{outcome.output}")
 
 
 def _sendable(name: str, value: Any) -> Any:

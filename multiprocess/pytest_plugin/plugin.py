@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from .session_fork import TorchImportHook, mode, open_targets
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent
+    from .adopt import Adoption
     from .runner import Runner
 
 MARKER_HELP = (
@@ -38,6 +40,7 @@ _SPEC = pytest.StashKey["WorldSpec"]()
 _TORCH_HOOK = pytest.StashKey[TorchImportHook]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
+_ADOPTION: pytest.StashKey[Adoption] = pytest.StashKey()
 _OPENED = open_targets()
 
 
@@ -76,6 +79,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="write a Chrome trace of each test into DIR: all ranks on one clock",
     )
+    group.addoption(
+        "--gradparity-adopt",
+        action="store_true",
+        help="run the tests of torch's classes for distributed tests, and those with "
+        "mpi-pytest's marker `parallel`, on ranks that stay warm",
+    )
+    group.addoption(
+        "--gradparity-adopt-isolation",
+        choices=("pool", "process"),
+        default="pool",
+        help="what they share with earlier tests: the ranks, or nothing",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -101,7 +116,16 @@ def pytest_configure(config: pytest.Config) -> None:
         mode()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[_TORCH_HOOK] = TorchImportHook(_OPENED)
+    words = [b"mark.world", b"multiprocess.TestCase", b"multiprocess import TestCase"]
+    if config.option.gradparity_adopt:
+        from . import adopt
+
+        config.addinivalue_line("markers", adopt.PARALLEL_HELP)
+        adoption = adopt.Adoption(config.option.gradparity_adopt_isolation)
+        config.stash[_ADOPTION] = adoption
+        config.pluginmanager.register(adoption)
+        words += adopt.WORDS
+    config.stash[_TORCH_HOOK] = TorchImportHook(_OPENED, words)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -131,8 +155,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.fail(f"{metafunc.definition.nodeid}: {error}", pytrace=False)
     if "world" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world")
+    adopted = _ADOPTION in metafunc.config.stash
+    adopted = adopted and bool(metafunc.definition.get_closest_marker("parallel"))
+    word = "nprocs=" if adopted else "world"  # each as its own plugin has it
     ids = (
-        [f"world{size}" for size in sizes] if len(sizes) > 1 else [pytest.HIDDEN_PARAM]
+        [f"{word}{size}" for size in sizes] if len(sizes) > 1 else [pytest.HIDDEN_PARAM]
     )
     metafunc.parametrize("world", sizes, indirect=True, ids=ids)
 
@@ -163,6 +190,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare for the worlds to come, while pytest goes on."""
     config = session.config
     worlds = any(item.get_closest_marker(_MARK) for item in session.items)
+    if _has_classes(session):
+        from .adopt import submit_by
+
+        submit_by(lambda: _runner(config))
+        worlds = True
     if config.option.collectonly or not worlds:
         config.stash[_TORCH_HOOK].stop()
     else:
@@ -214,6 +246,10 @@ def pytest_runtest_makereport(
         from .controller import explain
 
         explain(item, call, report)
+    elif report.failed and "gradparity.multiprocess.testcase" in sys.modules:
+        from . import adopt
+
+        adopt.explain(item, call, report)
     if report.when == "call" and item.config.getoption("gradparity_durations"):
         from .controller import durations_of
 
@@ -250,6 +286,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         # As late as can be: torchrun ends this process when another has ended.
         finish(config.stash[_AGENT], config.stash.get(_EXIT_CODE, 0))
         del config.stash[_AGENT]
+
+
+def _has_classes(session: pytest.Session) -> bool:
+    """Whether there are unittest classes whose tests run on ranks."""
+    found = False
+    if _ADOPTION in session.config.stash:
+        found = session.config.stash[_ADOPTION].adopts(session.items)
+    if "gradparity.multiprocess.testcase" in sys.modules:
+        from .adopt import uses_our_class
+
+        found = uses_our_class(session.items) or found
+    return found
 
 
 def _close_runner(config: pytest.Config) -> None:

@@ -6,19 +6,16 @@ Runs in the ranks; the values here are also what the parent sends and gets back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..rank.world import World, current_world
-
-_AGREE_S = 0.7
-"""How long a rank that skips waits for the others to do so too."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,12 @@ def run_body(body: Body) -> Any:
                 resolver.value(fixture)
             arguments = {n: resolver.value(v) for n, v in body.arguments.items()}
             value = body.fn(*body.args, **arguments)
+            if is_async(body.fn):
+                value = resolver.loop.run(value)
             return value if body.compared else None
         except _outcome_exceptions() as special:
             # Parts of one tensor run the body once, so for all.
-            if world.backend != "local" and not _all_agree(world, special):
+            if world.backend != "local" and not world.all_agree(type(special).__name__):
                 raise
             return AgreedOutcome(type(special).__name__, str(special))
 
@@ -105,6 +104,11 @@ def is_outcome_exception(error_type: str | None) -> bool:
     )
 
 
+def is_async(fn: Callable[..., Any]) -> bool:
+    """Whether what it returns needs an event loop."""
+    return inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)
+
+
 class _Resolver:
     """Turns what the parent sent into what the body gets."""
 
@@ -112,6 +116,13 @@ class _Resolver:
         self._world = world
         self._stack = stack
         self._made: dict[int, Any] = {}
+
+    @functools.cached_property
+    def loop(self) -> Any:
+        """The event loop of this test, as pytest-asyncio has one for each."""
+        import asyncio
+
+        return self._stack.enter_context(asyncio.Runner())
 
     def value(self, sent: Any) -> Any:
         """Return the argument for one sent value."""
@@ -131,6 +142,13 @@ class _Resolver:
 
     def _evaluate(self, fixture: RankFixture) -> Any:
         arguments = {n: self.value(v) for n, v in fixture.arguments.items()}
+        if inspect.iscoroutinefunction(fixture.fn):
+            return self.loop.run(fixture.fn(**arguments))
+        if inspect.isasyncgenfunction(fixture.fn):
+            opened = contextlib.asynccontextmanager(fixture.fn)(**arguments)
+            value = self.loop.run(opened.__aenter__())
+            self._stack.push(lambda *error: self.loop.run(opened.__aexit__(*error)))
+            return value
         if not inspect.isgeneratorfunction(fixture.fn):
             return fixture.fn(**arguments)
         made = contextlib.contextmanager(fixture.fn)(**arguments)
@@ -216,22 +234,3 @@ def _outcome_exceptions() -> tuple[type[BaseException], ...]:
     if hypothesis is not None:
         found.append(hypothesis.UnsatisfiedAssumption)
     return tuple(found)
-
-
-def _all_agree(world: World, special: BaseException) -> bool:
-    """Whether every rank leaves in this way; waits a little for them to say so."""
-    import datetime
-
-    kind = type(special).__name__
-    # Over the store: a collective would hang where another rank has passed.
-    world.store.set(f"special/{world.rank}", kind)
-    deadline = time.monotonic() + _AGREE_S
-    for rank in range(world.size):
-        left_s = max(0.01, deadline - time.monotonic())
-        try:
-            world.store.wait([f"special/{rank}"], datetime.timedelta(seconds=left_s))
-        except RuntimeError:  # it passed, or it waits for this rank
-            return False
-        if world.store.get(f"special/{rank}").decode() != kind:
-            return False
-    return True

@@ -39,7 +39,7 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
@@ -52,7 +52,6 @@ VARIABLE = "GRADPARITY_FORKSERVER"
 error that says why, where a fork of the session is not safe)."""
 
 _MODES = ("auto", "fresh", "fork")
-_WORDS = b"mark.world"
 
 _HARMLESS = re.compile(r"/dev/(null|tty|u?random|pts/\d+)$|.* \(deleted\)$")
 """Devices without state, and files without a name: pytest's captured output."""
@@ -108,12 +107,14 @@ def open_targets() -> frozenset[str]:
 class TorchImportHook:
     """A finder that waits for torch to be imported, and then forks the server."""
 
-    def __init__(self, opened: frozenset[str]) -> None:
+    def __init__(self, opened: frozenset[str], words: Sequence[bytes]) -> None:
         """Prepare.
 
         Args:
             opened: What this process's descriptors led to when the session began.
+            words: One of them is in each module whose tests may need ranks.
         """
+        self._words = tuple(words)
         self._opened = opened
         self._forked = False
 
@@ -122,10 +123,10 @@ class TorchImportHook:
         if self in sys.meta_path or "torch" in sys.modules or mode() == "fresh":
             return
         try:
-            found = _WORDS in path.read_bytes()
+            text = path.read_bytes()
         except OSError:
             return  # pytest says so
-        if found:
+        if any(word in text for word in self._words):
             sys.meta_path.insert(0, self)
 
     def stop(self, *, expected: bool = False) -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from .. import linux, messages
@@ -47,6 +48,9 @@ COSTLY = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
+    "torch.testing._internal.common_distributed",
+    "torch.testing._internal.common_fsdp",
+    "torch.testing._internal.distributed._tensor.common_dtensor",
 )
 """What some ranks need and takes long to import: preloaded when the parent has it, or
 when ranks turned out to need it."""
@@ -66,6 +70,8 @@ _MAX_GROUPS = 48
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OUR_FILES = (
     __file__,
+    os.path.join(_PACKAGE, "rank", "unittests.py"),
+    os.path.join(_PACKAGE, "testcase.py"),
     os.path.join(_PACKAGE, "pytest_plugin", "remote.py"),
     os.path.join(_PACKAGE, "rank", "simulation.py"),
     os.path.join(_PACKAGE, "rank", "local_tensors.py"),
@@ -229,6 +235,8 @@ class _Rank:
         # Keys of an earlier group in the same store would be taken for this one's, so
         # each has a prefix of its own. Meshes hold groups: they go, too.
         self._world._new_group()
+        if not self._spec.default_group:
+            return
         self._groups_made += 1
         dist.init_process_group(
             self._spec.backend,
@@ -264,7 +272,7 @@ class _Rank:
                 self._error = error  # pdb may want to look at its frames
         took_s = time.monotonic() - began_s
         # A call may destroy the group, or replace it: the next one must not find that.
-        reusable = (
+        reusable = not self._spec.default_group or (
             dist.is_initialized()
             and dist.group.WORLD is self._group
             and len(dist.distributed_c10d._world.pg_map) < _MAX_GROUPS
@@ -333,9 +341,16 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def _of_a_harness(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file in _OUR_FILES or "__unittest" in frame.f_globals:
+        return True
+    return "/torch/testing/_internal/" in file and "/common_" in file
+
+
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FILES:
+    while frames is not None and _of_a_harness(frames.tb_frame):
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the parent must not pay for torch
     import torch
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
+
+_AGREE_S = 0.7
+"""How long a rank that skips waits for the others to do so too."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -77,6 +82,25 @@ class World:
 
         generator = torch.Generator(device=self.device)
         return generator.manual_seed(self.seed if seed is None else seed)
+
+    def all_agree(self, kind: str) -> bool:
+        """Whether every rank leaves its call in this way; waits a little for them.
+
+        Args:
+            kind: The way; any word.
+        """
+        # Over the store: a collective would hang where another rank has passed.
+        self.store.set(f"left/{self.rank}", kind)
+        deadline = time.monotonic() + _AGREE_S
+        for rank in range(self.size):
+            left_s = max(0.01, deadline - time.monotonic())
+            try:
+                self.store.wait([f"left/{rank}"], timedelta(seconds=left_s))
+            except RuntimeError:  # it passed, or it waits for this rank
+                return False
+            if self.store.get(f"left/{rank}").decode() != kind:
+                return False
+        return True
 
     def _new_call(self) -> None:
         self._store = None

@@ -1,0 +1,348 @@
+"""torch's own distributed tests, unchanged, on torch's classes and on our ranks.
+
+``python -m gradparity.benchmarks.adopted FOLDER`` takes a folder with test files and a
+line of provenance in ``origin.txt``; the files themselves are not part of this project.
+Of each class of a file a seeded sample of its tests is run three times, in one session
+each: by torch's classes as they are, whose processes take ten seconds and more of CPU,
+so that only a few are; by torch's classes with forked processes, for the verdicts of
+all; and with ``--gradparity-adopt``. Recorded are the verdicts and the CPU seconds of
+the whole process tree, test by test, in ``results/adopted.json``; from it the table in
+``docs/adopted.md`` is written. ``--side`` runs one session alone (``none``: the table
+only); a run that was cut off goes on with the tests that have no verdict yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RESULTS = Path(__file__).parent / "results" / "adopted.json"
+DOCS = Path(__file__).parents[1] / "docs" / "adopted.md"
+SIDES = {
+    "torch": (),
+    "forked": ("--torch-forks",),
+    "adopted": ("--gradparity-adopt",),
+}
+"""How the sessions are told apart: torch's classes as they are; torch's classes, whose
+processes are forked and not spawned; the same tests on our ranks."""
+
+BASES = ("MultiProcContinuousTest", "MultiProcessTestCase", "MultiThreadedTestCase")
+_RECORD = "GRADPARITY_ADOPTED_RECORD"
+"""Environment variable: where this module, as a plugin of a session, writes to."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+# -- inside a session: one line for each test
+
+
+class Recorder:
+    """Writes what is asked for of each test, one line of JSON each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = 0.0
+        self._seen: dict[str, dict[str, Any]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Write which tests there are, and whose class runs them."""
+        if session.config.option.collectonly:
+            for item in session.items:
+                self._write({"id": item.nodeid, "base": base_of(item)})
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Measure one test with its setup and teardown."""
+        before = tree_cpu_s()
+        result = yield
+        found = self._seen.pop(item.nodeid)
+        self._write({**found, "cpu_s": round(tree_cpu_s() - before, 3)})
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the verdict; a failure of any phase counts."""
+        found = self._seen.setdefault(report.nodeid, {"id": report.nodeid})
+        if report.when == "call" or report.outcome != "passed":
+            if found.get("verdict") == "failed":
+                return
+            found["verdict"] = report.outcome
+            found["reason"] = _reason(report)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Have an option for what can only be done inside."""
+    parser.addoption("--torch-forks", action="store_true")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record, in a session that this module has started."""
+    if config.option.torch_forks:
+        _have_torch_fork()
+    if _RECORD in os.environ:
+        config.pluginmanager.register(Recorder(Path(os.environ[_RECORD])))
+
+
+def _have_torch_fork() -> None:
+    """Have torch's classes fork: the same verdicts for a tenth of the time."""
+    import torch.multiprocessing as processes
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    processes.set_start_method("fork", force=True)
+
+    def fork(self: Any) -> None:
+        self._start_processes(processes.get_context("fork").Process)
+
+    setattr(MultiProcessTestCase, "_spawn_processes", fork)  # noqa: B010
+
+
+def base_of(item: pytest.Item) -> str:
+    """Return which of torch's classes runs a test; "" for none."""
+    cls = getattr(item, "cls", None)
+    names = [base.__name__ for base in (cls.__mro__ if cls else ())]
+    return next((name for name in names if name in BASES), "")
+
+
+def tree_cpu_s() -> float:
+    """Return the CPU seconds of this process, its descendants and those that ended."""
+    children, ticks = defaultdict(list), {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                text = Path(entry.path, "stat").read_text()
+            except OSError:
+                continue  # it has ended
+            # The name, in brackets, may hold anything.
+            fields = text.rpartition(")")[2].split()
+            pid = int(entry.name)
+            children[int(fields[1])].append(pid)
+            ticks[pid] = sum(int(field) for field in fields[11:15])
+    todo, total = [os.getpid()], 0
+    while todo:
+        pid = todo.pop()
+        total += ticks.get(pid, 0)
+        todo += children[pid]
+    return total / _TICKS
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    lines = [line for line in report.longreprtext.splitlines() if line.strip()]
+    marked = [line for line in lines if "Error" in line or line.startswith("world of")]
+    return (marked or lines or [""])[0].strip()[:200]
+
+
+# -- outside: two sessions, and what they recorded
+
+
+def session(folder: Path, ids: Sequence[str], record: Path, *options: str) -> float:
+    """Run one session on some tests; return its CPU seconds, all of the tree."""
+    # Bytecode is kept, as it is where nothing else is asked for.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    before = os.times()
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("-p", "gradparity.benchmarks.adopted", f"--rootdir={folder}"),
+            *("-W", "ignore", "-o", "addopts=", *options, *ids),
+        ],
+        cwd=folder,
+        env={**env, _RECORD: str(record)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    after = os.times()
+    return (
+        after.children_user
+        + after.children_system
+        - (before.children_user + before.children_system)
+    )
+
+
+def read(record: Path) -> dict[str, dict[str, Any]]:
+    """Return the lines of a record by the id of the test."""
+    if not record.exists():
+        return {}
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return {line["id"]: line for line in lines}
+
+
+def sample(
+    tests: dict[str, dict[str, Any]], most: int, share: float, seed: int
+) -> list[str]:
+    """Draw some tests of each file and base.
+
+    Args:
+        tests: All that there are.
+        most: So many of a file and base, if there are as many.
+        share: Or this share of them, if that is more.
+        seed: Of the draw.
+    """
+    groups = defaultdict(list)
+    for name, line in tests.items():
+        if line["base"]:
+            groups[name.split("::")[0], line["base"]].append(name)
+    chosen = set[str]()
+    for group, names in groups.items():
+        # Drawn group by group: a run with more of them goes on with one with fewer.
+        drawn = random.Random(f"{seed} {group}").sample(sorted(names), len(names))
+        chosen.update(drawn[: max(most, math.ceil(share * len(names)))])
+    return [name for name in tests if name in chosen]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; write the record and the table."""
+    parser = argparse.ArgumentParser(prog="python -m gradparity.benchmarks.adopted")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--most", type=int, default=12, help="tests of a file and base")
+    parser.add_argument("--share", type=float, default=0.15, help="or so many of them")
+    parser.add_argument("--spawned", type=int, default=1, help="of these, by spawn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--side", choices=[*SIDES, "none"], action="append")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder.resolve()
+    if not (folder / "origin.txt").is_file():
+        parser.error(f"{folder}/origin.txt must say in one line where the files are of")
+    work = folder / "records"
+    work.mkdir(exist_ok=True)
+    if not (work / "ids.jsonl").exists():
+        files = sorted(path.name for path in folder.glob("test_*.py"))
+        session(folder, files, work / "ids.jsonl", "--collect-only")
+    tests = read(work / "ids.jsonl")
+    chosen = sample(tests, options.most, options.share, options.seed)
+    spawned = sample(tests, options.spawned, 0.0, options.seed)
+    for side in options.side or SIDES:
+        wanted = {"torch": spawned, "none": []}.get(side, chosen)
+        left = [name for name in wanted if name not in read(work / f"{side}.jsonl")]
+        if left:
+            session(folder, left, work / f"{side}.jsonl", *SIDES[side])
+    result = {
+        "origin": (folder / "origin.txt").read_text().strip(),
+        "provenance": provenance(options),
+        "tests": list(pairs(tests, work)),
+    }
+    write(options.out, json.dumps(result, indent=1) + "\n")
+    if options.out == RESULTS:
+        text = DOCS.read_text()
+        before, rest = text.split("<!-- adopted -->")
+        after = rest.split("<!-- end -->")[1]
+        lines = [*table(result), "<!-- end -->"]
+        write(DOCS, f"{before}<!-- adopted -->\n" + "\n".join(lines) + after)
+    return 0
+
+
+def pairs(tests: Mapping[str, dict[str, Any]], work: Path) -> Iterator[dict[str, Any]]:
+    """Yield each test that was run both ways."""
+    found = {side: read(work / f"{side}.jsonl") for side in SIDES}
+    for name, line in tests.items():
+        # What a spawned process said counts; forked ones stand in where none was.
+        theirs = found["torch"].get(name) or found["forked"].get(name)
+        ours = found["adopted"].get(name)
+        if theirs and ours:
+            spawned = found["torch"].get(name, {}).get("cpu_s")
+            yield {
+                "id": name,
+                "base": line["base"],
+                "torch": theirs["verdict"],
+                "ours": ours["verdict"],
+                "torch_reason": theirs["reason"],
+                "our_reason": ours["reason"],
+                "torch_spawned_cpu_s": spawned,
+                "our_cpu_s": ours["cpu_s"],
+            }
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page's table."""
+    groups = defaultdict(list)
+    for test in result["tests"]:
+        groups[test["id"].split("::")[0], test["base"]].append(test)
+    tests = result["tests"]
+    same = sum(test["torch"] == test["ours"] for test in tests)
+    yield ""
+    yield (
+        f"{len({file for file, _ in groups})} files, {len(tests)} tests, "
+        f"{same} with the same verdict ({100 * same / max(1, len(tests)):.1f} %)."
+    )
+    yield ""
+    yield (
+        "| file | class | tests | same verdict | passed | "
+        "CPU s a test: torch's, spawned (of n) | here (median of all) | times |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for (file, base), group in groups.items():
+        theirs = [t for t in group if t["torch_spawned_cpu_s"] is not None]
+        ours = statistics.median(t["our_cpu_s"] for t in group)
+        cost = times = ""
+        if theirs:
+            mean = statistics.fmean(t["torch_spawned_cpu_s"] for t in theirs)
+            cost, times = f"{mean:.1f} ({len(theirs)})", f"{mean / max(ours, 0.01):.0f}"
+        yield (
+            f"| `{file}` | `{base}` | {len(group)} | "
+            f"{sum(t['torch'] == t['ours'] for t in group)} | "
+            f"{sum(t['ours'] == 'passed' for t in group)} | "
+            f"{cost} | {ours:.2f} | {times} |"
+        )
+    yield ""
+    for test in tests:
+        if test["torch"] != test["ours"]:
+            yield (
+                f"- `{test['id']}`: {test['torch']} by torch's class "
+                f"({test['torch_reason'] or 'no reason'}), {test['ours']} here "
+                f"({test['our_reason'] or 'no reason'})"
+            )
+    made = result["provenance"]
+    yield ""
+    yield (
+        f"{result['origin']}. torch {made['torch']}, Python {made['python']}, "
+        f"{made['cores']} cores, CPU, gloo, load {made['load']}, {made['date']}; "
+        f"seed {made['seed']}."
+    )
+    yield ""
+
+
+def provenance(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the figures were taken on."""
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "most": options.most,
+        "share": options.share,
+        "seed": options.seed,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file under a temporary name, and rename it."""
+    draft = path.with_suffix(".part")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

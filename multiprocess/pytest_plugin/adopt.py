@@ -1,0 +1,291 @@
+"""``--gradparity-adopt``: tests written for others run on our ranks, unchanged.
+
+torch's test classes have a few methods that start processes, tell them what to run and
+wait for them. Those methods are replaced while the session lasts; a test, its
+decorators and its class stay as they are. ``@pytest.mark.parallel``, of mpi-pytest,
+is taken for ``@pytest.mark.world``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import types
+import unittest
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from ..errors import WorldFailure
+from ..outcomes import RankOutcome, RankState
+from ..rank.unittests import (
+    CaseRef,
+    run_continuous_test,
+    run_process_test,
+    run_threaded_test,
+)
+from ..spec import CallOptions, Isolation, WorldSpec
+from ..testcase import TestCase, run_on_ranks, use
+from .controller import show
+from .runner import Runner, UnsuitableWorld
+
+WORDS = b"torch.testing._internal", b"mark.parallel"
+"""One of these is in the text of each module with a test that is adopted."""
+
+PARALLEL = "parallel"
+PARALLEL_HELP = (
+    "parallel(nprocs=3): as mpi-pytest has it; world(size=nprocs) by --gradparity-adopt"
+)
+
+_COMMON = "torch.testing._internal.common_distributed"
+_BASES = ("MultiProcessTestCase", "MultiProcContinuousTest", "MultiThreadedTestCase")
+_DEFAULT_NPROCS = 3
+
+
+class Adoption:
+    """The part of the plugin that a session with the option has."""
+
+    def __init__(self, isolation: Isolation) -> None:
+        """Prepare.
+
+        Args:
+            isolation: What a test of torch's classes shares with earlier ones.
+        """
+        self._isolation = isolation
+        self._files: str | None = None
+        self._numbers = itertools.count()
+        self._replaced: list[tuple[type[Any], str, Any]] = []
+
+    def adopts(self, items: Iterable[pytest.Item]) -> bool:
+        """Whether a test would start processes, and now has ranks."""
+        return any(_is_of(item, _torch_bases()) for item in items)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(
+        self, collector: pytest.Module | pytest.Class, name: str, obj: object
+    ) -> None:
+        """Be there before a class's instances; mark what mpi-pytest would run."""
+        # Its module has just been imported. An instance keeps the method that waits
+        # for its processes: made earlier, it would wait for none, and so pass.
+        if not self._replaced and (bases := _torch_bases()):
+            self._replace(*bases)
+        if not (isinstance(obj, types.FunctionType) and name.startswith("test")):
+            return
+        own = [m for m in getattr(obj, "pytestmark", ()) if m.name == PARALLEL]
+        marker = own[0] if own else collector.get_closest_marker(PARALLEL)
+        marked = any(m.name == "world" for m in getattr(obj, "pytestmark", ()))
+        if marker is not None and not marked:
+            pytest.mark.world(size=nprocs_of(marker))(obj)
+
+    def pytest_unconfigure(self) -> None:
+        """Give torch's classes their own methods back."""
+        use(None)
+        while self._replaced:
+            setattr(*self._replaced.pop())
+        if self._files is not None:
+            shutil.rmtree(self._files, ignore_errors=True)
+            self._files = None
+
+    def _replace(self, process: Any, continuous: Any, threaded: Any) -> None:
+        common = sys.modules[_COMMON]
+        run, new_file = self._run, self._new_file
+
+        # -- a process for each rank and each test
+
+        def spawn(self: Any, proc: object = None) -> None:
+            self.processes = []
+            self._gradparity_spawned = True
+
+        def set_up(self: Any) -> None:
+            process_set_up(self)
+            if os.path.exists(self.file_name):
+                os.remove(self.file_name)  # nobody else would
+            self.file_name = new_file()
+
+        def join(self: Any, fn: Any) -> None:
+            __tracebackhide__ = True
+            if not getattr(self, "_gradparity_spawned", False):
+                raise RuntimeError(
+                    f"{self.id()} is run by no rank: setUp of its class does not call "
+                    "_spawn_processes(). torch's class would say that it passed."
+                )
+            if int(self.world_size) == 0:
+                raise unittest.SkipTest("its world_size is 0: no rank would run it")
+            settings = {"fake_pg": getattr(self, "fake_pg", False)}
+            limit_s = common.get_timeout(self.id())
+            ended = functools.partial(_ends_as_expected, self, fn)
+            run(
+                self,
+                int(self.world_size),
+                limit_s,
+                ended,
+                run_process_test,
+                self.file_name,
+                settings,
+            )
+
+        process_set_up = process.setUp
+        self._put(process, setUp=set_up, _join_processes=join)
+        self._put(process, _spawn_processes=spawn, _start_processes=spawn)
+
+        # -- processes for all tests of a class
+
+        def spawn_for_class(cls: Any, world_size: int) -> None:
+            cls.task_queues = []
+            # No empty list: torch's own method would find nothing to wait for.
+            cls.processes, cls.completion_queues = [], None
+            cls.rdvz_file = new_file()
+
+        def run_or_call(self: Any, fn: Callable[[], None]) -> Any:
+            @functools.wraps(fn)
+            def wrapper(self: Any) -> None:
+                __tracebackhide__ = True
+                limit_s = common.get_timeout(self.id())
+                if self.rank != self.MAIN_PROCESS_RANK:
+                    fn()
+                else:
+                    run(
+                        self,
+                        int(type(self).world_size),
+                        limit_s,
+                        None,
+                        run_continuous_test,
+                        new_file(),
+                    )
+
+            return types.MethodType(wrapper, self)
+
+        self._put(
+            continuous,
+            _spawn_processes=classmethod(spawn_for_class),
+            _worker_run_main_wait=run_or_call,
+        )
+
+        # -- threads of this process
+
+        def spawn_no_threads(self: Any) -> None:
+            self.threads = None  # as above
+
+        def run_on_a_rank(self: Any, fn: Callable[[], None]) -> Any:
+            @functools.wraps(fn)
+            def wrapper(self: Any) -> None:
+                __tracebackhide__ = True
+                if self.rank != self.MAIN_THREAD_RANK:
+                    fn()
+                else:
+                    run(self, 1, common.TIMEOUT_DEFAULT, None, run_threaded_test)
+
+            return types.MethodType(wrapper, self)
+
+        self._put(threaded, _spawn_threads=spawn_no_threads, join_or_run=run_on_a_rank)
+
+    def _put(self, owner: type[Any], **methods: Any) -> None:
+        for name, method in methods.items():
+            self._replaced.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, method)
+
+    def _run(
+        self,
+        test: unittest.TestCase,
+        size: int,
+        limit_s: float,
+        ended: Callable[[WorldFailure], bool] | None,
+        fn: Callable[..., Any],
+        *args: Any,
+    ) -> None:
+        __tracebackhide__ = True
+        spec = WorldSpec(
+            size=size,
+            default_group=False,
+            timeout_s=float(limit_s),
+            isolation=self._isolation,
+        )
+        try:
+            run_on_ranks(spec, fn, CaseRef.of(test), *args)
+        except WorldFailure as failure:
+            if ended is None or not ended(failure):
+                raise
+
+    def _new_file(self) -> str:
+        if self._files is None:
+            self._files = tempfile.mkdtemp(prefix="gradparity-adopt-")
+        path = os.path.join(self._files, str(next(self._numbers)))
+        open(path, "w").close()
+        return path
+
+
+def _ends_as_expected(test: Any, fn: Any, failure: WorldFailure) -> bool:
+    """Whether ranks ended as a test of torch's says that its processes will."""
+    ended = (RankState.EXITED, RankState.KILLED, RankState.VICTIM, RankState.OK)
+    if any(outcome.state not in ended for outcome in failure.outcomes):
+        return False
+    if fn in test.skip_return_code_checks:
+        return True
+    return fn in test.special_return_code_checks and (
+        _code(failure.outcomes[0]) == test.special_return_code_checks[fn]
+    )
+
+
+def _code(outcome: RankOutcome) -> int | None:
+    if outcome.signal is not None:
+        import signal
+
+        return -signal.Signals[outcome.signal].value
+    return outcome.exit_code
+
+
+def _torch_bases() -> tuple[type[Any], ...]:
+    common = sys.modules.get(_COMMON)
+    return () if common is None else tuple(getattr(common, n) for n in _BASES)
+
+
+def _is_of(item: pytest.Item, bases: tuple[type[Any], ...]) -> bool:
+    cls = getattr(item, "cls", None)
+    return cls is not None and issubclass(cls, bases)
+
+
+def uses_our_class(items: Iterable[pytest.Item]) -> bool:
+    """Whether a test is one of our own ``TestCase``."""
+    return any(_is_of(item, (TestCase,)) for item in items)
+
+
+def explain(
+    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
+) -> None:
+    """Show a failed world in words, not by the parent's traceback."""
+    failure = call.excinfo.value if call.excinfo else None
+    if isinstance(failure, WorldFailure) and _is_of(item, (TestCase, *_torch_bases())):
+        show(item, failure, str(failure), report)
+
+
+def submit_by(runner: Callable[[], Runner]) -> None:
+    """Have the tests of classes run where the session's marked tests do."""
+
+    def submit(
+        spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
+    ) -> tuple[RankOutcome, ...]:
+        try:
+            return runner().run(spec, options, fn, *args)
+        except UnsuitableWorld as reason:
+            raise unittest.SkipTest(str(reason)) from None
+
+    use(submit)
+
+
+def nprocs_of(marker: pytest.Mark) -> Any:
+    """Return what ``@pytest.mark.parallel`` asks for: a number, or several.
+
+    Raises:
+        UsageError: Other arguments than mpi-pytest takes.
+    """
+    args, settings = marker.args, dict(marker.kwargs)
+    if len(args) + len(settings) > 1 or settings.keys() - {"nprocs"}:
+        raise pytest.UsageError(
+            f"@pytest.mark.parallel takes nprocs only; got {args} {settings}"
+        )
+    return args[0] if args else settings.get("nprocs", _DEFAULT_NPROCS)

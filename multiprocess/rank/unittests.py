@@ -1,0 +1,292 @@
+"""One unittest test on a rank: of our own ``TestCase``, or of torch's test classes.
+
+torch's classes start processes and tell them by private methods what to run. Here the
+ranks are there already, and run just what those processes would: no more, so that a
+test finds what it would find there, and no process that it has to wait for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import unittest
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .world import current_world
+
+_OF_A_RANK = ("GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+"""What a rank adds to the environment and a process of torch's may have, too."""
+
+ExcInfo = (
+    tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRef:
+    """One test method, as it travels to the ranks."""
+
+    module: str
+    cls: str | type[Any]
+    """Name of the class in its module, or itself where no module has it."""
+
+    method: str
+    env: Mapping[str, str]
+    """The environment of the parent, which a child of it would have."""
+
+    @classmethod
+    def of(cls, test: unittest.TestCase) -> CaseRef:
+        """Return what names the test that ``test`` is an instance for."""
+        kind = type(test)
+        home = vars(sys.modules[kind.__module__])
+        # Classes are also made by functions: what counts is where the module has them.
+        names = [kind.__qualname__, *(n for n, v in home.items() if v is kind)]
+        found = next((n for n in names if home.get(n) is kind), None)
+        if kind.__module__ == "__main__":
+            found = None  # the ranks have another
+        return cls(
+            module=kind.__module__,
+            cls=found or kind,
+            method=test._testMethodName,
+            env={k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        )
+
+    def find(self) -> Any:
+        """Import the class."""
+        if isinstance(self.cls, str):
+            return getattr(importlib.import_module(self.module), self.cls)
+        return self.cls
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """How a test left a rank that did not run it to its end."""
+
+    reason: str
+
+
+def run_case(case: CaseRef, attributes: Mapping[str, Any]) -> Skipped | None:
+    """Run a test with its setUp, tearDown and cleanups, as unittest does.
+
+    Args:
+        case: The test.
+        attributes: Set on its instance before.
+    """
+    test = case.find()(case.method)
+    test.rank = current_world().rank
+    for name, value in attributes.items():
+        setattr(test, name, value)
+    return _leave(lambda: _run_by_unittest(test))
+
+
+def run_process_test(
+    case: CaseRef, file_name: str, settings: Mapping[str, Any]
+) -> Skipped | None:
+    """Run what a process of torch's ``MultiProcessTestCase`` would.
+
+    Args:
+        case: The test.
+        file_name: A file for the rendezvous.
+        settings: Further arguments of the class's ``_run``.
+    """
+    cls = case.find()
+    _patch_run_test()
+    with _as_child(case.env):
+        _forget()
+        try:
+            return _leave(
+                lambda: cls._run(
+                    current_world().rank, case.method, file_name, None, **settings
+                )
+            )
+        finally:
+            _forget()
+
+
+_prepared: tuple[type[Any], dict[str, str]] | None = None
+"""The class of ``MultiProcContinuousTest`` whose process group is there, and what its
+making changed in the environment."""
+
+
+def run_continuous_test(case: CaseRef, file_name: str) -> Skipped | None:
+    """Run what a process of torch's ``MultiProcContinuousTest`` would.
+
+    Args:
+        case: The test.
+        file_name: A file for the rendezvous, where the process group is to be made.
+    """
+    import torch.distributed as dist
+
+    cls, world = case.find(), current_world()
+
+    def run() -> None:
+        global _prepared
+        if _prepared is None or _prepared[0] is not cls or not dist.is_initialized():
+            _forget()
+            cls.rank, cls.world_size = world.rank, world.size
+            before = dict(os.environ)
+            cls._init_pg(world.rank, world.size, file_name)
+            changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
+            _prepared = cls, changed
+        os.environ.update(_prepared[1])
+        cls._run_test_given_id(case.method)
+
+    with _as_child(case.env):
+        return _leave(run)
+
+
+def run_threaded_test(case: CaseRef) -> Skipped | None:
+    """Run a test of torch's ``MultiThreadedTestCase``: its ranks are threads here."""
+    cls = case.find()
+    with _as_child(case.env):
+        _forget()
+        try:
+            cls.setUpClass()
+            try:
+                return _leave(lambda: _run_by_unittest(cls(case.method)))
+            finally:
+                cls.tearDownClass()
+        finally:
+            _forget()
+
+
+def _run_by_unittest(test: unittest.TestCase) -> None:
+    result = _Result()
+    test.run(result)
+    result.conclude()
+
+
+class _Result(unittest.TestResult):
+    """Keeps what a test raised, and not its text alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._raised: list[tuple[str, BaseException]] = []
+
+    def addError(self, test: unittest.TestCase, err: ExcInfo) -> None:
+        """Keep an error."""
+        self._keep(test, err)
+
+    def addFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
+        """Keep a failure."""
+        self._keep(test, err)
+
+    def addSubTest(
+        self, test: unittest.TestCase, subtest: unittest.TestCase, err: ExcInfo | None
+    ) -> None:
+        """Keep a failure of a part."""
+        if err is not None:
+            self._keep(subtest, err)
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        """Keep a skip; one of a part skips that part only."""
+        if not hasattr(test, "test_case"):
+            self._raised.append((test.id(), unittest.SkipTest(reason)))
+
+    def addExpectedFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
+        """Keep it: the parent expects it, too."""
+        self._keep(test, err)
+
+    def conclude(self) -> None:
+        """Raise the first that was raised; the others become notes of it."""
+        if not self._raised:
+            return
+        (name, first), *others = self._raised
+        if hasattr(first, "add_note"):
+            if len(self._raised) > 1:
+                first.add_note(f"in {name}")
+            for other, error in others:
+                first.add_note(f"also {other}: {type(error).__name__}: {error}")
+        raise first
+
+    def _keep(self, test: unittest.TestCase, err: ExcInfo) -> None:
+        if err[1] is not None:
+            self._raised.append((test.id(), err[1]))
+
+
+def _leave(run: Callable[[], object]) -> Skipped | None:
+    """Run it; return how it was left, if by a skip that all ranks agree on."""
+    try:
+        run()
+    except (unittest.SkipTest, SystemExit) as left:
+        reason = _reason(left)
+        if reason is None:  # the process would end as one that has passed
+            if not current_world().all_agree("exit 0"):
+                raise
+            return None
+        if not current_world().all_agree("skip"):
+            raise unittest.SkipTest(reason) from None
+        return Skipped(reason)
+    return None
+
+
+def _reason(left: unittest.SkipTest | SystemExit) -> str | None:
+    """Return why a test was skipped; None for ``sys.exit(0)``; any other code ends."""
+    if isinstance(left, unittest.SkipTest):
+        return str(left)
+    common = sys.modules.get("torch.testing._internal.common_distributed")
+    skips = common.TEST_SKIPS.values() if common is not None else ()
+    for skip in skips:
+        if left.code == skip.exit_code:
+            return str(skip.message)
+    if not left.code:
+        return None
+    # The others are to see what they would see of a process that is gone.
+    if isinstance(left.code, str):
+        print(left.code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(left.code if isinstance(left.code, int) else 1)
+
+
+@contextmanager
+def _as_child(env: Mapping[str, str]) -> Iterator[None]:
+    """Have the environment that a child of the parent would have."""
+    added = {k: v for k, v in os.environ.items() if k in _OF_A_RANK}
+    os.environ.clear()  # put back by the caller
+    os.environ.update({**added, **env})
+    os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"  # as torch's classes do
+    yield
+
+
+def _forget() -> None:
+    """Be as a process that has run no test: no groups, and nothing that holds them."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import set_debug_level_from_env
+
+    global _prepared
+    _prepared = None
+    if dist.is_initialized():
+        with suppress(Exception):  # what a test has broken may not end in order
+            dist.destroy_process_group()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if "torch.distributed.tensor" in sys.modules:
+        # Their entries name meshes, and so groups that are gone.
+        from torch.distributed.tensor import _random, debug
+
+        debug._clear_sharding_prop_cache()
+        _random._rng_tracker = None
+    set_debug_level_from_env()
+
+
+def _patch_run_test() -> None:
+    import torch.distributed as dist
+    from torch.testing._internal import common_distributed, common_utils
+
+    def run_test(self: Any, test_name: str, parent_pipe: object) -> None:
+        # torch's also starts a thread that hears what the parent asks, has fatal
+        # signals print C++ stacks, and turns exceptions into exit codes: the ranks'
+        # own parent does all that.
+        common_utils.set_rng_seed()
+        getattr(self, test_name)()
+        if self.destroy_pg_upon_exit and dist.is_initialized():
+            dist.destroy_process_group()
+
+    setattr(common_distributed.MultiProcessTestCase, "run_test", run_test)  # noqa: B010

@@ -1,0 +1,383 @@
+"""Tests written for others: torch's classes, mpi-pytest's marker, coroutines."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradparity.multiprocess.pytest_plugin import adopt
+from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
+
+pytest_plugins = ["pytester"]
+__all__ = ["session"]
+needs_torchs_classes = pytest.mark.skipif(
+    importlib.util.find_spec("expecttest") is None, reason="torch's classes need it"
+)
+
+
+def test_our_class(session: Session) -> None:
+    done = session("""
+import unittest
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    world_size = 2
+
+    def setUp(self):
+        self.value = torch.ones(1) * self.rank
+        self.addCleanup(lambda: print("cleaned up on", self.rank))
+
+    def tearDown(self):
+        print("torn down on", self.rank)
+
+    def test_sum(self):
+        dist.all_reduce(self.value)
+        self.assertEqual([self.value], [torch.tensor([1.0])])
+        assert self.pg is dist.group.WORLD and os.path.exists(self.file_name)
+
+    def test_tensors_differ(self):
+        self.assertEqual(self.value, torch.tensor([0.0]))
+
+    @unittest.expectedFailure
+    def test_expected(self):
+        self.assertEqual(self.rank, 0)
+
+    @unittest.expectedFailure
+    def test_unexpected(self):
+        pass
+
+    def test_skipped(self):
+        self.skipTest("not today")
+
+    def test_skipped_by_one(self):
+        if self.rank == 1:
+            self.skipTest("not today")
+
+    def test_parts(self):
+        for i in range(4):
+            with self.subTest(i=i):
+                self.assertNotEqual(i % 2, self.rank)
+
+    def test_exits(self):
+        if self.rank == 1:
+            os._exit(0)
+
+class TestOwnGroup(TestCase):
+    default_group = False
+
+    def test_own(self):
+        assert not dist.is_initialized()
+        self.create_pg()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == self.world_size
+        self.destroy_pg()
+
+    def test_own_again(self):
+        self.test_own()
+""")
+    assert "5 failed, 3 passed, 1 skipped, 1 xfailed" in done.stdout
+    assert "torn down on 1\ncleaned up on 1" in done.stdout
+    for said in (
+        "world of 2: rank 1: raised AssertionError: Tensor-likes are not close!",
+        "world of 2: rank 1: raised unittest.case.SkipTest: not today",
+        "in test_it.TestOurs.test_parts (i=0)\n",
+        "also test_it.TestOurs.test_parts (i=2): AssertionError: 0 == 0",
+        "also test_it.TestOurs.test_parts (i=3): AssertionError: 1 == 1",
+        "world of 2: rank 1: exited with code 0",
+        "Unexpected success",
+    ):
+        assert said in done.stdout, said
+
+
+def test_our_class_without_pytest(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
+import unittest, torch, torch.distributed as dist
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    def test_sum(self):
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        self.assertEqual(value.item(), self.world_size)
+
+    def test_wrong(self):
+        self.assertEqual(self.rank, 1)
+
+unittest.main()
+""")
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "world of 2: rank 0: raised AssertionError: 0 != 1" in done.stderr
+    assert "FAILED (errors=1)" in done.stderr
+
+
+def test_the_marker_of_mpi_pytest(session: Session) -> None:
+    body = """
+@pytest.mark.parallel
+def test_default():
+    assert dist.get_world_size() == 3
+
+@pytest.mark.parallel(nprocs=[1, 2])
+@pytest.mark.parametrize("x", [7])
+def test_sizes(x):
+    assert dist.get_world_size() in (1, 2) and x == 7
+
+@pytest.mark.parallel(2)
+class TestClass:
+    def test_method(self):
+        assert dist.get_world_size() == 2
+
+@pytest.mark.parallel(2)
+def test_wrong():
+    assert dist.get_rank() == 0
+
+def test_serial():
+    assert not dist.is_initialized()
+"""
+    done = session(body, "--gradparity-adopt")
+    assert "1 failed, 5 passed" in done.stdout
+    assert "test_sizes[nprocs=2-7]" in done.stdout
+    assert "world of 2: rank 1: raised AssertionError" in done.stdout
+    assert "1 failed, 5 passed" not in session(body).stdout  # not without being asked
+
+
+def test_arguments_that_mpi_pytest_refuses(session: Session) -> None:
+    done = session(
+        "@pytest.mark.parallel(2, 3)\ndef test_it(): pass", "--gradparity-adopt"
+    )
+    assert "takes nprocs only; got (2, 3)" in done.stdout
+
+
+def test_a_coroutine_and_its_fixtures(session: Session) -> None:
+    body = """
+import asyncio, functools
+
+class FakePlugin:  # pytest-asyncio is not installed here: what it does to a test
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        own, item.obj = item.obj, functools.wraps(item.obj)(lambda **kw: 1 / 0)
+        return (yield)
+
+@pytest.fixture(autouse=True, scope="session")
+def plugin(pytestconfig):
+    pytestconfig.pluginmanager.register(FakePlugin())
+
+@pytest.fixture
+async def scaled(world):
+    await asyncio.sleep(0)
+    yield 5 * world.rank
+    await asyncio.sleep(0)
+    print("closed on", world.rank)
+
+@pytest.fixture
+async def twice(scaled):
+    return 2 * scaled
+
+@pytest.mark.asyncio
+@pytest.mark.world(size=2)
+async def test_it(world, twice):
+    work = dist.all_reduce(value := torch.ones(1), async_op=True)
+    await asyncio.get_running_loop().run_in_executor(None, work.wait)
+    assert value.item() == 2 and twice == 10 * world.rank
+
+@pytest.mark.asyncio
+@pytest.mark.world(size=2)
+async def test_wrong(world):
+    await asyncio.sleep(0)
+    assert world.rank == 0
+
+@pytest.mark.world(size=2)
+async def test_unmarked(world):
+    pass
+"""
+    done = session(body, "-o", "markers=asyncio: of pytest-asyncio")
+    assert "1 failed, 1 passed" in done.stdout and "1 error" in done.stdout
+    assert "closed on 1" in done.stdout
+    assert "world of 2: rank 1: raised AssertionError" in done.stdout
+    assert "marked for pytest-asyncio" in done.stdout
+
+
+def test_fixtures_of_every_scope(session: Session) -> None:
+    done = session("""
+made = []
+
+def parent(scope):
+    @pytest.fixture(scope=scope)
+    def fixture():
+        made.append(scope)
+        return scope, os.getpid(), len(made)
+    return fixture
+
+one, two, three, four, five = map(
+    parent, ["session", "package", "module", "class", "function"]
+)
+
+@pytest.fixture
+def on_rank(world, three):
+    return os.getpid(), three
+
+class TestIt:
+    @pytest.mark.world(size=2)
+    @pytest.mark.parametrize("turn", [0, 1])
+    def test_it(self, world, turn, one, two, three, four, five, on_rank):
+        pids = {value[1] for value in (one, two, three, four, five)}
+        assert len(pids) == 1
+        assert on_rank[0] == os.getpid() not in pids and on_rank[1] == three
+        # Made once for its scope, in the parent: the second test finds the same.
+        assert [v[2] for v in (one, two, three, four)] == [1, 2, 3, 4]
+        assert five[2] == 5 + turn
+
+def test_in_the_parent():
+    assert made == ["session", "package", "module", "class", "function", "function"]
+""")
+    assert "3 passed" in done.stdout, done.stdout
+
+
+TORCHS = """
+import sys, unittest
+import torch.testing._internal.common_distributed as common
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests, parametrize)
+from torch.testing._internal.distributed._tensor.common_dtensor import (
+    DTensorTestBase, with_comms)
+
+class TestProcesses(common.MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def _group(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size)
+
+    def test_sum(self):
+        self._group()
+        value = torch.ones(1) * self.rank
+        dist.all_reduce(value)
+        self.assertEqual(value, torch.tensor([1.0]))
+
+    @common.requires_gloo()
+    @common.skip_if_lt_x_gpu(2)
+    def test_needs_gpus(self):
+        raise AssertionError
+
+    def test_skipped(self):
+        self.skipTest("not today")
+
+    @unittest.expectedFailure
+    def test_expected(self):
+        self.assertEqual(self.rank, 0)
+
+    def test_inline(self):
+        self.assertExpectedInline(str(3 + 4), '''7''')
+
+    def test_leaves_early(self):
+        sys.exit(0)
+
+    def test_exits(self):
+        if self.rank == 1:
+            os._exit(0)
+
+    def test_hangs(self):
+        self._group()
+        if self.rank == 1:
+            time.sleep(1000)
+        dist.barrier()
+
+class TestForgotten(common.MultiProcessTestCase):
+    def test_runs_nowhere(self):
+        raise AssertionError
+
+class TestContinuous(common.MultiProcContinuousTest):
+    world_size = 2
+    made = 0
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    @classmethod
+    def _init_pg(cls, *args):
+        super()._init_pg(*args)
+        cls.made += 1
+
+    @classmethod
+    def device_type(cls):
+        return "cpu"
+
+    def test_a(self):
+        dist.barrier()
+
+    def test_b_wrong(self):
+        assert self.rank == 0
+
+    def test_c(self):  # torch's class would skip it now
+        dist.barrier()
+
+    def test_d_one_group(self):
+        assert type(self).made == 1 and os.environ["LOCAL_RANK"] == str(self.rank)
+
+@instantiate_parametrized_tests
+class TestThreads(common.MultiThreadedTestCase):
+    world_size = 3
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    @parametrize("value", [1, 2])
+    def test_sum(self, value):
+        reduced = torch.ones(1) * value
+        dist.all_reduce(reduced)
+        self.assertEqual(reduced.item(), 3 * value)
+
+    def test_wrong(self):
+        self.assertNotEqual(self.rank, 1)
+
+    def test_kills(self):
+        os._exit(3)
+
+class TestDTensor(DTensorTestBase):
+    world_size = 2
+
+    @with_comms
+    def test_mesh(self):
+        from torch.distributed.tensor import distribute_tensor, Shard
+        mesh = self.build_device_mesh()
+        whole = torch.arange(4.0)
+        sharded = distribute_tensor(whole, mesh, [Shard(0)])
+        self.assertEqual((sharded * 2).full_tensor(), whole * 2)
+"""
+
+
+@pytest.mark.slow
+@needs_torchs_classes
+def test_torchs_classes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.testing._internal.common_distributed as common
+
+    monkeypatch.setitem(common.TIMEOUT_OVERRIDE, "test_hangs", 2)
+    own = {name: vars(getattr(common, name)).copy() for name in adopt._BASES}
+    done = session(TORCHS, "--gradparity-adopt")
+    assert "6 failed, 9 passed, 2 skipped, 1 xfailed" in done.stdout
+    for said in (
+        "Need at least 2 CUDA devices",
+        "not today",
+        "PASSED test_it.py::TestContinuous::test_c",
+        "world of 2: rank 1: exited with code 0",
+        "world of 2: rank 1: hung, still running",
+        "test_it.TestForgotten.test_runs_nowhere is run by no rank",
+        "world of 2: rank 1: raised AssertionError: assert 1 == 0",
+        "world of 1: rank 0: raised RuntimeError: Thread 1 exited with exception",
+        "world of 1: rank 0: exited with code 3",
+    ):
+        assert said in done.stdout, said
+    # The session's end gives torch's classes their own methods back.
+    assert own == {name: vars(getattr(common, name)).copy() for name in adopt._BASES}
