@@ -255,9 +255,11 @@ def pairs(tests: Mapping[str, dict[str, Any]], work: Path) -> Iterator[dict[str,
     """Yield each test that was run both ways."""
     found = {side: read(work / f"{side}.jsonl") for side in SIDES}
     for name, line in tests.items():
-        # What a spawned process said counts; forked ones stand in where none was.
-        theirs = found["torch"].get(name) or found["forked"].get(name)
+        # Spawned processes count where the others say something else than ours.
+        theirs = found["forked"].get(name) or found["torch"].get(name)
         ours = found["adopted"].get(name)
+        if theirs and ours and theirs["verdict"] != ours["verdict"]:
+            theirs = found["torch"].get(name) or theirs
         if theirs and ours:
             spawned = found["torch"].get(name, {}).get("cpu_s")
             yield {
@@ -296,7 +298,9 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         cost = times = ""
         if theirs:
             mean = statistics.fmean(t["torch_spawned_cpu_s"] for t in theirs)
-            cost, times = f"{mean:.1f} ({len(theirs)})", f"{mean / max(ours, 0.01):.0f}"
+            cost = f"{mean:.1f} ({len(theirs)})"
+            if mean > 1:  # else it was skipped before a process was spawned
+                times = f"{mean / max(ours, 0.01):.0f}"
         yield (
             f"| `{file}` | `{base}` | {len(group)} | "
             f"{sum(t['torch'] == t['ours'] for t in group)} | "

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.multiprocess.pytest_plugin import adopt
+from gradparity.tests.fault_matrix import MATRIX
 from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
 pytest_plugins = ["pytester"]
@@ -363,7 +364,7 @@ class TestDTensor(DTensorTestBase):
 def test_torchs_classes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.testing._internal.common_distributed as common
 
-    monkeypatch.setitem(common.TIMEOUT_OVERRIDE, "test_hangs", 2)
+    monkeypatch.setitem(common.TIMEOUT_OVERRIDE, "test_hangs", 8)
     own = {name: vars(getattr(common, name)).copy() for name in adopt._BASES}
     done = session(TORCHS, "--gradparity-adopt")
     assert "6 failed, 9 passed, 2 skipped, 1 xfailed" in done.stdout
@@ -381,3 +382,58 @@ def test_torchs_classes(session: Session, monkeypatch: pytest.MonkeyPatch) -> No
         assert said in done.stdout, said
     # The session's end gives torch's classes their own methods back.
     assert own == {name: vars(getattr(common, name)).copy() for name in adopt._BASES}
+
+
+FAULTS = """
+import torch.testing._internal.common_distributed as common
+from gradparity.tests.fault_matrix import MATRIX, act, nothing
+
+class TestFaults(common.MultiProcessTestCase):
+    world_size = 3
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def _act(self, bad, others):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size)
+        act(bad, others)
+        dist.barrier()
+
+def add(number, bad, others, limit_s):
+    def test(self):
+        self._act(bad, others)
+    test.__name__ = f"test_{number:02}"
+    common.TIMEOUT_OVERRIDE[test.__name__] = limit_s
+    setattr(TestFaults, test.__name__, test)
+
+for number, fault in enumerate(MATRIX.values()):
+    add(2 * number, fault.bad, fault.others, max(8, fault.limit_s))
+    add(2 * number + 1, nothing, nothing, 60)
+"""
+NOT_OF_THIS = ("result that does not pickle", "returned normally", "victim: rank 0")
+"""What a test returns goes nowhere; and where others do nothing, here they wait."""
+
+
+@pytest.mark.slow
+@needs_torchs_classes
+def test_the_fault_matrix_on_torchs_class(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.testing._internal.common_distributed as common
+
+    overrides = dict(common.TIMEOUT_OVERRIDE)
+    monkeypatch.setattr(common, "TIMEOUT_OVERRIDE", overrides)
+    done = session(FAULTS, "--gradparity-adopt")
+    for number, (name, fault) in enumerate(MATRIX.items()):
+        assert f"PASSED test_it.py::TestFaults::test_{2 * number + 1:02}" in done.stdout
+        if name in NOT_OF_THIS:
+            continue
+        assert f"FAILED test_it.py::TestFaults::test_{2 * number:02}" in done.stdout
+        report = done.stdout.split(f" TestFaults.test_{2 * number:02} _")[1]
+        report = report.split(" TestFaults.test_")[0]
+        assert "world of 3: rank 1: " in report, name
+        for words in fault.says:
+            assert words.startswith(NOT_OF_THIS) or words in report, (name, words)
