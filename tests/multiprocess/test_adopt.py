@@ -419,8 +419,8 @@ NOT_OF_THIS = (
     "in wait",
     "bytes left out",
 )
-"""What a test returns goes nowhere, where others do nothing they wait here, and a rank
-that raises leaves its process group, so that they raise, too."""
+"""What a test returns goes nowhere; its group is made and left in the test, so a rank
+that raises breaks the connections of the others, which raise, too."""
 
 
 @pytest.mark.slow
