@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..cli.arguments import folder
 from ..status import EXIT_CODES, case_status
-from .catalogue import PLANS, model_types
+from .catalogue import PLANS
 from .findings import confirm_all, families, write, write_finding
 from .page import print_survey, render
 from .survey import SurveySettings, conduct, writing
@@ -33,7 +33,6 @@ def main(arguments: Sequence[str]) -> int:
         4 nothing could be compared for some.
     """
     parsed = _parser().parse_args(arguments)
-    model_types()  # without transformers nothing is made
     settings = SurveySettings(
         plans=tuple(dict.fromkeys(parsed.plan or PLANS)),
         names=tuple(parsed.model),
@@ -42,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         quiet=parsed.quiet,
         command=shlex.join(["gradparity", "survey", "transformers", *arguments]),
     )
+    settings.chosen()  # bad names are told before anything is made
     console = Console()
     with writing(settings.out):
         survey = conduct(settings, console)

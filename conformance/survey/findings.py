@@ -36,7 +36,8 @@ __all__ = [
 SCRIPT_S = 600.0
 """What a script may take, on a machine that others use as well."""
 THREADS: Mapping[str, str] = {}
-"""Id of a finding -> a public thread on it."""
+"""Id of a finding -> a public thread on it, found by hand."""
+NO_THREAD = "no thread found"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +295,7 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         relative_error=first.error,
         reference="the same model on one process in fp64",
         where=family.rule.where,
-        thread=THREADS.get(family.id, "no thread found"),
+        thread=THREADS.get(family.id, NO_THREAD),
         script=f"docs/wild/{name}",
         date=header.started[:10],
         command=f"gradparity survey transformers --plan {family.plan} --model "

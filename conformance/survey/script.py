@@ -51,7 +51,7 @@ SIZES = {sizes}
 MICRO_BATCHES = {parts}
 PARAMETER = {parameter}
 SEEDED = torch.Generator().manual_seed(0)
-ROWS = torch.randint({first}, {vocab}, (6, 9), generator=SEEDED)
+ROWS = torch.randint({first}, {vocab}, (8, 9), generator=SEEDED)
 
 
 def gradient(model, rows):

@@ -41,7 +41,7 @@ from .tiny import FIRST_TOKEN, VOCAB, shrink, with_odd_heads
 
 __all__ = ["Net", "Stack", "ep", "fsdp_tp", "tp"]
 
-ROWS, TOKENS = 6, 8
+ROWS, TOKENS = 8, 8
 
 
 class Net(nn.Module):
