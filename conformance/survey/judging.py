@@ -110,7 +110,8 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
         if plan == "tp" and verdict in ("right", "wrong"):
             runs += _with_odd_heads(kind, runner)
             verdict = _verdict(runs)
-        reason = next((r.message for r in runs if r.status != "pass"), "")
+        told = (r.message for r in runs if r.status not in ("pass", "skipped"))
+        reason = next(told, "")
         rules = _rules(plan, model, runs)
     except Exception as error:  # the package's own code may raise anything
         verdict, reason = "not built", f"{type(error).__name__}: {error}"

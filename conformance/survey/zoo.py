@@ -167,11 +167,20 @@ def draw(parameter: Tensor) -> None:
         parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 
 
+_WHOLES = {
+    "T5GemmaModuleConfig": "T5GemmaConfig",
+    "T5Gemma2TextConfig": "T5Gemma2Config",
+    "T5Gemma2DecoderConfig": "T5Gemma2Config",
+}
+"""Configuration of a part that no model takes alone -> that of the whole."""
+
+
 @cache
 def config_class(kind: ModelType) -> Any:
-    """The configuration class itself."""
+    """The configuration class itself, or that of the whole model."""
     name = f"transformers.models.{kind.folder}.{kind.configuration}"
-    return getattr(importlib.import_module(name), kind.config)
+    wanted = _WHOLES.get(kind.config, kind.config)
+    return getattr(importlib.import_module(name), wanted)
 
 
 def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
