@@ -163,9 +163,11 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
             limit = _limit(name)
             # a model of one expert is no model of experts
             more = "expert" in name and value == 1
-            if limit is not None:
-                free = more or not isinstance(value, int)
-                small[name] = limit if free else min(value, limit)
+            if limit is None:
+                continue
+            small[name] = limit
+            if isinstance(value, int) and value < limit and not more:
+                small[name] = value
     if "kv_lora_rank" in known and "num_key_value_heads" in small:
         small["num_key_value_heads"] = HEADS  # latent attention has no groups
     if "per_layer_config" in default.to_dict():
