@@ -90,13 +90,22 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     what: str
     parameter: str
-    relative_error: float
+    relative_error: str
     reference: str
+    verdict: str
+    """``bug``: its script shows it in fp32 and in fp64."""
     where: str
+    judge: str
+    """What the judge says of it."""
     thread: str
     script: str
     date: str
     command: str
+    found_by: str
+    versions: dict[str, str]
+    machine: str
+    output: tuple[str, ...]
+    """What the script printed."""
     models: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()
     """Those models whose own script shows it in fp32 and in fp64."""
@@ -148,8 +157,8 @@ def _general(name: str) -> str:
 def what(family: Family) -> str:
     """The finding in one sentence."""
     leaves = sorted({_leaf(f.parameter) for f in family.failures})
-    when = "where micro-batches are accumulated" if family.accumulates else "always"
-    return f"gradient of {', '.join(leaves)} wrong under the {family.plan} plan, {when}"
+    when = ", with several micro-batches" if family.accumulates else ""
+    return f"gradient of {leaves[0]} wrong under the {family.plan} plan{when}"
 
 
 def _leaf(name: str) -> str:
@@ -230,8 +239,10 @@ def run_script(file: Path) -> tuple[bool, str]:
         return False, f"not done within {SCRIPT_S:g} s"
     # a script that breaks ends with 1, too, but has not said what it saw
     shows = done.returncode == 1 and done.stdout.count("relative error") == 2
-    told = done.stdout if shows or not done.returncode else done.stderr[-300:]
-    return shows, told.strip()
+    if done.returncode and not shows:
+        return False, done.stderr[-300:].strip()
+    lines = done.stdout.splitlines()  # packages print, too
+    return shows, "\n".join(line for line in lines if "relative error" in line)
 
 
 _ISSUE = """\
@@ -292,21 +303,27 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         version=header.version,
         what=what(family),
         parameter=first.parameter,
-        relative_error=first.error,
+        relative_error=f"{first.error:.2e}",
         reference="the same model on one process in fp64",
+        verdict="bug",
+        judge=f"{first.run.law}: {first.run.message}".replace("net.", ""),
         where=family.rule.where,
         thread=THREADS.get(family.id, NO_THREAD),
         script=f"docs/wild/{name}",
         date=header.started[:10],
-        command=f"gradparity survey transformers --plan {family.plan} --model "
+        command=f"python docs/wild/{name}",
+        found_by=f"gradparity survey transformers --plan {family.plan} --model "
         f"{first.model.model}",
+        versions={"torch": header.torch, "python": header.python},
+        machine=header.machine,
+        output=tuple(said[first.model.model].text.splitlines()),
         models=tuple(family.names),
         confirmed=tuple(sorted(said)),
     )
     write(folder / name, script(first, record.what, header))
     rows = [
         f"| `{f.model.model}` | `{f.parameter}` | {f.run.name} | {f.error:.2g} | "
-        f"{'yes' if f.model.model in said else 'no'} |"
+        f"{'yes' if f.model.model in said else 'not confirmed'} |"
         for f in family.failures
     ]
     table = [
@@ -318,7 +335,7 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         version=header.version,
         torch=header.torch,
         date=record.date,
-        command=record.command,
+        command=record.found_by,
         script=name,
         text=_issue_text(family, first, record),
         printed="\n".join(
@@ -347,11 +364,7 @@ def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
     others = [n for n in record.confirmed if n != first.model.model]
     more = f" The same shows in {', '.join(others)}." if others else ""
     count_all = len(first.run.departed)
-    rest = (
-        f"{count_all} gradients depart; the others and the loss agree to rounding. "
-        if "parity.loss" not in first.run.laws
-        else f"{count_all} gradients and the loss depart. "
-    )
+    rest = f"{count_all} gradients depart; the others agree to rounding. "
     why = _WHY.get(family.rule.style, "") if family.accumulates else ""
     return (
         f"Under `DistributedConfig({_sizes(family.plan)})` the gradient of "

@@ -149,6 +149,8 @@ def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
 
 
 def _why(model: ModelRecord) -> str:
+    if model.verdict == "right":
+        return ""
     bad = next((r for r in model.runs if r.status == "fail"), None)
     if bad is None or not bad.parameter:
         return model.reason

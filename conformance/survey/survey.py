@@ -166,7 +166,8 @@ def _header(settings: SurveySettings) -> Header:
         torch=version("torch"),
         python=platform.python_version(),
         gradparity=__version__,
-        machine=f"{os.cpu_count()} cores, CPU, gloo",
+        # how long a model takes says little where others use the machine
+        machine=f"{os.cpu_count()} cores, CPU, gloo, load {os.getloadavg()[0]:.0f}",
         command=settings.command,
         started=_now(),
         limit_s=settings.limit_s,
