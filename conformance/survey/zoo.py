@@ -59,7 +59,8 @@ class Net(nn.Module):
         with AtLeastDouble() if wide else nullcontext():
             output = self.net(**inputs)
         found = (getattr(output, name, None) for name in _OUTPUTS)
-        return next(tensor for tensor in found if tensor is not None)
+        chosen: Tensor = next(tensor for tensor in found if tensor is not None)
+        return chosen
 
 
 _OUTPUTS = ("logits", "last_hidden_state")

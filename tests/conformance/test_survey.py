@@ -1,6 +1,7 @@
 """The survey of somebody else's models: judged, continued, and told."""
 
 import ast
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -147,7 +148,7 @@ def test_a_model_that_ends_or_delays_the_judge_is_told(
     monkeypatch.setattr(survey, "_serve", child)
     monkeypatch.setattr(survey, "GRACE_S", 0.0)
     forked = multiprocessing.get_context("fork")  # a spawned one would import torch
-    monkeypatch.setattr(survey.multiprocessing, "get_context", lambda _: forked)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
     with Judging(tmp_path / "log", limit_s) as judging:
         for _ in range(2):  # the next model has a child of its own
             found = judging.judge("tp", KIND)
@@ -159,7 +160,7 @@ def test_without_the_package_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     catalogue.model_types.cache_clear()
-    monkeypatch.setattr(catalogue.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["survey", "transformers"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     catalogue.model_types.cache_clear()
@@ -174,7 +175,7 @@ def test_the_old_name_of_the_other_survey_still_works(
 
 
 needs_transformers = pytest.mark.skipif(
-    not catalogue.importlib.util.find_spec("transformers"), reason="needs transformers"
+    not importlib.util.find_spec("transformers"), reason="needs transformers"
 )
 
 
