@@ -158,7 +158,8 @@ def test_the_first_difference_is_named(
 def test_a_rank_that_differs_is_found_through_other_layouts() -> None:
     b = Side(WHOLE)
     b.gradients[0][3] = 5.0
-    found = compared(Side(SPLIT), b)
+    # rank 1 of B holds the element, and both ranks of A do
+    found = compared(b, Side(SPLIT))
     assert found.result == "different"
     assert {row.rank for row in found.first} == {0, 1}
 
