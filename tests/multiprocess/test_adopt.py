@@ -437,6 +437,9 @@ def test_the_fault_matrix_on_torchs_class(
         assert f"PASSED test_it.py::TestFaults::test_{2 * number + 1:02}" in done.stdout
         if name in NOT_OF_THIS:
             continue
+        if fault.hangs:  # on a busy machine others may still be on their way
+            assert "hung" in done.stdout
+            continue
         assert f"FAILED test_it.py::TestFaults::test_{2 * number:02}" in done.stdout
         report = done.stdout.split(f" TestFaults.test_{2 * number:02} _")[1]
         report = report.split(" TestFaults.test_")[0]
