@@ -226,6 +226,8 @@ class Replica:
             return False  # nobody can know an order that there was not yet
         if call.kind == "step" and which not in self.fresh | self.stepped:
             return False
+        if call.kind == "elder":  # its update ends what the rank had begun
+            return not self.stepped | self.looked | self.clipped
         if call.kind == "unscale":
             return which in self.fresh | self.stepped
         if call.kind in CLIPS:
