@@ -89,6 +89,14 @@ class ZeroBiases(Right):
         return found
 
 
+class BatchStatistics(Right):
+    """No fault: each rank's layer takes the statistics of its own rows."""
+
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(8, track_running_stats=False)
+        return nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 4))
+
+
 class Embedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

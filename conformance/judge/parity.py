@@ -8,6 +8,7 @@ bounds are those of ``bounds``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from ..rank.trace import RankTrace, StepTrace
 from ..space.recipes import clip_norm_of
 from ..space.scenario import Scenario
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
-from .reference import Idle, Reference, Schedule
+from .reference import Idle, Reference, Schedule, rows_apart
 
 __all__ = [
     "SAFETY_FACTOR",
@@ -107,6 +108,8 @@ class Parity:
     """By how much such a norm may be off; infinite where nothing is known."""
     clip_norm: float | None = None
     """The norm to which gradients are to be clipped, if they are."""
+    cuts_rows: bool = False
+    """Whether the run cuts rows apart of which the gradients are no sums."""
     clipped: list[ClipRow] = field(default_factory=list)
     """Of each gradient of the steps in which none is bad, where they are clipped."""
 
@@ -197,6 +200,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         reference_norm=list(parity_bounds.truth.norms),
         norm_bound=[step["norm"][0] for step in parity_bounds.norm],
         clip_norm=clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
+        cuts_rows=_cuts_rows(scenario) and not rows_apart(scenario.model),
     )
     if parity.clip_norm is not None:
         factors = [
@@ -206,6 +210,16 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     for row in _rows(schedule, phases, parity_bounds):
         parity.add(row)
     return parity
+
+
+def _cuts_rows(scenario: Scenario) -> bool:
+    """Whether the judge cuts a batch, and not the workload itself."""
+    workload, topology = scenario.workload, scenario.parsed_topology
+    if workload.shard is not None or workload.micro_batches is not None:
+        return False
+    shape = topology.mesh_shape(scenario.world_size)
+    shares = math.prod(n for axis, n in shape.items() if axis in topology.data_axes)
+    return shares > 1 or topology.pipelined or scenario.parsed_recipe.parts > 1
 
 
 def _idle(seen: Seen) -> Idle:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gradparity.conformance import Scenario
+from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.judge import bounds
 from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
@@ -18,6 +18,7 @@ from gradparity.conformance.judge.reference import (
     Reference,
     Schedule,
     Variant,
+    rows_apart,
     train_reference,
 )
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
@@ -324,3 +325,34 @@ def test_few_references_are_kept() -> None:
         train(seed)
     gc.collect()
     assert alive() is None
+
+
+FREQUENCY = "gradparity.benchmarks.wild_workloads:Frequency"
+STATISTICS = "gradparity.tests.stacks:BatchStatistics"
+
+
+@pytest.mark.parametrize(
+    ("model", "apart"),
+    [("digits", True), ("text", True), (FREQUENCY, False), (STATISTICS, False)],
+)
+def test_references_cut_rows_where_gradients_are_sums_over_them(
+    model: str, apart: bool
+) -> None:
+    assert rows_apart(model) == apart
+
+
+def test_what_cutting_changes_hides_no_fault(runner: Runner) -> None:
+    """An embedding that divides by how often a token occurs on one rank."""
+    text = f"tp2/2/fp32/own/none/model={FREQUENCY},steps=1"
+    case = runner.run("none", Scenario.parse(text))
+    found = next(v for v in case.verdicts if v.law == "parity.gradient")
+    assert (found.status, found.finding.parameter) == ("fail", "0.weight")
+
+
+def test_a_layer_that_looks_at_a_ranks_rows_is_not_accused(runner: Runner) -> None:
+    text = f"dp2/2/fp32/own/none/model={STATISTICS},steps=1"
+    case = runner.run("none", Scenario.parse(text))
+    found = next(v for v in case.verdicts if v.law == "parity.gradient")
+    assert found.status == "inconclusive"
+    assert "gradients are no sums over rows" in found.finding.message
+    assert case.status == "inconclusive"

@@ -38,6 +38,13 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             "the passes, though every dropout that the judge knows of was off: set the "
             "probability to 0 where it is kept out of the modules' attributes"
         )
+    elif first is not None and parity.cuts_rows:
+        found = inconclusive(
+            f"{_departed(first).message}; but gradients are no sums over rows here: "
+            "where the batch is cut the reference departs from itself, in fp64, too. A "
+            "layer that looks at all rows at once does that. Write shard or "
+            "micro_batches if parts are to give what the whole does"
+        )
     elif first is not None and _unclear(evidence, first.step):
         found = inconclusive(
             f"{_departed(first).message}; but up to there a learned router chose by "
