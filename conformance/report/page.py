@@ -48,10 +48,13 @@ def render_page(report: Report) -> str:
     )
     stories = _stories(report)
     chapters = _chapters(report)
+    idle = _idle_chapters(report, chapters)
+    chapters = [chapter for chapter in chapters if chapter not in idle]
     return environment.get_template("report.html.j2").render(
         report=report,
         laws=report.header.laws,
         chapters=chapters,
+        idle=idle,
         cell=cell,
         facts=_more_facts,
         worst=worst_status,
@@ -69,6 +72,17 @@ def _chapters(report: Report) -> list[str]:
     seen = (v.law for case in report.cases for v in case.verdicts)
     laws = report.header.laws or dict.fromkeys(seen)  # a report of an earlier version
     return list(dict.fromkeys(law.partition(".")[0] for law in laws))
+
+
+def _idle_chapters(report: Report, chapters: Sequence[str]) -> list[str]:
+    """Chapters of which no law applied to any run; a column each would say nothing."""
+    used = {
+        v.law.partition(".")[0]
+        for case in report.cases
+        for v in case.verdicts
+        if v.status != "skipped"
+    }
+    return [chapter for chapter in chapters if chapter not in used] if used else []
 
 
 def _printable(value: object) -> object:

@@ -269,7 +269,9 @@ class Replica:
             self.ever_stepped |= done
             self.ordered |= done
         elif kind in ("update", "set", "reload", "elder"):
-            self.fresh -= self.looked  # divided, and never stepped with
+            # divided, and never stepped with; what is shared is of both optimizers
+            both = {0, 1} if self.looked and "shared" in self.words else self.looked
+            self.fresh -= both
             self.clipped, self.stepped, self.looked = set(), set(), set()
             if kind in ("reload", "elder"):
                 self.ordered = set()
