@@ -1,4 +1,4 @@
-"""A stack of one's own, for ``gradparity run --workload examples.workload:Stack``."""
+"""A user's stack, for ``gradparity run --workload examples.workload:Stack``."""
 
 import torch
 from torch import Tensor, nn
