@@ -20,11 +20,12 @@ __all__ = ["main", "render"]
 _HEAD = """\
 # Laws
 
-What every right scaler keeps, and every right stack, by chapter. Made by `make docs`
-from `conformance/judge/laws/`: change it there. A law that compared nothing is
-`inconclusive`, never a pass.
-`gradparity explain LAW` says the same in the terminal. What a scaler must offer to be
-judged at all is in [judged-scaler.md](judged-scaler.md).
+The rules that every right scaler and every right stack keeps, by chapter. A law that
+compared nothing is `inconclusive`, never a pass.
+
+`gradparity explain LAW` shows one law in the terminal. The calls that a judged scaler
+must have are in [judged-scaler.md](judged-scaler.md). `make docs` writes this page from
+`conformance/judge/laws/`: edit the texts there.
 """
 
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"gradparity laws: {error}", file=sys.stderr)
         return 2
-    except SystemExit as done:  # --help, or a usage error that argparse has told
+    except SystemExit as done:  # --help, or a usage error that argparse has printed
         return int(done.code or 0)
     print(f"written: {parsed.out}")
     return 0

@@ -97,10 +97,10 @@ def scale(evidence: Evidence) -> Finding:
 @law(
     "agreement.growth",
     "After every step all ranks hold the same growth state.",
-    "A growth tracker that differs makes the scale differ some steps later (B15b).",
+    "If growth trackers differ, the scales differ some steps later (B15b).",
 )
 def growth(evidence: Evidence) -> Finding:
-    """Compare the growth tracker of the state dict, which need not tell it."""
+    """Compare the growth tracker of the state dict, where it has one."""
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 
@@ -120,8 +120,8 @@ def skip(evidence: Evidence) -> Finding:
 @law(
     "agreement.replicas",
     "After every step all replicas of a parameter are bitwise equal.",
-    "Replicas that differ are different models; the difference is hidden once the "
-    "scales are equal again (B01d).",
+    "Replicas that differ are different models. Once the scales are equal again, only "
+    "the parameters show the difference (B01d).",
     of_stack=True,
 )
 def replicas(evidence: Evidence) -> Finding:

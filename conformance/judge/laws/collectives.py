@@ -8,10 +8,10 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, say_tri
 
 @law(
     "collectives.same-sequence",
-    "Any two ranks issue the same sequence of collectives on the groups that both are "
-    "in, inside the scaler's calls.",
-    "A sequence that depends on local gradients pairs with the user's next collective "
-    "and gives wrong numbers, or hangs (B14).",
+    "Inside the scaler's calls, any two ranks issue the same sequence of collectives "
+    "on the groups that both are in.",
+    "If the sequence depends on local gradients, one of its collectives pairs with the "
+    "user's next one and gives wrong numbers, or hangs (B14).",
 )
 def same_sequence(evidence: Evidence) -> Finding:
     """Compare the logs of all pairs of ranks, call by call."""

@@ -17,8 +17,9 @@ from ..law import (
     "misuse.refused",
     "A call in a wrong order raises and changes nothing: a second unscale_ or step, "
     "unscale_ after step, step with a closure, update before any step.",
-    "Accepted in silence, such a call divides or moves twice, or moves the scale for "
-    "nothing (B10); torch documents the order and raises.",
+    "If such a call is accepted silently, gradients are divided or parameters move "
+    "twice, or the scale changes without a step (B10). torch documents the order and "
+    "raises.",
 )
 def refused(evidence: Evidence) -> Finding:
     """Look at the calls that were made after the last step."""

@@ -26,18 +26,17 @@ from ..parity import ClipRow, Parity, gradient_of
 _STOPPED = "the run stopped before its norms could be compared"
 _DEPART = "the gradients themselves depart from the fp64 truth"
 _ADVICE = (
-    "What is split counts once over the ranks that hold its parts, what is replicated "
-    "once and not once a rank, experts over their own groups; nothing may be left out "
-    "because of its type, its placement or its optimizer."
+    "Count a sharded tensor once over the ranks that hold its shards, a replicated "
+    "one once in all and not once per rank, and experts over their groups. Leave "
+    "nothing out because of its type, its placement or its optimizer."
 )
 
 
 @law(
     "norm.reported",
-    "Every rank reports the norm of the whole unscaled gradient, as it is before it is "
-    "clipped.",
-    "A norm that lacks a shard or counts a replica twice clips by a wrong factor, and "
-    f"hides divergence from whoever watches it. {_ADVICE}",
+    "Every rank reports the norm of the whole unscaled gradient before clipping.",
+    "A norm that lacks a shard or counts a replica twice gives a wrong clipping factor "
+    f"and hides divergence in the logs. {_ADVICE}",
     of_stack=True,
 )
 def reported(evidence: Evidence) -> Finding:
@@ -174,9 +173,9 @@ def _slack(parity: Parity, step: int) -> float:
     "norm.factor",
     "Clipping multiplies every gradient on every rank by min(1, clip_norm / (norm + "
     "1e-6)), with the norm of the whole gradient.",
-    "A tensor left out of clipping, or a rank that clips by its own norm, turns the "
-    "gradient in another direction; only long runs show it. A wrong factor that "
-    f"all share comes of a wrong norm. {_ADVICE}",
+    "If a tensor is left out of clipping, or a rank clips by its own norm, the "
+    "gradient gets another direction, which only long runs show. A wrong factor that "
+    f"is equal on all ranks comes from a wrong norm. {_ADVICE}",
     of_stack=True,
 )
 def factor(evidence: Evidence) -> Finding:

@@ -17,8 +17,8 @@ from ..law import (
 from ..parity import ParityRow
 
 REASON = (
-    "A scaler that unscales wrongly, late or twice trains another model; the bound is "
-    "made of the error that correct runs themselves have (docs/parity.md)."
+    "A scaler that unscales wrongly, late or twice trains another model. The bound is "
+    "derived from the error of correct runs (docs/parity.md)."
 )
 
 
@@ -103,7 +103,7 @@ def _where(row: ParityRow) -> str:
     "parity.gradient",
     "Every unscaled gradient that the optimizer sees is as near to fp64 as a correct "
     "single-process run of that precision.",
-    REASON + " Gradients are compared since Adam hides a wrong factor.",
+    REASON + " Gradients are compared because Adam hides a wrong factor.",
     of_stack=True,
 )
 def gradient(evidence: Evidence) -> Finding:
@@ -113,8 +113,8 @@ def gradient(evidence: Evidence) -> Finding:
 
 @law(
     "parity.update",
-    "Every parameter has moved as far and as exactly as in a correct single-process "
-    "run that skips the same steps.",
+    "Every parameter has changed by as much, and as exactly, as in a correct "
+    "single-process run that skips the same steps.",
     REASON,
     of_stack=True,
 )

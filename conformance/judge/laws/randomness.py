@@ -53,8 +53,8 @@ def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Fin
     "random.replicas",
     "Ranks that see the same data draw the same numbers for an activation that all of "
     "them hold.",
-    "With tensor parallelism a replicated activation is one tensor: if each rank drops "
-    "other elements of it, the ranks compute parts of different models.",
+    "With tensor parallelism a replicated activation is one tensor. If ranks drop "
+    "different elements of it, they compute parts of different models.",
     of_stack=True,
 )
 def replicas(evidence: Evidence) -> Finding:
@@ -99,7 +99,7 @@ def _by_activation(seen: StepTrace) -> dict[object, list[Draw]]:
     "random.data",
     "Ranks that see different data draw different numbers, and so does a rank from "
     "forward to forward.",
-    "Ranks that are seeded alike drop the same elements of all their rows: the noise "
+    "Ranks with the same seed drop the same elements of all their rows. The noise "
     "does not average out over the batch, and more ranks add no randomness.",
     of_stack=True,
 )
@@ -144,9 +144,9 @@ def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
 
 @law(
     "random.recompute",
-    "A forward that runs again in backward draws the numbers that it drew before.",
-    "Activation checkpointing that does not restore the generator computes gradients "
-    "of a loss that nobody saw.",
+    "A forward that runs again in backward draws the same numbers as before.",
+    "If activation checkpointing does not restore the generator, the gradients are "
+    "those of another loss than the one that was computed.",
     of_stack=True,
 )
 def recompute(evidence: Evidence) -> Finding:

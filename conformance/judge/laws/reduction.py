@@ -12,11 +12,11 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
     "dtype.reduction",
     "Gradients are reduced over ranks in the dtype that the workload promises "
     "(reduce_dtype), or in a wider one.",
-    "A sum over many ranks in bf16 loses what every rank has computed, and is within "
-    "the noise of bf16 on the few ranks of a test. Look at what the finding names: a "
-    "compression hook, a setting of the engine, or tensor parallelism, which sums "
-    "partial gradients in the dtype of the compute before fully_shard casts them "
-    "(pytorch#190626): sum them yourself in reduce_dtype, or keep param_dtype wide.",
+    "A sum over many ranks in bf16 loses precision, but on the few ranks of a test the "
+    "error is within the noise of bf16. Look at what the finding names: a compression "
+    "hook, a setting of the engine, or tensor parallelism, which sums partial "
+    "gradients in the compute dtype before fully_shard casts them (pytorch#190626). "
+    "In the last case sum them yourself in reduce_dtype, or use a wider param_dtype.",
     of_stack=True,
 )
 def reduction(evidence: Evidence) -> Finding:

@@ -80,12 +80,12 @@ def _times(scale: float, factor: float) -> float:
     "scale.rule",
     "Backoff, growth and the growth tracker follow the documented rule exactly.",
     "A scale that grows late, never, or on bad steps wastes steps or the range of "
-    "fp16; resuming and comparing runs needs the exact sequence.",
+    "fp16. Resuming a run and comparing runs need the exact sequence.",
 )
 def rule(evidence: Evidence) -> Finding:
     """Replay every update of every rank against the oracle."""
     scenario, compared = evidence.scenario, 0
-    # Where state_dict does not tell the tracker, it is counted here. A load may have
+    # Where state_dict has no tracker, it is counted here. A load may have
     # lost such a count: then it is unknown until the scale moves.
     counts: dict[int, int | None] = dict.fromkeys(
         (t.rank for t in evidence.ranks), None if evidence.before else 0
@@ -130,7 +130,7 @@ def _told(tracker: int | None) -> str:
 @law(
     "scale.positive",
     "The scale is never zero, infinite or nan.",
-    "From such a scale no run recovers: gradients become nan or are lost (B05).",
+    "A run cannot recover from such a scale: gradients become nan or zero (B05).",
 )
 def positive(evidence: Evidence) -> Finding:
     """Look at every scale that any rank showed."""
@@ -154,8 +154,9 @@ def positive(evidence: Evidence) -> Finding:
     "scale.continuity",
     "The state after a step is the state before the next one, also through save and "
     "load.",
-    "A resumed run that starts with another scale or tracker repeats its overflows or "
-    "loses range; a scale that changes between steps unscales what it did not scale.",
+    "A resumed run with another scale or tracker repeats its overflows or loses range. "
+    "If the scale changes between steps, gradients are divided by another scale than "
+    "the loss was multiplied by.",
 )
 def continuity(evidence: Evidence) -> Finding:
     """Compare the state at the end of each step with that at the next backward."""

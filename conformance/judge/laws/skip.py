@@ -29,8 +29,8 @@ def _parameter(seen: Sequence[Decision]) -> str:
 @law(
     "skip.all-ranks-skip",
     "A non-finite gradient on any rank stops every rank from stepping.",
-    "A rank that steps applies a gradient to which another rank's part is missing, or "
-    "writes inf and nan into the weights.",
+    "A rank that steps applies a gradient without another rank's part, or writes inf "
+    "and nan into the weights.",
 )
 def all_ranks_skip(evidence: Evidence) -> Finding:
     """Every rank's parameters stay as they are at a bad step."""
@@ -42,8 +42,8 @@ def all_ranks_skip(evidence: Evidence) -> Finding:
 @law(
     "skip.all-ranks-step",
     "When all gradients are finite on all ranks, every rank steps.",
-    "A step that is skipped without cause is lost data, and lost on one rank only it "
-    "is drift.",
+    "A step that is skipped without cause wastes its data. If one rank alone skips, "
+    "the weights of the ranks drift apart.",
     of_stack=True,
 )
 def all_ranks_step(evidence: Evidence) -> Finding:
@@ -71,8 +71,8 @@ def all_ranks_step(evidence: Evidence) -> Finding:
 @law(
     "skip.no-side-effects",
     "A skipped step leaves parameters, optimizer state and counters bitwise equal.",
-    "Adam's bias correction depends on the step counter: one that counts skipped steps "
-    "trains differently (defect B13 and its kin).",
+    "Adam's bias correction depends on the step counter: if the counter includes "
+    "skipped steps, training changes (B13 and similar defects).",
 )
 def no_side_effects(evidence: Evidence) -> Finding:
     """Nothing of the optimizer changes at a bad step."""

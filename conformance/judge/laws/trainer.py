@@ -33,10 +33,10 @@ def _decided(evidence: Evidence) -> Iterator[tuple[int, Sequence[StepTrace], boo
     "trainer.schedule",
     "The schedule of the learning rate moves on every step that is taken, and on no "
     "step that is skipped.",
-    "A warm-up that counts skipped steps is shorter than it was planned, and fp16 runs "
-    "skip most steps at their start. Step the scheduler where the scaler says that the "
-    "optimizer has stepped; a fused optimizer is called on skipped steps, too, so "
-    "whether it was called tells nothing.",
+    "A warm-up that counts skipped steps is shorter than planned, and fp16 runs skip "
+    "most steps at their start. Step the scheduler only if the scaler says that the "
+    "optimizer has stepped. A call of the optimizer is no proof: a fused optimizer is "
+    "called on skipped steps, too.",
 )
 def schedule(evidence: Evidence) -> Finding:
     """Compare where the schedule is before and after each step."""
@@ -71,8 +71,8 @@ def schedule(evidence: Evidence) -> Finding:
 @law(
     "trainer.average",
     "The running average of the weights does not move on a step that is skipped.",
-    "An average that counts a skipped step weighs the weights before it twice, and its "
-    "warm-up is shorter than planned; ranks whose averages count differently drift.",
+    "If a skipped step counts, the weights before it count twice, and the warm-up of the "
+    "average is shorter than planned. Ranks that count differently drift apart.",
 )
 def average(evidence: Evidence) -> Finding:
     """Compare the average's bits before and after each skipped step."""
@@ -103,11 +103,11 @@ def average(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.skips",
-    "What a trainer says of skipped steps is what the ranks did: its count grows by "
-    "one on every step that is skipped, on every rank, and on no other.",
-    "Schedules, averages, checkpoints and alarms hang on this number. A trainer that "
-    "infers a skip, from a call that was not made or from a scale that fell, is wrong "
-    "with fused optimizers and wherever the scale is at its limit.",
+    "On every rank a trainer's count of skipped steps grows by one on every step that "
+    "is skipped, and on no other.",
+    "Schedules, averages, checkpoints and alarms depend on this number. A trainer that "
+    "infers a skip from a missing call or from a smaller scale is wrong with fused "
+    "optimizers and wherever the scale is at its limit.",
 )
 def skips(evidence: Evidence) -> Finding:
     """Compare the count before and after each step."""
@@ -137,10 +137,10 @@ def skips(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.checkpoint",
-    "A new scaler that is loaded from the stack's own checkpoint has the scale and the "
-    "growth tracker of the one that was saved, on every rank.",
-    "A run that resumes with the first scale repeats its overflows, and loses as many "
-    "steps as it takes the scale to fall again.",
+    "On every rank a new scaler that is loaded from the stack's own checkpoint has the "
+    "scale and the growth tracker of the saved one.",
+    "A run that resumes with the initial scale overflows again, and skips steps until "
+    "the scale is low enough.",
 )
 def checkpoint(evidence: Evidence) -> Finding:
     """Compare the scaler's state before the save with that after the load."""

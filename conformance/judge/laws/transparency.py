@@ -103,9 +103,9 @@ SUBNORMAL = 2.0**-100
 @law(
     "transparency.gradient",
     "In fp32 with power-of-two scales, every gradient that the optimizer sees is "
-    "bitwise the one of a run without the scaler.",
-    "A flushed gradient of 1e-7 or one wrong element is lost in the rounding of the "
-    "update, in Adam, and in any bound relative to its tensor; here nothing is.",
+    "bitwise equal to that of a run without the scaler.",
+    "The rounding of the update, Adam, and any bound relative to the tensor can hide a "
+    "flushed gradient of 1e-7 or one wrong element. A bitwise comparison shows it.",
 )
 def gradient(evidence: Evidence) -> Finding:
     """Compare the gradients at the optimizer with those of the control run."""
@@ -138,8 +138,8 @@ def gradient(evidence: Evidence) -> Finding:
     "transparency.bitwise",
     "In fp32 with power-of-two scales, training with the scaler is bitwise equal to "
     "training without it on the same topology.",
-    "Multiplying and dividing by a power of two is exact; any difference is an error "
-    "of the scaler, and the tolerance for it is zero.",
+    "Multiplying and dividing by a power of two is exact. So any difference is an "
+    "error of the scaler, and the tolerance is zero.",
 )
 def bitwise(evidence: Evidence) -> Finding:
     """Compare digests of all parameters after every step with the control run."""
