@@ -71,8 +71,8 @@ def schedule(evidence: Evidence) -> Finding:
 @law(
     "trainer.average",
     "The running average of the weights does not move on a step that is skipped.",
-    "If a skipped step counts, the weights before it count twice, and the warm-up of the "
-    "average is shorter than planned. Ranks that count differently drift apart.",
+    "If a skipped step counts, the weights before it count twice, and the warm-up of "
+    "the average is shorter than planned. Ranks that count differently drift apart.",
 )
 def average(evidence: Evidence) -> Finding:
     """Compare the average's bits before and after each skipped step."""
