@@ -185,7 +185,7 @@ HARNESSES = {
     "MultiProcessTestCase": CASE,
 }
 SLOW_S = 1.5e-3
-"""No collective of two ranks on one machine needs so long."""
+"""No collective of two ranks on one machine takes this long."""
 RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 

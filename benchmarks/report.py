@@ -2,7 +2,7 @@
 
     python benchmarks/report.py parity-report/report.jsonl
 
-The scenarios of a real report are told again under other seeds until they are 500.
+The scenarios of a real report are repeated under other seeds until they are 500.
 """
 
 from __future__ import annotations

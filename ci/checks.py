@@ -69,8 +69,8 @@ def _reason(
 ) -> Reason | None:
     """Why this verdict closes the gate.
 
-    A new case owes a pass or a skip. A law that the baseline of a known case lacks owes
-    a pass: nobody would see it turn to skipped.
+    A new case must pass or skip. A law that the baseline of a known case lacks must
+    pass: a later change to skipped would be invisible.
     """
     now = verdict.status
     if not is_worse(now, before or ("pass" if known else "skipped")):
@@ -159,7 +159,7 @@ def _counts(case: CaseRecord, old: BaselineCase) -> str:
     for law, before in old.exact.compared.items():
         verdict = case.verdict(law)
         if verdict is None or verdict.status != "pass":
-            continue  # told under its own law
+            continue  # reported under its own law
         if verdict.compared < before:
             return f"{law} rests on {verdict.compared} comparisons, was {before}"
         missed = old.exact.not_compared.get(law, verdict.not_compared)

@@ -2,7 +2,7 @@
 
 1. A report that contradicts itself is refused, and nothing else is said.
 2. Every verdict, sequence and ratio is judged against the baseline.
-3. Expectations excuse what they name; those that do nothing are told.
+3. Expectations excuse what they name; those that match nothing give notes.
 4. What vanished and what concerns the whole cannot be excused.
 """
 

@@ -1,7 +1,7 @@
-"""Expectations: violations that an adopter knows of, in a TOML file of their own.
+"""Expectations: known violations, in a user's TOML file.
 
 Each entry says which verdicts (patterns), where (conditions), why (reason, link) and
-until when (expiry). An entry that no longer does anything is told, or fails in strict.
+until when (expiry). An entry that no longer matches gives a note, or fails in strict.
 """
 
 from __future__ import annotations

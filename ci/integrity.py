@@ -117,7 +117,7 @@ def _beyond_bound(curves: Curves) -> bool:
 
 
 def _decisions_differ(curves: Curves) -> bool:
-    """None is a rank without parameters of its own: it has no decision to differ."""
+    """None is a rank without parameters: it has no decision to differ."""
     steps = zip(*curves.stepped, strict=False)
     return any({True, False} <= set(step) for step in steps)
 

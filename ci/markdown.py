@@ -88,9 +88,7 @@ def _fitting(stories: Sequence[str], room: int) -> str:
 
 
 def _left_out(count: int) -> str:
-    return (
-        f"\n{count} more cases are in report.jsonl: there is no room for them here.\n"
-    )
+    return f"\n{count} more cases are in report.jsonl; this summary is full.\n"
 
 
 def _matrix(report: Report) -> Iterator[str]:

@@ -45,8 +45,8 @@ def update(
     Args:
         path: the file; need not exist.
         reports: repeated runs of one code; the first is what must hold.
-        ask: told the question, says whether to write.
-        tell: told each difference, one line.
+        ask: called with the question; returns whether to write.
+        tell: called with each difference, one line.
 
     Returns:
         Whether ``path`` now is the baseline of ``reports``.

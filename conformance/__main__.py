@@ -48,7 +48,7 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
         status = _command(arguments, agent)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # who read our output has enough, as ``| head``
+    except BrokenPipeError:  # the reader of our output has ended, as ``| head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UsageError as error:
@@ -57,7 +57,7 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
     except KeyboardInterrupt:
         print("gradparity: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:  # a fault of ours: whoever reports it needs all of it
+    except Exception:  # a fault of ours: a bug report needs all of it
         traceback.print_exc()
         print("gradparity: internal error, no verdict: see above", file=sys.stderr)
         return EXIT_CODES["error"]

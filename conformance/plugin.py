@@ -105,7 +105,7 @@ def pytest_runtest_makereport(
 class _Reading:
     """Reads the records out of the tests' reports; there where the report is written.
 
-    An object of its own, as ``pytest_runtest_logreport`` is not told the session.
+    A separate object, as ``pytest_runtest_logreport`` does not get the session.
     """
 
     def __init__(self, suite: Suite) -> None:

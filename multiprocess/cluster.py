@@ -236,7 +236,7 @@ class Cluster(BaseCluster):
         if self._ranks is None:
             self._sent = current_context()
             self._ranks = _started(self.spec, self._sent)
-            # Of a cluster that nobody closed; at exit the forkserver ends all ranks.
+            # Of a cluster that was not closed; at exit the forkserver ends all ranks.
             self._finalizer = weakref.finalize(self, self._ranks.kill)
             self._finalizer.atexit = False
         return self._ranks

@@ -150,7 +150,7 @@ def terminal() -> str:
     except OSError:
         return ""
     try:
-        # In the background it would take what is typed to somebody else.
+        # In the background it would take input that is meant for another process.
         if os.tcgetpgrp(fd) != os.getpgrp():
             return ""
         # By its number: the name of this descriptor is /dev/tty, another one for each
@@ -186,7 +186,7 @@ def shut_sockets(kept: frozenset[str]) -> None:
 
 
 def give_up_unacknowledged(limit_s: float, kept: frozenset[str]) -> None:
-    """Have TCP connections fail when nothing sent has been acknowledged for so long.
+    """Have TCP connections fail if sent data is not acknowledged within a limit.
 
     Args:
         limit_s: The kernel's own limit is about a quarter of an hour.

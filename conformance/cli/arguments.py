@@ -426,7 +426,7 @@ _SELECTION: Options = {
     "workload": {
         "default": "",
         "metavar": "SPEC",
-        "help": "module:attribute of a workload of your own (docs/workload.md)",
+        "help": "module:attribute of your workload (docs/workload.md)",
     },
     "topology": _repeated("NAME", "only these topologies"),
     "model": _repeated("NAME", "only these models, see list models"),

@@ -2,7 +2,7 @@
 
 A side is an interpreter, a folder and what to train there: two workloads or scenarios
 in this folder, two commits of a checkout (worktrees that are removed again), or two
-virtual environments. Each runs in a process of its own and hands over a recording.
+virtual environments. Each runs in a separate process, which writes a recording.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DiffSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One of two: who runs what, and where."""
+    """One of two: what it runs, with which interpreter, and where."""
 
     name: str
     text: str
@@ -100,7 +100,7 @@ def diff(settings: DiffSettings, tell: Callable[[str], None]) -> int:
 
     Args:
         settings: what to compare.
-        tell: told what was found, line by line.
+        tell: called with each line of the result.
 
     Returns:
         0 the same, 1 different, 3 a side broke, 4 nothing is known.
@@ -200,7 +200,7 @@ def _python_of(venv: Path) -> str:
     for path in (venv / "bin" / "python", venv):
         if path.is_file() and os.access(path, os.X_OK):
             return str(path.absolute())  # resolved, it would be that of the system
-    raise UsageError(f"{venv}: no virtual environment: there is no bin/python in it")
+    raise UsageError(f"{venv}: no virtual environment: it has no bin/python")
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the file of a :class:`Request`; None takes the process's own.
 
     Returns:
-        0 recorded, 2 bad usage, told in one line on stderr, 3 the harness broke.
+        0 recorded, 2 bad usage, with one line on stderr, 3 the harness broke.
     """
     (path,) = sys.argv[1:] if argv is None else argv
     request = msgspec.json.decode(Path(path).read_bytes(), type=Request)

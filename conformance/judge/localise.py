@@ -391,7 +391,7 @@ class _Gradients:
         if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):
             return ": each rank has a part of the sum, nothing adds them up"
         if all(abs(ratio - n) <= self.rest * n for n, ratio, _ in ratios):
-            return ": each rank has that of its own rows, nothing averages them"
+            return ": each rank has the one of its rows, nothing averages them"
         return ""
 
 

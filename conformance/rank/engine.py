@@ -196,8 +196,8 @@ class Engine:
     def weight_of(self, parts: Iterable[Batch]) -> float:
         """What the loss of these micro-batches counts in that of the whole batch.
 
-        The counts of sums are told by the loss, which needs an output: that of the
-        model on one process has the right form, whatever its values.
+        The loss gives the counts of sums, and it needs an output: that of the model on
+        one process has the right form, whatever its values.
         """
         workload = self.scenario.workload
         if not workload.counted:

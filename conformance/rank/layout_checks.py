@@ -77,8 +77,8 @@ def check_layout(
         name = full_name(unknown[0], tied)
         raise workload.refuse(
             "parallelize",
-            f"{name} is tied to {tied[name]} in model() and a parameter of its own "
-            "after parallelize: tie it again",
+            f"{name} is tied to {tied[name]} in model() and no longer after "
+            "parallelize: tie it again",
         )
     if unknown:
         raise workload.refuse(

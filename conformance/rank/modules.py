@@ -1,7 +1,7 @@
 """What passes the boundaries of modules: inputs, outputs and their gradients, in order.
 
 One recorder serves both sides of a comparison: a rank of the sharded run, where a
-tensor is told with the part that this rank holds of it, and the reference on one
+tensor is recorded with the part of it on this rank, and the reference on one
 process, where every tensor is whole.
 """
 

@@ -120,8 +120,8 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
     if not np.array_equal(numbers_laid_out_as(parameter), index):
         raise ValueError(
             f"the gradient is laid out as {_sharding(gradient)}, its parameter as "
-            f"{_sharding(parameter)}, and that is a part of the model's own: which "
-            "elements of it the gradient has cannot be told; give both one layout"
+            f"{_sharding(parameter)}, and the model has made that part itself: the "
+            "elements of the gradient are unknown; give both the same layout"
         )
     return numbers_laid_out_as(gradient)
 
@@ -206,8 +206,8 @@ class ReductionLog(CallLog):
     """Notes the reductions of gradients, from the first backward on to the step.
 
     Gradients of activations are reduced in backward, too, in the dtype of the compute,
-    and that is right. They are told apart by where autograd is ([Note: Whose gradient
-    is reduced]), not by their size, which a parameter may share.
+    and that is right. The place of autograd distinguishes them ([Note: Whose gradient
+    is reduced]), not their size, which a parameter may share.
     """
 
     supports_higher_order_operators = True
@@ -275,7 +275,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
       else that it hands on has so many dims: a function that reduces for its parameter;
     - the node hands on what it is given, and that has other dims: it is there for a
       hook (``fully_shard`` makes such ones).
-    Where this cannot be told it is no gradient of a parameter: nobody is accused.
+    In any other case it counts as no gradient of a parameter: no law accuses it.
     """
     if not in_backward():
         return math.prod(shape) > 1  # a norm, a count or a flag is none

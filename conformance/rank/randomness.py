@@ -1,9 +1,9 @@
 """Random layers: what they draw on a rank, and how they are turned off.
 
-A draw is told by what the numbers are used for: the first tensor that they are combined
-with. Ranks on which that tensor is bitwise equal hold the same activation, whatever the
-layout, and ranks on which it differs hold different ones. So no knowledge of placements
-is needed to say which masks must be equal and which must differ.
+A draw is identified by the first tensor that its numbers are combined with. Ranks on
+which that tensor is bitwise equal hold the same activation, whatever the layout, and
+ranks on which it differs hold different ones. So no knowledge of placements is needed
+to say which masks must be equal and which must differ.
 """
 
 from __future__ import annotations

@@ -166,13 +166,13 @@ def import_from(folder: str) -> None:
 
 
 def refuse_mixed(specs: Sequence[str]) -> None:
-    """Refuse ``none`` beside scalers: it trains in scenarios of its own.
+    """Refuse ``none`` beside scalers: it trains in other scenarios.
 
     Raises:
         UsageError: says so.
     """
     if NO_SCALER in specs and len(set(specs)) > 1:
         raise UsageError(
-            f"--scaler {NO_SCALER} trains in scenarios of its own: give no other "
-            "--scaler beside it"
+            f"--scaler {NO_SCALER} trains in other scenarios than a scaler: give no "
+            "other --scaler beside it"
         )

@@ -74,7 +74,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
 
 
 def _broken(old: CaseRecord, new: CaseRecord, where: str) -> Iterator[Change]:
-    """Where the harness broke, no law is judged: the change is told once."""
+    """If the harness broke, no law is judged: the change is shown once."""
     if old.status != new.status:
         kind = "regression" if is_worse(new.status, old.status) else "fix"
         text = f"{kind}: {old.status} -> {new.status} in {where}: "

@@ -187,7 +187,7 @@ def _legend(series: Sequence[Series]) -> tuple[list[Markup], int]:
 
 
 def skip_strip(record: CaseRecord, curves: Curves) -> Markup:
-    """Ranks x steps: who stepped, who skipped, where a gradient was bad."""
+    """Ranks x steps: which stepped, which skipped, where a gradient was bad."""
     steps = max((len(row) for row in curves.stepped), default=0)
     if all(stepped is None for row in curves.stepped for stepped in row):
         return Markup("")

@@ -299,7 +299,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if self.footer is None:
             return (
                 f"the run was cut off after {len(self.cases)} of "
-                f"{self.header.planned} cases: there is no footer"
+                f"{self.header.planned} cases: the footer is missing"
             )
         return "" if self.footer.complete else self.footer.reason
 

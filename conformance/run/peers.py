@@ -1,7 +1,7 @@
 """Judge the known scalers: first each adapter on easy scenarios, then the preset.
 
-1. smoke: scenarios that every loss scaler gets right; who fails there, or is not
-   installed, is not judged, with the reason.
+1. smoke: scenarios that every loss scaler gets right; a scaler that fails there, or is
+   not installed, is not judged, with the reason.
 2. run: the preset, for all that are left, in one run that shares its references.
 3. confirm: each law that one of them breaks, by a standalone script.
 

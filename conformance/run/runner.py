@@ -46,7 +46,7 @@ __all__ = ["Case", "Phases", "Runner"]
 
 _LOGGER = logging.getLogger(__name__)
 TRIES = 3
-"""How often a run is made until the reference whose choices it is told fits it."""
+"""How often a run is made until the reference's choices fit it."""
 Phases = tuple[tuple[RankTrace, ...], ...]
 """One trace a rank, for each world that a run was on."""
 _LOST = {RankState.KILLED, RankState.EXITED}
@@ -118,7 +118,7 @@ class _Seen:
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
             self.problem = _root_cause(failure)
-        except Exception as error:  # the judge's own fault: told, and the run goes on
+        except Exception as error:  # the judge's own fault: reported, the run goes on
             _LOGGER.exception("the judge broke in %s", self.scenario.id)
             self.problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
 
@@ -471,7 +471,7 @@ def _unjudged(stack: Case) -> Case | None:
 def _threads(count: int) -> Iterator[None]:
     """Train the references with as many threads as the ranks have.
 
-    Threads change the order of sums: a bound would depend on who started the run.
+    Threads change the order of sums: a bound would depend on the caller's settings.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -504,7 +504,7 @@ def _ran_out_of_time(phases: Phases) -> str:
     """What did not come back in time, in words, or the empty string."""
     problems = [(t.rank, t.problem) for t in phases[-1] if t.problem is not None]
     if any(not problem.late for _, problem in problems):
-        return ""  # something raised, and who waited for it is late for that reason
+        return ""  # something raised; the ranks that waited for it are late
     for rank, problem in problems:
         return f"rank {rank}: {problem.error}"
     for trace in phases[-1]:

@@ -174,7 +174,7 @@ def _judge(
         except (HarnessError, Ended) as error:
             broken = f"stopped after {len(records)} of {len(pairs)} cases: {error}"
             code = EXIT_CODES["error"]
-        except KeyboardInterrupt:  # what was judged is told, as of any other run
+        except KeyboardInterrupt:  # finished cases are reported, as in any run
             broken = f"interrupted after {len(records)} of {len(pairs)} cases"
             code = INTERRUPTED
     reason = broken or _incomplete(records, len(pairs))

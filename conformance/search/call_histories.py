@@ -3,7 +3,7 @@
 Steps: hypothesis draws a history, legal and illegal calls as they come; every rank of
 a warm cluster makes the calls on two small optimizers whose parameters are sharded and
 replicated, and holds each result against the oracle; a departure is shrunk to the
-shortest history and told as a line that runs it again.
+shortest history and printed as a line that runs it again.
 
 All numbers are powers of two and small sums of them, so every comparison is exact.
 """
@@ -67,11 +67,11 @@ CALLS = "calls"
 ROUND = 20
 """Histories drawn in one round."""
 SLICE_S = 4.0
-"""A family draws for so long before the next one does."""
+"""Seconds that a family draws before the next one does."""
 SHRINK_S = 20.0
 """The least time that shrinking may take."""
 QUICK_S = 4.0
-"""Ranks wait for each other so long; a hang is tried again with more patience."""
+"""Seconds that ranks wait for each other; a hang is tried again with a longer limit."""
 HANGS = "does not return"
 TORCH = "torch.amp:GradScaler"
 PATIENCE = timedelta(seconds=20)
@@ -262,7 +262,7 @@ def drive(history: History, spec: str, folder: str) -> tuple[int, str] | None:
     side, world = _Side(load_scaler(spec, folder)), current_world()
     for place, call in enumerate(history):
         wrong = side.make(call)
-        # told through the store: the process group may be what is broken
+        # sent through the store: the process group may be what is broken
         world.store.set(f"call/{place}/{world.rank}", "wrong" if wrong else "right")
         keys = [f"call/{place}/{rank}" for rank in range(world.size)]
         world.store.wait(keys, PATIENCE)
@@ -541,7 +541,7 @@ def _text_of(drawn: History | Program) -> str:
 
 
 def parse_drawn(text: str, world_size: int) -> History | Program:
-    """Read what a search has told.
+    """Read what a search has printed.
 
     Raises:
         UsageError: if ``text`` has another form; says what was got and expected.

@@ -207,7 +207,7 @@ def columns(selection: Selection) -> dict[str, list[str]]:
         "target": [NOTHING, *(t for t in TARGETS if not own or t != "split")],
         "ranks": [NOTHING, *RANKS],
         "kind": [NOTHING, *KINDS],
-        # only where the size of a step is known can it be told from rounding
+        # if the size of a step is unknown, rounding may look the same
         "loss_factor": ["usual"] if own else list(LOSS_FACTORS),
         "param_order": list(PARAM_ORDERS),
     }

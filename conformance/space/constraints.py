@@ -106,7 +106,7 @@ PAIRS: Mapping[tuple[str, str], Reason] = {
 
 _NEEDS_FIXTURES = {
     "two-losses": "it takes the output of the model to be logits",
-    "compiled": "compiling somebody else's model may take minutes",
+    "compiled": "compiling a user's model may take minutes",
     "resume-resharded": "another world would have to lay the workload out, too",
 }
 """Recipes that know the models or layouts of fixtures, and why."""

@@ -70,10 +70,8 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
                 "model", f"{name} is {got}, expected torch.float32 on cpu"
             )
         if parameter.numel() >= MAX_ELEMENTS:
-            text = (
-                f"{name} has {parameter.numel()} elements, at most {MAX_ELEMENTS - 1}"
-            )
-            raise workload.refuse("model", f"{text} can be told apart: make it smaller")
+            has = f"{name} has {parameter.numel()} elements, at most {MAX_ELEMENTS - 1}"
+            raise workload.refuse("model", f"{has} are allowed: make it smaller")
         if name not in twins or not _same_bits(parameter, twins[name]):
             raise workload.refuse(
                 "model",

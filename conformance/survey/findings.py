@@ -199,7 +199,7 @@ def confirm_all(
         survey: with the scripts that ran already.
         found: the families of its failures.
         path: file of the records; scripts are kept beside it.
-        console: is told of each.
+        console: prints each.
     """
     folder = path.parent / "scripts"
     folder.mkdir(exist_ok=True)

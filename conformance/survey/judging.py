@@ -170,7 +170,7 @@ def _run_of(name: str, case: Case) -> Run:
     location = case.location
     found = first.finding if first else None
     held = {v.law for v in case.verdicts if v.status == "pass"}
-    # by which factor a gradient was clipped cannot always be told; it is right anyway
+    # the factor by which a gradient was clipped is not always known; it is right anyway
     enough = case.status == "inconclusive" and held >= _PARITY
     return Run(
         name=name,

@@ -1,10 +1,10 @@
 """Tiny: the smallest useful settings of a configuration class of transformers.
 
-A configuration is walked field by field. What a field means is told by its name, as
-these are the same throughout the library (``num_attention_heads``, ``moe_topk``); what
+A configuration is walked field by field. What a field means follows from its name, as
+names are the same throughout the library (``num_attention_heads``, ``moe_topk``); what
 follows from others (``head_dim`` where it is None) the class works out by itself. Each
 kind of layer that the full model has appears once. A few classes need settings that no
-name tells: ``SPECIAL``.
+name gives: ``SPECIAL``.
 """
 
 from __future__ import annotations

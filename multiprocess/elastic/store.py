@@ -134,8 +134,8 @@ class SignedStore:
                 f"{key} in torchrun's store is not signed with the secret of rank "
                 f"{os.environ.get('RANK', '?')}: all hosts of a run need the same file "
                 f"{_secret_file()}, or the same {SECRET_VARIABLE} in their environment "
-                "(`openssl rand -hex 32` makes one). If they have, somebody else "
-                "writes to the store."
+                "(`openssl rand -hex 32` makes one). If they have, another "
+                "program writes to the store."
             )
         if readers and self.raw.add(f"{key}/readers", 1) == readers:
             for name in (*self._parts(key), key, f"{key}/readers"):

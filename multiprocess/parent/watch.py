@@ -31,7 +31,7 @@ _HARNESS_FRAME = re.compile(
     r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|unittests)\.py'
     r'|.*/multiprocess/pytest_plugin/remote\.py)", line \d+ '
 )
-"""Below the function under test: the same in every stack, of interest to nobody."""
+"""Below the function under test: the same in every stack, so not shown."""
 
 _BOTTOM = re.compile(r'  File ".*/multiprocess/rank/forkserver\.py", line \d+ in main$')
 """Below it are frames of the session that the server was forked from."""
@@ -102,7 +102,7 @@ class Watch:
     def _wait(self) -> None:
         while self._unfinished():
             left_s = self._until - time.monotonic()
-            if self._debugged:  # somebody looks at a rank: the clock stands
+            if self._debugged:  # a rank is in the debugger: the clock stands
                 left_s = _LONG_S
             if left_s <= 0:
                 return

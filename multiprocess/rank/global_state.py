@@ -74,7 +74,7 @@ def taken_state() -> State:
     numpy = sys.modules.get("numpy")
     return (
         [get() for get, _ in _SETTINGS],
-        # The lists themselves: who has replaced them puts them back by identity.
+        # The lists themselves: code that has replaced them restores them by identity.
         warnings.filters,
         random.getstate(),
         torch.get_rng_state(),

@@ -1,8 +1,8 @@
 """Ranks that are threads of one process, on torch's threaded process group.
 
-Torch's group exchanges the tensors; who runs when is ours (:mod:`.turns`): one thread
-at a time, in the same order in every run, each with settings, generators and streams
-of its own.
+Torch's group exchanges the tensors; :mod:`.turns` decides which thread runs: one at a
+time, in the same order in every run, each with separate settings, generators and
+streams.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _Ranks:
         self._writers[self.turns.current.rank].ended(record)
 
     def _never(self) -> None:
-        """Wait as for ever, as real ranks do: once all do, it is seen who differs."""
+        """Wait for ever, as real ranks do; once all wait, the report comes."""
         self.turns.wait(lambda: False)
 
     @staticmethod
@@ -213,7 +213,7 @@ class _SharedStore:
         """Wait until all of these are set.
 
         Raises:
-            DistStoreError: No rank is left who could.
+            DistStoreError: No rank is left that could set them.
         """
         try:
             self._turns.wait(

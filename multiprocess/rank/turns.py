@@ -27,7 +27,7 @@ class Abandoned(BaseException):
 
 
 class Expired(Exception):
-    """Nobody is left who could end a wait that has a limit."""
+    """No thread is left that could end a wait with a limit."""
 
 
 class RankThread:

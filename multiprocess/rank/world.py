@@ -123,7 +123,7 @@ def current_world() -> World:
     current = getattr(_of_thread, "world", _current)
     if current is None:
         raise RuntimeError(
-            "there is no world here: current_world() works inside a function that "
+            "no world is active: current_world() works inside a function that "
             "Cluster.run calls, or in a test marked with @pytest.mark.world"
         )
     return current

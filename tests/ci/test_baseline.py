@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no footer": (
         lambda p: write(replace(sample(), footer=None), p),
         3,
-        "there is no footer",
+        "the footer is missing",
     ),
     "a contradiction": (
         lambda p: write(

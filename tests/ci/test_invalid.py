@@ -102,8 +102,11 @@ def test_a_report_that_contradicts_itself_is_refused(
 
 
 TAMPERING: dict[str, tuple[Lines, str]] = {
-    "cut off": (lambda lines: lines[:-1], "there is no footer"),
-    "cut in a line": (lambda lines: [*lines[:-1], lines[-1][:9]], "there is no footer"),
+    "cut off": (lambda lines: lines[:-1], "the footer is missing"),
+    "cut in a line": (
+        lambda lines: [*lines[:-1], lines[-1][:9]],
+        "the footer is missing",
+    ),
     "a case taken out": (lambda lines: [lines[0], *lines[2:]], "the footer counts 3"),
     "a case twice": (lambda lines: [*lines[:2], *lines[1:]], "more than once"),
     "footer first": (lambda lines: [*lines[:1], lines[-1], *lines[1:-1]], "last line"),

@@ -552,11 +552,11 @@ def planted(plan: str, *, injected: str = "") -> Evidence:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        ("inf@r1s1:w", "there was no gradient of w on rank 1"),
-        ("inf@r1s1:head", "there is no element of head on rank 1"),
-        ("nan@r*s1:head", "there is no element of head on any rank"),
-        ("nan@r*s1:last", "there was no gradient of the last parameter on any rank"),
-        ("inf@r0s1:loss", "there was no loss on rank 0"),
+        ("inf@r1s1:w", "w had no gradient on rank 1"),
+        ("inf@r1s1:head", "no element of head is on rank 1"),
+        ("nan@r*s1:head", "no element of head is on any rank"),
+        ("nan@r*s1:last", "the last parameter had no gradient on any rank"),
+        ("inf@r0s1:loss", "no loss was on rank 0"),
     ],
 )
 def test_a_planted_fault_that_did_not_strike_is_told(

@@ -166,7 +166,7 @@ def test_a_factor_of_the_loss_is_told(runner: Runner) -> None:
     ("stack", "place", "words"),
     [
         (misplaced.NormNotReduced, "tp2/2", "each rank has a part of the sum"),
-        (misplaced.NeverAveraged, "dp2/2", "each rank has that of its own rows"),
+        (misplaced.NeverAveraged, "dp2/2", "each rank has the one of its rows"),
         (misplaced.NoSumInBackward, "tp2/2", "is a partial sum that nothing adds up"),
         (misplaced.SteppedTwice, "dp2/2", "all gradients of step 0 are right"),
     ],

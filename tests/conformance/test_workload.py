@@ -112,7 +112,7 @@ def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -
         (stacks.Renames, "parallelize: gave the parameter 'inner.0.weight'"),
         (
             stacks.Unties,
-            "head.weight is tied to table.weight in model() and a",
+            "head.weight is tied to table.weight in model() and no",
         ),
         (stacks.RaisesOnRank1, "(stacks.py in parallelize, line"),
         (stacks.LosesHalf, "parallelize: no rank holds 32 of 64 elements of 0.weight"),

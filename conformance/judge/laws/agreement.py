@@ -41,7 +41,7 @@ def _first_split(
     read: Callable[[Seen], object],
 ) -> Finding:
     if len(evidence.ranks) == 1:
-        return skipped("one rank has nobody to disagree with")
+        return skipped("a single rank cannot disagree")
     compared, alone = 0, 0
     for step, seen in steps:
         groups: dict[object, list[int]] = defaultdict(list)

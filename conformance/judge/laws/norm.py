@@ -72,7 +72,7 @@ def reported(evidence: Evidence) -> Finding:
             found = _misreported(step, wrong, told, (due, bound))
             return replace(found, compared=compared, not_compared=missed)
     if not compared and all(any(s.non_finite for s in x) for _, x in evidence.steps()):
-        return skipped("every step had a bad gradient: there is no norm")
+        return skipped("every step had a bad gradient, so no norm is known")
     if compared < ENOUGH * (compared + missed):
         return replace(
             inconclusive(
@@ -204,7 +204,7 @@ def factor(evidence: Evidence) -> Finding:
     if compared < ENOUGH * (compared + missed):
         return replace(
             inconclusive(
-                f"{compared} of {compared + missed} factors can be told: elsewhere "
+                f"{compared} of {compared + missed} factors are known: elsewhere "
                 f"{_DEPART} (parity.gradient)"
             ),
             compared=compared,

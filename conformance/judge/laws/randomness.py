@@ -124,8 +124,8 @@ def data(evidence: Evidence) -> Finding:
                         continue
                     text = (
                         f"rank {trace.rank} drew the numbers that rank {other.rank} "
-                        f"drew at step {before}, for other data: give each of the "
-                        "ranks that see different data a seed of its own, once"
+                        f"drew at step {before}, for other data: seed ranks that "
+                        "see different data differently, once"
                     )
                     return _wrong(text, step, trace, draw, compared)
                 alike.append((step, trace, draw))

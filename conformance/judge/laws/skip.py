@@ -133,12 +133,12 @@ def _why_not(evidence: Evidence, fault: Fault) -> str:
     ranks = [t for t in evidence.ranks if fault.rank in (None, t.rank)]
     where = "any rank" if fault.rank is None else f"rank {fault.rank}"
     if name == LOSS:
-        return f"there was no loss on {where}"
+        return f"no loss was on {where}"
     if name in PLACES:
-        return f"there was no gradient of the {name} parameter on {where}"
+        return f"the {name} parameter had no gradient on {where}"
     if any(len(t.index.get(name, ())) for t in ranks):
-        return f"there was no gradient of {name} on {where}"
-    return f"there is no element of {name} on {where}"
+        return f"{name} had no gradient on {where}"
+    return f"no element of {name} is on {where}"
 
 
 def _ranks(

@@ -77,7 +77,7 @@ def schedule(evidence: Evidence) -> Finding:
 def average(evidence: Evidence) -> Finding:
     """Compare the average's bits before and after each skipped step."""
     if not _tells(evidence, "average"):
-        return skipped("the workload tells no running average")
+        return skipped("the workload returns no running average")
     compared = 0
     for step, seen, taken in _decided(evidence):
         for s, trace in zip(seen, evidence.ranks, strict=True):
