@@ -273,6 +273,16 @@ def test_a_run_without_a_scaler_has_no_plot_of_its_scale() -> None:
     assert "log2 of the scale" in scale_chart(other, other.curves)
 
 
+def test_laws_that_apply_to_no_run_have_no_column() -> None:
+    idle = VerdictRecord(law="dtype.reduction", status="skipped", message="no dtype")
+    record = case()
+    record = msgspec.structs.replace(record, verdicts=(*record.verdicts, idle))
+    page = render_page(report_of(record))
+    assert '<th scope="col" class="chapter">agreement</th>' in page
+    assert '<th scope="col" class="chapter">dtype</th>' not in page
+    assert "Laws on dtype apply to no run here." in page
+
+
 def test_the_page_of_an_incomplete_report_says_so() -> None:
     assert "This report is incomplete" in render_page(report_of(case()))
 
