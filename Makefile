@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint gate baseline planted bench report docs \
-  who-passes specimens torch-versions wild relock clean setup setup-test mutants
+  who-passes specimens survey torch-versions wild relock clean setup setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -62,6 +62,14 @@ bench: setup-test  ## ratios against the peers, measured in the same run
 
 specimens: setup-test  ## judge known faults of the field and write docs/specimens.md
 	$(BIN)/python -m gradparity.benchmarks.specimens
+
+survey: setup-test  ## judge the parallel plans of transformers, and record what was found
+	$(BIN)/gradparity survey transformers --out $(REPORT)/survey || test $$? -eq 1
+	cp $(REPORT)/survey/survey.jsonl benchmarks/results/survey-transformers.jsonl
+	cp $(REPORT)/survey/transformers.md docs/wild/
+	if test -d $(REPORT)/survey/findings; then \
+	  cp $(REPORT)/survey/findings/*.py $(REPORT)/survey/findings/*.md docs/wild/ && \
+	  cp $(REPORT)/survey/findings/*.json benchmarks/results/wild/; fi
 
 wild: setup-test  ## run the scripts of docs/wild, record them and write its tables
 	$(BIN)/python -m gradparity.benchmarks.wild
