@@ -327,18 +327,20 @@ class OwnStep:
     def _says(self) -> tuple[str | None, str | None, int | None]:
         """The stack's schedule, average and count of skips, where it tells them."""
         workload, stack = self.workload, self.engine.module
-        schedule = workload.schedule and repr(workload.schedule(stack))
+        schedule = workload.lr_schedule and repr(workload.lr_schedule(stack))
         average = None
-        if workload.average is not None:
-            parts = workload.average(stack)
+        if workload.ema is not None:
+            parts = workload.ema(stack)
             average = repr({n: digest(local(p.detach())) for n, p in parts.items()})
-        skips = None if workload.skips is None else int(workload.skips(stack))
+        count = workload.skipped_steps
+        skips = None if count is None else int(count(stack))
         return schedule, average, skips
 
     def restored(self) -> Restored | None:
         """Save and load by the stack's own means, the latter with a new scaler."""
         workload, judged, stack = self.workload, self.judged, self.engine.module
-        if workload.save is None or workload.load is None or judged.scaler is None:
+        save, load = workload.save_checkpoint, workload.load_checkpoint
+        if save is None or load is None or judged.scaler is None:
             return None
         first = dist.get_rank() == 0
         folder = [tempfile.mkdtemp(prefix="gradparity-") if first else ""]
@@ -346,12 +348,12 @@ class OwnStep:
         try:
             saved = judged.state()
             with _scaler_at_fault():
-                workload.save(stack, self._merely_watched(), folder[0])
+                save(stack, self._merely_watched(), folder[0])
             dist.barrier()  # rank 0 may write for all
             judged.construct(judged.factory)
             new = judged.state()
             with _scaler_at_fault():
-                workload.load(stack, self._merely_watched(), folder[0])
+                load(stack, self._merely_watched(), folder[0])
             loaded = judged.state()
             dist.barrier()  # a rank may still read
         finally:

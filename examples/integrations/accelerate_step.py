@@ -64,15 +64,15 @@ class Ddp(Stepped):
         named = stack.named_parameters()
         return {name.removeprefix("module."): p for name, p in named}
 
-    def skips(self, stack: Any) -> int:
+    def skipped_steps(self, stack: Any) -> int:
         count: int = stack.skipped
         return count
 
-    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+    def save_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         stack.accelerator.save_state(folder)
 
-    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+    def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         stack.accelerator.load_state(folder)
 

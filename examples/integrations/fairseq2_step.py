@@ -53,15 +53,15 @@ class Fsdp2(Sharded):
             stack.scheduler.step()
         return loss, norm
 
-    def skips(self, stack: Any) -> int:
+    def skipped_steps(self, stack: Any) -> int:
         count: int = stack.skipped
         return count
 
-    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+    def save_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         torch.save(stack.fp16.state_dict(), f"{folder}/{dist.get_rank()}.pt")
 
-    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+    def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         path = f"{folder}/{dist.get_rank()}.pt"
         stack.fp16.load_state_dict(torch.load(path, weights_only=True))

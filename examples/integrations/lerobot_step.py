@@ -40,8 +40,8 @@ class Policy(nn.Module):
 class LeRobot(Ddp):
     """One micro-batch a step, as in its loop; its checkpoint has no scaler."""
 
-    save = None  # type: ignore[assignment]  # save_checkpoint takes no scaler
-    load = None  # type: ignore[assignment]
+    save_checkpoint = None  # type: ignore[assignment]  # it takes no scaler
+    load_checkpoint = None  # type: ignore[assignment]
 
     def accelerator(self) -> Any:
         AcceleratorState._reset_state(reset_partial_state=True)

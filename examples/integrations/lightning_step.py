@@ -103,12 +103,12 @@ class Ddp(Stepped):
     def weights(self, stack: Any) -> dict[str, Any]:
         return dict(stack.model.named_parameters())
 
-    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+    def save_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         path = f"{folder}/{stack.global_rank}.pt"
         torch.save(stack.plugin.state_dict(), path)  # which Lightning writes itself
 
-    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+    def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         path = f"{folder}/{stack.global_rank}.pt"
         stack.plugin.load_state_dict(torch.load(path, weights_only=True))

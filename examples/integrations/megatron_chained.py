@@ -153,7 +153,7 @@ class Chain(Stepped):
 
     meshes = ({"dp": 2},)
     clip_norm = None  # type: ignore[assignment]  # its kernels for that need CUDA
-    schedule = None  # type: ignore[assignment]  # Megatron's trainer moves it, not its core
+    lr_schedule = None  # type: ignore[assignment]  # Megatron's trainer moves it, not its core
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         named = [*model.named_parameters()]
@@ -194,10 +194,10 @@ class Chain(Stepped):
         scaler.update()
         return total, norm
 
-    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+    def save_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         torch.save(stack.chain.state_dict(), f"{folder}/{dist.get_rank()}.pt")
 
-    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+    def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         scaler.join(stack.chain)
         state = torch.load(f"{folder}/{dist.get_rank()}.pt", weights_only=True)
         with (

@@ -98,7 +98,7 @@ class Stepped(Regression):
     def weights(self, stack: Any) -> dict[str, Any]:
         return dict(stack.module.named_parameters())
 
-    def schedule(self, stack: Any) -> int:
+    def lr_schedule(self, stack: Any) -> int:
         epoch: int = stack.scheduler.state_dict()["last_epoch"]
         return epoch
 

@@ -119,10 +119,10 @@ class Theirs(Stepped):
         stack.scheduler.step()
         return norm
 
-    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+    def save_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         dcp.save({"scaler": scaler}, checkpoint_id=folder)  # type: ignore[attr-defined]  # torch does not list it
 
-    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+    def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         dcp.load({"scaler": scaler}, checkpoint_id=folder)  # type: ignore[attr-defined]  # torch does not list it
 
 

@@ -62,19 +62,19 @@ class Fsdp2(Stack):
         named = stack.model.named_parameters()
         return {name.removeprefix("module."): p for name, p in named}
 
-    def schedule(self, stack: Any) -> int:
+    def lr_schedule(self, stack: Any) -> int:
         moved: int = stack.moved
         return moved
 
-    def skips(self, stack: Any) -> int:
+    def skipped_steps(self, stack: Any) -> int:
         count: int = stack.skipped
         return count
 
-    def save(self, stack: Any, scaler: Any, folder: str) -> None:
+    def save_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         stack._save_scaler(folder)
 
-    def load(self, stack: Any, scaler: Any, folder: str) -> None:
+    def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         stack.place.use(scaler)
         stack._load_scaler(folder)
 

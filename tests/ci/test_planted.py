@@ -42,7 +42,7 @@ def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:
 PLANTS = {
     "agreement lost": plant(
         "scaler/sync_group.py",
-        "if not self.is_distributed:",
+        "if (world := self._world) is None:",
         "if True:",
         "agreement.scale",
     ),
@@ -61,14 +61,14 @@ PLANTS = {
     ),
     "unscale off by 0.1 %": plant(
         "scaler/grads.py",
-        "moved_to(factor, device)",
-        "moved_to(factor, device) * 1.001",
+        "factor = moved_to(inv_scale, device)",
+        "factor = moved_to(inv_scale, device) * 1.001",
         "parity.gradient",
     ),
     "growth tracker off by one": plant(
-        "scaler/scale_update.py",
-        "        growth_interval,\n    )",
-        "        growth_interval + 1,\n    )",
+        "scaler/grad_scaler.py",
+        "rule = self._growth_factor, self._backoff_factor, self._growth_interval",
+        "rule = self._growth_factor, self._backoff_factor, self._growth_interval + 1",
         "scale.rule",
     ),
 }

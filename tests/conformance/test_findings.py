@@ -49,6 +49,10 @@ COUNTS = {
     "norm.reported": "9 norms within their bound",
     "norm.factor": "9 gradients clipped by their factor",
     "dtype.reduction": "12 reductions of gradients in the promised dtype",
+    "trainer.schedule": "12 moves of the schedule",
+    "trainer.average": "3 averages untouched by a skip",
+    "trainer.skips": "12 counts of skipped steps",
+    "trainer.checkpoint": "3 states saved and loaded",
 }
 
 
@@ -58,6 +62,8 @@ def test_a_pass_says_how_much_was_compared() -> None:
 
 
 NUMBERS = {
+    "trainer.average": (3, 0),
+    "trainer.checkpoint": (3, 0),
     "agreement.replicas": (8, 0),
     "skip.all-ranks-skip": (3, 0),
     "skip.all-ranks-step": (9, 0),
@@ -110,11 +116,13 @@ def test_nothing_seen_is_inconclusive_under_every_law_that_was_not_excused() -> 
     of = evidence()
     for trace in of.ranks:
         trace.steps.clear()
-        trace.misuse = None
+        trace.misuse = trace.restored = None
     blind = Evidence(scenario=SCENARIO, ranks=of.ranks)
     told = {law: finding(blind, law).status for law in LAWS}
     expected = dict.fromkeys(LAWS, Status.INCONCLUSIVE)
-    expected |= {x: Status.SKIPPED for x in LAWS if x.startswith(OF_STACKS)}
+    expected |= {
+        x: Status.SKIPPED for x in LAWS if x.startswith((*OF_STACKS, "trainer."))
+    }
     assert told == expected
 
 

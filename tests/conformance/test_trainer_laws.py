@@ -79,20 +79,23 @@ def test_a_saved_state_that_a_new_scaler_has_anyway_proves_nothing() -> None:
 
 
 class SavesOnly(trainers.WaitsForTheStep):
-    load = None  # type: ignore[assignment]
+    load_checkpoint = None  # type: ignore[assignment]
 
 
 class CountsWithoutAStep(Base):
     def parallelize(self, model: Any, mesh: Any) -> Any:
         return model
 
-    def skips(self, stack: Any) -> int:
+    def skipped_steps(self, stack: Any) -> int:
         return 0
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("SavesOnly", "save and load go together"), ("CountsWithoutAStep", "train_step")],
+    [
+        ("SavesOnly", "needs save_checkpoint and load_checkpoint"),
+        ("CountsWithoutAStep", "train_step"),
+    ],
 )
 def test_half_of_what_is_needed_is_refused(name: str, told: str) -> None:
     with pytest.raises(WorkloadError, match=told):
