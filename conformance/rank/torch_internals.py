@@ -1,6 +1,6 @@
 """Every private name of torch that the judge uses, one function or alias each.
 
-``tests/conformance/test_torch_internals.py`` asserts that each name exists and has the
+``tests/conformance/test_private_names.py`` asserts that each name exists and has the
 signature that is used here, so that a new torch fails there and not in a verdict.
 """
 

@@ -23,7 +23,10 @@ _LOST_PEER = re.compile(
 )
 _RAISED = re.compile(r"^\s*(RuntimeError|torch\.distributed\.\S+): ", re.MULTILINE)
 """Where a traceback names an exception of torch, also one that led to another."""
-_IN_TORCH = re.compile(r'File "[^"]*/torch/(distributed|_ops|utils/_contextlib)')
+_IN_TORCH = re.compile(
+    r'File "[^"]*/(torch/(distributed|_ops|utils/_contextlib)'
+    r"|multiprocess/rank/flight_recorder\.py)"  # around methods of a group, and waits
+)
 _FIRST_FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
 
 
