@@ -61,7 +61,7 @@ def _line(output: str, word: str) -> list[str]:
 def test_call_histories_are_hunted_too_and_told_as_a_line(tmp_path: Path) -> None:
     code, output = hunted("UnscalesTwice", 12, tmp_path)
     assert code == 1, output
-    words = _line(output, " search_histories ")
+    words = _line(output, " hunt --calls ")
     (scaler, history) = (
         words[words.index(f"--{o}") + 1] for o in ("scaler", "history")
     )

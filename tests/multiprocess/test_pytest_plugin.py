@@ -193,7 +193,7 @@ def test_innocent(world):
     assert "UserWarning: an error here" in out
     assert "`stuck` cannot be pickled" in out
     assert "`request` belongs to the parent" in out
-    assert "cannot run a coroutine" in out
+    assert "runs a coroutine that is marked for pytest-asyncio" in out
     assert "that calls asyncio.run(...)" in out
     assert "setUp is setup_method there" in out
     assert "the fixture `world` needs @pytest.mark.world" in out
@@ -203,7 +203,10 @@ def test_innocent(world):
 @pytest.mark.parametrize(
     ("marker", "says"),
     [
-        ("size=2, sise=3", "has no setting sise; did you mean size? It has backend,"),
+        (
+            "size=2, sise=3",
+            "has no setting sise; did you mean size? It has artifacts, backend,",
+        ),
         ("2, 3", "takes one size"),
         ("size=0", "size must be at least 1, got 0"),
     ],
