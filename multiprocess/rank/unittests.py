@@ -286,6 +286,9 @@ def _patch_run_test() -> None:
         # own parent does all that.
         common_utils.set_rng_seed()
         getattr(self, test_name)()
+        if dist.is_initialized():
+            # A rank that is done may end its group while others still connect to it.
+            current_world().all_agree("done", wait_s=10.0)
         if self.destroy_pg_upon_exit and dist.is_initialized():
             dist.destroy_process_group()
 

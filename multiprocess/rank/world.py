@@ -83,15 +83,16 @@ class World:
         generator = torch.Generator(device=self.device)
         return generator.manual_seed(self.seed if seed is None else seed)
 
-    def all_agree(self, kind: str) -> bool:
+    def all_agree(self, kind: str, wait_s: float = _AGREE_S) -> bool:
         """Whether every rank leaves its call in this way; waits a little for them.
 
         Args:
             kind: The way; any word.
+            wait_s: How long to wait for them, in seconds.
         """
         # Over the store: a collective would hang where another rank has passed.
         self.store.set(f"left/{self.rank}", kind)
-        deadline = time.monotonic() + _AGREE_S
+        deadline = time.monotonic() + wait_s
         for rank in range(self.size):
             left_s = max(0.01, deadline - time.monotonic())
             try:

@@ -153,10 +153,16 @@ def run_pip(words: list[str]) -> None:
 
 
 def run_pytest(words: list[str]) -> None:
-    """The catalogue as tests, on one small scenario."""
+    """The catalogue as tests, on one small scenario; or a folder of tests."""
     assert any(word.startswith("--gradparity-") for word in words), words
+    folder = Path("tests")
+    if words[-1] == f"{folder}/":
+        folder.mkdir()
+        (folder / "test_it.py").write_text("def test_it():\n    pass\n")
+    else:
+        words = [*words, "--gradparity-scenario", SCENARIO]
     done = subprocess.run(
-        [sys.executable, "-m", *words, "--gradparity-scenario", SCENARIO],
+        [sys.executable, "-m", *words],
         capture_output=True,
         text=True,
     )
