@@ -47,8 +47,7 @@ from {config_module} import {config}
 from {model_module} import {model}
 
 CONFIG = {settings}
-SIZES = {sizes}
-MICRO_BATCHES = {parts}
+SIZES, MICRO_BATCHES = {sizes}, {parts}
 PARAMETER = {parameter}
 torch.manual_seed(0)
 ROWS = torch.randint({first}, {vocab}, (8, 9))
@@ -67,8 +66,7 @@ def gradient(model, rows):
 
 def run_rank(rank, folder):
     """Load the model under its plan, and take the gradient."""
-    where = f"file://{{folder}}/store"
-    dist.init_process_group("gloo", where, rank=rank, world_size={world})
+    dist.init_process_group("gloo", f"file://{{folder}}/s", rank=rank, world_size={n})
     plan = DistributedConfig(**SIZES)
     for dtype in (torch.float32, torch.float64):
         load = {model}.from_pretrained
@@ -89,7 +87,7 @@ def main():
     shows = True
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        mp.start_processes(run_rank, (folder,), {world}, start_method="fork")
+        mp.start_processes(run_rank, (folder,), {n}, start_method="fork")
         for dtype in (torch.float32, torch.float64):
 {eager_too}            model.to(dtype)
             true, again = gradient(model, ROWS), gradient(model, ROWS.flip(0))
@@ -157,7 +155,7 @@ def script_of(
         vocab=VOCAB,
         inputs=", ".join(f"{name}={text}" for name, text in inputs.items()),
         output=output,
-        world=math.prod(mesh.values()),
+        n=math.prod(mesh.values()),
         share=f".chunk({shares})[rank // {tp}]" if shares > 1 else "",
         # torch's grouped products take no fp64
         eager=f"{8 * ' '}{_EAGER}" if experts else "",

@@ -1,4 +1,4 @@
-"""gradient of q_norm.weight wrong under the tp plan, with several micro-batches.
+"""gradient of k_norm.weight wrong under the tp plan, with several micro-batches.
 
 Needs torch and transformers alone: random weights, no download. Exits 1 while it shows.
 Made by gradparity's survey on 2026-11-22: transformers 5.23.0, torch 2.13.0+cpu.
@@ -22,8 +22,7 @@ CONFIG = {
     4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
     "use_cache": False
 }
-SIZES = {"tp_size": 2}
-MICRO_BATCHES = 2
+SIZES, MICRO_BATCHES = {"tp_size": 2}, 2
 PARAMETER = "model.layers.0.self_attn.q_norm.weight"
 torch.manual_seed(0)
 ROWS = torch.randint(24, 64, (8, 9))
@@ -42,8 +41,7 @@ def gradient(model, rows):
 
 def run_rank(rank, folder):
     """Load the model under its plan, and take the gradient."""
-    where = f"file://{folder}/store"
-    dist.init_process_group("gloo", where, rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{folder}/s", rank=rank, world_size=2)
     plan = DistributedConfig(**SIZES)
     for dtype in (torch.float32, torch.float64):
         load = Qwen3ForCausalLM.from_pretrained

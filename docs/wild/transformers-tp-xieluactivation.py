@@ -21,8 +21,7 @@ CONFIG = {
     64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings":
     64, "pad_token_id": 0, "use_cache": False
 }
-SIZES = {"tp_size": 2}
-MICRO_BATCHES = 1
+SIZES, MICRO_BATCHES = {"tp_size": 2}, 1
 PARAMETER = "model.layers.0.mlp.act_fn.alpha_p"
 torch.manual_seed(0)
 ROWS = torch.randint(24, 64, (8, 9))
@@ -41,8 +40,7 @@ def gradient(model, rows):
 
 def run_rank(rank, folder):
     """Load the model under its plan, and take the gradient."""
-    where = f"file://{folder}/store"
-    dist.init_process_group("gloo", where, rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{folder}/s", rank=rank, world_size=2)
     plan = DistributedConfig(**SIZES)
     for dtype in (torch.float32, torch.float64):
         load = ApertusForCausalLM.from_pretrained
