@@ -1,5 +1,6 @@
 """Laws of what a trainer does beside its step, on real ranks and at their edges."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,19 @@ def test_a_saved_state_that_a_new_scaler_has_anyway_proves_nothing() -> None:
             saved=(8.0, 0), loaded=(8.0, 0), new=(8.0, 0)
         )
     assert finding(e, "trainer.checkpoint").status is Status.SKIPPED
+
+
+def test_a_trainer_that_stopped_before_a_step_is_inconclusive() -> None:
+    (at,) = RIGHT_TRAINERS[trainers.WaitsForTheStep][:1]
+    of = evidence()
+    for trace in of.ranks:
+        trace.steps.clear()
+        trace.restored = None
+    stopped = replace(of, scenario=Scenario.parse(at))
+    for law in LAWS:
+        assert finding(stopped, f"trainer.{law}").status is Status.INCONCLUSIVE, law
+    for law in LAWS:  # a built-in model has nothing of the kind
+        assert finding(of, f"trainer.{law}").status is Status.SKIPPED, law
 
 
 class SavesOnly(trainers.WaitsForTheStep):

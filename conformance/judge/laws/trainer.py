@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from ...rank.trace import StepTrace
 from ..law import (
     Evidence,
     Finding,
@@ -16,8 +17,32 @@ from ..law import (
 )
 
 
-def _decided(evidence: Evidence) -> Iterator[tuple[int, Sequence[StepTrace], bool]]:
-    """(step, one trace a rank, whether it was taken) where that is beyond doubt.
+@dataclass(frozen=True, kw_only=True)
+class _Beside:
+    """What a rank said of itself before and after a step."""
+
+    step: int
+    rank: int
+    before: Any
+    after: Any
+    taken: bool
+    """Whether the step was taken; else it was skipped."""
+    why: str
+    """Why it was skipped, in parentheses."""
+
+    def fail(self, message: str, compared: int, cause: str = "") -> Finding:
+        return Finding(
+            status=Status.FAIL,
+            message=f"step {self.step}: {message}",
+            step=self.step,
+            ranks=(self.rank,),
+            cause=cause,
+            compared=compared,
+        )
+
+
+def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
+    """What was said of ``what``, where it is beyond doubt whether the step was taken.
 
     A step that was taken or skipped against the rule, or by some optimizers only, is
     for the laws on skips: what goes on beside it is not judged.
@@ -25,8 +50,20 @@ def _decided(evidence: Evidence) -> Iterator[tuple[int, Sequence[StepTrace], boo
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
         changed = {d.parameters_changed for s in seen for d in s.decisions} - {None}
-        if changed == {not bad}:
-            yield step, seen, not bad
+        if changed != {not bad}:
+            continue
+        why = f"({bad_gradient(evidence, seen)})" if bad else ""
+        for s, trace in zip(seen, evidence.ranks, strict=True):
+            said = getattr(s, what)
+            if said is not None:
+                yield _Beside(
+                    step=step,
+                    rank=trace.rank,
+                    before=said[0],
+                    after=said[1],
+                    taken=not bad,
+                    why=why,
+                )
 
 
 @law(
@@ -41,30 +78,18 @@ def _decided(evidence: Evidence) -> Iterator[tuple[int, Sequence[StepTrace], boo
 def schedule(evidence: Evidence) -> Finding:
     """Compare where the schedule is before and after each step."""
     compared = 0
-    for step, seen, taken in _decided(evidence):
-        for s, trace in zip(seen, evidence.ranks, strict=True):
-            if s.schedule is None:
-                continue
-            before, after = s.schedule
-            compared += 1
-            if (before != after) == taken:
-                continue
-            which = (
-                f"stayed at {before:.80} although the step was taken"
-                if taken
-                else f"moved from {before:.80} to {after:.80} although the step was "
-                f"skipped ({bad_gradient(evidence, seen)})"
-            )
-            return Finding(
-                status=Status.FAIL,
-                message=f"step {step}: the schedule on rank {trace.rank} {which}",
-                step=step,
-                ranks=(trace.rank,),
-                cause="stays on a step" if taken else "moves on a skip",
-                compared=compared,
-            )
-    if not _tells(evidence, "schedule"):
-        return skipped("the workload tells no schedule")
+    for at in _beside(evidence, "schedule"):
+        compared += 1
+        if (at.before != at.after) == at.taken:
+            continue
+        subject = f"the schedule on rank {at.rank}"
+        if at.taken:
+            text = f"{subject} stayed at {at.before:.80} although the step was taken"
+            return at.fail(text, compared, "stays on a step")
+        text = f"{subject} moved from {at.before:.80} to {at.after:.80} although the "
+        return at.fail(f"{text}step was skipped {at.why}", compared, "moves on a skip")
+    if not compared and evidence.scenario.workload.lr_schedule is None:
+        return skipped("the workload has no lr_schedule")
     return count_or_inconclusive(compared, "moves of the schedule", evidence.unseen)
 
 
@@ -76,24 +101,20 @@ def schedule(evidence: Evidence) -> Finding:
 )
 def average(evidence: Evidence) -> Finding:
     """Compare the average's bits before and after each skipped step."""
-    if not _tells(evidence, "average"):
-        return skipped("the workload returns no running average")
-    compared = 0
-    for step, seen, taken in _decided(evidence):
-        for s, trace in zip(seen, evidence.ranks, strict=True):
-            if taken or s.average is None:
-                continue
-            compared += 1
-            if s.average[0] != s.average[1]:
-                return Finding(
-                    status=Status.FAIL,
-                    message=f"step {step}: the running average on rank {trace.rank} "
-                    "moved although the step was skipped "
-                    f"({bad_gradient(evidence, seen)})",
-                    step=step,
-                    ranks=(trace.rank,),
-                    compared=compared,
-                )
+    compared = seen = 0
+    for at in _beside(evidence, "average"):
+        seen += 1
+        if at.taken:
+            continue
+        compared += 1
+        if at.before != at.after:
+            return at.fail(
+                f"the running average on rank {at.rank} moved although the step was "
+                f"skipped {at.why}",
+                compared,
+            )
+    if not seen and evidence.scenario.workload.ema is None:
+        return skipped("the workload has no ema")
     if not compared and evidence.unseen == 0:
         return skipped("no step was skipped")
     return count_or_inconclusive(
@@ -112,26 +133,19 @@ def average(evidence: Evidence) -> Finding:
 def skips(evidence: Evidence) -> Finding:
     """Compare the count before and after each step."""
     compared = 0
-    for step, seen, taken in _decided(evidence):
-        for s, trace in zip(seen, evidence.ranks, strict=True):
-            if s.skips is None:
-                continue
-            before, after = s.skips
-            compared += 1
-            if after - before == (not taken):
-                continue
-            did = "taken" if taken else f"skipped ({bad_gradient(evidence, seen)})"
-            return Finding(
-                status=Status.FAIL,
-                message=f"step {step}: rank {trace.rank} counts {after} skipped steps "
-                f"after {before}, and the step was {did}",
-                step=step,
-                ranks=(trace.rank,),
-                cause="counts a step" if taken else "does not count a skip",
-                compared=compared,
-            )
-    if not _tells(evidence, "skips"):
-        return skipped("the workload counts no skipped steps")
+    for at in _beside(evidence, "skips"):
+        compared += 1
+        if at.after - at.before == (not at.taken):
+            continue
+        did = "taken" if at.taken else f"skipped {at.why}"
+        return at.fail(
+            f"rank {at.rank} counts {at.after} skipped steps after {at.before}, and "
+            f"the step was {did}",
+            compared,
+            "counts a step" if at.taken else "does not count a skip",
+        )
+    if not compared and evidence.scenario.workload.skipped_steps is None:
+        return skipped("the workload has no skipped_steps")
     return count_or_inconclusive(compared, "counts of skipped steps", evidence.unseen)
 
 
@@ -145,9 +159,9 @@ def skips(evidence: Evidence) -> Finding:
 def checkpoint(evidence: Evidence) -> Finding:
     """Compare the scaler's state before the save with that after the load."""
     found = {t.rank: t.restored for t in evidence.ranks if t.restored is not None}
-    if not found:
-        return skipped("the workload has no save and load, or did not come to them")
-    if all(each.saved == each.new for each in found.values()):
+    if not found and evidence.scenario.workload.save_checkpoint is None:
+        return skipped("the workload has no save_checkpoint and load_checkpoint")
+    if found and all(each.saved == each.new for each in found.values()):
         return skipped("the state that was saved is that of a new scaler")
     for rank, each in found.items():
         if each.loaded != each.saved:
@@ -166,8 +180,3 @@ def checkpoint(evidence: Evidence) -> Finding:
 
 def _state(state: tuple[float, int | None]) -> str:
     return f"the scale {state[0]:g} and the growth tracker {state[1]}"
-
-
-def _tells(evidence: Evidence, what: str) -> bool:
-    steps = (s for trace in evidence.ranks for s in trace.steps if s.complete)
-    return any(getattr(s, what) is not None for s in steps)
