@@ -37,8 +37,8 @@ SIDES = {
     "forked": ("--torch-forks",),
     "adopted": ("--gradparity-adopt",),
 }
-"""How the sessions are told apart: torch's classes as they are; torch's classes, whose
-processes are forked and not spawned; the same tests on our ranks."""
+"""Session -> its options: torch's classes as they are; the same, with forked instead of
+spawned processes; the same tests on our ranks."""
 
 BASES = ("MultiProcContinuousTest", "MultiProcessTestCase", "MultiThreadedTestCase")
 _RECORD = "GRADPARITY_ADOPTED_RECORD"
@@ -193,7 +193,7 @@ def sample(
 
     Args:
         tests: All that there are.
-        most: So many of a file and base, if there are as many.
+        most: How many tests to draw of each file and base, if there are as many.
         share: Or this share of them, if that is more.
         seed: Of the draw.
     """
@@ -214,7 +214,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradparity.benchmarks.adopted")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--most", type=int, default=12, help="tests of a file and base")
-    parser.add_argument("--share", type=float, default=0.15, help="or so many of them")
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.15,
+        help="or this share of them, if that is more",
+    )
     parser.add_argument("--spawned", type=int, default=1, help="of these, by spawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side", choices=[*SIDES, "none"], action="append")

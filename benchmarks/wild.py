@@ -54,7 +54,7 @@ PACKAGES = {
 SURVEYED = "transformers"
 """Findings whose script, page and record ``gradparity survey transformers`` writes."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
-"""What each script prints as ``key: value``, besides lines of its own."""
+"""What each script prints as ``key: value``, besides other lines."""
 
 
 class ScriptError(Exception):

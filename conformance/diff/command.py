@@ -227,7 +227,7 @@ def _worktrees(
 
 
 def _git(checkout: Path, *words: str) -> None:
-    # a commit is an argument of its own and may not be taken for an option
+    # git takes a commit as a separate argument: it must not look like an option
     if any(word.startswith("-") for word in words[3:]):
         raise UsageError(f"{words[-1]!r} is no commit")
     try:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ...fixtures import WorkloadError
 from ...multiprocess import WorldFailure
 from ..judge.bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
-from ..judge.parity import followed_schedule, gradient_of
+from ..judge.parity import followed_schedule, gradient_of, mean_loss, moved
 from ..rank.devices import Devices
 from ..rank.observe import digest
 from ..rank.scaler_spec import load_scaler
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(plain(str(error)), file=sys.stderr)
         return USAGE
-    except Exception:
+    except Exception:  # a fault of ours: whoever reports it needs all of it
         traceback.print_exc()
         return EXIT_CODES["error"]
     return 0
@@ -223,12 +223,13 @@ class _Writer:
     ) -> Step:
         bounds = self.bounds
         batch = self.scenario.workload.batch(step, self.scenario.seed)
+        loss = mean_loss(seen)
         names = dict.fromkeys(name for trace in phase for name in trace.index)
         gradients = {n: self._gradient(step, phase, seen, twin, n) for n in names}
         updates = {n: self._update(step, phase, seen, twin, n) for n in names}
         return Step(
             batch="-".join(digest(tensor) for tensor in batch.tensors),
-            loss=_mean_loss(seen),
+            loss=None if loss is None else _number(loss),
             loss_bound=_number(bounds.loss[step]["loss"][0] if bounds else math.inf),
             norms={
                 str(trace.rank): _number(at.reported_norm)
@@ -277,7 +278,7 @@ class _Writer:
     ) -> Tensor | None:
         values, again = (
             {
-                t.rank: (_moved(t, at, name), t.index[name])
+                t.rank: (moved(t, at, name), t.index[name])
                 for t, at in zip(phase, steps, strict=True)
                 if name in at.parameters
             }
@@ -332,22 +333,8 @@ class _Writer:
         )
 
 
-def _moved(trace: RankTrace, at: StepTrace, name: str) -> Doubles:
-    start = trace.start[name].astype(np.float64)
-    moved: Doubles = at.parameters[name].astype(np.float64) - start
-    return moved
-
-
 def _elements(places: Iterable[NDArray[np.int64]]) -> int:
     return max((int(p.max()) + 1 for p in places if p.size), default=0)
-
-
-def _mean_loss(seen: Sequence[StepTrace]) -> Number | None:
-    known = [(at.loss, at.weight) for at in seen if at.loss is not None]
-    total = sum(weight for _, weight in known)
-    if not total:
-        return None
-    return _number(sum(loss * weight for loss, weight in known) / total)
 
 
 def _number(value: float) -> Number:

@@ -1,6 +1,6 @@
 """Recording: what one side of a diff hands over, as JSON and arrays; no pickle.
 
-A side runs in an interpreter of its own, so what it has seen crosses a folder:
+Each side runs in a separate interpreter and hands its results over in a folder:
 ``recording.json`` says what each rank held at each step and what its error may be,
 ``N.npz`` holds the arrays of scenario N under digests, so that replicas are written
 once.

@@ -8,7 +8,6 @@ bounds are those of ``bounds``.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,9 @@ __all__ = [
     "demanded_schedule",
     "followed_schedule",
     "gradient_of",
+    "mean_loss",
     "measure_parity",
+    "moved",
 ]
 
 Doubles = NDArray[np.float64]
@@ -217,8 +218,7 @@ def _cuts_rows(scenario: Scenario) -> bool:
     workload, topology = scenario.workload, scenario.parsed_topology
     if workload.shard is not None or workload.micro_batches is not None:
         return False
-    shape = topology.mesh_shape(scenario.world_size)
-    shares = math.prod(n for axis, n in shape.items() if axis in topology.data_axes)
+    shares = topology.shares(scenario.world_size)
     return shares > 1 or topology.pipelined or scenario.parsed_recipe.parts > 1
 
 
@@ -276,10 +276,9 @@ def _rows(
                 weight = parity_bounds.weights[step][name][index]
                 if not weight.any():
                     continue  # see [Note: Weights of updates] in bounds
-                start = trace.start[name].astype(np.float64)
                 yield from _compare(
                     ("update", step, name, trace.rank),
-                    (at.parameters[name].astype(np.float64) - start) * weight,
+                    moved(trace, at, name) * weight,
                     (truth.updates[step][name], index),
                     parity_bounds.update[step][name],
                 )
@@ -366,16 +365,28 @@ def gradient_of(
     return total
 
 
+def mean_loss(seen: Iterable[StepTrace]) -> float | None:
+    """The loss of a step: the mean of the ranks that have one, by their weights."""
+    known = [(at.loss, at.weight) for at in seen if at.loss is not None]
+    total = sum(weight for _, weight in known)
+    return sum(loss * weight for loss, weight in known) / total if total else None
+
+
+def moved(trace: RankTrace, at: StepTrace, name: str) -> Doubles:
+    """How far a rank's elements of a parameter are from where they started."""
+    start = trace.start[name].astype(np.float64)
+    found: Doubles = at.parameters[name].astype(np.float64) - start
+    return found
+
+
 def _loss_rows(
     step: int, seen: Seen, parity_bounds: ParityBounds
 ) -> Iterator[ParityRow]:
-    known = [(at.loss, at.weight) for _, at in seen if at.loss is not None]
-    total = sum(weight for _, weight in known)
-    if total:
-        mean = np.array([sum(loss * weight for loss, weight in known) / total])
+    mean = mean_loss(at for _, at in seen)
+    if mean is not None:
         yield from _compare(
             ("loss", step, "loss", 0),
-            mean,
+            np.array([mean]),
             (np.array([parity_bounds.truth.losses[step]]), np.array([0])),
             parity_bounds.loss[step]["loss"],
         )

@@ -256,7 +256,7 @@ class OwnStep:
         self.non_finite: dict[str, bool] | None = None
         """Name -> whether its raw gradient is bad; None until a scaler reads them."""
         self.unknown = engine.owned[0]
-        """Names whose optimizer was not seen yet, or steps copies of its own."""
+        """Names whose optimizer was not seen yet, or steps copies of the parameters."""
         self.handed: list[list[str]] = []
         """Names of what a scaler was handed; optimizers inside of it decide with it."""
         self.called: list[list[str]] = []

@@ -150,7 +150,9 @@ def _workload_reason(workload: ResolvedWorkload, topology: str, recipe: str) -> 
         return "it cuts rows, and the workload has micro_batches, in every recipe"
     if chosen.parts > 1 and workload.micro_batches is None and workload.shard is None:
         try:
-            chosen.sizes(_rows(workload.name) // workload.topologies[topology].shares)
+            layout = workload.topologies[topology]
+            shares = layout.shares(layout.default_world_size)
+            chosen.sizes(_rows(workload.name) // shares)
         except CannotError as error:
             return str(error)
     if chosen.optimizers == 1:

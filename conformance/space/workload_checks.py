@@ -98,10 +98,11 @@ def _batch(workload: ResolvedWorkload) -> Batch:
             "seeded with both",
         )
     for name, topology in workload.topologies.items():
-        if workload.shard is None and batch.rows % topology.shares:
+        shares = topology.shares(topology.default_world_size)
+        if workload.shard is None and batch.rows % shares:
             raise workload.refuse(
                 "batch",
-                f"has {batch.rows} rows, which {topology.shares} does not divide: so "
+                f"has {batch.rows} rows, which {shares} does not divide: so "
                 f"many ranks of {name} see different rows; write shard(batch, mesh) "
                 "where they are not split equally",
             )

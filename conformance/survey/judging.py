@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -47,9 +48,7 @@ def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
     """What is tried with a model: in words, and the id of the scenario."""
     mesh = PLANS[plan].mesh
     topology = "-".join(f"{axis}{size}" for axis, size in mesh.items())
-    world = 1
-    for size in mesh.values():
-        world *= size
+    world = math.prod(mesh.values())
     data = f"model={ZOO}:{plan.replace('+', '_')}"
     for recipe in _RUNS[plan]:
         steps = 1 if recipe == "clip-norm" else STEPS
@@ -112,13 +111,13 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
             verdict = _verdict(runs)
         told = (r.message for r in runs if r.status not in ("pass", "skipped"))
         reason = next(told, "")
-        rules = _rules(plan, model, runs)
+        rules = _rules(plan, kind, runs)
     except Exception as error:  # the package's own code may raise anything
         verdict, reason = "not built", f"{type(error).__name__}: {error}"
     return ModelRecord(
         plan=plan,
         model=model,
-        folder=model_types()[model].folder,
+        folder=kind.folder,
         verdict=verdict,
         reason=plain(reason)[:400],
         runs=tuple(runs),
@@ -127,11 +126,11 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
     )
 
 
-def _rules(plan: str, model: str, runs: list[Run]) -> dict[str, Rule]:
+def _rules(plan: str, kind: ModelType, runs: list[Run]) -> dict[str, Rule]:
     found: dict[str, Rule] = {}
     for name in dict.fromkeys(name for run in runs for name in run.departed):
         if wildcards(name) not in found:
-            found[wildcards(name)] = rule_of(model_types()[model], PLANS[plan], name)
+            found[wildcards(name)] = rule_of(kind, PLANS[plan], name)
     return found
 
 
@@ -159,7 +158,9 @@ def _verdict(runs: list[Run]) -> str:
         told = next(r.message for r in runs if r.status == "error")
         ends = ((" hung, ", "too slow"), (" killed", "crashed"), (" exited", "crashed"))
         return next((verdict for word, verdict in ends if word in told), "raises")
-    return "right" if statuses <= {"pass", "skipped"} else "undecided"
+    # a run that was skipped shows nothing
+    right = "pass" in statuses and statuses <= {"pass", "skipped"}
+    return "right" if right else "undecided"
 
 
 def _run_of(name: str, case: Case) -> Run:
