@@ -8,7 +8,6 @@ The first line is provenance. Each further line is one case, with two kinds of f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +16,7 @@ import msgspec
 
 from ..conformance.aliases import current_id, current_law
 from ..conformance.report.records import CaseRecord, Header, Number, Report
-from ..conformance.status import UsageError
+from ..conformance.status import UsageError, write_whole
 from .ratios import Spread, spread_of, worst
 
 __all__ = [
@@ -261,7 +260,5 @@ def _check(
 def write_baseline(path: Path, baseline: Baseline) -> None:
     """Write ``path``, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
     lines = [baseline.provenance, *baseline.cases]
-    draft.write_bytes(b"".join(_ENCODER.encode(line) + b"\n" for line in lines))
-    os.replace(draft, path)
+    write_whole(path, b"".join(_ENCODER.encode(line) + b"\n" for line in lines))

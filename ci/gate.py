@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import msgspec
 
 from ..conformance.report.records import ReportError, read_report
 from ..conformance.report.terminal import plain
-from ..conformance.status import UsageError
+from ..conformance.status import UsageError, write_whole
 from .baseline import read_baseline
 from .decision import Decision, Terms, decide
 from .expectations import read_expectations
@@ -194,9 +193,7 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
         ],
         "notes": decision.notes,
     }
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-    os.replace(draft, path)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def _update(parsed: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..conformance.run.peers import (
     read_record,
 )
 from ..conformance.space.catalogue import PRESETS
-from ..conformance.status import RANKING, UsageError
+from ..conformance.status import RANKING, UsageError, write_whole
 from .markdown import escape
 
 __all__ = ["main", "render"]
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         parsed = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
-        _write(parsed.out, render(_record(parsed)))
+        write_whole(parsed.out, render(_record(parsed)))
     except (UsageError, ReportError, OSError) as error:
         line = " ".join(str(error).split())
         print(f"gradparity survey scalers: {line}", file=sys.stderr)
@@ -95,12 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--render", action="store_true", help="from the reports that are there")
     add("--confirm", action="store_true", help="with --render: run the scripts again")
     return parser
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
 
 
 def render(record: Record) -> str:

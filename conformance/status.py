@@ -6,9 +6,11 @@ This module imports nothing of ours, so that a report is read without torch.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 
 __all__ = [
     "EXIT_CODES",
@@ -24,6 +26,7 @@ __all__ = [
     "plain",
     "rank_list",
     "worst_of",
+    "write_whole",
 ]
 
 
@@ -33,6 +36,14 @@ class UsageError(ValueError):
     A command that meets it prints the message on one line and ends with exit code 2.
     Any other exception is a fault of the harness: traceback, exit code 3.
     """
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all: what was there stays until all is written."""
+    draft = path.with_name(f".{path.name}.draft")
+    raw = content.encode() if isinstance(content, str) else content
+    draft.write_bytes(raw)
+    os.replace(draft, path)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -14,6 +13,7 @@ from ...fixtures.faulty.stacks import FAULTY_STACKS
 from ...fixtures.faulty.trainers import FAULTY_TRAINERS
 from ..judge import laws as laws
 from ..judge.law import LAWS, Law
+from ..status import write_whole
 
 __all__ = ["main", "render"]
 
@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=default, metavar="FILE")
     try:
         parsed = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
-        draft = parsed.out.with_name(f".{parsed.out.name}.draft")
-        draft.write_text(render(), encoding="utf-8")
-        os.replace(draft, parsed.out)
+        write_whole(parsed.out, render())
     except OSError as error:
         print(f"gradparity laws: {error}", file=sys.stderr)
         return 2

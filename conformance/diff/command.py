@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ..status import EXIT_CODES, USAGE, UsageError, plain, worst_of
+from ..status import EXIT_CODES, USAGE, UsageError, plain, worst_of, write_whole
 from .differences import RESULTS, Outcome, compare_runs
 from .recording import (
     Recording,
@@ -387,9 +387,7 @@ def _write_json(
             for found in outcomes
         ],
     }
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-    os.replace(draft, path)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def _finite(value: float) -> float | str:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..report.records import Number
-from ..status import UsageError
+from ..status import UsageError, write_whole
 
 __all__ = [
     "Arrays",
@@ -168,9 +168,7 @@ def write_recording(folder: Path, runs: tuple[Run, ...], torch: str) -> None:
         python=platform.python_version(),
         runs=runs,
     )
-    draft = folder / ".recording.json.draft"
-    draft.write_bytes(msgspec.json.encode(recording))
-    draft.replace(folder / "recording.json")
+    write_whole(folder / "recording.json", msgspec.json.encode(recording))
 
 
 def read_recording(folder: Path) -> Recording:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..status import RANKING, worst_of
+from ..status import RANKING, worst_of, write_whole
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .records import HARNESS, CaseRecord, Report, VerdictRecord
 from .terminal import cell, facts, plain, worst_status
@@ -30,9 +29,7 @@ def write_page(report: Report, folder: Path) -> Path:
     """Write ``index.html`` into ``folder``, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
-    draft = folder / ".index.html.draft"
-    draft.write_text(render_page(report), encoding="utf-8")
-    os.replace(draft, path)
+    write_whole(path, render_page(report))
     return path
 
 

@@ -7,7 +7,6 @@ and no footer, and reading such a file says that it is incomplete.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from filelock import FileLock, Timeout
 from msgspec import Meta
 
 from ..aliases import current_id, current_law
-from ..status import RANKING, UsageError
+from ..status import RANKING, UsageError, write_whole
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -419,7 +418,6 @@ def append_footer(path: Path, reason: str) -> None:
     if report.footer is not None:
         return
     whole = path.read_bytes()
-    draft = path.with_name(f".{path.name}.draft")
     footer = Footer(
         complete=False,
         cases=len(report.cases),
@@ -429,8 +427,7 @@ def append_footer(path: Path, reason: str) -> None:
     )
     # without the line that the writer did not finish
     kept = whole[: whole.rfind(b"\n") + 1]
-    draft.write_bytes(kept + _ENCODER.encode(footer) + b"\n")
-    os.replace(draft, path)
+    write_whole(path, kept + _ENCODER.encode(footer) + b"\n")
 
 
 def read_report(path: Path) -> Report:

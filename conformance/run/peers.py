@@ -11,7 +11,6 @@ A folder holds both reports, the scripts with what they said, and the versions;
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +22,7 @@ from rich.console import Console
 from ...fixtures.peers import PEERS as PEERS
 from ..report.records import Report, read_report
 from ..space.catalogue import Selection
-from ..status import UsageError
+from ..status import UsageError, write_whole
 from .confirm import Confirmation, confirm
 from .session import RunSettings, run
 
@@ -99,7 +98,7 @@ def confirm_peers(folder: Path) -> None:
     report = read_report(folder / "run" / "report.jsonl")
     peers = [spec for spec in report.scalers if spec != OURS]
     found = confirm(report, peers, folder / "scripts")
-    _write(folder / "confirmed.json", msgspec.json.encode(found))
+    write_whole(folder / "confirmed.json", msgspec.json.encode(found))
 
 
 def read_record(folder: Path) -> Record:
@@ -173,13 +172,7 @@ def _versions(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _write_versions(folder: Path, versions: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "versions.json", msgspec.json.encode(versions))
-
-
-def _write(path: Path, raw: bytes) -> None:
-    draft = path.with_name(f".{path.name}")
-    draft.write_bytes(raw)
-    os.replace(draft, path)
+    write_whole(folder / "versions.json", msgspec.json.encode(versions))
 
 
 def _read_versions(folder: Path) -> dict[str, str]:

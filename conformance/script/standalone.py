@@ -9,7 +9,6 @@ the reference) are beyond it: exit code 0 then says so.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,7 +21,7 @@ from ..rank.local_parts import WRAPPERS
 from ..rank.scaler_spec import NO_SCALER
 from ..space.random_layers import draws_in_forward
 from ..space.scenario import Scenario
-from ..status import UsageError
+from ..status import UsageError, write_whole
 from .own_workload import own_values
 from .parts import (
     BATCHES,
@@ -147,10 +146,7 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     Raises:
         UsageError: as :func:`standalone_script`.
     """
-    text = standalone_script(scenario, scaler_spec)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    write_whole(path, standalone_script(scenario, scaler_spec))
 
 
 @cache

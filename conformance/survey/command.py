@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from ..cli.arguments import folder
-from ..status import EXIT_CODES, case_status
+from ..status import EXIT_CODES, case_status, write_whole
 from .catalogue import PLANS
-from .findings import confirm_all, families, write, write_finding
+from .findings import confirm_all, families, write_finding
 from .page import print_survey, render
 from .survey import SurveySettings, conduct, writing
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = settings.out / "findings"
         kept = [write_finding(family, survey, folder) for family in found]
         page = settings.out / "transformers.md"
-        write(page, render(survey, [record for record in kept if record]))
+        write_whole(page, render(survey, [record for record in kept if record]))
     if not settings.quiet:
         print_survey(survey, console)
         console.print(f"records: {settings.path}", markup=False, highlight=False)

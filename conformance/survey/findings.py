@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ..status import plain
+from ..status import plain, write_whole
 from .catalogue import PLANS, model_types
 from .records import Header, ModelRecord, Rule, Run, ScriptRecord, Survey, append
 from .script import MICRO_BATCHES, script_of
@@ -29,7 +29,6 @@ __all__ = [
     "FindingRecord",
     "confirm_all",
     "families",
-    "write",
     "write_finding",
 ]
 
@@ -320,7 +319,7 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         models=tuple(family.names),
         confirmed=tuple(sorted(said)),
     )
-    write(folder / name, script(first, record.what, header))
+    write_whole(folder / name, script(first, record.what, header))
     rows = [
         f"| `{f.model.model}` | `{f.parameter}` | {f.run.name} | {f.error:.2g} | "
         f"{'yes' if f.model.model in said else 'not confirmed'} |"
@@ -345,8 +344,8 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         where=first.run.where.replace("net.", "") or "not looked for",
         thread=record.thread,
     )
-    write(folder / f"{family.id}.md", text)
-    write(
+    write_whole(folder / f"{family.id}.md", text)
+    write_whole(
         folder / f"{family.id}.json",
         msgspec.json.format(msgspec.json.encode(record)).decode() + "\n",
     )
@@ -377,10 +376,3 @@ def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
 
 def _sizes(plan: str) -> str:
     return ", ".join(f"{name}={size}" for name, size in PLANS[plan].sizes.items())
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)

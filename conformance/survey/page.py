@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from markupsafe import escape
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..report.table import escape, row
 from ..status import plain
 from .catalogue import PLANS, chosen_types
 from .findings import FindingRecord
@@ -43,8 +43,8 @@ def print_survey(survey: Survey, console: Console) -> None:
     for name in ("plan", "models", *_VERDICTS):
         table.add_column(name)
     for plan, counts in _counts(survey):
-        row = (str(counts[v] or "") for v in _VERDICTS)
-        table.add_row(plan, str(counts.total()), *row)
+        cells = (str(counts[v] or "") for v in _VERDICTS)
+        table.add_row(plan, str(counts.total()), *cells)
     console.print(table)
     for model in survey.models:
         if model.verdict != "right":
@@ -85,13 +85,17 @@ def _findings(findings: Sequence[FindingRecord]) -> Iterator[str]:
     if not findings:
         return
     yield "## Findings\n"
-    yield "| finding | where | model types | confirmed by script | thread |"
+    yield row(("finding", "where", "model types", "confirmed by script", "thread"))
     yield "|---|---|---|---|---|"
     for each in findings:
-        yield (
-            f"| [{_cell(each.what)}]({each.id}.md) | `{each.where}` | "
-            f"{', '.join(each.models)} | {len(each.confirmed)} of {len(each.models)} "
-            f"| {each.thread} |"
+        yield row(
+            (
+                f"[{_cell(each.what)}]({each.id}.md)",
+                f"`{each.where}`",
+                ", ".join(each.models),
+                f"{len(each.confirmed)} of {len(each.models)}",
+                each.thread,
+            )
         )
 
 
@@ -115,11 +119,7 @@ def _head(survey: Survey) -> str:
 
 
 def _summary(survey: Survey) -> Iterator[str]:
-    yield (
-        "| plan | model types | judged | packages judged | "
-        + " | ".join(_VERDICTS)
-        + " |"
-    )
+    yield row(("plan", "model types", "judged", "packages judged", *_VERDICTS))
     yield "|---" * (4 + len(_VERDICTS)) + "|"
     for plan, counts in _counts(survey):
         types = chosen_types(plan)
@@ -132,20 +132,20 @@ def _summary(survey: Survey) -> Iterator[str]:
             f"{len(folders)} of {len({k.folder for k in types})}",
             *(str(counts[v] or "") for v in _VERDICTS),
         ]
-        yield f"| {' | '.join(cells)} |"
+        yield row(cells)
 
 
 def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
     names = list(dict.fromkeys(run.name for m in models for run in m.runs))
     yield f"## `{plan}`\n"
-    yield "| model type | verdict | " + " | ".join(names) + " | why | seconds |"
+    yield row(("model type", "verdict", *names, "why", "seconds"))
     yield "|---" * (4 + len(names)) + "|"
     for model in sorted(models, key=lambda m: (_VERDICTS.index(m.verdict), m.model)):
         runs = {run.name: run.status for run in model.runs}
         cells = [f"`{model.model}`", model.verdict]
         cells += [runs.get(name, "") for name in names]
         cells += [_cell(_why(model)), f"{model.seconds:.0f}"]
-        yield f"| {' | '.join(cells)} |"
+        yield row(cells)
 
 
 def _why(model: ModelRecord) -> str:
@@ -166,4 +166,4 @@ def _why(model: ModelRecord) -> str:
 
 def _cell(text: str) -> str:
     short = text if len(text) <= 160 else text[:157] + "..."
-    return str(escape(plain(short))).replace("|", "&#124;")
+    return escape(short)
