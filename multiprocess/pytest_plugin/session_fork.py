@@ -25,6 +25,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import re
@@ -461,6 +462,9 @@ def _reset_modules(before: Snapshot) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     spec = sys.modules["torch"].__spec__
     spec._initializing = False  # type: ignore[union-attr]  # we are in its loader
+    # Of torch and of the test module that imports it: frames that are never unwound
+    # hold them, and another thread of a rank would wait for them forever.
+    importlib._bootstrap._module_locks.clear()  # type: ignore[attr-defined]
 
 
 _kept: list[object] = []

@@ -7,6 +7,7 @@ Commands that take long are parsed as they are written and run on one small scen
 import io
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -166,6 +167,7 @@ def run_pytest(words: list[str]) -> None:
         capture_output=True,
         text=True,
     )
+    shutil.rmtree(folder, ignore_errors=True)  # the next command would collect it
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
 
 

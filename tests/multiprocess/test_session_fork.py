@@ -25,7 +25,7 @@ logging.basicConfig()  # to what is stderr now: pytest's capture
 """
 
 TEST = """
-import logging, os, signal, sys, warnings, weakref
+import importlib, logging, os, signal, sys, threading, warnings, weakref
 import pytest, torch, torch.distributed as dist
 
 RANK = os.environ.get("RANK")
@@ -63,6 +63,16 @@ def test_what_was_the_sessions_is_reset(world, tmp_path):
         and "memfd" not in os.readlink(f"/proc/self/fd/{fd}")
     ]
     assert usable == []  # none of pytest's captured files
+
+@pytest.mark.world(size=2)
+def test_other_threads_import_what_was_being_imported(world):
+    del sys.modules[__name__]  # as of a rank that is not the main thread
+    thread = threading.Thread(
+        target=importlib.import_module, args=(__name__,), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
 
 @pytest.mark.world(size=2)
 def test_finalizers_are_the_sessions(world):
@@ -188,7 +198,7 @@ def test_a_fork_of_the_session_resets_what_is_the_sessions(tmp_path: Path) -> No
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TEST)
     done = session(tmp_path, "test_it.py")
-    assert "7 passed" in done.stdout, done.stdout + done.stderr
+    assert "8 passed" in done.stdout, done.stdout + done.stderr
     for rank in range(2):
         assert f"WARNING:mine:said by {rank}" in done.stdout
     assert "UserWarning: warned on a rank" in done.stdout
