@@ -25,7 +25,7 @@ from ...multiprocess import RankOutcome, RankState, WorldFailure
 from ..judge import laws as laws
 from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, Finding, Status, Verdict, judge
-from ..judge.laws.transparency import control_differs
+from ..judge.laws.transparency import first_difference
 from ..judge.localise import first_bad_step, locate, observe_modules
 from ..judge.parity import Parity, followed_schedule, measure_parity
 from ..judge.reference import Idle, Schedule
@@ -254,7 +254,9 @@ class Runner:
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
                 seen.control = self._control_run(scenario)
-                seen.control_differs = self._compare_controls(scenario)
+                # Only a difference raises the question whether the control is to blame.
+                if first_difference(seen.control, seen.phases):
+                    seen.control_differs = self._compare_controls(scenario)
         seen.seconds = time.monotonic() - start
         return seen
 
@@ -366,7 +368,7 @@ class Runner:
         key = _without_scaler(scenario)
         if key not in self._control_differs:
             again = tuple(self._followed(NO_SCALER, key))
-            self._control_differs[key] = control_differs(self._control_run(key), again)
+            self._control_differs[key] = first_difference(self._control_run(key), again)
         return self._control_differs[key]
 
     def _run_ranks(self, spec: str, scenario: Scenario) -> Phases:

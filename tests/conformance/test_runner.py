@@ -166,19 +166,22 @@ def test_a_control_that_is_the_same_again_does() -> None:
 
 
 def test_a_control_whose_parameters_differ_is_seen() -> None:
-    case = judged(MadeUp(scaler=[right], control=[right, moved]))
+    case = judged(MadeUp(scaler=[moved], control=[right, moved]))
     assert "w on rank 0 at step 3" in said(case, "transparency.bitwise")[1]
 
 
-def test_a_control_is_made_twice_once_and_not_for_other_precisions() -> None:
-    place = MadeUp(scaler=[right])
+@pytest.mark.parametrize(("run", "controls"), [(right, 1), (moved, 2)])
+def test_a_control_is_made_again_once_where_the_judged_run_differs(
+    run: Run, controls: int
+) -> None:
+    place = MadeUp(scaler=[run])
     runner = Runner(folder=".", place=place)
     for init_scale in (8.0, 16.0, 32.0):
         scenario = replace(SCENARIO, init_scale=init_scale)
         runner.run(SCALER, scenario, parity=False)
     runner.run(SCALER, replace(SCENARIO, precision="bf16-autocast"), parity=False)
     runner.run(SCALER, replace(SCENARIO, faults="inf@r0s1:first"), parity=False)
-    assert place.calls.count(NO_SCALER) == 2
+    assert place.calls.count(NO_SCALER) == controls
 
 
 def test_a_control_without_a_judged_scaler_is_made_once() -> None:

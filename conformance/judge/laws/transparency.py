@@ -48,14 +48,14 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
             )
 
 
-def control_differs(
+def first_difference(
     once: Sequence[Sequence[RankTrace]], again: Sequence[Sequence[RankTrace]]
 ) -> str:
-    """Where a run without a scaler, made twice, differs from itself; else empty.
+    """Where two runs of a scenario differ bitwise; empty where they do not.
 
     Args:
         once: one trace a rank, for each world that the run was on.
-        again: the same of the second run.
+        again: the same of the other run.
     """
     for phase, other in zip(once, again, strict=True):
         for trace, twin in zip(phase, other, strict=True):
