@@ -60,7 +60,7 @@ from .scale_update import advance, set_scale
 from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
 from .sync_message import LocalState
-from .torch_internals import no_compile
+from .torch_internals import no_compile, version_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -265,10 +265,10 @@ class GradScaler(_TorchGradScaler):
         Takes the place of `unscale_` and ``torch.nn.utils.clip_grad_norm_``, and reads
         the gradients once. The norm is that of all gradients on all ranks that sync,
         each shard added and each replica counted once (see [Note: Each replica once] in
-        ``global_norm.py``). With a fused optimizer the gradients themselves stay as
-        they are: `step` divides and clips them. Call it once per optimizer and
-        iteration; one collective when several ranks sync. A disabled scaler clips in
-        the same way.
+        ``global_norm.py``). With a fused optimizer the gradients stay as they are,
+        not to be written to, until `step` divides and clips them. Call it once per
+        optimizer and iteration; one collective when several ranks sync. A disabled
+        scaler clips in the same way.
 
         Args:
             optimizer: plain tensors and DTensors on up to four meshes. None on a rank
@@ -359,12 +359,9 @@ class GradScaler(_TorchGradScaler):
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
-            if self._records.may_share:
-                written = divided_gradients(grads.tensors())
-                if divisor is None:
-                    state.divided = written
-                else:
-                    state.divided, state.folded = (), written
+                state.divided, state.folded = (), divided_gradients(grads.tensors())
+            elif self._records.may_share:
+                state.divided = divided_gradients(grads.tensors())
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)
@@ -414,7 +411,7 @@ class GradScaler(_TorchGradScaler):
             What ``optimizer.step`` returned; None if it was skipped.
 
         Raises:
-            RuntimeError: a closure was given, or `step` was already called.
+            RuntimeError: a closure; called twice; gradients written to after a clip.
             AssertionError: the gradients cannot have been scaled, or there are none.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
             RanksDisagreeError: the ranks hold different state.
@@ -467,6 +464,12 @@ class GradScaler(_TorchGradScaler):
         if takes_scaler(optimizer):
             return optimizer.step(*args, grad_scaler=self, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
+        left = [(ref(), version) for ref, version in state.folded]
+        if any(g is not None and version_of(g) != version for g, version in left):
+            raise RuntimeError(
+                "Gradients were written to after clip_grad_norm_(), which leaves them "
+                "to the step() of a fused optimizer: write to them before it."
+            )
         if self._must_unscale_first(state, scale):
             self._check_and_sync(optimizer, state, "step", allow_fp16=True)
         elif state["stage"] is OptState.READY:
@@ -941,8 +944,7 @@ class GradScaler(_TorchGradScaler):
 
 def _divide_folded(state: OptimizerState, divisor: torch.Tensor) -> None:
     # What a fused kernel was to divide, and cannot any more.
-    gradients = state.folded or divided_gradients(local_dense(state.optimizer))
-    state.divided = divide_(gradients, divisor)
+    state.divided = divide_(state.folded, divisor)
     state.folded, state.fused_grad_scale = (), None
 
 

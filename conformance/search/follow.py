@@ -25,6 +25,8 @@ EITHER = ", or as torch has it "
 UNLIMITED = timedelta(minutes=30)
 """As a group is made: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
+WRITE_GRADIENTS = ("handclip", "inf", "clear")
+"""Calls that write to gradients in place, beside backwards."""
 
 
 def follow(
@@ -86,7 +88,12 @@ class _Follower:
             before = self.replica.state()
             if call.kind in CLIPS or call.kind == "handclip":
                 self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
-            self.may_refuse |= call.kind == "cross"
+            self.may_refuse |= call.kind == "cross" or (
+                # left to a fused kernel, they still carry the scale
+                call.kind in WRITE_GRADIENTS
+                and self.own_clip
+                and "fused" in self.program.words
+            )
             wanted = [each.make(call) for each in self.tracks]
             got = seen(self.replica, call)
             raised = self._raised(place, got)

@@ -144,6 +144,38 @@ def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
     assert all(not p.any() for p in params) and scaler.get_scale() == SCALE / 2
 
 
+@FUSED
+@pytest.mark.parametrize("iteration", [0, 1])
+def test_gradients_written_to_after_a_clip(
+    fused: bool, where: str, iteration: int
+) -> None:
+    """A fused kernel would divide by the scale what was clipped with it in."""
+    params = parameters_with([torch.zeros(4), torch.zeros(4)])
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = scaled()
+    for number in range(iteration + 1):
+        for p in params:
+            p.grad = torch.full((4,), SCALE)
+        scaler.clip_grad_norm_(optimizer, 0.5)
+        if number == iteration:
+            torch.nn.utils.clip_grad_norm_(params, 0.25)
+            before = [p.detach().clone() for p in params]
+            if fused:
+                with pytest.raises(RuntimeError, match="written to after"):
+                    scaler.step(optimizer)
+                assert all(map(torch.equal, before, params))
+                params[0].grad = params[1].grad = None  # there is nothing to divide
+            scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    moved = sum(
+        float((p.detach() - b).square().sum())
+        for p, b in zip(params, before, strict=True)
+    )
+    assert moved == pytest.approx(0.0 if fused else 0.25**2, rel=1e-5)
+
+
 def test_errors() -> None:
     params = parameters_with([torch.full((2,), math.inf)])
     optimizer = torch.optim.SGD(params, lr=1.0)
