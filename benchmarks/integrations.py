@@ -121,7 +121,7 @@ def judge(runner: Runner, step: Step, layout: str, case: str) -> dict[str, Any]:
     for side, (workload, scaler) in (("theirs", step.theirs), ("ours", step.ours)):
         at = scenario(workload, layout, case)
         done = runner.run(scaler, Scenario.parse(at))
-        broken = {v.law: v.finding.message for v in done.verdicts if v.status == "fail"}
+        broken = {v.law: v.message for v in done.verdicts if v.status == "fail"}
         found[side] = {
             "status": str(done.status), "problem": done.problem, "broken": broken,
             "scaler": scaler, "scenario": at,

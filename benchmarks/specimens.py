@@ -110,7 +110,7 @@ def accused(runner: Runner, spec: str, seed: int) -> Iterator[str]:
     for scenario in select("quick", _selection(spec, seed)):
         case = runner.run(NO_SCALER, scenario)
         if case.status.value in ("fail", "error"):
-            laws = [v.law for v in case.verdicts if v.status.value == "fail"]
+            laws = [v.law for v in case.verdicts if v.status == "fail"]
             yield f"{scenario.id}: {', '.join(laws) or case.problem}"
 
 

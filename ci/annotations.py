@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..conformance.report.records import CaseRecord, Report, VerdictRecord
+from ..conformance.report.records import CaseRecord, Report
 from ..conformance.report.terminal import plain
+from ..conformance.status import Verdict
 from .locate import locate
 from .reasons import at
 
@@ -19,7 +20,7 @@ __all__ = ["SHOWN", "commands", "render"]
 SHOWN = 10
 """Errors that GitHub shows of one step."""
 
-Violation = tuple[CaseRecord, VerdictRecord]
+Violation = tuple[CaseRecord, Verdict]
 
 
 def render(report: Report) -> str:

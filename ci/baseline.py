@@ -15,8 +15,8 @@ from typing import TypeVar
 import msgspec
 
 from ..conformance.aliases import current_id, current_law
-from ..conformance.report.records import CaseRecord, Header, Number, Report
-from ..conformance.status import UsageError, write_whole
+from ..conformance.report.records import CaseRecord, Header, Report
+from ..conformance.status import Number, UsageError, write_whole
 from .ratios import Spread, spread_of, worst
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Checks: what a report owes to a baseline, case by case; pure functions.
 
-Verdicts are judged under their own law. What is compared beside them bears an id of the
-chapter ``baseline``, so that an expectation can name it.
+Verdicts of laws are checked as they are. What is compared beside them is a verdict,
+too, with an id of the chapter ``baseline``, so that an expectation can name it.
 """
 
 from __future__ import annotations
@@ -10,36 +10,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..conformance.report.compare import SEQUENCES, Rows, difference
-from ..conformance.report.records import (
-    CaseRecord,
-    Header,
-    Number,
-    Report,
-    VerdictRecord,
-)
-from ..conformance.status import is_worse
+from ..conformance.report.records import CaseRecord, Header, Report
+from ..conformance.status import Number, Status, Verdict, is_worse
 from .baseline import Baseline, BaselineCase, Provenance
-from .expectations import Judgement
 from .ratios import Spread, limit, worst
 from .reasons import Reason, at
 
-__all__ = ["DECIDED", "Finding", "check_cases", "check_vanished", "check_whole"]
+__all__ = ["DECIDED", "Checked", "check_cases", "check_vanished", "check_whole"]
 
 DECIDED = "baseline.decided"
 """Id of the demand that a case decides something."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A judgement, and the reason to close the gate that it may be."""
+class Checked:
+    """A verdict in its case, and the reason to close the gate that it may be."""
 
-    judgement: Judgement
+    case: CaseRecord
+    verdict: Verdict
     reason: Reason | None
     better: bool = False
     """Whether it is better than the baseline knows."""
 
 
-def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Finding]:
+def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
     """Judge every verdict of ``report``, and its sequences and ratios."""
     known = {c.key: c for c in baseline.cases} if baseline else {}
     for case in report.cases:
@@ -52,20 +46,18 @@ def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Finding]:
             yield from _decides(case)
 
 
-def _verdict(
-    case: CaseRecord, verdict: VerdictRecord, old: BaselineCase | None
-) -> Finding:
+def _verdict(case: CaseRecord, verdict: Verdict, old: BaselineCase | None) -> Checked:
     before = old.exact.laws.get(verdict.law, "") if old else ""
-    judgement = Judgement(case=case, law=verdict.law, status=verdict.status)
-    return Finding(
-        judgement=judgement,
+    return Checked(
+        case=case,
+        verdict=verdict,
         reason=_reason(case, verdict, before, known=old is not None),
         better=bool(before) and is_worse(before, verdict.status),
     )
 
 
 def _reason(
-    case: CaseRecord, verdict: VerdictRecord, before: str, *, known: bool
+    case: CaseRecord, verdict: Verdict, before: str, *, known: bool
 ) -> Reason | None:
     """Why this verdict closes the gate.
 
@@ -94,7 +86,7 @@ def _reason(
     )
 
 
-def _decides(case: CaseRecord) -> Iterator[Finding]:
+def _decides(case: CaseRecord) -> Iterator[Checked]:
     """A case that no baseline knows owes a decision: skipped by all proves nothing.
 
     Where a law is inconclusive or broken, its own verdict tells; where a baseline knows
@@ -102,38 +94,42 @@ def _decides(case: CaseRecord) -> Iterator[Finding]:
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
-        yield Finding(
-            judgement=Judgement(case=case, law=DECIDED, status="inconclusive"),
-            reason=_broken(case, "undecided", DECIDED, f"no law was decided: {why}"),
+        text = f"no law was decided: {why}"
+        verdict = Verdict(law=DECIDED, status=Status.INCONCLUSIVE, message=text)
+        yield Checked(
+            case=case, verdict=verdict, reason=_broken(case, "undecided", verdict)
         )
 
 
-def _step(verdict: VerdictRecord) -> str:
+def _step(verdict: Verdict) -> str:
     """The step, where the message does not begin with it."""
     words = f"step {verdict.step}: "
     told = verdict.step is None or verdict.message.startswith(words)
     return "" if told else words
 
 
-def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Finding]:
+def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:
     """Sequences, counts, ratios of cases that passed: a failure promises none."""
     if old.exact.status != "pass":
         return
     for law, (kind, check) in _NUMBERS.items():
         text = check(case, old)
-        yield Finding(
-            judgement=Judgement(case=case, law=law, status="fail" if text else "pass"),
-            reason=_broken(case, kind, law, text) if text else None,
+        status = Status.FAIL if text else Status.PASS
+        verdict = Verdict(law=law, status=status, message=text)
+        yield Checked(
+            case=case,
+            verdict=verdict,
+            reason=_broken(case, kind, verdict) if text else None,
         )
 
 
-def _broken(case: CaseRecord, kind: str, law: str, text: str) -> Reason:
+def _broken(case: CaseRecord, kind: str, verdict: Verdict) -> Reason:
     return Reason(
         kind=kind,
-        text=f"{text} in {at(case)}",
+        text=f"{verdict.message} in {at(case)}",
         scaler=case.scaler,
         scenario=case.scenario,
-        law=law,
+        law=verdict.law,
         replay=case.replay,
     )
 

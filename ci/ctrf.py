@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from .. import __version__
-from ..conformance.report.records import CaseRecord, Header, Report, VerdictRecord
+from ..conformance.report.records import CaseRecord, Header, Report
+from ..conformance.status import Verdict
 
 __all__ = ["SPEC_VERSION", "render"]
 
@@ -69,7 +70,7 @@ def _summary(report: Report, tests: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def _test(case: CaseRecord, verdict: VerdictRecord) -> dict[str, Any]:
+def _test(case: CaseRecord, verdict: Verdict) -> dict[str, Any]:
     return {
         "id": _uuid(case.scaler, case.scenario, verdict.law),
         "name": f"{verdict.law} in {case.scenario}",

@@ -17,7 +17,7 @@ import msgspec
 from ..conformance.report.records import Report
 from ..conformance.status import UsageError
 from .baseline import Baseline
-from .checks import Finding, check_cases, check_vanished, check_whole
+from .checks import Checked, check_cases, check_vanished, check_whole
 from .expectations import Expectation
 from .integrity import contradictions
 from .reasons import (
@@ -76,28 +76,28 @@ def decide(report: Report, terms: Terms) -> Decision:
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
         return _decision(report, broken, [], 0)
-    findings = list(check_cases(report, terms.baseline))
+    checked = list(check_cases(report, terms.baseline))
     live = [
         e
         for e in terms.expectations
         if e.applies(report.header) and not e.expired(terms.today)
     ]
-    findings.sort(key=lambda f: (at(f.judgement.case), f.judgement.law))
-    reasons, notes = _excuse(findings, live)
-    notes += folded(_better(f) for f in findings if f.better)
-    left = [*_expired(terms, report), *_idle(live, findings)]
+    checked.sort(key=lambda c: (at(c.case), c.verdict.law))
+    reasons, notes = _excuse(checked, live)
+    notes += folded(_better(c) for c in checked if c.better)
+    left = [*_expired(terms, report), *_idle(live, checked)]
     if terms.strict:
         reasons += [Reason(kind="expectation", text=text) for text in left]
     else:
         notes += left
-    notes += _unexpected(live, findings)
+    notes += _unexpected(live, checked)
     if terms.baseline is not None:
         reasons += check_vanished(report, terms.baseline)
         notes += _unknown(report, terms.baseline)
     reasons += check_whole(
         report, terms.baseline, terms.min_cases, any_torch=terms.any_torch
     )
-    return _decision(report, reasons, notes, len(findings))
+    return _decision(report, reasons, notes, len(checked))
 
 
 def _decision(
@@ -117,28 +117,27 @@ def _decision(
 
 
 def _excuse(
-    findings: Sequence[Finding], live: Sequence[Expectation]
+    checked: Sequence[Checked], live: Sequence[Expectation]
 ) -> tuple[list[Reason], list[str]]:
     reasons: list[Reason] = []
     notes: list[tuple[object, str]] = []
-    for finding in findings:
-        if finding.reason is None:
+    for each in checked:
+        if each.reason is None:
             continue
-        entry = next((e for e in live if e.expects(finding.judgement)), None)
+        entry = next((e for e in live if e.expects(each.case, each.verdict)), None)
         if entry is None:
-            reasons.append(finding.reason)
+            reasons.append(each.reason)
         else:
             link = f" {entry.link}" if entry.link else ""
-            text = f"expected, {entry.reason}{link}: {finding.reason.text}"
-            notes.append(((entry.name, finding.judgement.law), text))
+            text = f"expected, {entry.reason}{link}: {each.reason.text}"
+            notes.append(((entry.name, each.verdict.law), text))
     return reasons, folded(notes)
 
 
-def _better(finding: Finding) -> tuple[object, str]:
-    judged = finding.judgement
-    return (judged.case.scaler, judged.law, judged.status), (
-        f"better: {judged.law} is {judged.status} in {at(judged.case)}: "
-        "--update-baseline makes it a promise"
+def _better(checked: Checked) -> tuple[object, str]:
+    case, law, status = checked.case, checked.verdict.law, checked.verdict.status
+    return (case.scaler, law, status), (
+        f"better: {law} is {status} in {at(case)}: --update-baseline makes it a promise"
     )
 
 
@@ -148,13 +147,13 @@ def _expired(terms: Terms, report: Report) -> Iterator[str]:
             yield f"the expectation of {entry.name} expired on {entry.expires}"
 
 
-def _idle(live: Sequence[Expectation], findings: Sequence[Finding]) -> Iterator[str]:
+def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[str]:
     """Entries that match nothing, or nothing that is as they say."""
     for entry in live:
-        matched = [f.judgement for f in findings if entry.matches(f.judgement)]
+        matched = [c for c in checked if entry.matches(c.case, c.verdict)]
         if not matched:
             yield f"the expectation of {entry.name} matches nothing"
-        elif not any(entry.expects(j) for j in matched):
+        elif not any(entry.expects(c.case, c.verdict) for c in matched):
             yield (
                 f"the expectation of {entry.name} is stale: none of {len(matched)} "
                 f"verdicts is {' or '.join(entry.statuses)}"
@@ -162,17 +161,17 @@ def _idle(live: Sequence[Expectation], findings: Sequence[Finding]) -> Iterator[
 
 
 def _unexpected(
-    live: Sequence[Expectation], findings: Sequence[Finding]
+    live: Sequence[Expectation], checked: Sequence[Checked]
 ) -> Iterator[str]:
     for entry in live:
         yield from folded(
             (
-                judged.law,
-                f"unexpected pass: {judged.law} in {at(judged.case)}: expected "
+                each.verdict.law,
+                f"unexpected pass: {each.verdict.law} in {at(each.case)}: expected "
                 f"{' or '.join(entry.statuses)}, {entry.reason}",
             )
-            for judged in (f.judgement for f in findings)
-            if judged.status == "pass" and entry.matches(judged)
+            for each in checked
+            if each.verdict.status == "pass" and entry.matches(each.case, each.verdict)
         )
 
 

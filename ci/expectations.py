@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,12 +18,11 @@ import msgspec
 
 from ..conformance.aliases import current_id, current_law
 from ..conformance.report.records import CaseRecord, Header
-from ..conformance.status import RANKING, UsageError
+from ..conformance.status import RANKING, UsageError, Verdict
 
 __all__ = [
     "Expectation",
     "ExpectationError",
-    "Judgement",
     "read_expectations",
     "version_holds",
 ]
@@ -32,15 +30,6 @@ __all__ = [
 
 class ExpectationError(UsageError):
     """A file of expectations cannot be used; the message says why and where."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """One law in one case, as the gate sees it."""
-
-    case: CaseRecord
-    law: str
-    status: str
 
 
 class Expectation(
@@ -90,24 +79,23 @@ class Expectation(
         """Whether the last day is over."""
         return self.expires is not None and today > self.expires
 
-    def matches(self, judgement: Judgement) -> bool:
+    def matches(self, case: CaseRecord, verdict: Verdict) -> bool:
         """Whether patterns and world size fit, whatever the status."""
-        case = judgement.case
         sizes = (
             [self.world_size] if isinstance(self.world_size, int) else self.world_size
         )
         texts = (
             (case.scaler, self.scaler),
             (case.scenario, self.scenario),
-            (judgement.law, self.law),
+            (verdict.law, self.law),
         )
         return (not sizes or case.world_size in sizes) and all(
             text == pattern or fnmatchcase(text, pattern) for text, pattern in texts
         )
 
-    def expects(self, judgement: Judgement) -> bool:
-        """Whether the entry speaks of exactly this judgement."""
-        return judgement.status in self.statuses and self.matches(judgement)
+    def expects(self, case: CaseRecord, verdict: Verdict) -> bool:
+        """Whether the entry speaks of exactly this verdict."""
+        return verdict.status in self.statuses and self.matches(case, verdict)
 
 
 def _check(entry: Expectation) -> None:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from xml.etree import ElementTree as ET
 
-from ..conformance.report.records import CaseRecord, Report, VerdictRecord
+from ..conformance.report.records import CaseRecord, Report
+from ..conformance.status import Verdict
 
 __all__ = ["render", "xml_text"]
 
@@ -65,7 +66,7 @@ def _suite(case: CaseRecord, started: str) -> ET.Element:
 
 def _set_counts(
     element: ET.Element,
-    verdicts: Sequence[VerdictRecord],
+    verdicts: Sequence[Verdict],
     *,
     extra_errors: bool = False,
 ) -> None:
@@ -81,7 +82,7 @@ def _set_counts(
         element.set(name, str(count))
 
 
-def _test(case: CaseRecord, verdict: VerdictRecord) -> ET.Element:
+def _test(case: CaseRecord, verdict: Verdict) -> ET.Element:
     # the run is timed as a whole: laws only look at what it left behind
     test = _element("testcase", classname=case.scenario, name=verdict.law, time="0")
     _add_properties(test, _facts(verdict))
@@ -93,7 +94,7 @@ def _test(case: CaseRecord, verdict: VerdictRecord) -> ET.Element:
     return test
 
 
-def _facts(verdict: VerdictRecord) -> Iterator[tuple[str, str]]:
+def _facts(verdict: Verdict) -> Iterator[tuple[str, str]]:
     if verdict.step is not None:
         yield "step", str(verdict.step)
     if verdict.ranks:  # one property: readers keep the last of several with one name

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..conformance.report.records import CaseRecord, Report, VerdictRecord
+from ..conformance.report.records import CaseRecord, Report
 from ..conformance.report.table import escape, row
 from ..conformance.report.terminal import cell, facts
-from ..conformance.status import RANKING, case_status
+from ..conformance.status import RANKING, Verdict, case_status
 from .reasons import at
 
 __all__ = ["LIMIT_BYTES", "escape", "render"]
@@ -68,7 +68,7 @@ def _story(case: CaseRecord) -> Iterator[str]:
         yield f"\n<pre>{escape(case.replay)}</pre>"
 
 
-def _finding(verdict: VerdictRecord) -> str:
+def _finding(verdict: Verdict) -> str:
     found = "; ".join(facts(verdict))
     extra = f" ({escape(found)})" if found else ""
     return f"**{escape(verdict.law)}** {escape(verdict.message)}{extra}"

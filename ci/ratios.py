@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..conformance.report.records import Number
+from ..conformance.status import Number, as_number
 
 __all__ = ["LUCK", "Spread", "limit", "spread_of", "worst"]
 
@@ -40,12 +40,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 def spread_of(values: Iterable[float]) -> Spread:
     """From the least to the largest of ``values``."""
     found = sorted(values)
-    return Spread(low=_number(found[0]), high=_number(found[-1]))
-
-
-def _number(value: float) -> Number:
-    """JSON has no infinity: write it as a word, as reports do."""
-    return value if value < float("inf") else str(value)
+    return Spread(low=as_number(found[0]), high=as_number(found[-1]))
 
 
 def limit(spread: Spread) -> float:

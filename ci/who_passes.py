@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..conformance.report.records import Report, ReportError, VerdictRecord
+from ..conformance.report.records import Report, ReportError
 from ..conformance.run.confirm import broken_laws, examples
 from ..conformance.run.peers import (
     OURS,
@@ -22,7 +22,7 @@ from ..conformance.run.peers import (
     read_record,
 )
 from ..conformance.space.catalogue import PRESETS
-from ..conformance.status import RANKING, UsageError, write_whole
+from ..conformance.status import RANKING, UsageError, Verdict, write_whole
 from .markdown import escape
 
 __all__ = ["main", "render"]
@@ -170,6 +170,6 @@ def _story(name: str, record: Record) -> Iterator[str]:
     yield f"\n    gradparity replay --scaler {peer.spec} SCENARIO\n"
 
 
-def _seen(verdict: VerdictRecord) -> str:
+def _seen(verdict: Verdict) -> str:
     text = " ".join(verdict.message.split())
     return escape(text if len(text) <= 200 else text[:197] + "...")

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .judge.law import LAWS as LAWS
     from .judge.law import Evidence as Evidence
-    from .judge.law import Finding as Finding
     from .judge.law import Law as Law
-    from .judge.law import Status as Status
-    from .judge.law import Verdict as Verdict
     from .report.records import Report as Report
     from .report.records import ReportError as ReportError
     from .report.records import read_report as read_report
     from .run.runner import Case as Case
     from .run.runner import Runner as Runner
     from .space.scenario import Scenario as Scenario
+    from .status import Finding as Finding
+    from .status import Status as Status
+    from .status import Verdict as Verdict
 
 __all__ = [
     "LAWS",
@@ -40,14 +40,14 @@ _HOMES = {
     "LAWS": "judge.law",
     "Case": "run.runner",
     "Evidence": "judge.law",
-    "Finding": "judge.law",
+    "Finding": "status",
     "Law": "judge.law",
     "Report": "report.records",
     "ReportError": "report.records",
     "Runner": "run.runner",
     "Scenario": "space.scenario",
-    "Status": "judge.law",
-    "Verdict": "judge.law",
+    "Status": "status",
+    "Verdict": "status",
     "read_report": "report.records",
 }
 

@@ -1,4 +1,4 @@
-"""Statuses and exit codes: the words that laws, reports, commands and gates share.
+"""Statuses, verdicts, exit codes: what laws, reports, commands and gates share.
 
 This module imports nothing of ours, so that a report is read without torch.
 """
@@ -6,19 +6,30 @@ This module imports nothing of ours, so that a report is read without torch.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 __all__ = [
     "EXIT_CODES",
     "INTERRUPTED",
     "RANKING",
     "USAGE",
+    "Count",
+    "Finding",
+    "Number",
     "Status",
     "UsageError",
+    "Verdict",
+    "Word",
+    "as_number",
     "as_usage",
     "case_status",
     "did_you_mean",
@@ -79,6 +90,42 @@ class Status(StrEnum):
 RANKING = ("pass", "skipped", "inconclusive", "fail", "error")
 """From best to worst. Skipped is worse than pass: what is not checked can be broken."""
 assert set(RANKING) == set(Status)
+
+Word = Annotated[str, Meta(pattern=f"^({'|'.join(RANKING)})$")]
+"""A status as files have it."""
+Count = Annotated[int, Meta(ge=0)]
+Number = float | Annotated[str, Meta(pattern="^(nan|-?inf)$")]
+"""A number; nan and the infinities, which JSON lacks, are words."""
+
+
+def as_number(value: float) -> Number:
+    """``value`` as JSON can hold it; ``float`` reads it again."""
+    return value if math.isfinite(value) else str(value)
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a law finds in a run, in words and numbers."""
+
+    status: Word
+    message: str
+    step: Count | None = None
+    ranks: tuple[Count, ...] = ()
+    parameter: str | None = None
+    numbers: dict[str, Number] = {}
+    cause: str = ""
+    """Where not all violations of a law are alike: what kind this one is, in words that
+    are equal in all runs with that cause."""
+    compared: Count = 0
+    """Comparisons that it rests on."""
+    not_compared: Count = 0
+    """Comparisons that were due and could not be made."""
+
+
+class Verdict(Finding, frozen=True):
+    """A finding with its law: one value from the judge to the report and the gate."""
+
+    law: str
+
 
 EXIT_CODES = {"pass": 0, "fail": 1, "error": 3, "inconclusive": 4}
 """Exit code of a command by the worst status; the gate has the same ones."""

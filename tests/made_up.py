@@ -5,7 +5,7 @@ import copy
 import numpy as np
 
 from gradparity.conformance import Evidence, Scenario, Status
-from gradparity.conformance.judge.law import Finding, judge
+from gradparity.conformance.judge.law import judge
 from gradparity.conformance.judge.parity import ClipRow, Parity, ParityRow
 from gradparity.conformance.rank.trace import (
     Collective,
@@ -16,6 +16,7 @@ from gradparity.conformance.rank.trace import (
     Restored,
     StepTrace,
 )
+from gradparity.conformance.status import Finding
 
 SCENARIO = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2")
 BAD_STEP = 1
@@ -125,10 +126,10 @@ def clip_row(*, rank: int, step: int, factor: float = 0.5) -> ClipRow:
 def finding(of: Evidence, law: str) -> Finding:
     """What one law says."""
     (verdict,) = [v for v in judge(of) if v.law == law]
-    return verdict.finding
+    return verdict
 
 
 def accused(of: Evidence) -> dict[str, str]:
     """Laws that are broken or could not be judged, with what they say."""
     bad = {Status.FAIL, Status.INCONCLUSIVE, Status.ERROR}
-    return {v.law: v.finding.message for v in judge(of) if v.status in bad}
+    return {v.law: v.message for v in judge(of) if v.status in bad}

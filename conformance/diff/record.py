@@ -30,13 +30,12 @@ from ..rank.devices import Devices
 from ..rank.observe import digest
 from ..rank.scaler_spec import load_scaler
 from ..rank.trace import RankTrace, StepTrace
-from ..report.records import Number
 from ..run.launcher import Pool
 from ..run.runner import Phases, Runner
 from ..run.session import RunSettings
 from ..space.catalogue import Selection
 from ..space.scenario import Scenario
-from ..status import EXIT_CODES, USAGE, UsageError, plain
+from ..status import EXIT_CODES, USAGE, UsageError, as_number, plain
 from .recording import (
     Arrays,
     Part,
@@ -211,7 +210,7 @@ class _Writer:
         return Tensor(
             parts=tuple(self._part(rank, *part) for rank, part in parts.items()),
             elements=len(full),
-            size=(_number(norm), _number(largest)),
+            size=(as_number(norm), as_number(largest)),
         )
 
     def _step(
@@ -229,15 +228,15 @@ class _Writer:
         updates = {n: self._update(step, phase, seen, twin, n) for n in names}
         return Step(
             batch="-".join(digest(tensor) for tensor in batch.tensors),
-            loss=None if loss is None else _number(loss),
-            loss_bound=_number(bounds.loss[step]["loss"][0] if bounds else math.inf),
+            loss=None if loss is None else as_number(loss),
+            loss_bound=as_number(bounds.loss[step]["loss"][0] if bounds else math.inf),
             norms={
-                str(trace.rank): _number(at.reported_norm)
+                str(trace.rank): as_number(at.reported_norm)
                 for trace, at in zip(phase, seen, strict=True)
                 if at.reported_norm is not None
             },
-            norm_bound=_number(bounds.norm[step]["norm"][0] if bounds else math.inf),
-            scale=[_number(at.scale_after) for at in seen],
+            norm_bound=as_number(bounds.norm[step]["norm"][0] if bounds else math.inf),
+            scale=[as_number(at.scale_after) for at in seen],
             stepped=[at.parameters_changed for at in seen],
             gradients={n: t for n, t in gradients.items() if t is not None},
             updates={n: t for n, t in updates.items() if t is not None},
@@ -318,8 +317,8 @@ class _Writer:
         return Tensor(
             parts=tuple(self._part(rank, *held) for rank, held in values.items()),
             elements=_elements(places for _, places in values.values()),
-            size=(_number(size[0]), _number(size[1])),
-            bound=(_number(norm), _number(largest)),
+            size=(as_number(size[0]), as_number(size[1])),
+            bound=(as_number(norm), as_number(largest)),
             weights=add_array(self.arrays, weights.astype(np.float32))
             if weights is not None and counted
             else "",
@@ -335,10 +334,6 @@ class _Writer:
 
 def _elements(places: Iterable[NDArray[np.int64]]) -> int:
     return max((int(p.max()) + 1 for p in places if p.size), default=0)
-
-
-def _number(value: float) -> Number:
-    return value if math.isfinite(value) else str(value)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..report.records import Number
-from ..status import UsageError, write_whole
+from ..status import Number, UsageError, write_whole
 
 __all__ = [
     "Arrays",

@@ -1,4 +1,4 @@
-"""Law and verdict: a law is an id, a sentence, a reason and a pure function.
+"""Law: an id, a sentence, a reason and a pure function that gives a finding.
 
 A law sees :class:`Evidence` and nothing else; it never touches ``torch.distributed``,
 so it can be tested on made-up traces.
@@ -7,11 +7,13 @@ so it can be tested on made-up traces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+
+from msgspec.structs import asdict, replace
 
 from ..rank.trace import Decision, RankTrace, StepTrace
 from ..space.scenario import Scenario
-from ..status import Status, rank_list, worst_of
+from ..status import Finding, Status, Verdict, as_number, rank_list, worst_of
 from .parity import Parity
 
 __all__ = [
@@ -21,30 +23,10 @@ __all__ = [
     "Finding",
     "Law",
     "Status",
-    "Verdict",
     "judge",
     "law",
     "rank_list",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What a law found, in words and numbers."""
-
-    status: Status
-    message: str
-    step: int | None = None
-    ranks: tuple[int, ...] = ()
-    parameter: str | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
-    cause: str = ""
-    """Where not all violations of a law are alike: what kind this one is, in words that
-    are equal in all runs with that cause."""
-    compared: int = 0
-    """Comparisons that it rests on."""
-    not_compared: int = 0
-    """Comparisons that were due and could not be made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,19 +99,6 @@ class Law:
         return self.id.partition(".")[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """One law applied to one run."""
-
-    law: str
-    finding: Finding
-
-    @property
-    def status(self) -> Status:
-        """Short for ``finding.status``."""
-        return self.finding.status
-
-
 LAWS: dict[str, Law] = {}
 """Every law by id, in the order of its chapter."""
 
@@ -149,10 +118,12 @@ def law(
 
 def judge(evidence: Evidence) -> list[Verdict]:
     """Apply every law to ``evidence``."""
-    return [
-        Verdict(law=each.id, finding=_over_parts(each, evidence))
-        for each in LAWS.values()
-    ]
+    return [_named(each.id, _over_parts(each, evidence)) for each in LAWS.values()]
+
+
+def _named(law: str, finding: Finding) -> Verdict:
+    numbers = {name: as_number(float(x)) for name, x in finding.numbers.items()}
+    return Verdict(law=law, **asdict(finding) | {"numbers": numbers})
 
 
 def _over_parts(law: Law, evidence: Evidence) -> Finding:
@@ -169,7 +140,7 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
         return replace(finding, compared=compared, not_compared=missed)
     first = evidence.scenario.phases[0]
     message = f"{there.message} ({first.topology}/{first.world_size}, where it began)"
-    if finding.status is there.status is Status.PASS:
+    if finding.status == there.status == Status.PASS:
         message += f", then {finding.message}"
     return replace(there, message=message, compared=compared, not_compared=missed)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..status import RANKING, worst_of, write_whole
+from ..status import RANKING, Verdict, worst_of, write_whole
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
-from .records import HARNESS, CaseRecord, Report, VerdictRecord
+from .records import HARNESS, CaseRecord, Report
 from .terminal import cell, facts, plain, worst_status
 
 __all__ = ["render_page", "write_page"]
@@ -89,7 +89,7 @@ def _printable(value: object) -> object:
     return value
 
 
-def _more_facts(verdict: VerdictRecord) -> list[str]:
+def _more_facts(verdict: Verdict) -> list[str]:
     """The facts of a verdict that its message does not state."""
     return [
         fact

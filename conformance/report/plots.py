@@ -14,7 +14,8 @@ from itertools import zip_longest
 
 from markupsafe import Markup, escape
 
-from .records import CaseRecord, Curves, Number
+from ..status import Number
+from .records import CaseRecord, Curves
 from .terminal import plain
 
 __all__ = [

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from msgspec import Meta
 
 from ..aliases import current_id, current_law
-from ..status import RANKING, UsageError, write_whole
+from ..status import Count, Number, UsageError, Verdict, Word, write_whole
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -34,7 +34,6 @@ __all__ = [
     "Report",
     "ReportError",
     "ReportWriter",
-    "VerdictRecord",
     "append_footer",
     "read_report",
 ]
@@ -42,11 +41,6 @@ __all__ = [
 SCHEMA_VERSION = 2
 HARNESS = "harness"
 """What stands in place of a law where the harness broke."""
-Number = float | Annotated[str, Meta(pattern="^(nan|-?inf)$")]
-"""A number; nan and the infinities, which JSON lacks, are written as words."""
-Word = Annotated[str, Meta(pattern=f"^({'|'.join(RANKING)})$")]
-"""A status, in the words of the laws."""
-Count = Annotated[int, Meta(ge=0)]
 
 
 class ReportError(UsageError):
@@ -116,24 +110,6 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """Names of the GPUs of the machine of rank 0, where the device is cuda."""
     laws: dict[str, LawText] = {}
     """Law -> its text, in the order of the chapters."""
-
-
-class VerdictRecord(_Part, frozen=True, kw_only=True):
-    """One law in one case."""
-
-    law: str
-    status: Word
-    message: str
-    step: Count | None = None
-    ranks: tuple[Count, ...] = ()
-    parameter: str | None = None
-    numbers: dict[str, Number] = {}
-    cause: str = ""
-    """Where not all violations of a law are alike: what kind this one is."""
-    compared: Count = 0
-    """Comparisons that it rests on."""
-    not_compared: Count = 0
-    """Comparisons that were due and could not be made."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):
@@ -231,7 +207,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     precision: str
     model: str
     status: Word
-    verdicts: tuple[VerdictRecord, ...]
+    verdicts: tuple[Verdict, ...]
     seconds: float
     problem: str = ""
     """Why the harness broke, naming the rank; else empty. No law is judged then."""
@@ -252,21 +228,21 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         """What identifies a case within a report."""
         return self.scaler, self.scenario
 
-    def verdict(self, law: str) -> VerdictRecord | None:
+    def verdict(self, law: str) -> Verdict | None:
         """The verdict of one law, if the case has it."""
         return next((v for v in self.verdicts if v.law == law), None)
 
     @property
-    def findings(self) -> tuple[VerdictRecord, ...]:
+    def findings(self) -> tuple[Verdict, ...]:
         """Its verdicts and, once, why the harness broke."""
         if not self.problem:
             return self.verdicts
-        broke = VerdictRecord(law=HARNESS, status="error", message=self.problem)
+        broke = Verdict(law=HARNESS, status="error", message=self.problem)
         # early versions gave every law an error of its own
         return (broke, *(v for v in self.verdicts if v.status != "error"))
 
     @property
-    def failures(self) -> tuple[VerdictRecord, ...]:
+    def failures(self) -> tuple[Verdict, ...]:
         """Violations, and why the harness broke."""
         return tuple(v for v in self.findings if v.status in ("fail", "error"))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ..status import Verdict
 from .records import (
     SCHEMA_VERSION,
     CaseRecord,
@@ -23,7 +24,6 @@ from .records import (
     Launcher,
     Line,
     Location,
-    VerdictRecord,
 )
 
 __all__ = ["report_schema", "schema_text"]
@@ -43,7 +43,7 @@ def report_schema() -> dict[str, Any]:
         Header,
         Launcher,
         CaseRecord,
-        VerdictRecord,
+        Verdict,
         Comparison,
         Location,
         Curves,
@@ -60,12 +60,13 @@ def report_schema() -> dict[str, Any]:
 
 
 def _documented(record: type) -> dict[str, str]:
-    """Field -> the text below it in the source."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    assert isinstance(node, ast.ClassDef)
+    """Field -> the text below it in the source, of the record or of what it extends."""
     texts: dict[str, str] = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            assert isinstance(field.target, ast.Name)
-            texts[field.target.id] = inspect.cleandoc(ast.literal_eval(below.value))
+    for each in record.__mro__[: record.__mro__.index(msgspec.Struct)]:
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                assert isinstance(field.target, ast.Name)
+                texts[field.target.id] = inspect.cleandoc(ast.literal_eval(below.value))
     return texts

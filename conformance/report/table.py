@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..status import case_status, worst_of
-from .records import CaseRecord, Comparison, Number, Report
+from ..status import Number, case_status, worst_of
+from .records import CaseRecord, Comparison, Report
 from .terminal import plain
 
 __all__ = ["MAX_LINES", "escape", "render", "row"]

@@ -23,8 +23,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ..status import plain, rank_list, worst_of
-from .records import CaseRecord, Number, Report, VerdictRecord
+from ..status import Number, Verdict, plain, rank_list, worst_of
+from .records import CaseRecord, Report
 
 __all__ = ["cell", "facts", "plain", "print_report", "progress", "worst_status"]
 
@@ -133,7 +133,7 @@ def _undecided(records: Sequence[CaseRecord]) -> str:
     return f" {told[0]}" if told else ""
 
 
-def facts(verdict: VerdictRecord) -> list[str]:
+def facts(verdict: Verdict) -> list[str]:
     """Step, ranks, parameter and numbers of a verdict, in words."""
     found = [] if verdict.step is None else [f"step {verdict.step}"]
     found += [rank_list(verdict.ranks)] if verdict.ranks else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shlex
@@ -18,7 +17,7 @@ import torch
 from ... import __version__
 from ...fixtures import DATASETS, is_workload, resolve_workload
 from ..judge import laws as laws  # enters them into LAWS
-from ..judge.law import LAWS, Evidence, Verdict
+from ..judge.law import LAWS, Evidence
 from ..rank.devices import Devices
 from ..rank.observe import digest
 from ..rank.trace import StepTrace
@@ -29,11 +28,9 @@ from ..report.records import (
     Curves,
     Header,
     LawText,
-    Number,
-    VerdictRecord,
 )
 from ..script.standalone import standalone_script
-from ..status import UsageError
+from ..status import Number, UsageError, as_number
 from .launcher import Place
 from .runner import Case
 
@@ -170,29 +167,13 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         precision=scenario.precision,
         model=scenario.model,
         status=case.status.value,
-        verdicts=tuple(_verdict(v) for v in case.verdicts),
+        verdicts=case.verdicts,
         seconds=round(case.seconds, 4),
         problem=case.problem,
         replay=replay_command(case.scaler, scenario.id, devices),
         location=case.location,
         worst=_worst(case.evidence),
         curves=None if case.evidence is None else _curves(case.evidence),
-    )
-
-
-def _verdict(verdict: Verdict) -> VerdictRecord:
-    finding = verdict.finding
-    return VerdictRecord(
-        law=verdict.law,
-        status=finding.status.value,
-        message=finding.message,
-        step=finding.step,
-        ranks=finding.ranks,
-        parameter=finding.parameter,
-        numbers={k: _number(v) for k, v in finding.numbers.items()},
-        cause=finding.cause,
-        compared=finding.compared,
-        not_compared=finding.not_compared,
     )
 
 
@@ -206,9 +187,9 @@ def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:
             step=row.step,
             rank=row.rank,
             measure=row.measure,
-            error=_number(row.error),
-            absolute=_number(row.absolute),
-            bound=_number(row.bound),
+            error=as_number(row.error),
+            absolute=as_number(row.absolute),
+            bound=as_number(row.bound),
         )
         for row in evidence.parity.worst.values()
     )
@@ -221,14 +202,14 @@ def _curves(evidence: Evidence) -> Curves:
     rows = _rows(parts, evidence.scenario.world_size)
     return Curves(
         loss=[_mean([s.loss for s in seen]) for seen in steps],
-        reference_loss=[_number(x) for x in parity.reference_loss] if parity else [],
-        scale=[[_number(s.scale_after) for s in row] for row in rows],
+        reference_loss=[as_number(x) for x in parity.reference_loss] if parity else [],
+        scale=[[as_number(s.scale_after) for s in row] for row in rows],
         growth=[[s.growth_after for s in row] for row in rows],
         stepped=[[s.parameters_changed for s in row] for row in rows],
         bad=[[(s.non_finite or [""])[0] for s in row] for row in rows],
-        parity=[_number(x) for x in parity.per_step] if parity else [],
+        parity=[as_number(x) for x in parity.per_step] if parity else [],
         parameters=(
-            {n: _number(x) for n, x in parity.per_parameter.items()} if parity else {}
+            {n: as_number(x) for n, x in parity.per_parameter.items()} if parity else {}
         ),
     )
 
@@ -243,9 +224,4 @@ def _rows(parts: Sequence[Evidence], world_size: int) -> list[list[StepTrace]]:
 
 def _mean(values: Sequence[float | None]) -> Number | None:
     known = [v for v in values if v is not None]
-    return _number(sum(known) / len(known)) if known else None
-
-
-def _number(value: float) -> Number:
-    """JSON has no nan and no infinity: write those as words."""
-    return value if math.isfinite(value) else str(value)
+    return as_number(sum(known) / len(known)) if known else None

@@ -24,7 +24,7 @@ from ...fixtures import CannotError, WorkloadError, is_workload
 from ...multiprocess import RankOutcome, RankState, WorldFailure
 from ..judge import laws as laws
 from ..judge.bounds import expected_choices
-from ..judge.law import LAWS, Evidence, Finding, Status, Verdict, judge
+from ..judge.law import LAWS, Evidence, judge
 from ..judge.laws.transparency import first_difference
 from ..judge.localise import first_bad_step, locate, observe_modules
 from ..judge.parity import Parity, followed_schedule, measure_parity
@@ -39,7 +39,7 @@ from ..rank.trace import Decision, Problem, RankTrace, Saved
 from ..rank.worker import JudgedError, observe_rank
 from ..report.records import Location
 from ..space.scenario import Scenario
-from ..status import case_status
+from ..status import Status, Verdict, case_status
 from .launcher import Place, Pool
 
 __all__ = ["Case", "Phases", "Runner"]
@@ -455,10 +455,10 @@ def _without_scaler(scenario: Scenario) -> Scenario:
 
 def _unjudged(stack: Case) -> Case | None:
     """The case of any scaler on a stack that is wrong by itself, or None."""
-    wrong = [v for v in stack.verdicts if v.status is Status.FAIL]
+    wrong = [v for v in stack.verdicts if v.status == Status.FAIL]
     if not wrong and not stack.problem:
         return None
-    why = stack.problem or f"{wrong[0].law}: {wrong[0].finding.message}"
+    why = stack.problem or f"{wrong[0].law}: {wrong[0].message}"
     text = (
         f"the stack is wrong without any scaler (--scaler {NO_SCALER}, "
         f"{stack.scenario.id}): {why}"
@@ -573,5 +573,4 @@ def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
 
 
 def _every_law(status: Status, message: str) -> tuple[Verdict, ...]:
-    finding = Finding(status=status, message=message)
-    return tuple(Verdict(law=each, finding=finding) for each in LAWS)
+    return tuple(Verdict(law=each, status=status, message=message) for each in LAWS)

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.text import Text
 
 from ...fixtures import KINDS
-from ..judge.law import Status
 from ..rank.scaler_spec import refuse_unfit
 from ..report.terminal import plain
 from ..run.recorder import replay_command
@@ -37,7 +36,7 @@ from ..space.catalogue import (
 )
 from ..space.recipes import WORKLOAD_RECIPES
 from ..space.scenario import Scenario
-from ..status import UsageError
+from ..status import Status, UsageError
 from .call_histories import CallSearchSettings, Departure, search_histories
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
@@ -202,9 +201,9 @@ def _tell(settings_: HuntSettings, found: Found, console: Console) -> int:
     lines += [f"harness failure: {text}" for text in found.broken[:3]]
     if found.case is not None:
         case = found.case
-        first = next(v for v in case.verdicts if v.status is Status.FAIL)
+        first = next(v for v in case.verdicts if v.status == Status.FAIL)
         lines += [
-            f"violation of {first.law}: {first.finding.message}",
+            f"violation of {first.law}: {first.message}",
             *_script(settings_, case.scenario),
             replay_command(case.scaler, case.scenario.id),
         ]

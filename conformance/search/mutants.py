@@ -17,13 +17,12 @@ from typing import Any
 from rich.console import Console
 
 from ...fixtures.faulty import FAULTY, RIGHT
-from ..judge.law import Status
 from ..report.terminal import plain
 from ..run.recorder import make_header
 from ..run.runner import Case, Runner
 from ..space.catalogue import Selection, select
 from ..space.scenario import Scenario
-from ..status import UsageError
+from ..status import Status, UsageError
 from .matrix import Matrix, Row, as_text, write_matrix
 
 __all__ = ["MODULE", "MutantSettings", "mutants"]
@@ -86,13 +85,13 @@ class _Tally:
         return self.law in self.accused
 
     def take(self, case: Case, preset: str) -> None:
-        failed = [v for v in case.verdicts if v.status is Status.FAIL]
+        failed = [v for v in case.verdicts if v.status == Status.FAIL]
         self.tried += 1
         self.broken += case.status is Status.ERROR
         self.accused.update(v.law for v in failed)
         due = [v for v in failed if v.law == self.law or not self.law]
         if due and self.first is None:
-            self.first = (preset, case.scenario.id, plain(due[0].finding.message))
+            self.first = (preset, case.scenario.id, plain(due[0].message))
 
     def row(self) -> Row:
         preset, scenario, message = self.first or ("", "", "")

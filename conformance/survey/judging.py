@@ -169,7 +169,6 @@ def _run_of(name: str, case: Case) -> Run:
         (v for v in bad if v.law == "parity.gradient"), bad[0] if bad else None
     )
     location = case.location
-    found = first.finding if first else None
     held = {v.law for v in case.verdicts if v.status == "pass"}
     # the factor by which a gradient was clipped is not always known; it is right anyway
     enough = case.status == "inconclusive" and held >= _PARITY
@@ -177,13 +176,13 @@ def _run_of(name: str, case: Case) -> Run:
         name=name,
         scenario=case.scenario.id,
         status="pass" if enough else str(case.status),
-        message=plain(case.problem or (found.message if found else "")),
+        message=plain(case.problem or (first.message if first else "")),
         law=first.law if first else "",
         laws=tuple(v.law for v in bad),
-        step=found.step if found else None,
-        parameter=(found.parameter or "").removeprefix("net.") if found else "",
-        error=float(found.numbers.get("error", 0.0)) if found else 0.0,
-        bound=float(found.numbers.get("bound", 0.0)) if found else 0.0,
+        step=first.step if first else None,
+        parameter=(first.parameter or "").removeprefix("net.") if first else "",
+        error=float(first.numbers.get("error", 0.0)) if first else 0.0,
+        bound=float(first.numbers.get("bound", 0.0)) if first else 0.0,
         departed=_departed(case),
         where=location.text if location else "",
         seconds=round(case.seconds, 2),

@@ -14,9 +14,9 @@ from gradparity.conformance.report.records import (
     Footer,
     Header,
     Report,
-    VerdictRecord,
     read_report,
 )
+from gradparity.conformance.status import Verdict
 
 MESSAGES = {
     "liveness.completes": "6 rank-steps completed",
@@ -37,7 +37,7 @@ def verdict(
     *,
     compared: int | None = None,
     not_compared: int = 0,
-) -> VerdictRecord:
+) -> Verdict:
     """By default a pass rests on 6 comparisons, and nothing else on any."""
     if compared is None:
         compared = 6 if status == "pass" else 0
@@ -45,7 +45,7 @@ def verdict(
         message = (
             MESSAGES.get(law, "no gradient was bad") if status == "pass" else "why"
         )
-    return VerdictRecord(
+    return Verdict(
         law=law,
         status=status,
         message=message,
@@ -85,7 +85,7 @@ def case(scenario: str = "fsdp/2/fp32/sgd/none", scaler: str = SCALER) -> CaseRe
     )
 
 
-def with_verdict(record: CaseRecord, new: VerdictRecord) -> CaseRecord:
+def with_verdict(record: CaseRecord, new: Verdict) -> CaseRecord:
     """``record`` with one verdict replaced, and the status that follows."""
     verdicts = [new if v.law == new.law else v for v in record.verdicts]
     found = {v.status for v in verdicts}

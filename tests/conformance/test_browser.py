@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 from gradparity.conformance.report.page import write_page
-from gradparity.conformance.report.records import Report, VerdictRecord
+from gradparity.conformance.report.records import Report
+from gradparity.conformance.status import Verdict
 from gradparity.tests.conformance.test_report import HOSTILE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -103,7 +104,7 @@ def passing(real: Report, tmp_path: Path) -> Path:
 def hostile(real: Report, tmp_path: Path) -> Path:
     """The page of a report whose every name is an attack."""
     (good, bad) = (next(c for c in real.cases if c.status == s) for s in STATUSES)
-    verdict = VerdictRecord(
+    verdict = Verdict(
         law=HOSTILE, status="fail", message=HOSTILE, step=0, parameter=HOSTILE
     )
     assert good.curves is not None

@@ -46,7 +46,7 @@ def judged(runner: Runner, scaler: type[Any], scenario: str) -> Case:
 
 
 def accusations(case: Case) -> dict[str, str]:
-    return {v.law: v.finding.message for v in case.verdicts if v.status is Status.FAIL}
+    return {v.law: v.message for v in case.verdicts if v.status is Status.FAIL}
 
 
 @pytest.mark.parametrize(

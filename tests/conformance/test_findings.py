@@ -58,7 +58,7 @@ COUNTS = {
 
 def test_a_pass_says_how_much_was_compared() -> None:
     of = evidence(bad=True, size=3)
-    assert {v.law: v.finding.message for v in judge(of)} == COUNTS
+    assert {v.law: v.message for v in judge(of)} == COUNTS
 
 
 NUMBERS = {
@@ -84,7 +84,7 @@ NUMBERS = {
 
 
 def test_a_pass_says_in_numbers_how_much_was_compared_and_how_much_was_not() -> None:
-    found = {v.law: v.finding for v in judge(evidence(bad=True, size=3))}
+    found = {v.law: v for v in judge(evidence(bad=True, size=3))}
     assert {law: (f.compared, f.not_compared) for law, f in found.items()} == {
         law: NUMBERS.get(law, (12, 0)) for law in LAWS
     }
@@ -354,7 +354,7 @@ def test_a_bound_itself_is_kept_and_no_error_is_worst_of_none() -> None:
 
 def one_step(
     settings: str, before: tuple[float, int], after: tuple[float, int], *, bad: bool
-) -> Status:
+) -> str:
     """What the rule says of one step: MANUAL_STEP of a run of two ranks."""
     of = evidence(scenario=Scenario.parse(f"ddp/2/fp32/sgd/none/{settings}"))
     for trace in of.ranks:

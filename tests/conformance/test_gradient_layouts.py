@@ -130,7 +130,7 @@ def test_right_gradients_pass_however_they_are_laid_out(
     found = case(runner, stack, recipe)
     assert found.status == "pass", (
         found.problem,
-        [v.finding.message for v in found.verdicts if v.status == "fail"],
+        [v.message for v in found.verdicts if v.status == "fail"],
     )
     assert found.evidence is not None
     trace = found.evidence.ranks[0]
@@ -146,5 +146,5 @@ def test_wrong_gradients_fail_however_they_are_laid_out(
     runner: Runner, stack: type
 ) -> None:
     found = case(runner, stack)
-    told = {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+    told = {v.law: v.message for v in found.verdicts if v.status == "fail"}
     assert "departs from the fp64 truth" in told["parity.gradient"], found.problem

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.judge.law import Status
 from gradparity.conformance.run.peers import OURS, PEERS
 from gradparity.conformance.search.call_histories import (
     CallSearchSettings,
     search_histories,
 )
 from gradparity.conformance.search.oracle import parse_history
+from gradparity.conformance.status import Status
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/defects.md"
 

@@ -21,12 +21,12 @@ from gradparity.tests.made_up import (
 )
 
 
-def statuses(of: Evidence) -> dict[str, Status]:
+def statuses(of: Evidence) -> dict[str, str]:
     return {v.law: v.status for v in judge(of)}
 
 
 def failures(of: Evidence) -> set[str]:
-    return {law for law, status in statuses(of).items() if status is Status.FAIL}
+    return {law for law, status in statuses(of).items() if status == Status.FAIL}
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -206,7 +206,7 @@ def test_every_law_is_broken_here() -> None:
 def test_evidence_names_step_rank_and_parameter() -> None:
     broken = evidence(bad=True)
     broken.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
-    (finding,) = [v.finding for v in judge(broken) if v.law == "skip.all-ranks-skip"]
+    (finding,) = [v for v in judge(broken) if v.law == "skip.all-ranks-skip"]
     assert (finding.step, finding.ranks, finding.parameter) == (1, (0,), "w")
     assert (
         finding.message == "step 1: rank 0 stepped although w is not finite on rank 1"
@@ -216,7 +216,7 @@ def test_evidence_names_step_rank_and_parameter() -> None:
 def test_disagreement_names_both_sides() -> None:
     broken = evidence()
     _scale(broken)
-    (finding,) = [v.finding for v in judge(broken) if v.law == "agreement.scale"]
+    (finding,) = [v for v in judge(broken) if v.law == "agreement.scale"]
     assert "rank 0 scale 16; rank 1 scale 99" in finding.message
     assert finding.numbers == {"rank 0": 16.0, "rank 1": 99.0}
 
@@ -252,7 +252,7 @@ def test_a_refused_call_that_changes_something_is_misuse() -> None:
             call="unscale_() after step()", error="ValueError", changed=("gradients",)
         )
     ]
-    (finding,) = [v.finding for v in judge(e) if v.law == "misuse.refused"]
+    (finding,) = [v for v in judge(e) if v.law == "misuse.refused"]
     assert finding.status is Status.FAIL and finding.ranks == (1,)
     assert finding.message == (
         "unscale_() after step() raised ValueError on rank 1 and changed gradients"
@@ -283,7 +283,7 @@ def test_one_bit_of_one_gradient_is_seen(
 ) -> None:
     e = evidence()
     e.ranks[rank].steps[step].gradients["w"][element] *= np.float32(factor)
-    (finding,) = [v.finding for v in judge(e) if v.law == "transparency.gradient"]
+    (finding,) = [v for v in judge(e) if v.law == "transparency.gradient"]
     assert (finding.status, finding.step) == (Status.FAIL, step)
     assert finding.ranks == (rank,)
 
@@ -347,7 +347,7 @@ def test_a_run_of_bad_steps_only_says_nothing_of_good_ones() -> None:
 def test_a_scale_from_which_nothing_recovers(value: float) -> None:
     e = evidence()
     e.ranks[1].steps[0].scale_after = value
-    (finding,) = [v.finding for v in judge(e) if v.law == "scale.positive"]
+    (finding,) = [v for v in judge(e) if v.law == "scale.positive"]
     assert (finding.status, finding.step, finding.ranks) == (Status.FAIL, 0, (1,))
 
 
@@ -399,5 +399,5 @@ def test_a_finding_names_the_step_and_the_ranks(
 ) -> None:
     broken = evidence(bad=bad)
     break_it(broken)
-    (finding,) = [v.finding for v in judge(broken) if v.law == law]
+    (finding,) = [v for v in judge(broken) if v.law == law]
     assert (finding.step, finding.ranks) == (step, ranks)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge.law import Finding
 from gradparity.conformance.judge.laws.norm import _used_norm
+from gradparity.conformance.status import Finding
 from gradparity.fixtures.faulty import stacks
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS, RIGHT_STACKS
@@ -24,7 +24,7 @@ def judged(runner: Runner, where: str) -> Case:
 
 
 def told(case: Case) -> dict[str, Finding]:
-    return {v.law: v.finding for v in case.verdicts}
+    return {v.law: v for v in case.verdicts}
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def test_what_cutting_changes_hides_no_fault(runner: Runner) -> None:
     text = f"tp2/2/fp32/own/none/model={FREQUENCY},steps=1"
     case = runner.run("none", Scenario.parse(text))
     found = next(v for v in case.verdicts if v.law == "parity.gradient")
-    assert (found.status, found.finding.parameter) == ("fail", "0.weight")
+    assert (found.status, found.parameter) == ("fail", "0.weight")
 
 
 def test_a_layer_that_looks_at_a_ranks_rows_is_not_accused(runner: Runner) -> None:
@@ -354,5 +354,5 @@ def test_a_layer_that_looks_at_a_ranks_rows_is_not_accused(runner: Runner) -> No
     case = runner.run("none", Scenario.parse(text))
     found = next(v for v in case.verdicts if v.law == "parity.gradient")
     assert found.status == "inconclusive"
-    assert "gradients are no sums over rows" in found.finding.message
+    assert "gradients are no sums over rows" in found.message
     assert case.status == "inconclusive"

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from gradparity.conformance import Evidence, Scenario, Status
-from gradparity.conformance.judge.law import Finding
 from gradparity.conformance.judge.parity import demanded_schedule
 from gradparity.conformance.rank.trace import RankTrace
+from gradparity.conformance.status import Finding
 from gradparity.tests import made_up
 
 LEG = made_up.SCENARIO.id.replace("ddp/2", "ddp/4") + ",recipe=resume-resharded"

@@ -31,7 +31,7 @@ def scenario(stack: type, place: str, recipe: str = "random") -> Scenario:
 
 def statuses(case: Case) -> dict[str, str]:
     assert not case.problem, case.problem
-    return {v.law: v.status.value for v in case.verdicts}
+    return {v.law: v.status for v in case.verdicts}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_wrong_stack_breaks_its_law_and_no_other_one_of_the_chapter(
     runner: Runner, stack: type, place: str, law: str, words: str
 ) -> None:
     case = runner.run("none", scenario(stack, place))
-    told = {v.law: v.finding.message for v in case.verdicts if v.status == "fail"}
+    told = {v.law: v.message for v in case.verdicts if v.status == "fail"}
     assert {n for n in told if n.startswith("random")} == {f"random.{law}"}
     assert words in told[f"random.{law}"]
     # what is drawn has no effect on a run without random layers
@@ -132,7 +132,7 @@ def test_random_layers_that_cannot_be_turned_off_are_no_violation(
     runner: Runner,
 ) -> None:
     case = runner.run("none", scenario(stacks.DropsInAHook, "dp2/2/fp32", "plain"))
-    told = {v.law: v.finding for v in case.verdicts}
+    told = {v.law: v for v in case.verdicts}
     assert case.status == told["parity.gradient"].status == "inconclusive"
     assert "ranks 0, 1 drew random numbers" in told["parity.gradient"].message
 

@@ -326,7 +326,7 @@ def promised(*reductions: tuple[str, int], dtype: str = "float32") -> Evidence:
 
 def law(of: Evidence) -> tuple[str, int]:
     found = finding(of, "dtype.reduction")
-    return found.status.value, found.compared
+    return found.status, found.compared
 
 
 def test_a_narrower_dtype_is_told_with_what_was_promised() -> None:

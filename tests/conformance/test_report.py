@@ -12,7 +12,7 @@ import pytest
 
 from gradparity.ci import annotations, ctrf, junit, markdown
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.judge.law import LAWS, Finding, Verdict
+from gradparity.conformance.judge.law import LAWS, judge
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.report.compare import compare
 from gradparity.conformance.report.page import render_page
@@ -32,7 +32,6 @@ from gradparity.conformance.report.records import (
     Report,
     ReportError,
     ReportWriter,
-    VerdictRecord,
     read_report,
 )
 from gradparity.conformance.report.terminal import cell
@@ -40,7 +39,8 @@ from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import Recorder, make_header
 from gradparity.conformance.run.runner import Case
 from gradparity.conformance.space.scenario import Scenario
-from gradparity.conformance.status import Status, UsageError
+from gradparity.conformance.status import Status, UsageError, Verdict
+from gradparity.tests.made_up import evidence
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m&\"'$x$"
 
@@ -69,7 +69,7 @@ def header(planned: int = 2) -> Header:
 def case(
     scaler: str = "a:B", status: str = "pass", message: str = "fine"
 ) -> CaseRecord:
-    verdict = VerdictRecord(
+    verdict = Verdict(
         law="agreement.scale",
         status=status,
         message=message,
@@ -118,6 +118,19 @@ def test_a_whole_report_comes_back_equal(tmp_path: Path) -> None:
     lines = (tmp_path / "r.jsonl").read_bytes().splitlines()
     kinds = [msgspec.json.decode(line)["kind"] for line in lines]
     assert kinds == ["header", "case", "case", "footer"]
+
+
+def test_verdicts_of_the_judge_come_back_equal(tmp_path: Path) -> None:
+    """They are written as they are; what JSON lacks, such as nan, is a word."""
+    of = evidence()
+    of.ranks[0].steps[1].scale_after = float("nan")
+    verdicts = tuple(judge(of))
+    made = msgspec.structs.replace(case(), verdicts=verdicts)
+    path = write(tmp_path / "r.jsonl", made)
+    (kept,) = read_report(path).cases
+    assert kept.verdicts == verdicts
+    split = kept.verdict("agreement.scale")
+    assert split is not None and split.numbers == {"rank 0": "nan", "rank 1": 16.0}
 
 
 def test_a_run_that_was_cut_off_is_readable_and_says_so(tmp_path: Path) -> None:
@@ -274,7 +287,7 @@ def test_a_run_without_a_scaler_has_no_plot_of_its_scale() -> None:
 
 
 def test_laws_that_apply_to_no_run_have_no_column() -> None:
-    idle = VerdictRecord(law="dtype.reduction", status="skipped", message="no dtype")
+    idle = Verdict(law="dtype.reduction", status="skipped", message="no dtype")
     record = case()
     record = msgspec.structs.replace(record, verdicts=(*record.verdicts, idle))
     page = render_page(report_of(record))
@@ -292,11 +305,13 @@ TORCH = "torch.amp:GradScaler"
 
 
 def failing(scenario: str, *laws: str) -> Case:
-    finding = Finding(status=Status.FAIL, message="step 1: rank 0")
     return Case(
         scaler=TORCH,
         scenario=Scenario.parse(scenario),
-        verdicts=tuple(Verdict(law=law, finding=finding) for law in laws),
+        verdicts=tuple(
+            Verdict(law=law, status=Status.FAIL, message="step 1: rank 0")
+            for law in laws
+        ),
         evidence=None,
         seconds=0.1,
     )

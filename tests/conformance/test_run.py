@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.judge.law import Finding, Verdict
 from gradparity.conformance.report.records import Report, ReportWriter, read_report
 from gradparity.conformance.run.runner import Case, Runner, _Seen
 from gradparity.conformance.space.scenario import Scenario
-from gradparity.conformance.status import Status
+from gradparity.conformance.status import Verdict
 from gradparity.tests.conformance.test_report import header
 
 IDS = [f"ddp/2/fp32/sgd/none/seed={seed}" for seed in range(1, 4)]
@@ -33,11 +32,11 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if status == "ctrl-c":
             raise KeyboardInterrupt
         broke = status == "error"
-        finding = Finding(status=Status(status), message="as planned")
+        verdict = Verdict(law="scale.rule", status=status, message="as planned")
         case = Case(
             scaler=spec,
             scenario=scenario,
-            verdicts=() if broke else (Verdict(law="scale.rule", finding=finding),),
+            verdicts=() if broke else (verdict,),
             evidence=None,
             seconds=0.0,
             problem="as planned" if broke else "",

@@ -44,7 +44,7 @@ LONG = [
 def test_a_right_scaler_passes(runner: Runner, scenario: str) -> None:
     case = runner.run(SCALER, Scenario.parse(scenario))
     bad = {
-        v.law: v.finding.message
+        v.law: v.message
         for v in case.verdicts
         if v.status not in (Status.PASS, Status.SKIPPED)
     }

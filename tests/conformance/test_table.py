@@ -12,11 +12,11 @@ from gradparity.conformance.report.records import (
     Comparison,
     Location,
     Report,
-    VerdictRecord,
     read_report,
 )
 from gradparity.conformance.report.table import MAX_LINES, render
 from gradparity.conformance.space.catalogue import LAYOUT_STEPS, Selection, select
+from gradparity.conformance.status import Verdict
 from gradparity.tests.ci.test_samples import case, report_of, with_verdict, write
 from gradparity.tests.conformance.test_report import HOSTILE
 
@@ -36,7 +36,7 @@ def compared(**changes: object) -> Comparison:
 
 
 def failed(scenario: str) -> CaseRecord:
-    law = VerdictRecord(law="parity.gradient", status="fail", message="it departs")
+    law = Verdict(law="parity.gradient", status="fail", message="it departs")
     where = Location(where="forward", text="forward of q_norm")
     bad = with_verdict(case(scenario), law)
     return replace(

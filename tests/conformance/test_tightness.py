@@ -24,7 +24,7 @@ def test_a_small_wrong_is_caught_at_its_step(
 ) -> None:
     law, wrong = TIGHT[scaler]
     failed = {
-        v.law: v.finding
+        v.law: v
         for v in judged(runner, scaler, place).verdicts
         if v.status is Status.FAIL
     }
@@ -36,7 +36,7 @@ def test_a_flushed_gradient_of_1e_7_is_caught(runner: Runner) -> None:
     scenario = Scenario.parse("ddp/2/fp32/sgd/none/model=text,steps=1")
     spec = f"{MODULE}:FlushesOneTinyGradient"
     case = runner.run(spec, scenario, parity=False)
-    (finding,) = [v.finding for v in case.verdicts if v.law == "transparency.gradient"]
+    (finding,) = [v for v in case.verdicts if v.law == "transparency.gradient"]
     assert finding.status is Status.FAIL and "(0 for" in finding.message
     lost = float(finding.message.split(" for ")[1].split(",")[0])
     assert 0 < abs(lost) <= 1e-7

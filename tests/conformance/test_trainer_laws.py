@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge.law import Finding
+from gradparity.conformance.status import Finding
 from gradparity.fixtures import WorkloadError, resolve_workload
 from gradparity.fixtures.faulty import trainers
 from gradparity.fixtures.faulty.plain import Broken
@@ -25,7 +25,7 @@ def judged(runner: Runner, where: str) -> Case:
 
 
 def told(case: Case) -> dict[str, Finding]:
-    return {v.law: v.finding for v in case.verdicts}
+    return {v.law: v for v in case.verdicts}
 
 
 @pytest.mark.slow

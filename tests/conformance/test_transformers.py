@@ -34,7 +34,7 @@ def test_qwen3_under_its_own_plan_is_judged(runner: Runner) -> None:
     text = f"{place}/recipe=accumulate,{settings}"
     twice = runner.run("none", Scenario.parse(text))
     assert twice.status == "fail", twice.problem
-    told = {v.law: v.finding for v in twice.verdicts if v.status == "fail"}
+    told = {v.law: v for v in twice.verdicts if v.status == "fail"}
     assert told.keys() == {"parity.gradient", "parity.update"}
     assert str(told["parity.gradient"].parameter).endswith(
         ("q_norm.weight", "k_norm.weight")

@@ -56,7 +56,7 @@ def test_a_right_stack_passes(
     compared = {v.law for v in found.verdicts if v.status == "pass"}
     assert {"parity.gradient", "parity.update", "parity.loss"} <= compared
     if scaler == "none":
-        reasons = {v.finding.message for v in found.verdicts if v.law == "scale.rule"}
+        reasons = {v.message for v in found.verdicts if v.law == "scale.rule"}
         assert reasons == {"a law of scalers, and this run has none"}
         assert not any(law.startswith(("scale", "transparency")) for law in compared)
 
@@ -83,17 +83,17 @@ def test_a_wrong_stack_is_caught_and_no_scaler_accused(
     runner: Runner, stack: type, law: str, words: str
 ) -> None:
     found = case(runner, stack)
-    told = {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+    told = {v.law: v.message for v in found.verdicts if v.status == "fail"}
     assert words in told[law], told
     judged = case(runner, stack, OURS)
     assert judged.status == "inconclusive"
     assert failed(judged) == set()
-    assert "the stack is wrong without any scaler" in judged.verdicts[0].finding.message
+    assert "the stack is wrong without any scaler" in judged.verdicts[0].message
 
 
 def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -> None:
     found = case(runner, stacks.Nondeterministic, OURS)
-    told = {v.law: v.finding for v in found.verdicts}
+    told = {v.law: v for v in found.verdicts}
     assert failed(found) == set() and found.status == "inconclusive"
     for law in ("transparency.gradient", "transparency.bitwise"):
         assert told[law].status == "inconclusive"

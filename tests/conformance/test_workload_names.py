@@ -98,6 +98,6 @@ def test_so_does_its_script(scripts: Scripts) -> None:
 def test_a_state_that_cannot_be_loaded_is_told_as_that(runner: Runner) -> None:
     scenario = Scenario.parse("single/1/fp32/sgd/none/recipe=resume,steps=4")
     found = runner.run(f"{MODULE}:KeepsAnObject", scenario)
-    told = {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+    told = {v.law: v.message for v in found.verdicts if v.status == "fail"}
     assert "torch.load of its state_dict raised" in told["liveness.completes"]
     assert "load_state_dict raised" not in told["liveness.completes"]

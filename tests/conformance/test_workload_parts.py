@@ -430,7 +430,7 @@ def case(
 
 
 def failed(found: Case) -> dict[str, str]:
-    return {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+    return {v.law: v.message for v in found.verdicts if v.status == "fail"}
 
 
 ACCUMULATE = ("accumulate", "accumulate-no-sync", "accumulate-uneven")

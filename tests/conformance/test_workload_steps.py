@@ -452,7 +452,7 @@ def case(
 
 
 def failed(found: Case) -> dict[str, str]:
-    return {v.law: v.finding.message for v in found.verdicts if v.status == "fail"}
+    return {v.law: v.message for v in found.verdicts if v.status == "fail"}
 
 
 RIGHT = (Trains, TrainsSharded, TrainsAModule, TwoOptimizers, FlatShards, Pipeline)
@@ -554,7 +554,7 @@ def test_a_wrong_step_is_caught(
 def test_a_stack_without_gradients_does_not_pass(runner: Runner) -> None:
     found = case(runner, ReturnsNoGradients)
     assert found.status == "inconclusive"
-    told = {v.law: v.finding for v in found.verdicts}["parity.gradient"]
+    told = {v.law: v for v in found.verdicts}["parity.gradient"]
     assert (told.compared, told.not_compared) == (0, 48)
 
 

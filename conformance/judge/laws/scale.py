@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...rank.trace import StepTrace
 from ...space.recipes import MANUAL_STEP
