@@ -19,7 +19,8 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint gate baseline planted bench report docs \
-  who-passes specimens survey torch-versions wild relock clean setup setup-test mutants
+  survey-scalers who-passes specimens survey torch-versions wild relock clean setup \
+  setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -79,13 +80,15 @@ report: setup  ## render the last report again
 	$(BIN)/gradparity report $(REPORT)/report.jsonl --html $(REPORT)
 
 docs: setup  ## write the pages that are made from code
-	$(BIN)/gradparity laws
+	$(BIN)/python -m gradparity.benchmarks.laws_page
 
 mutants: setup  ## judge the judge: every faulty scaler against every law
 	$(BIN)/gradparity mutants --preset quick $(MUTANTS) --out $(REPORT)/mutants
 
-who-passes: setup-test  ## judge the scalers of others and write docs/who-passes.md
-	$(BIN)/gradparity who-passes --preset $(or $(PRESET),quick)
+survey-scalers: setup-test  ## judge known scalers and write docs/known-scalers.md
+	$(BIN)/gradparity survey scalers --preset $(or $(PRESET),quick)
+
+who-passes: survey-scalers  # its name in earlier versions
 
 torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate.md
 	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))

@@ -151,7 +151,7 @@ def run(only: Sequence[str]) -> dict[str, Any]:
                 for case in CASES:
                     found = judge(runner, step, layout, case)
                     cases.append(found)
-                    told = [f"{s}: {_told(found[s])}" for s in ("theirs", "ours")]
+                    told = [f"{s}: {_shown(found[s])}" for s in ("theirs", "ours")]
                     print(step.package, step.name, layout, case, *told, flush=True)
     made = {
         "command": "python -m gradparity.benchmarks.integrations",
@@ -165,7 +165,7 @@ def run(only: Sequence[str]) -> dict[str, Any]:
     return {"provenance": made, "cases": cases}
 
 
-def _told(side: Mapping[str, Any]) -> str:
+def _shown(side: Mapping[str, Any]) -> str:
     if side["broken"]:
         return ", ".join(f"`{law}`" for law in side["broken"])
     said = {"pass": "right", "error": "raises without any scaler"}
@@ -183,7 +183,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
         package, step, layout = key
         merged: dict[tuple[str, str], list[str]] = {}
         for case in cases:
-            told = (_told(case["theirs"]), _told(case["ours"]))
+            told = (_shown(case["theirs"]), _shown(case["ours"]))
             merged.setdefault(told, []).append(case["case"])
         for (theirs, ours), names in merged.items():
             whose, what = f"{package} {versions[package]}", "; ".join(names)

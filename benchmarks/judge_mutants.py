@@ -166,7 +166,7 @@ def _places(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:
     """Nodes that decide something: no texts, types or entries of ``@law``.
 
     Nor ``strict=`` of a ``zip``: a judge's lists are of one length. Nor the settings of
-    a dataclass: nobody assigns to a frozen one.
+    a dataclass: a frozen one is never assigned to.
     """
     left_out: set[int] = set()
     for node in ast.walk(tree):

@@ -62,7 +62,7 @@ class Calls(TorchDispatchMode):
     """Notes each collective with its group.
 
     Args:
-        mesh: by whose axes groups are told.
+        mesh: its axes name the groups.
         answers: what another rank sent into each of its all-reduces.
 
     Attributes:
@@ -106,9 +106,9 @@ class Calls(TorchDispatchMode):
         # c10d's own operators take the outputs first, and then what is sent.
         gathers = "gather" in op and not isinstance(args[1], str | int)
         sent = list(_flat(args[1] if gathers else args[0]))
-        told = " ".join(f"{list(t.shape)} {t.dtype}" for t in sent)
+        text = " ".join(f"{list(t.shape)} {t.dtype}" for t in sent)
         size = sum(t.numel() * t.element_size() for t in sent)
-        return Call(op, self._group(args), told.replace("torch.", ""), size)
+        return Call(op, self._group(args), text.replace("torch.", ""), size)
 
     def _group(self, args: Any) -> str:
         for argument in args:

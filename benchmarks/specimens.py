@@ -49,7 +49,7 @@ TIMEOUT_S = 120.0
 
 
 def judged(spec: str) -> dict[str, Any]:
-    """The first violation that the judge tells of a workload, if any.
+    """The first violation that the judge finds in a workload, if any.
 
     Args:
         spec: the workload.
@@ -74,14 +74,14 @@ def judged(spec: str) -> dict[str, Any]:
             return _NOTHING | {"problem": str(error)}
         cases = read_report(settings.path).cases
     bad = [case for case in cases if case.status in ("fail", "error")]
-    found = _told(bad[0]) if bad else dict(_NOTHING)
+    found = _shown(bad[0]) if bad else dict(_NOTHING)
     return found | {"cases": len(cases)}
 
 
 _NOTHING = {"scenario": "", "laws": [], "parameter": "", "problem": "", "location": {}}
 
 
-def _told(case: CaseRecord) -> dict[str, Any]:
+def _shown(case: CaseRecord) -> dict[str, Any]:
     failed = [v for v in case.verdicts if v.status == "fail"]
     at = getattr(case, "location", None)  # of parity alone; random laws say it so:
     drew = next((v.cause for v in failed if v.law.startswith("random.")), "")

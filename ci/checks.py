@@ -89,8 +89,9 @@ def _reason(
 def _decides(case: CaseRecord) -> Iterator[Checked]:
     """A case that no baseline knows owes a decision: skipped by all proves nothing.
 
-    Where a law is inconclusive or broken, its own verdict tells; where a baseline knows
-    the case, each law that got worse tells. What a workload cannot do is skipped.
+    Where a law is inconclusive or broken, its own verdict says so; where a baseline
+    knows the case, so does each law that got worse. What a workload cannot do is
+    skipped.
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
@@ -104,8 +105,8 @@ def _decides(case: CaseRecord) -> Iterator[Checked]:
 def _step(verdict: Verdict) -> str:
     """The step, where the message does not begin with it."""
     words = f"step {verdict.step}: "
-    told = verdict.step is None or verdict.message.startswith(words)
-    return "" if told else words
+    said = verdict.step is None or verdict.message.startswith(words)
+    return "" if said else words
 
 
 def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:

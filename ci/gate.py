@@ -211,5 +211,5 @@ def _agree(question: str) -> bool:
 
 def _ask(question: str) -> bool:
     print(f"{question} [y/N] ", end="", flush=True)
-    answer = sys.stdin.readline()  # the empty string where nobody can answer
+    answer = sys.stdin.readline()  # the empty string where there is no terminal
     return answer.strip().lower() in ("y", "yes")

@@ -14,7 +14,7 @@ LUCK = 0.5
 """Error / bound below which growth says nothing.
 
 Measured, a right scaler reaches 0.47 over 80 runs and seeds (docs/parity.md): up to
-half of the bound a ratio tells how a processor rounds, not what a change broke.
+half of the bound a ratio shows how a processor rounds, not what a change broke.
 """
 _MARGIN = 1.25
 _SPREADS = 3.0

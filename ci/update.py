@@ -38,7 +38,7 @@ class Refused(ValueError):
 
 
 def update(
-    path: Path, reports: Sequence[Report], ask: Ask, tell: Callable[[str], None]
+    path: Path, reports: Sequence[Report], ask: Ask, show: Callable[[str], None]
 ) -> bool:
     """Write a baseline of ``reports`` to ``path`` if ``ask`` agrees.
 
@@ -46,7 +46,7 @@ def update(
         path: the file; need not exist.
         reports: repeated runs of one code; the first is what must hold.
         ask: called with the question; returns whether to write.
-        tell: called with each difference, one line.
+        show: called with each difference, one line.
 
     Returns:
         Whether ``path`` now is the baseline of ``reports``.
@@ -61,8 +61,8 @@ def update(
     old = read_baseline(path) if path.exists() else None
     found = list(_differences(old, new))
     for line in folded(found):
-        tell(plain(line))
-    tell(f"{len(found)} differences")
+        show(plain(line))
+    show(f"{len(found)} differences")
     if not ask(f"write {len(new.cases)} cases to {path}?"):
         return False
     write_baseline(path, new)

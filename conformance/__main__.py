@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..multiprocess.environment import needs_agent
 from .cli.arguments import COMMANDS as GROUP
-from .cli.arguments import DEFAULT_SCALER, FORMATS, parse
+from .cli.arguments import DEFAULT_SCALER, FORMATS, TOOLS, TOOLS_FOLDER, parse
 from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
@@ -64,6 +64,8 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
 
 
 def _command(arguments: Sequence[str], agent: Agent | None) -> int:
+    if arguments and arguments[0] in TOOLS:
+        return _tool(TOOLS[arguments[0]], arguments[1:])
     plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
         return int(entry.load()(list(arguments[1:])))
@@ -218,26 +220,6 @@ def _hunt_calls(parsed: argparse.Namespace) -> int:
     return search_histories(settings, Console())
 
 
-def _mutants(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from .search.mutants import MutantSettings, mutants
-
-    settings = MutantSettings(
-        selection=_selection(parsed),
-        folder=os.getcwd(),
-        presets=parsed.preset or ["quick"],
-        scalers=parsed.only,
-        every=parsed.every,
-        seeds=parsed.seeds,
-        share=parsed.share,
-        out=parsed.out,
-        quiet=parsed.quiet,
-        arguments=parsed.arguments,
-    )
-    return mutants(settings, Console())
-
-
 def _selection(parsed: argparse.Namespace) -> Selection:
     from .rank.scaler_spec import NO_SCALER
     from .space.catalogue import Selection
@@ -346,22 +328,25 @@ def _diff(parsed: argparse.Namespace) -> int:
 
 
 def _survey(parsed: argparse.Namespace) -> int:
-    if parsed.what == "scalers":  # it makes a page, as the ci room does
-        (entry,) = entry_points(group=GROUP, name="who-passes")
-        return int(entry.load()(parsed.rest))
+    if parsed.what == "scalers":
+        return _tool("survey_scalers", parsed.rest)
     from .survey.command import main as survey
 
     return survey(parsed.rest)
 
 
 def _bench(parsed: argparse.Namespace) -> int:
-    script = Path(__file__).parent.parent / "benchmarks" / f"{parsed.what}.py"
+    return _tool(parsed.what, parsed.rest)
+
+
+def _tool(name: str, arguments: Sequence[str]) -> int:
+    script = TOOLS_FOLDER / f"{name}.py"
     if not script.is_file():
         raise UsageError(
-            f"benchmark {parsed.what!r} is not installed: run it from a source checkout"
+            f"benchmarks/{name}.py is for work on gradparity itself and is not "
+            "installed: run this in a checkout of its repository"
         )
-    status = runpy.run_path(str(script))["main"](parsed.rest)
-    return int(status)
+    return int(runpy.run_path(str(script))["main"](list(arguments)))
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -370,7 +355,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "localise": _localise,
     "hunt": _hunt,
     "machine": _hunt_calls,  # its name in earlier versions
-    "mutants": _mutants,
     "list": _list,
     "explain": _explain,
     "report": _report,

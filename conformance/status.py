@@ -59,7 +59,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def as_usage(*kinds: type[Exception]) -> Iterator[None]:
-    """Tell errors of these kinds as the caller's fault; also a decorator.
+    """Report errors of these kinds as the caller's fault; also a decorator.
 
     Only for what reads the words of a caller by means of functions that know nothing of
     commands. Nothing is judged under it: there an error of any kind is ours.

@@ -45,7 +45,7 @@ MESHES = 4
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where gradients lie: one object for equal layouts, so that identity tells.
+    """Where gradients lie: one object for equal layouts, compared by identity.
 
     Attributes:
         ranks: of the mesh, in its order.

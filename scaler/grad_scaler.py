@@ -159,7 +159,7 @@ class GradScaler(_TorchGradScaler):
         self._history = History()
         self._records = OptimizerRecords()
         self._states: dict[int, OptimizerState] = defaultdict(OptimizerState)
-        # What unscale_ has sent and nobody has waited for. See [Note: Waiting later].
+        # What unscale_ has sent and no call has waited for. See [Note: Waiting later].
         self._pending: OptimizerState | None = None
         self._dividing: OptimizerState | None = None  # by unscale_, at this moment
         self._sync = OverflowSync(SyncGroup(agree_over, process_group, mesh), device)
@@ -538,7 +538,7 @@ class GradScaler(_TorchGradScaler):
         only_check: bool = False,
         async_op: bool = False,
     ) -> None:
-        # Checks this rank's gradients, divides them unless told not to, and replaces
+        # Checks this rank's gradients, divides them unless asked not to, and replaces
         # what this rank found by what any rank found.
         scale, group = self._scale_or_one(), self._find_group(state)
         try:
@@ -565,7 +565,7 @@ class GradScaler(_TorchGradScaler):
     def _unscale_here(
         self, optimizer: Any, state: OptimizerState, allow_fp16: bool | None = None
     ) -> FoundInf:
-        # Divides this rank's gradients; tells what this rank found.
+        # Divides this rank's gradients; returns what this rank found.
         scale = self._scale_or_one()
         if allow_fp16 is None:
             allow_fp16 = self._fp16_gradients == "in_place"
@@ -712,7 +712,7 @@ class GradScaler(_TorchGradScaler):
 
     @property
     def _per_optimizer_states(self) -> dict[int, Any]:
-        # As torch calls it. Nobody sees what this rank alone has found.
+        # As torch calls it. Other ranks do not see what this rank has found.
         self._wait_pending()
         return self._states
 

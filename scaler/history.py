@@ -14,7 +14,7 @@ from .local_norms import norms
 
 _log = logging.getLogger("gradparity.scaler")
 _KINDS = ("inf", "nan")
-_RANKS, _POSITIONS = 2**14, 2**16  # that a sync can tell apart
+_RANKS, _POSITIONS = 2**14, 2**16  # that a sync can distinguish
 
 
 class Counters(NamedTuple):

@@ -73,7 +73,7 @@ class OptimizerRecord:
 class OptimizerRecords:
     """The records of one scaler, by optimizer.
 
-    Optimizers are told apart by identity: one may be unhashable, or compare equal to
+    Optimizers are distinguished by identity: one may be unhashable, or compare equal to
     another. One that takes no weak reference is kept alive.
     """
 
@@ -168,7 +168,7 @@ def makes_momentum(optimizer: Any) -> bool:
     """Return whether the next step makes the momentum of an SGD, and must be taken.
 
     torch's fused SGD makes it of uninitialised memory for the kernel to fill. A kernel
-    that is told to skip does not, and the next step takes what lay there (B21).
+    that is to skip does not, and the next step takes what lay there (B21).
     """
     if not any(group.get("momentum") for group in optimizer.param_groups):
         return False

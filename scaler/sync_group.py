@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 AgreeOver = Literal["world", "mesh", "local"]
 """``world``: the default process group; ``mesh``: the root mesh of the DTensor
-parameters; ``local``: nobody, no collective at all."""
+parameters; ``local``: no other rank, and no collective."""
 
 
 class SyncGroup:

@@ -69,7 +69,7 @@ version_of = attrgetter("_version")
 
 
 def dtensor_type() -> type[Any] | None:
-    """Return ``DTensor``, or None while nobody has imported it."""
+    """Return ``DTensor``, or None while it is not imported."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     kind: type[Any] | None = None if module is None else module.DTensor
     return kind

@@ -1,6 +1,7 @@
 """What several test files share, most of it made once a session for all workers."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from filelock import FileLock
 
+import gradparity
 from gradparity.conformance.report.records import Report, read_report
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.parent.slots import visible_gpus
@@ -97,6 +99,30 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
         return folder
 
     return made
+
+
+@pytest.fixture(scope="session")
+def site(once: Once) -> Path:
+    """A folder into which the wheel of this tree is installed."""
+    return once("wheel", _install) / "site"
+
+
+def _install(folder: Path) -> None:
+    tree = Path(gradparity.__file__).parent
+    made = (".*", "build", "*.egg-info", "__pycache__", "parity-*")
+    shutil.copytree(
+        tree, folder / "gradparity", ignore=shutil.ignore_patterns(*made, "results")
+    )
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    quiet = ["--no-deps", "--no-build-isolation", "--no-index"]
+    wheel = [*pip, "wheel", *quiet, "-w", ".", "./gradparity"]
+    install = [*pip, "install", *quiet, "--target", "site"]
+    _call(wheel, folder)
+    _call([*install, *(path.name for path in folder.glob("*.whl"))], folder)
+
+
+def _call(command: list[str], folder: Path) -> None:
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=250)
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def clip_row(*, rank: int, step: int, factor: float = 0.5) -> ClipRow:
         factor=factor,
         due=0.5,
         bound=1e-6,
-        tells=True,
+        above_noise=True,
     )
 
 

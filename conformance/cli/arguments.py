@@ -22,23 +22,35 @@ __all__ = [
     "DEFAULT_SCALER",
     "FORMATS",
     "LISTS",
+    "NARROWING",
     "PATHS",
     "SUITE",
+    "TOOLS",
+    "TOOLS_FOLDER",
+    "add_options",
     "build_parser",
     "parse",
+    "repeated",
 ]
 
 COMMANDS = "gradparity.commands"
 """Entry point group of further commands: functions (argv) -> exit code."""
 FORMATS = "gradparity.formats"
 """Entry point group of report formats: functions (Report) -> text."""
-_HELP = {
-    "gate": "hold a report to a baseline and expectations",
-    "laws": "write the page of all laws",
-}
+_HELP = {"gate": "hold a report to a baseline and expectations"}
 """Of the further commands that come with this package."""
-_OLD_NAMES = {"who-passes": "survey scalers"}
-"""Commands that are known by another name now; help does not list them."""
+TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
+"""Tools for work on gradparity itself: in a checkout, and not in an installed wheel."""
+TOOLS = {
+    "mutants": "mutants",
+    "laws": "laws_page",
+    "who-passes": "survey_scalers",
+}
+"""Command -> the tool that parses its own arguments."""
+_TOOLS_HELP = {
+    "bench": "time scaler or harness",
+    "mutants": "check the judge: is each faulty scaler caught by its law",
+}
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
 SURVEYS = ("scalers", "transformers")
@@ -56,7 +68,7 @@ LISTS = (
 )
 OLD_LISTS = {"data": "models"}
 """Earlier name of a list -> its name; accepted for one version."""
-OLD_COMMANDS = ("machine",)
+OLD_COMMANDS = ("machine", "laws", "who-passes")
 """Earlier names of commands; accepted for one version, and not shown."""
 
 _EPILOG = """\
@@ -131,12 +143,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     _add_replay(commands)
     _add_localise(commands)
     _add_hunt(commands)
-    _add_mutants(commands)
     _add_diff(commands)
     _add_small(commands)
+    _add_tools(commands)
     for entry in entry_points(group=COMMANDS):  # listed here, parsed there
-        if entry.name in _OLD_NAMES:
-            commands.add_parser(entry.name)  # without help it is not listed
+        if entry.name in commands.choices:
             continue
         help_ = _HELP.get(entry.name, f"from {entry.module}")
         commands.add_parser(entry.name, help=help_)
@@ -145,7 +156,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
 
 def _add_run(commands: Commands) -> None:
     run = commands.add_parser("run", help="run scenarios, write a report")
-    _add(run, _JUDGED, _SELECTION, _RUN, _DEVICES, _OUTPUT)
+    add_options(run, _JUDGED, _SELECTION, _RUN, _DEVICES, _OUTPUT)
 
 
 def _add_replay(commands: Commands) -> None:
@@ -157,7 +168,7 @@ def _add_replay(commands: Commands) -> None:
         metavar="FILE",
         help="also write the scenario as a script that needs only torch",
     )
-    _add(replay, _JUDGED, _DEVICES, _OUTPUT)
+    add_options(replay, _JUDGED, _DEVICES, _OUTPUT)
 
 
 def _add_localise(commands: Commands) -> None:
@@ -167,16 +178,16 @@ def _add_localise(commands: Commands) -> None:
     localise.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     localise.add_argument(
         "--scaler",
-        **_repeated("SPEC", "module:attribute to train with (none)", _specs),
+        **repeated("SPEC", "module:attribute to train with (none)", _specs),
     )
-    _add(localise, _DEVICES, {"timeout-s": _OUTPUT["timeout-s"]})
+    add_options(localise, _DEVICES, {"timeout-s": _OUTPUT["timeout-s"]})
 
 
 def _add_hunt(commands: Commands) -> None:
     hunt = commands.add_parser(
         "hunt", help="search scenarios and call histories, shrink what fails"
     )
-    _add(hunt, _JUDGED, _SELECTION, _CALLS)
+    add_options(hunt, _JUDGED, _SELECTION, _CALLS)
     _add_budget(hunt, "time to search for each scaler, half of it call histories")
     hunt.add_argument("--calls", action="store_true", help="search call histories only")
     hunt.add_argument(
@@ -187,7 +198,7 @@ def _add_hunt(commands: Commands) -> None:
         help="where to write a violation as a script that needs only torch",
     )
     old = commands.add_parser("machine")  # no help: it is not shown
-    _add(old, _JUDGED, _CALLS, {"world-size": _SELECTION["world-size"]})
+    add_options(old, _JUDGED, _CALLS, {"world-size": _SELECTION["world-size"]})
     _add_budget(old, "time to search")
 
 
@@ -236,19 +247,6 @@ def _seconds(text: str) -> float:
     return found
 
 
-def _add_mutants(commands: Commands) -> None:
-    mutants = commands.add_parser(
-        "mutants", help="check the judge: is each faulty scaler caught by its law"
-    )
-    mutants.add_argument(
-        "--preset", **_repeated("NAME", "take what is missed to the next (quick)")
-    )
-    mutants.add_argument("--only", **_repeated("CLASS", "a class of fixtures.faulty"))
-    # its presets are several: those that follow take what was missed
-    chosen = {n: how for n, how in _SELECTION.items() if n in _NARROWING}
-    _add(mutants, chosen, _MUTANTS)
-
-
 def _add_diff(commands: Commands) -> None:
     diff = commands.add_parser(
         "diff", help="two workloads, settings, commits or versions: what differs first"
@@ -277,7 +275,7 @@ def _add_diff(commands: Commands) -> None:
         "--json", type=file, metavar="FILE", help="write what was found to FILE"
     )
     scenario = {"scenario": _RUN["scenario"], "timeout-s": _OUTPUT["timeout-s"]}
-    _add(diff, _JUDGED, _SELECTION, scenario)
+    add_options(diff, _JUDGED, _SELECTION, scenario)
     diff.set_defaults(preset="layouts")
 
 
@@ -291,7 +289,7 @@ def _add_small(commands: Commands) -> None:
         choices=LISTS,
         metavar="|".join(LISTS),
     )
-    _add(listing, _SELECTION)
+    add_options(listing, _SELECTION)
     explain = commands.add_parser(
         "explain", help="a law, a chapter, a scenario or the report's schema in words"
     )
@@ -322,12 +320,24 @@ def _add_small(commands: Commands) -> None:
     )
     survey.add_argument("what", choices=SURVEYS)
     survey.add_argument("rest", nargs=argparse.REMAINDER)
-    bench = commands.add_parser("bench", help="time scaler or harness, from a checkout")
-    bench.add_argument("what", choices=("scaler", "harness", "scale"))
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
 
 
-def _add(parser: argparse.ArgumentParser, *tables: Options) -> None:
+def _add_tools(commands: Commands) -> None:
+    """Tools for work on gradparity itself; without help a command is not listed."""
+    shown = _TOOLS_HELP if TOOLS_FOLDER.is_dir() else {}
+    for name in ("bench", *TOOLS):
+        tool = (
+            commands.add_parser(name, help=shown[name])
+            if name in shown
+            else commands.add_parser(name)
+        )
+        if name == "bench":
+            tool.add_argument("what", choices=("scaler", "harness", "scale"))
+            tool.add_argument("rest", nargs=argparse.REMAINDER)
+
+
+def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
+    """Add each option of the tables."""
     for table in tables:
         for name, settings in table.items():
             parser.add_argument(f"--{name}", **settings)
@@ -382,7 +392,7 @@ def _specs(text: str) -> list[str]:
     return specs
 
 
-def _repeated(
+def repeated(
     metavar: str, text: str, names: Callable[[str], list[str]] = _names
 ) -> dict[str, Any]:
     """An option that takes several names, ``a,b``, and may be repeated."""
@@ -398,7 +408,7 @@ def _repeated(
 Options = Mapping[str, Mapping[str, Any]]
 
 _JUDGED: Options = {
-    "scaler": _repeated(
+    "scaler": repeated(
         "SPEC",
         f"module:attribute to judge ({DEFAULT_SCALER}), or none: the stack alone",
         _specs,
@@ -428,14 +438,14 @@ _SELECTION: Options = {
         "metavar": "SPEC",
         "help": "module:attribute of your workload (docs/workload.md)",
     },
-    "topology": _repeated("NAME", "only these topologies"),
-    "model": _repeated("NAME", "only these models, see list models"),
+    "topology": repeated("NAME", "only these topologies"),
+    "model": repeated("NAME", "only these models, see list models"),
     "data": {  # its name in earlier versions
-        **_repeated("NAME", argparse.SUPPRESS),
+        **repeated("NAME", argparse.SUPPRESS),
         "dest": "model",
     },
-    "precision": _repeated("NAME", "only these precisions"),
-    "optimizer": _repeated("NAME", "only these optimizers"),
+    "precision": repeated("NAME", "only these precisions"),
+    "optimizer": repeated("NAME", "only these optimizers"),
     "world-size": {
         "type": int,
         "metavar": "N",
@@ -443,15 +453,12 @@ _SELECTION: Options = {
     },
     "seed": {"type": int, "default": 0, "help": "seed of weights and data"},
 }
-_NARROWING = (
-    "topology",
-    "model",
-    "data",
-    "precision",
-    "optimizer",
-    "world-size",
-    "seed",
-)
+NARROWING: Options = {
+    name: how
+    for name, how in _SELECTION.items()
+    if name not in ("preset", "quick", "full", "workload")
+}
+"""The options that take scenarios away from a preset."""
 _DEVICES: Options = {
     "device": {
         "default": "cpu",
@@ -470,9 +477,9 @@ _RUN: Options = {
         "metavar": "ID",
         "help": "run this scenario instead of a preset; may be repeated",
     },
-    "require": _repeated("SPEC", "scalers that decide the exit code (all)", _specs),
+    "require": repeated("SPEC", "scalers that decide the exit code (all)", _specs),
     "fail-fast": {"action": "store_true", "help": "stop at the first violation"},
-    "layouts": _repeated(
+    "layouts": repeated(
         "NAME", "each of these topologies against one process, three steps in fp32"
     ),
     "table": {
@@ -487,33 +494,9 @@ _CALLS: Options = {
         "metavar": "CALLS",
         "help": "with --calls: run this history again, as a search has printed it",
     },
-    "family": _repeated(
+    "family": repeated(
         "NAME", "with --calls: only this family of programs (docs/mutants.md)"
     ),
-}
-_MUTANTS: Options = {
-    "every": {
-        "action": "store_true",
-        "help": "judge wrong scalers in all scenarios, caught or not",
-    },
-    "seeds": {
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-        "help": "seeds for the right scalers (1)",
-    },
-    "share": {
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-        "help": "each seed takes one Nth of the first preset (1)",
-    },
-    "out": {
-        "type": folder,
-        "metavar": "DIR",
-        "help": "folder for mutants.json and mutants.md",
-    },
-    "quiet": {"action": "store_true", "help": "no progress"},
 }
 _OUTPUT: Options = {
     "out": {

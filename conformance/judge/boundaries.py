@@ -211,7 +211,7 @@ class Boundaries:
             return False
         if state == "wrong":
             return True
-        # a partial sum: somebody may reduce it before it is used
+        # a partial sum: it may be reduced before it is used
         if states and states[0] == "wrong":
             return False
         return not any(

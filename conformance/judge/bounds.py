@@ -135,16 +135,16 @@ def expected_choices(
     worst: dict[str, float] = {}
     expected = []
     for step, choices in enumerate(truth.choices):
-        for kind, told in choices.items():
+        for kind, known in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
-            floor = _roundoff(scenario) * float(np.abs(told.scores).max())
+            floor = _roundoff(scenario) * float(np.abs(known.scores).max())
             worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
         expected.append(
             {
                 kind: replace(
-                    told, noise=worst[kind], limit=SAFETY_FACTOR * worst[kind]
+                    known, noise=worst[kind], limit=SAFETY_FACTOR * worst[kind]
                 )
-                for kind, told in choices.items()
+                for kind, known in choices.items()
             }
         )
     return tuple(expected)
@@ -256,7 +256,7 @@ def _bound(
     for step, tensors in enumerate(truth):
         own = {name: sizes(t) for name, t in tensors.items()}
         for name, tensor in tensors.items():
-            # where nobody uses the gradient, it need not be finite
+            # a gradient that is not used need not be finite
             if name not in skipped[step]:
                 # of a router that tips, a run may lack what another one has
                 errors = [sizes(run[step].get(name, 0.0) - tensor) for run in runs]

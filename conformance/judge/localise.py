@@ -260,7 +260,7 @@ class _Gradients:
         same = [row for row in rows if row.parameter == first.parameter]
         ranks = tuple(sorted({row.rank for row in same}))
         text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
-        everything = 1 < len(self.names) == self._telling()
+        everything = 1 < len(self.names) == self._compared_count()
         if everything:  # the fault is in no one of them
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
         if self.factor is None or not everything:
@@ -312,7 +312,7 @@ class _Gradients:
             whole = (self.updates[self.step][name] - before)[trace.index[name]]
             yield at.parameters[name].astype(np.float64) - start, whole
 
-    def _telling(self) -> int:
+    def _compared_count(self) -> int:
         """Gradients that could show a factor: others are but rounding, or zero."""
         return sum(
             name in self.names
@@ -324,7 +324,7 @@ class _Gradients:
         )
 
     def _all_of_them(self) -> str:
-        count, of = len(self.names), self._telling()
+        count, of = len(self.names), self._compared_count()
         which = f"all {of} gradients" if count == of else f"{count} of {of} gradients"
         listed = "" if count == of else f" ({_some(self.names)})"
         if self.factor is None:
@@ -367,7 +367,7 @@ class _Gradients:
         return _common(found, self.rest)
 
     def _unreduced(self, name: str) -> str:
-        """Whether replicas hold parts that nobody reduced, in words."""
+        """Whether replicas hold parts that were not reduced, in words."""
         replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
         for trace, mine, whole in self._values(name):
             replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))

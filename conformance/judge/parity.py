@@ -79,7 +79,7 @@ class ClipRow:
     """The factor by which the truth clips."""
     bound: float
     """By how much the factor may be off."""
-    tells: bool
+    above_noise: bool
     """Whether the gradient is the truth's times a factor, and not lost in noise."""
 
 
@@ -338,7 +338,7 @@ def _clip_rows(
                     factor=factor,
                     due=due,
                     bound=noise / size,
-                    tells=parallel and noise / size < due / 2,
+                    above_noise=parallel and noise / size < due / 2,
                 )
 
 

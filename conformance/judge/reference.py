@@ -226,7 +226,7 @@ class ReferenceRun:
             model = self.precision.convert(model)
         # not .to(dtype), which casts complex buffers, too
         self.model = model.double() if dtype == torch.float64 else model.float()
-        # one a parameter: the schedule tells parameters and not optimizers apart
+        # one a parameter: the schedule distinguishes parameters, not optimizers
         self.optimizers = {
             name: self.workload.optimizers[key.optimizer]([(name, parameter)])
             for name, parameter in self.model.named_parameters()

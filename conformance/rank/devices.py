@@ -96,7 +96,7 @@ def set_deterministic(device: torch.device) -> None:
 
     The laws that ask for bitwise equality compare two runs; on CUDA some kernels sum in
     the order in which their threads come, and matrix products may round to TF32 or sum
-    in half precision. Uninitialised memory is nan: whoever reads it is seen each time,
+    in half precision. Uninitialised memory is nan: a read of it is seen each time,
     and not only when something else lay there before (B21).
     """
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -133,9 +133,7 @@ class Engine:
             with workload.calling("batch"):
                 return batch.shard(*self._data_coordinate())
         share = workload.shard(batch, self.mesh)
-        if (
-            not workload.counted
-        ):  # else the counts tell, which padding leaves as they are
+        if not workload.counted:  # else by the counts, which padding leaves as they are
             groups = [self.mesh.get_group(axis) for axis in self._data_axes]
             check_share(workload, batch, share, groups)
         return share
@@ -157,7 +155,7 @@ class Engine:
 
     def local_tensors(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter now, local and as it was laid out."""
-        if not self.tells_weights:
+        if not self.gives_weights:
             return {n: local(p.detach()) for n, p in self.parameters.items()}
         workload = self.scenario.workload
         assert workload.weights is not None
@@ -175,7 +173,7 @@ class Engine:
         return not self.scenario.parsed_topology.parallel
 
     @property
-    def tells_weights(self) -> bool:
+    def gives_weights(self) -> bool:
         """Whether the workload says what a rank holds; else the module has it."""
         return self.scenario.workload.weights is not None and not self.is_single
 
@@ -360,7 +358,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
     Args:
         spec: a key of ``fixtures.MODELS``, or a user's own workload.
         seed: seed of the weights.
-        training: tells which parameters train.
+        training: says which parameters train.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -383,9 +381,9 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     parallel = scenario.parsed_topology.parallel
-    tells = workload.weights if parallel else None
+    weights_of = workload.weights if parallel else None
     tied = _tied(model)
-    if tells is None:
+    if weights_of is None:
         _fill_with_element_numbers(model)
     precision = scenario.parsed_precision
     if precision.convert is not None:
@@ -394,8 +392,8 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     if not training.random:  # parallelize may have made them anew
         turn_off_random_layers(module)
     parameters: dict[str, nn.Parameter]
-    if tells is not None:
-        parts = read_local_parts(workload, "weights", tells(module), values)
+    if weights_of is not None:
+        parts = read_local_parts(workload, "weights", weights_of(module), values)
         check_values(workload, parts, values)
         parameters = {n: part.tensor for n, part in parts.items()}  # type: ignore[misc]  # checked below
         index = {n: part.places for n, part in parts.items()}

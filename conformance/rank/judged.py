@@ -126,7 +126,7 @@ class Judged:
         return scaled
 
     def state(self) -> tuple[float, int | None]:
-        """(scale, growth tracker) as the public protocol tells them."""
+        """(scale, growth tracker) as the public protocol gives them."""
         if self.scaler is None:
             return 1.0, 0
         with self.watch("get_scale"):

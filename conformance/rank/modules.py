@@ -195,7 +195,7 @@ def names_of(
         parameters: name in the full model -> the stack's parameter.
     """
     whole = _names(model)
-    # a stack may tell its weights as tensors that share their memory
+    # a stack may give its weights as tensors that share their memory
     known = {_memory(p): name.rpartition(".")[0] for name, p in parameters.items()}
     local_names = {name: m for name, m in root.named_modules()}
     found: dict[str, str] = {}

@@ -111,11 +111,11 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
         index: place of each local element of ``parameter``.
 
     Raises:
-        ValueError: if nobody can say which elements these are.
+        ValueError: if it cannot be known which elements these are.
     """
     if _sharding(gradient) == _sharding(parameter):
         return index
-    # The placements tell places in the tensor that torch knows. If they give those of
+    # The placements give places in the tensor that torch knows. If they give those of
     # the parameter, that tensor is the full one, and they give the gradient's, too.
     if not np.array_equal(numbers_laid_out_as(parameter), index):
         raise ValueError(
@@ -216,7 +216,7 @@ class ReductionLog(CallLog):
         super().__init__()
         self.reductions: list[Reduction] = []
         self._late: list[Reduction] = []
-        """Issued since the last backward: what follows tells whether it was that."""
+        """Issued since the last backward: what follows shows whether it was that."""
         self._stepped = True
 
     def __enter__(self) -> Self:

@@ -325,7 +325,7 @@ class OwnStep:
             return self.workload.train_step(self.engine.module, micro_batches, scaler)
 
     def _says(self) -> tuple[str | None, str | None, int | None]:
-        """The stack's schedule, average and count of skips, where it tells them."""
+        """The stack's schedule, average and count of skips, where it gives them."""
         workload, stack = self.workload, self.engine.module
         schedule = workload.lr_schedule and repr(workload.lr_schedule(stack))
         average = None

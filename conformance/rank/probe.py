@@ -31,7 +31,7 @@ def probe(
     for misuse in _calls(scaler, optimizers, read_state, watch):
         seen.append(misuse)
         if misuse.changed or not misuse.error:
-            break  # from here on nobody can say what is legal
+            break  # from here on it is not known what is legal
     return seen
 
 

@@ -146,7 +146,7 @@ def record_gradient(
     """Record one gradient: its local elements, divided by ``scale``, and their places.
 
     Raises:
-        WorkloadError: if its layout does not tell which elements these are.
+        WorkloadError: if its layout does not say which elements these are.
     """
     parameter, index = engine.parameters[name], engine.index[name]
     try:
@@ -175,7 +175,7 @@ def record_effect(
     before: tuple[dict[str, str], list[str]],
     deciding: Sequence[int],
 ) -> None:
-    """See what has changed; ``deciding`` tells the decision of each optimizer."""
+    """See what has changed; ``deciding`` gives the decision of each optimizer."""
     held = engine.local_tensors()
     seen.digests = {name: digest(part) for name, part in held.items()}
     for number, decision in enumerate(seen.decisions):

@@ -154,7 +154,7 @@ def lacking(spec: str, folder: str, device: str) -> str:
 
 
 def growth_tracker(state_dict: Mapping[str, Any]) -> int | None:
-    """The growth tracker that a scaler tells; None where it keeps it to itself."""
+    """The growth tracker that a scaler reports, or None."""
     tracker = state_dict.get("_growth_tracker")
     return None if tracker is None else int(tracker)
 

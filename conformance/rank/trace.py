@@ -136,15 +136,15 @@ class StepTrace:
     reported_norm: float | None = None
     """The norm of the whole unscaled gradient before clipping, as the stack reports."""
     schedule: tuple[str, str] | None = None
-    """Digest of the learning rate's schedule before and after the step, if told."""
+    """Digest of the learning rate's schedule before and after the step, if given."""
     average: tuple[str, str] | None = None
     """The same of the running average of the weights."""
     skips: tuple[int, int] | None = None
-    """Skipped steps that the stack has counted, before and after the step, if told."""
+    """Skipped steps that the stack has counted, before and after the step, if given."""
     scale_before: float = 1.0
     scale_after: float = 1.0
     growth_before: int | None = 0
-    """The growth tracker; None where the scaler's state_dict does not tell it."""
+    """The growth tracker; None where the scaler's state_dict lacks it."""
     growth_after: int | None = 0
     decisions: list[Decision] = field(default_factory=list)
     """One an optimizer."""

@@ -121,7 +121,7 @@ class Mark:
     link: str
     """Anchor of the run that shows it."""
     words: str
-    """For readers who do not see the colour."""
+    """For readers that do not see the colour."""
 
 
 @dataclass(frozen=True, kw_only=True)

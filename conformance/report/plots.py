@@ -283,7 +283,7 @@ def _short(text: str, most: int) -> str:
 
 
 def _tail(text: str, most: int) -> str:
-    """The end of a parameter's name tells it from others better than its beginning."""
+    """Names of parameters differ at their ends more than at their beginnings."""
     text = plain(text)
     return text if len(text) <= most else "…" + text[1 - most :]
 

@@ -149,15 +149,15 @@ def _tensor(found: Comparison) -> str:
 
 def _stories(shown: Sequence[list[CaseRecord]]) -> Iterator[str]:
     """What was seen in the first rows that are no pass, one line each."""
-    told = 0
+    count = 0
     for cases in shown:
         bad = next(
             (c for c in cases if c.status == _status(cases) and c.failures), None
         )
         if bad is None:
             continue
-        told += 1
-        if told > _MAX_STORIES:
+        count += 1
+        if count > _MAX_STORIES:
             return
         where = "" if bad.location is None else f" Where: {bad.location.text}"
         text = f"{bad.failures[0].message}{where}"

@@ -127,10 +127,10 @@ def _undecided(records: Sequence[CaseRecord]) -> str:
     """Why the first case that is no pass is none, after a space; else empty."""
     open_ = [r for r in records if r.status == "inconclusive"]
     order = ("inconclusive", "skipped")
-    told = [
+    reasons = [
         v.message for s in order for r in open_ for v in r.verdicts if v.status == s
     ]
-    return f" {told[0]}" if told else ""
+    return f" {reasons[0]}" if reasons else ""
 
 
 def facts(verdict: Verdict) -> list[str]:

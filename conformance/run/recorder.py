@@ -134,7 +134,7 @@ class Recorder:
     """Makes the records of one report.
 
     The first case in which a scaler breaks a law bears a script that shows it, so that
-    whoever renders the report need not make one: that takes the code that judges, and
+    rendering the report need not make one: that takes the code that judges, and
     may import what a scenario names.
     """
 

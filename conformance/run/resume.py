@@ -2,7 +2,7 @@
 
 A case that has evidence is kept, pass or not; one without (the harness broke, or there
 were too few ranks) is run again. The header says how often and why the run was
-restarted, so that nobody takes the report for that of one undisturbed run.
+restarted, so that the report is not taken for that of one undisturbed run.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def earlier_attempt(path: Path, launcher: Launcher, command: str) -> Earlier:
         text = f"{this}: nothing taken over: {path} is the report of another run"
         return Earlier(restarts=(text,))
     kept = tuple(case for case in report.cases if case.curves is not None)
-    return Earlier(kept=kept, restarts=(*before.restarts, _told(this, report, kept)))
+    return Earlier(kept=kept, restarts=(*before.restarts, _text(this, report, kept)))
 
 
-def _told(this: str, report: Report, kept: tuple[CaseRecord, ...]) -> str:
+def _text(this: str, report: Report, kept: tuple[CaseRecord, ...]) -> str:
     again = [case.scenario for case in report.cases if case.curves is None]
     text = (
         f"{this}: {len(kept)} of {report.header.planned} cases kept from the attempt "

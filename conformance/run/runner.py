@@ -248,7 +248,7 @@ class Runner:
                 return seen
             seen.phases = self._run_ranks(spec, scenario)
             if late := _ran_out_of_time(seen.phases):
-                # Time alone convicts nobody: the machine may have been busy. The world
+                # Time alone proves nothing: the machine may have been busy. The world
                 # that failed was ended, so the second try has ranks of its own.
                 seen.phases, seen.first_try = self._run_ranks(spec, scenario), late
             compared = spec != NO_SCALER and scenario.faults == "none"
@@ -343,7 +343,7 @@ class Runner:
         return evidence
 
     def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
-        """The case to tell where a user's own workload is wrong without any scaler.
+        """The case to report where a user's own workload is wrong without any scaler.
 
         A scaler is not accused of what its stack does without it.
         """

@@ -104,7 +104,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
 
     Args:
         settings: what to run.
-        console: where to tell of it.
+        console: where to print it.
         agent: this process's part in a run under torchrun, as its leader.
 
     Raises:

@@ -344,7 +344,7 @@ class _Search:
         )
         self.clusters[
             world_size or self.settings_.world_size
-        ]  # started in nobody's time
+        ]  # started before the clock of a history
         start = time.monotonic()
         self.stop_at = start + SLICE_S
         try:
@@ -426,7 +426,7 @@ class _Search:
         self.calls += len(_calls_of(drawn))
         found = self._run(drawn, QUICK_S)
         if HANGS in found and HANGS not in self.departure:
-            # a loaded machine must accuse nobody
+            # load alone is no departure
             found = self._run(drawn, self.settings_.timeout_s / 2)
         return found
 

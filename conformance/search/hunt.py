@@ -2,7 +2,7 @@
 
 Steps: draw a scenario from the fixtures' tables; run it on warm clusters; if a law
 fails, let hypothesis shrink towards the first entry of every table (fewest ranks, fp32,
-SGD, no fault); tell the smallest one as a line that ``gradparity replay`` takes. Then,
+SGD, no fault); print the smallest one as a line that ``gradparity replay`` takes. Then,
 for the other half of the time, the same with call histories (``search_histories``).
 """
 
@@ -155,7 +155,7 @@ def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
                 search()  # one round; hypothesis itself knows no budget
         except Departure:
             pass  # the violation is in ``found``, shrunk
-    return _tell(settings_, found, console)
+    return _print_found(settings_, found, console)
 
 
 def _search(
@@ -196,7 +196,7 @@ def _note(case: Case, found: Found) -> None:
         found.broken.append(f"{case.scenario.id}: {case.problem}")
 
 
-def _tell(settings_: HuntSettings, found: Found, console: Console) -> int:
+def _print_found(settings_: HuntSettings, found: Found, console: Console) -> int:
     lines = [f"{found.tried} scenarios tried with {settings_.scaler}"]
     lines += [f"harness failure: {text}" for text in found.broken[:3]]
     if found.case is not None:

@@ -104,7 +104,7 @@ class Oracle:
     stepped: set[int] = field(default_factory=set)
 
     def can_happen(self, call: Call) -> bool:
-        """Whether an event can happen: after a look its outcome is nobody's promise."""
+        """Whether an event can happen: after a look its outcome is not promised."""
         absent = self.absent.get(call.which, set())
         left = self.world_size - len(absent | {call.rank})
         allowed = {

@@ -221,9 +221,9 @@ class Replica:
         if call.kind in BACKWARDS:  # not onto what unscale_ or a clip has divided
             return not (self.looked & ({0, 1} if which == 2 else {which}))
         if call.kind == "inf" and which in self.looked:
-            return False  # after the look its outcome is nobody's promise
+            return False  # after the look its outcome is not promised
         if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
-            return False  # nobody can know an order that there was not yet
+            return False  # there was no order yet
         if call.kind == "step" and which not in self.fresh | self.stepped:
             return False
         if call.kind == "elder":  # its update ends what the rank had begun
@@ -442,7 +442,7 @@ class Replica:
     def _leave(self) -> None:
         assert self.world is not None
         self.groups = getattr(self, "groups", 0) + 1
-        # nobody may close a connection that another still waits on
+        # no rank may close a connection that another still waits on
         self.world.store.set(f"leave/{self.groups}/{self.rank}", "here")
         self.world.store.wait(
             [f"leave/{self.groups}/{rank}" for rank in range(self.size)], PATIENCE

@@ -190,7 +190,7 @@ def _layouts(selection: Selection) -> Iterator[Scenario]:
 
 
 def split_parameter(model: str) -> str:
-    """A parameter that is sharded where anything is; of a workload nobody knows."""
+    """A parameter that is sharded where anything is; of a workload it is not known."""
     return MODELS[model].sharded if model in MODELS else "first"
 
 

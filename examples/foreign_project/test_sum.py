@@ -1,4 +1,4 @@
-"""Somebody else's project: it uses the plugin, and nothing else of gradparity."""
+"""A project of its own: it uses the plugin, and nothing else of gradparity."""
 
 import pytest
 import torch

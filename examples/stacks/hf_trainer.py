@@ -1,7 +1,7 @@
 """transformers' Trainer under FSDP2: its own loop trains one optimizer step a call.
 
 The loss is a mean over all targets that count, on all ranks and in all micro-batches;
-Trainer is told the same by ``average_tokens_across_devices``, its default.
+The Trainer does the same by ``average_tokens_across_devices``, its default.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -14,13 +13,9 @@ import gradparity
 from gradparity.ci.gate import main
 from gradparity.ci.reasons import Outcome
 from gradparity.conformance.report.records import read_report
-from gradparity.tests.conftest import Once
 
 ROOT = Path(gradparity.__file__).parent
 TEMPLATES = ROOT / "ci" / "templates"
-LEFT_OUT = shutil.ignore_patterns(
-    ".*", "build", "*.egg-info", "__pycache__", "parity-*", "tests", "benchmarks"
-)
 GOOD = """
 from torch.amp import GradScaler
 
@@ -38,25 +33,6 @@ BAD = GOOD + (
     "            super().update(before)\n"
 )
 SMALL = ["--scenario", "single/1/fp32/sgd/inf@r0s1:last/steps=3"]
-
-
-@pytest.fixture(scope="session")
-def site(once: Once) -> Path:
-    """A folder into which the wheel of this tree is installed."""
-    return once("wheel", install) / "site"
-
-
-def install(folder: Path) -> None:
-    shutil.copytree(ROOT, folder / "gradparity", ignore=LEFT_OUT)
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    quiet = ["--no-deps", "--no-build-isolation", "--no-index"]
-    run([*pip, "wheel", *quiet, "-w", ".", "./gradparity"], folder)
-    (wheel,) = folder.glob("gradparity-*.whl")
-    run([*pip, "install", *quiet, "--target", "site", wheel.name], folder)
-
-
-def run(command: list[str], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=250)
 
 
 def gate(site: Path, folder: Path, *options: str, **settings: str) -> tuple[int, str]:

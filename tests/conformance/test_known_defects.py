@@ -9,14 +9,15 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
+from gradparity.benchmarks.survey_scalers_run import OURS
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.run.peers import OURS, PEERS
 from gradparity.conformance.search.call_histories import (
     CallSearchSettings,
     search_histories,
 )
 from gradparity.conformance.search.oracle import parse_history
 from gradparity.conformance.status import Status
+from gradparity.fixtures.peers import PEERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/defects.md"
 

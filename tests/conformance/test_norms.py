@@ -187,7 +187,9 @@ def test_a_step_without_a_bound_is_not_compared(law: str) -> None:
     of = evidence()
     assert of.parity is not None
     of.parity.norm_bound[1:3] = [float("inf")] * 2
-    of.parity.clipped[2:4] = [replace(r, tells=False) for r in of.parity.clipped[2:4]]
+    of.parity.clipped[2:4] = [
+        replace(r, above_noise=False) for r in of.parity.clipped[2:4]
+    ]
     found = finding(of, law)
     missed = 4 if law == "norm.reported" else 2
     assert (found.status, found.not_compared) == ("pass", missed)

@@ -51,7 +51,7 @@ sys.exit(code)
 
 def walks() -> list[list[tuple[str, str]]]:
     """The numbered lists of the page, in order: (file, function) each."""
-    text = PAGE.read_text().partition("## Three walks")[2].partition("\n## ")[0]
+    text = PAGE.read_text().partition("## What runs, in order")[2].partition("\n## ")[0]
     lists = re.split(r"^1\. ", text, flags=re.MULTILINE)[1:]
     return [_STEP.findall(f"1. {part}") for part in lists]
 

@@ -175,7 +175,7 @@ def test_f62_a_high_scale_and_a_low_bound(make: Any, fused: bool) -> None:
     torch.testing.assert_close(run(make), theirs, rtol=1e-6, atol=0.0)
 
 
-# - Who takes part
+# - Which ranks take part
 
 
 @OURS

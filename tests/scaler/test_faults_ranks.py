@@ -39,7 +39,7 @@ def with_gradient(value: float) -> nn.Parameter:
     return p
 
 
-# - Who agrees
+# - Which ranks agree
 
 
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])

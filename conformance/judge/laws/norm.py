@@ -56,20 +56,20 @@ def reported(evidence: Evidence) -> Finding:
         if any(s.non_finite for s in seen):
             continue  # the step is to be skipped: its norm is not finite
         due, bound = parity.reference_norm[step], parity.norm_bound[step]
-        told = _reports(evidence, seen)
+        reported = _reports(evidence, seen)
         if not math.isfinite(bound) or _has_departed(parity, step):
             missed += len(report)
             continue
-        missed += len(report) - len(told)
-        compared += len(told)
+        missed += len(report) - len(reported)
+        compared += len(reported)
         # not written with ">": a norm that is not a number is wrong, too
-        wrong = {r: n for r, n in told.items() if not abs(n - due) <= bound}
+        wrong = {r: n for r, n in reported.items() if not abs(n - due) <= bound}
         if wrong and _is_of_its_gradients(evidence, step, seen, wrong):
             text = "and the reported norm is that of these"
             found = inconclusive(f"step {step}: {_DEPART} (parity.gradient), {text}")
             return replace(found, compared=compared, not_compared=missed)
         if wrong:
-            found = _misreported(step, wrong, told, (due, bound))
+            found = _misreported(step, wrong, reported, (due, bound))
             return replace(found, compared=compared, not_compared=missed)
     if not compared and all(any(s.non_finite for s in x) for _, x in evidence.steps()):
         return skipped("every step had a bad gradient, so no norm is known")
@@ -103,12 +103,12 @@ def _reports(evidence: Evidence, seen: Sequence[StepTrace]) -> dict[int, float]:
 def _misreported(
     step: int,
     wrong: dict[int, float],
-    told: dict[int, float],
+    reported: dict[int, float],
     truth: tuple[float, float],
 ) -> Finding:
     due, bound = truth
     rank, got = max(wrong.items(), key=lambda item: _distance(item[1], due))
-    right = [r for r in told if r not in wrong]
+    right = [r for r in reported if r not in wrong]
     others = f"; {rank_list(right)} right" if right else ""
     return Finding(
         status=Status.FAIL,
@@ -128,12 +128,12 @@ def _distance(got: float, due: float) -> float:
 
 
 def _is_of_its_gradients(
-    evidence: Evidence, step: int, seen: Sequence[StepTrace], told: dict[int, float]
+    evidence: Evidence, step: int, seen: Sequence[StepTrace], reported: dict[int, float]
 ) -> bool:
     """Whether reported norms are that of the gradients that the optimizers used.
 
     Where these depart from the truth, the norm is measured right and clipped by, and
-    the gradients are wrong: another law tells that.
+    the gradients are wrong: another law says so.
     """
     parity = evidence.parity
     assert parity is not None
@@ -141,7 +141,7 @@ def _is_of_its_gradients(
     if first is None or first.step > step:
         return False
     used, slack = _used_norm(evidence, seen), _slack(parity, step)
-    clipped = [norm * _factor(parity.clip_norm, norm) for norm in told.values()]
+    clipped = [norm * _factor(parity.clip_norm, norm) for norm in reported.values()]
     return bool(clipped) and all(abs(used - norm) <= slack * used for norm in clipped)
 
 
@@ -188,16 +188,16 @@ def factor(evidence: Evidence) -> Finding:
     compared, missed = 0, 0
     for step, seen in evidence.steps():
         rows = [row for row in parity.clipped if row.step == step]
-        told = [row for row in rows if row.tells]
-        wrong = [row for row in told if not abs(row.factor - row.due) <= row.bound]
-        missed += len(rows) - len(told)
+        known = [row for row in rows if row.above_noise]
+        wrong = [row for row in known if not abs(row.factor - row.due) <= row.bound]
+        missed += len(rows) - len(known)
         lost = _has_departed(parity, step)
-        if lost or (wrong and not _is_clipping(evidence, seen, told)):
-            missed += len(told)
+        if lost or (wrong and not _is_clipping(evidence, seen, known)):
+            missed += len(known)
             continue
-        compared += len(told)
+        compared += len(known)
         if wrong:
-            found = _clipped_otherwise(evidence, told, wrong)
+            found = _clipped_otherwise(evidence, known, wrong)
             return replace(found, compared=compared, not_compared=missed)
     if not compared and not missed:
         return skipped("every step had a bad gradient: none was clipped")

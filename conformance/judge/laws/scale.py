@@ -6,7 +6,7 @@ the count reaches the interval the scale is multiplied by the growth factor, unl
 product is not finite, and the count starts again. ``update(new_scale)`` sets the scale
 and leaves the count. A scale that would fall below the smallest normal number may stop
 anywhere above 0: the rule would make it 0, from which nothing recovers (B05b).
-A tracker that ``state_dict`` does not tell is counted from the scales.
+A tracker that ``state_dict`` lacks is counted from the scales.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _permitted(
     Args:
         scenario: what was trained.
         seen: the step.
-        growth: the tracker before it; None where nobody knows it.
+        growth: the tracker before it; None where it is not known.
         bad: whether any gradient of any rank was bad.
     """
     recipe = scenario.parsed_recipe
@@ -95,8 +95,8 @@ def rule(evidence: Evidence) -> Finding:
         for s, trace in zip(seen, evidence.ranks, strict=True):
             if scenario.parsed_recipe.resume and step == scenario.resume_step:
                 counts[trace.rank] = None
-            told = s.growth_before is not None
-            growth = s.growth_before if told else counts[trace.rank]
+            known = s.growth_before is not None
+            growth = s.growth_before if known else counts[trace.rank]
             permitted = _permitted(scenario, s, growth, bad=bad)
             compared += 1
             if not _is_kept(s, permitted, bad=bad):
@@ -114,16 +114,16 @@ def _broken(
     return Finding(
         status=Status.FAIL,
         message=f"step {seen.step}: after a {kind} step rank {rank} went from scale "
-        f"{seen.scale_before:g}, tracker {_told(seen.growth_before)} to "
-        f"{seen.scale_after:g}, {_told(seen.growth_after)}; the rule says "
-        f"{want[0]:g}, {_told(want[1])}",
+        f"{seen.scale_before:g}, tracker {_text(seen.growth_before)} to "
+        f"{seen.scale_after:g}, {_text(seen.growth_after)}; the rule says "
+        f"{want[0]:g}, {_text(want[1])}",
         step=seen.step,
         ranks=(rank,),
         numbers={"got": seen.scale_after, "expected": want[0]},
     )
 
 
-def _told(tracker: int | None) -> str:
+def _text(tracker: int | None) -> str:
     return "untold" if tracker is None else str(tracker)
 
 
@@ -173,8 +173,8 @@ def continuity(evidence: Evidence) -> Finding:
                 return Finding(
                     status=Status.FAIL,
                     message=f"step {after.step}: rank {trace.rank} left step "
-                    f"{before.step} with scale {left[0]:g}, tracker {_told(left[1])}, "
-                    f"and starts with {found[0]:g}, {_told(found[1])}",
+                    f"{before.step} with scale {left[0]:g}, tracker {_text(left[1])}, "
+                    f"and starts with {found[0]:g}, {_text(found[1])}",
                     step=after.step,
                     ranks=(trace.rank,),
                     numbers={"got": found[0], "expected": left[0]},

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import gradparity
+from gradparity.benchmarks.laws_page import main, render
 from gradparity.conformance import LAWS
-from gradparity.conformance.cli.laws_page import main, render
 
 PAGE = Path(gradparity.__file__).parent / "docs" / "laws.md"
 

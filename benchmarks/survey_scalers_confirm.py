@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from ..judge import laws as laws  # enters them into LAWS
-from ..judge.law import LAWS
-from ..report.records import CaseRecord, Report
-from ..script.standalone import standalone_script
-from ..space.scenario import Scenario
-from ..status import UsageError
+from gradparity.conformance.judge import laws as laws  # enters them into LAWS
+from gradparity.conformance.judge.law import LAWS
+from gradparity.conformance.report.records import CaseRecord, Report
+from gradparity.conformance.script.standalone import standalone_script
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.conformance.status import UsageError
 
 __all__ = ["Confirmation", "broken_laws", "confirm", "examples"]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gradparity.benchmarks.mutants import MutantSettings, mutants
+from gradparity.benchmarks.mutants_matrix import Row, as_text, read_matrix
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.judge.law import LAWS
-from gradparity.conformance.search.matrix import Row, as_text, read_matrix
-from gradparity.conformance.search.mutants import MutantSettings, mutants
 from gradparity.conformance.space.catalogue import Selection
 
 SMALL = Selection(

@@ -9,14 +9,19 @@ import pytest
 from rich.console import Console
 
 import gradparity
-from gradparity.ci.who_passes import main, render
+from gradparity.benchmarks.survey_scalers import main, render
+from gradparity.benchmarks.survey_scalers_run import (
+    OURS,
+    Record,
+    judge_peers,
+    not_judged,
+)
 from gradparity.conformance import LAWS, Scenario
-from gradparity.conformance.run.peers import OURS, Record, judge_peers, not_judged
 from gradparity.conformance.space.catalogue import PRESETS, Selection
 from gradparity.fixtures.peers import PEERS
 from gradparity.tests.ci.test_samples import case, report_of, verdict, with_verdict
 
-PAGE = Path(gradparity.__file__).parent / "docs" / "who-passes.md"
+PAGE = Path(gradparity.__file__).parent / "docs" / "known-scalers.md"
 TORCH = PEERS["torch"].spec
 LARGE, SMALL = "fsdp+tp/4/fp32/sgd/none", "tp/2/fp32/sgd/none"
 
@@ -48,7 +53,7 @@ def test_the_page_says_what_the_reports_say() -> None:
     assert "## lightning" not in page
 
 
-def test_who_is_not_judged_is_told_why() -> None:
+def test_the_reason_of_a_scaler_that_is_not_judged_is_shown() -> None:
     reasons = not_judged(record())
     assert reasons["fairscale"] == f"{SMALL}: no CUDA"
     assert reasons["deepspeed"] == "deepspeed is not installed"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from ..judge.law import LAWS
-from ..report.records import Header
-from ..status import UsageError
+from gradparity.conformance.judge.law import LAWS
+from gradparity.conformance.report.records import Header
+from gradparity.conformance.status import UsageError, write_whole
 
 __all__ = ["Matrix", "Row", "as_text", "read_matrix", "write_matrix"]
 
@@ -166,15 +165,10 @@ def write_matrix(matrix: Matrix, folder: Path) -> Path:
     """Write ``mutants.json`` and ``mutants.md`` and return the latter's path."""
     folder.mkdir(parents=True, exist_ok=True)
     data = msgspec.json.format(msgspec.json.encode(matrix), indent=1) + b"\n"
-    _replace(folder / "mutants.json", data)
-    return _replace(folder / "mutants.md", as_text(matrix).encode())
-
-
-def _replace(path: Path, data: bytes) -> Path:
-    draft = path.with_name(path.name + ".draft")
-    draft.write_bytes(data)
-    os.replace(draft, path)
-    return path
+    write_whole(folder / "mutants.json", data)
+    page = folder / "mutants.md"
+    write_whole(page, as_text(matrix))
+    return page
 
 
 def read_matrix(path: Path) -> Matrix:

@@ -1,4 +1,4 @@
-"""``gradparity laws``: write ``docs/laws.md`` from the laws themselves."""
+"""``make docs``: write ``docs/laws.md`` from the laws themselves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from ...fixtures.faulty import FAULTY
-from ...fixtures.faulty.stacks import FAULTY_STACKS
-from ...fixtures.faulty.trainers import FAULTY_TRAINERS
-from ..judge import laws as laws
-from ..judge.law import LAWS, Law
-from ..status import write_whole
+from gradparity.conformance.judge import laws as laws
+from gradparity.conformance.judge.law import LAWS, Law
+from gradparity.conformance.status import write_whole
+from gradparity.fixtures.faulty import FAULTY
+from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
+from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
 
 __all__ = ["main", "render"]
 
@@ -33,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page.
 
     Args:
-        argv: arguments after ``gradparity laws``.
+        argv: arguments; None takes the process's own.
 
     Returns:
         0 written, 2 bad usage.
     """
     parser = argparse.ArgumentParser(
-        prog="gradparity laws",
+        prog="python -m gradparity.benchmarks.laws_page",
         description="Write the page of all laws.",
         allow_abbrev=False,
     )
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
         write_whole(parsed.out, render())
     except OSError as error:
-        print(f"gradparity laws: {error}", file=sys.stderr)
+        print(f"laws_page: {error}", file=sys.stderr)
         return 2
     except SystemExit as done:  # --help, or a usage error that argparse has printed
         return int(done.code or 0)
@@ -76,3 +76,7 @@ def _lines(law: Law) -> Iterator[str]:
     faulty = [f"`{made.__name__}`" for made, how in every if how.law == law.id]
     if faulty:
         yield f"*Broken on purpose by:* {', '.join(faulty)}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,7 +6,7 @@
 3. confirm: each law that one of them breaks, by a standalone script.
 
 A folder holds both reports, the scripts with what they said, and the versions;
-``ci/who_passes.py`` makes the page of it.
+``survey_scalers.py`` makes the page of it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ...fixtures.peers import PEERS as PEERS
-from ..report.records import Report, read_report
-from ..space.catalogue import Selection
-from ..status import UsageError, write_whole
-from .confirm import Confirmation, confirm
-from .session import RunSettings, run
+from gradparity.benchmarks.survey_scalers_confirm import Confirmation, confirm
+from gradparity.conformance.report.records import Report, read_report
+from gradparity.conformance.run.session import RunSettings, run
+from gradparity.conformance.space.catalogue import Selection
+from gradparity.conformance.status import UsageError, write_whole
+from gradparity.fixtures.peers import PEERS
 
 __all__ = [
     "OURS",
-    "PEERS",
     "SMOKE",
     "Record",
     "confirm_peers",
@@ -156,7 +155,7 @@ def _run(
         out=folder,
         timeout_s=TIMEOUT_S,
         refuse_unfit=False,  # the smoke level says of each why it cannot be judged
-        arguments=["who-passes", "--preset", preset],
+        arguments=["survey", "scalers", "--preset", preset],
     )
     run(settings, console)
 

@@ -1,4 +1,4 @@
-"""The tests of the tests: every faulty scaler against every law.
+"""``gradparity mutants``: every faulty scaler against every law.
 
 Steps: judge the wrong scalers scenario by scenario, so that clusters, runs without a
 scaler and references are shared; leave those out that are caught, unless all is asked
@@ -7,6 +7,8 @@ for; take what is left to the next preset; judge the right ones with several see
 
 from __future__ import annotations
 
+import argparse
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,16 +18,22 @@ from typing import Any
 
 from rich.console import Console
 
-from ...fixtures.faulty import FAULTY, RIGHT
-from ..report.terminal import plain
-from ..run.recorder import make_header
-from ..run.runner import Case, Runner
-from ..space.catalogue import Selection, select
-from ..space.scenario import Scenario
-from ..status import Status, UsageError
-from .matrix import Matrix, Row, as_text, write_matrix
+from gradparity.benchmarks.mutants_matrix import Matrix, Row, as_text, write_matrix
+from gradparity.conformance.cli.arguments import (
+    NARROWING,
+    add_options,
+    folder,
+    repeated,
+)
+from gradparity.conformance.report.terminal import plain
+from gradparity.conformance.run.recorder import make_header
+from gradparity.conformance.run.runner import Case, Runner
+from gradparity.conformance.space.catalogue import Selection, select
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.conformance.status import Status, UsageError
+from gradparity.fixtures.faulty import FAULTY, RIGHT
 
-__all__ = ["MODULE", "MutantSettings", "mutants"]
+__all__ = ["MODULE", "MutantSettings", "main", "mutants"]
 
 MODULE = "gradparity.fixtures.faulty"
 
@@ -108,6 +116,80 @@ class _Tally:
         )
 
 
+def main(argv: Sequence[str]) -> int:
+    """Parse, judge, print.
+
+    Args:
+        argv: arguments after ``gradparity mutants``.
+
+    Returns:
+        As :func:`mutants`.
+
+    Raises:
+        UsageError: if an option has a wrong value.
+    """
+    parsed = _parser().parse_args(argv)
+    settings = MutantSettings(
+        selection=Selection(
+            topologies=parsed.topology,
+            models=parsed.model,
+            precisions=parsed.precision,
+            optimizers=parsed.optimizer,
+            world_size=parsed.world_size,
+            seed=parsed.seed,
+        ),
+        folder=os.getcwd(),
+        presets=parsed.preset or ["quick"],
+        scalers=parsed.only,
+        every=parsed.every,
+        seeds=parsed.seeds,
+        share=parsed.share,
+        out=parsed.out,
+        quiet=parsed.quiet,
+        arguments=["mutants", *argv],
+    )
+    return mutants(settings, Console())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradparity mutants",
+        description="Check the judge: is each faulty scaler caught by its law?",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--preset", **repeated("NAME", "take what is missed to the next (quick)"))
+    add("--only", **repeated("CLASS", "a class of fixtures.faulty"))
+    add_options(parser, NARROWING)
+    add(
+        "--every",
+        action="store_true",
+        help="judge wrong scalers in all scenarios, caught or not",
+    )
+    add(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="seeds for the right scalers (1)",
+    )
+    add(
+        "--share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="each seed takes one Nth of the first preset (1)",
+    )
+    add(
+        "--out",
+        type=folder,
+        metavar="DIR",
+        help="folder for mutants.json and mutants.md",
+    )
+    add("--quiet", action="store_true", help="no progress")
+    return parser
+
+
 def mutants(settings: MutantSettings, console: Console) -> int:
     """Judge them all, print the matrix, write it if asked to.
 
@@ -147,7 +229,7 @@ def mutants(settings: MutantSettings, console: Console) -> int:
         seconds=round(time.monotonic() - started, 1),
         rows=[tally.row() for tally in [*wrong, *right]],
     )
-    return _tell(settings, matrix, console)
+    return _print_matrix(settings, matrix, console)
 
 
 def _judge_wrong(
@@ -208,7 +290,7 @@ def _progress(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _tell(settings: MutantSettings, matrix: Matrix, console: Console) -> int:
+def _print_matrix(settings: MutantSettings, matrix: Matrix, console: Console) -> int:
     lines = as_text(matrix)
     console.print(lines, markup=False, highlight=False, soft_wrap=True)
     if settings.out is not None:

@@ -1,4 +1,4 @@
-"""``gradparity survey scalers``: judge known scalers, write ``docs/who-passes.md``."""
+"""``gradparity survey scalers``: judge them, write ``docs/known-scalers.md``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..conformance.report.records import Report, ReportError
-from ..conformance.run.confirm import broken_laws, examples
-from ..conformance.run.peers import (
+from gradparity.benchmarks.survey_scalers_confirm import broken_laws, examples
+from gradparity.benchmarks.survey_scalers_run import (
     OURS,
-    PEERS,
     SMOKE,
     Record,
     confirm_peers,
@@ -21,17 +19,19 @@ from ..conformance.run.peers import (
     not_judged,
     read_record,
 )
-from ..conformance.space.catalogue import PRESETS
-from ..conformance.status import RANKING, UsageError, Verdict, write_whole
-from .markdown import escape
+from gradparity.ci.markdown import escape
+from gradparity.conformance.report.records import Report, ReportError
+from gradparity.conformance.space.catalogue import PRESETS
+from gradparity.conformance.status import RANKING, UsageError, Verdict, write_whole
+from gradparity.fixtures.peers import PEERS
 
 __all__ = ["main", "render"]
 
 _TEXT = """\
-# Who passes
+# Known scalers
 
-What the catalogue says of scalers that people use. Made by `make who-passes` from the
-reports of one run; nothing here is written by hand.
+What the catalogue says of scalers that people use. Made by `make survey-scalers` from
+the reports of one run; nothing here is written by hand.
 
 {provenance}
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = " ".join(str(error).split())
         print(f"gradparity survey scalers: {line}", file=sys.stderr)
         return 2
-    except SystemExit as done:  # --help, or a usage error that argparse has told
+    except SystemExit as done:  # --help, or a usage error that argparse has printed
         return int(done.code or 0)
     print(f"written: {parsed.out}")
     return 0
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("docs/who-passes.md"), metavar="FILE")
+    add("--out", type=Path, default=Path("docs/known-scalers.md"), metavar="FILE")
     add("--reports", type=Path, default=Path("parity-peers"), metavar="FOLDER")
     add("--preset", default="quick", choices=PRESETS)
     add("--peer", action="append", choices=PEERS, help="only this one; repeatable")
