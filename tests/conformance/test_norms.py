@@ -182,6 +182,33 @@ def test_once_the_weights_depart_norms_say_nothing(law: str) -> None:
     assert (found.status, found.compared, found.not_compared) == ("inconclusive", 2, 6)
 
 
+STOPPED = "gradparity.fixtures.faulty.stacks:{}"
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "law", "status"),
+    [
+        # the judge's own loop reports no norm, and clips in one recipe
+        ("digits", "clip-norm", "norm.reported", "skipped"),
+        ("digits", "clip-norm", "norm.factor", "inconclusive"),
+        ("digits", "plain", "norm.factor", "skipped"),
+        (STOPPED.format("FlatEngine"), "plain", "norm.reported", "inconclusive"),
+        (STOPPED.format("FlatEngine"), "plain", "norm.factor", "inconclusive"),
+        (STOPPED.format("Replicated"), "plain", "norm.reported", "skipped"),
+        (STOPPED.format("Replicated"), "plain", "norm.factor", "skipped"),
+    ],
+)
+def test_a_run_that_stopped_is_undecided_only_where_a_norm_was_due(
+    model: str, recipe: str, law: str, status: str
+) -> None:
+    place = "ddp/2/fp32/sgd" if model == "digits" else "dp2/2/fp32/own"
+    text = f"{place}/none/model={model},recipe={recipe},steps=4"
+    of = replace(evidence(scenario=Scenario.parse(text)), parity=None)
+    for trace in of.ranks:
+        trace.steps.clear()
+    assert finding(of, law).status == status
+
+
 @pytest.mark.parametrize("law", ["norm.reported", "norm.factor"])
 def test_a_step_without_a_bound_is_not_compared(law: str) -> None:
     of = evidence()

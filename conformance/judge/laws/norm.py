@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ...rank.trace import StepTrace
+from ...space.recipes import clip_norm_of
 from ..law import (
     ENOUGH,
     Evidence,
@@ -45,12 +46,13 @@ def reported(evidence: Evidence) -> Finding:
     Ranks may add up in different orders: each is held to the measured bound, and none
     to the bits of another one.
     """
+    report = {rank for _, seen in evidence.steps() for rank in _reports(evidence, seen)}
+    trains = evidence.scenario.workload.train_step is not None
+    if not report and (not trains or any(True for _ in evidence.steps())):
+        return skipped("the workload reports no norm")
     parity = evidence.parity
     if parity is None:
         return inconclusive(_STOPPED)
-    report = {rank for _, seen in evidence.steps() for rank in _reports(evidence, seen)}
-    if not report:
-        return skipped("the workload reports no norm")
     compared, missed = 0, 0
     for step, seen in evidence.steps():
         if any(s.non_finite for s in seen):
@@ -180,11 +182,13 @@ def _slack(parity: Parity, step: int) -> float:
 )
 def factor(evidence: Evidence) -> Finding:
     """Compare gradients as the optimizer used them with the truth's unclipped ones."""
-    parity = evidence.parity
+    scenario, parity = evidence.scenario, evidence.parity
+    training = scenario.parsed_recipe.training
+    clips = parity.clip_norm if parity else clip_norm_of(scenario.workload, training)
+    if clips is None:
+        return skipped("gradients are not clipped by their norm")
     if parity is None:
         return inconclusive(_STOPPED)
-    if parity.clip_norm is None:
-        return skipped("gradients are not clipped by their norm")
     compared, missed = 0, 0
     for step, seen in evidence.steps():
         rows = [row for row in parity.clipped if row.step == step]
