@@ -44,6 +44,7 @@ from ...fixtures import (
 )
 from ..space.random_layers import turn_off_random_layers
 from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
+from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
 from .layout_checks import check_layout, check_share, same_everywhere
 from .local_parts import check_values, full_name, read_local_parts
@@ -86,6 +87,8 @@ class Engine:
     """Name -> number of ranks that hold the same elements, for norms."""
     choices: Sequence[Mapping[str, Choices]] = ()
     """Per step: what learned routers choose; by themselves where it is empty."""
+    recomputed: Recomputed | None = None
+    """What ran again in backward, where the recipe says so."""
     count: float | None = None
     """What the sums of the last step were divided by, where a loss is (sum, count)."""
     _inferred: bool = False
@@ -152,6 +155,20 @@ class Engine:
             return [share]
         with workload.calling("shard"):
             return share.cut(recipe.sizes(share.rows))
+
+    def check_recomputed(self) -> None:
+        """See that what the recipe asks for has happened, on some rank.
+
+        Raises:
+            CannotError: if no part of the model has run again.
+        """
+        if self.recomputed is None:
+            return
+        again = torch.tensor(float(self.recomputed.again), device=self.device)
+        dist.all_reduce(again)
+        if not again:
+            text = "no part of the model ran again in backward: the layout makes its"
+            raise CannotError(f"{text} modules anew, or calls none of them")
 
     def local_tensors(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter now, local and as it was laid out."""
@@ -235,6 +252,18 @@ class Engine:
         )
         for new, saved in zip(self.optimizers, old, strict=True):
             new.load_state_dict(saved.state_dict())
+
+    def replace_stack(self) -> None:
+        """Lay the model out once more, as it was at first, in place of what is here."""
+        made = build_engine(self.scenario, self.mesh, self.device)
+        same = made.index.keys() == self.index.keys() and all(
+            np.array_equal(places, self.index[n]) for n, places in made.index.items()
+        )
+        if not same:
+            text = "lays the model out otherwise when it is called again"
+            raise self.scenario.workload.refuse("parallelize", text)
+        self.module, self.parameters = made.module, made.parameters
+        self.optimizers = made.optimizers
 
     def clip(self) -> None:
         """Clip the unscaled gradients as the recipe says."""
@@ -388,6 +417,8 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     precision = scenario.parsed_precision
     if precision.convert is not None:
         model = precision.convert(model)
+    recomputes = scenario.parsed_recipe.recompute
+    recomputed = recompute_in_backward(model) if recomputes else None
     module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
     if not training.random:  # parallelize may have made them anew
         turn_off_random_layers(module)
@@ -407,6 +438,8 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
             write_values(parameter, values[name], index[name])
     if scenario.parsed_recipe.compile:
         module.compile(backend="aot_eager")
+    if training.frozen:
+        _check_frozen(parameters, trained)
     own_step = workload.train_step is not None
     engine = Engine(
         scenario=scenario,
@@ -419,6 +452,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         optimizers=[] if own_step else _make_optimizers(scenario, parameters),
         owned=[[*parameters]] if own_step else _split(scenario, parameters),
         device=device,
+        recomputed=recomputed,
     )
     if scenario.parsed_topology.pipelined:
         engine.schedule = _pipeline(engine)
@@ -441,6 +475,18 @@ def _check_trainable(
             raise workload.refuse(
                 "weights", f"{text} judge's optimizer takes what it gives"
             )
+
+
+def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> None:
+    """See that what the recipe froze stays so; no user has asked for it.
+
+    Raises:
+        CannotError: if a layout makes parameters anew, and they train.
+    """
+    freed = [n for n, p in parameters.items() if p.requires_grad and n not in trained]
+    if freed:
+        text = f"frozen parameters train again once parallelize is done: {freed[0]}"
+        raise CannotError(text)
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 
 from ...fixtures import (
     Batch,
+    CannotError,
     ResolvedFault,
     ResolvedWorkload,
     WorkloadError,
@@ -36,10 +37,12 @@ from ...fixtures import (
     inject_loss,
     local,
 )
+from ..space.recipes import CLIP_NORM
+from ..space.scenario import Scenario
 from .engine import Engine
 from .judged import Judged, JudgedError
 from .local_parts import read_local_parts
-from .observe import CallLog, digest, non_finite, partial_ranks
+from .observe import CallLog, digest, non_finite, optimizer_digest, partial_ranks
 from .recording import (
     digests_of,
     floats,
@@ -53,7 +56,32 @@ from .recording import (
 )
 from .trace import Decision, RankTrace, Restored, StepTrace
 
-__all__ = ["OptimizerCalls", "WatchedScaler", "as_number", "parameters_of"]
+__all__ = [
+    "OptimizerCalls",
+    "WatchedScaler",
+    "as_number",
+    "clip_norm_handed",
+    "parameters_of",
+]
+
+
+@contextmanager
+def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
+    """Have ``train_step`` clip to the norm of a recipe that clips by one.
+
+    Raises:
+        CannotError: if nothing in the stack takes its norm from the workload.
+    """
+    workload = scenario.workload
+    clips = scenario.parsed_recipe.training.clip == "norm"
+    if workload.train_step is None or workload.clipping_to is None or not clips:
+        yield
+        return
+    with workload.clipping_to(CLIP_NORM) as reads:
+        yield
+    if not reads.count:
+        text = "neither parallelize nor train_step reads clip_norm of the workload"
+        raise CannotError(f"recipe {scenario.recipe!r}: {text}: it cannot be changed")
 
 
 def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None:
@@ -228,6 +256,9 @@ class WatchedScaler:
             return clip(optimizer, *args, **kwargs)
 
 
+_CHECKPOINT = ("save_checkpoint", "load_checkpoint")
+
+
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
     """Inside a workload's call: what a call of the scaler raised is the scaler's."""
@@ -260,12 +291,15 @@ class OwnStep:
         self.handed: list[list[str]] = []
         """Names of what a scaler was handed; optimizers inside of it decide with it."""
         self.called: list[list[str]] = []
+        self.found: list[str] = []
+        """Digests of optimizers that were first seen in this step, before they step."""
         self.scaled = self.parts = 0
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
         engine, judged, workload = self.engine, self.judged, self.workload
         self.seen, self.faults, self.non_finite = seen, faults, None
         self.called.clear()
+        self.found.clear()
         self.scaled = 0
         micro_batches = engine.micro_batches(global_batch(engine, seen.step))
         self.parts = len(micro_batches)
@@ -294,6 +328,7 @@ class OwnStep:
             next(n for n, names in enumerate(engine.owned) if names is mine)
             for mine in owned
         ]
+        before = before[0], [*before[1], *self.found]
         record_effect(engine, seen, before, deciding)
         changed = [d.parameters_changed for d in seen.decisions]
         if judged.scaler is None and not self.calls.seen and False in changed:
@@ -338,30 +373,75 @@ class OwnStep:
 
     def restored(self) -> Restored | None:
         """Save and load by the stack's own means, the latter with a new scaler."""
-        workload, judged, stack = self.workload, self.judged, self.engine.module
-        save, load = workload.save_checkpoint, workload.load_checkpoint
-        if save is None or load is None or judged.scaler is None:
+        workload, judged = self.workload, self.judged
+        if workload.save_checkpoint is None or judged.scaler is None:
             return None
+        with self._checkpoint() as load:
+            saved = judged.state()
+            judged.construct(judged.factory)
+            new = judged.state()
+            load()
+            loaded = judged.state()
+        return Restored(saved=saved, loaded=loaded, new=new)
+
+    def resume(self) -> None:
+        """Go on with a new stack, loaded from the old one's own checkpoint.
+
+        Raises:
+            CannotError: if the checkpoint has no weights, or needs a scaler and there
+                is none.
+        """
+        engine, judged = self.engine, self.judged
+        held = self._weights()
+        try:
+            with self._checkpoint() as load:
+                engine.replace_stack()
+                made = self._weights()
+                if judged.scaler is not None:
+                    judged.construct(judged.factory)
+                load()
+        except WorkloadError as error:
+            if judged.scaler is None and error.call in _CHECKPOINT:
+                raise CannotError(f"without a scaler: {error}") from error
+            raise
+        loaded = self._weights()
+        moved = [name for name in held if held[name] != made[name]]
+        back = [name for name in moved if loaded[name] != made[name]]
+        counts = torch.tensor([len(moved), len(back)], device=engine.device)
+        dist.all_reduce(counts)
+        if counts[0] and not counts[1]:
+            text = "load_checkpoint leaves the weights of a new stack as they are made"
+            raise CannotError(f"recipe {engine.scenario.recipe!r}: {text}")
+
+    def _weights(self) -> dict[str, str]:
+        return {n: digest(part) for n, part in self.engine.local_tensors().items()}
+
+    @contextmanager
+    def _checkpoint(self) -> Iterator[Callable[[], None]]:
+        """Save the stack; yields what loads it into the stack that is there then."""
+        save, load = self.workload.save_checkpoint, self.workload.load_checkpoint
+        assert save is not None and load is not None
         first = dist.get_rank() == 0
         folder = [tempfile.mkdtemp(prefix="gradparity-") if first else ""]
         dist.broadcast_object_list(folder)
+
+        def loads() -> None:
+            with _scaler_at_fault():
+                load(self.engine.module, self._merely_watched(), folder[0])
+
         try:
-            saved = judged.state()
             with _scaler_at_fault():
-                save(stack, self._merely_watched(), folder[0])
+                save(self.engine.module, self._merely_watched(), folder[0])
             dist.barrier()  # rank 0 may write for all
-            judged.construct(judged.factory)
-            new = judged.state()
-            with _scaler_at_fault():
-                load(stack, self._merely_watched(), folder[0])
-            loaded = judged.state()
+            yield loads
             dist.barrier()  # a rank may still read
         finally:
             if first:
                 shutil.rmtree(folder[0], ignore_errors=True)
-        return Restored(saved=saved, loaded=loaded, new=new)
 
-    def _merely_watched(self) -> WatchedScaler:
+    def _merely_watched(self) -> WatchedScaler | None:
+        if self.judged.scaler is None:
+            return None
         return WatchedScaler(
             self.judged.scaler,
             watch=self.judged.watch,
@@ -407,6 +487,7 @@ class OwnStep:
             optimizer is known for known in engine.optimizers
         ):
             engine.optimizers.append(optimizer)
+            self.found.append(optimizer_digest(optimizer))
         names = [n for n, p in engine.parameters.items() if id(p) in mine]
         if not names:
             return self.unknown

@@ -30,7 +30,7 @@ from .devices import set_deterministic
 from .engine import Engine, build_engine, shard_id
 from .judged import Judged, JudgedError
 from .observe import CallLog
-from .own_step import OwnStep
+from .own_step import OwnStep, clip_norm_handed
 from .recording import (
     digests_of,
     floats,
@@ -83,38 +83,40 @@ def observe_rank(
     factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
-    engine = build_engine(scenario, mesh, torch.device(world.device))
-    trace = RankTrace(
-        rank=world.rank,
-        coordinate={axis: mesh.get_local_rank(axis) for axis in shape},
-        index=engine.index,
-        shards={name: shard_id(index) for name, index in engine.index.items()},
-        owned=engine.owned,
-        start={name: floats(part) for name, part in engine.local_tensors().items()},
-    )
-    trace.reduce_dtype = str(promised_dtype(scenario) or "").removeprefix("torch.")
-    engine.choices = choices
-    judged = Judged(engine, trace)
-    own = OwnStep(engine, judged) if engine.scenario.workload.train_step else None
-    faults = _resolved_faults(engine, trace)
-    if factory is not None:
-        judged.construct(factory)
-    steps = scenario.steps if last is None else last + 1
-    for step in range(scenario.resume_step if saved else 0, steps):
-        trace.steps.append(StepTrace(step=step))
-        if scenario.parsed_recipe.resume and step == scenario.resume_step:
-            judged.resume(saved)
-        with nullcontext() if around is None else around(engine, step):
-            _observe_step(engine, judged, trace, faults, own)
-    trace.owned = engine.owned
-    if own is not None:
-        own.check_gradients(trace)
-        if last is None:
-            trace.restored = own.restored()
-    if keep:
-        trace.saved = judged.saved()
-    trace.misuse = judged.misuse() if last is None else None
-    return trace
+    with clip_norm_handed(scenario):
+        engine = build_engine(scenario, mesh, torch.device(world.device))
+        trace = RankTrace(
+            rank=world.rank,
+            coordinate={axis: mesh.get_local_rank(axis) for axis in shape},
+            index=engine.index,
+            shards={name: shard_id(index) for name, index in engine.index.items()},
+            owned=engine.owned,
+            start={name: floats(part) for name, part in engine.local_tensors().items()},
+        )
+        trace.reduce_dtype = str(promised_dtype(scenario) or "").removeprefix("torch.")
+        engine.choices = choices
+        judged = Judged(engine, trace)
+        own = OwnStep(engine, judged) if engine.scenario.workload.train_step else None
+        faults = _resolved_faults(engine, trace)
+        if factory is not None:
+            judged.construct(factory)
+        steps = scenario.steps if last is None else last + 1
+        for step in range(scenario.resume_step if saved else 0, steps):
+            trace.steps.append(StepTrace(step=step))
+            if scenario.parsed_recipe.resume and step == scenario.resume_step:
+                judged.resume(saved) if own is None else own.resume()
+            with nullcontext() if around is None else around(engine, step):
+                _observe_step(engine, judged, trace, faults, own)
+        trace.owned = engine.owned
+        engine.check_recomputed()
+        if own is not None:
+            own.check_gradients(trace)
+            if last is None:
+                trace.restored = own.restored()
+        if keep:
+            trace.saved = judged.saved()
+        trace.misuse = judged.misuse() if last is None else None
+        return trace
 
 
 def _resolved_faults(engine: Engine, trace: RankTrace) -> tuple[ResolvedFault, ...]:

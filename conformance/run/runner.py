@@ -544,17 +544,21 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
 def _cannot(failure: WorldFailure, scenario: Scenario) -> str:
     """Why a workload could not do what it was asked, or the empty string.
 
-    It did not ask itself for a mesh with an axis at size 1, nor for parameters that do
-    not train: what ``parallelize`` raises then is no fault.
+    It did not ask itself for a mesh with an axis at size 1, for parameters that do not
+    train, nor for what recomputes or is laid out twice: what ``parallelize`` raises
+    then is no fault, nor what ``train_step`` does with parameters without gradients.
     """
-    error = failure.root.exception
-    unasked = (
-        scenario.parsed_topology.narrowed or scenario.parsed_recipe.training.frozen
-    )
-    refused = isinstance(error, WorkloadError) and error.call == "parallelize"
-    if isinstance(error, CannotError) or (unasked and refused):
-        return " ".join(str(error).split())[:600]
-    return ""
+    error, recipe = failure.root.exception, scenario.parsed_recipe
+    frozen = recipe.training.frozen
+    unasked = scenario.parsed_topology.narrowed or recipe.resume or recipe.recompute
+    text = " ".join(str(error).split())[:600]
+    if isinstance(error, CannotError):
+        return text
+    if not isinstance(error, WorkloadError):
+        return ""
+    laid_out = error.call == "parallelize" and (unasked or frozen)
+    trained = error.call == "train_step" and frozen and "train_step: raised" in text
+    return text if laid_out or trained else ""
 
 
 def _root_cause(failure: WorldFailure) -> str:

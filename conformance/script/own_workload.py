@@ -53,7 +53,8 @@ def _refuse(scenario: Scenario) -> None:
     own = ("train_step", "weights", "gradients", "shard", "micro_batches")
     needs = [name for name in own if getattr(workload, name) is not None]
     needs += ["a loss that is (sum, count)"] if workload.counted else []
-    if recipe.uneven or recipe.defer_sync or recipe.training.frozen:
+    frozen = recipe.training.frozen
+    if recipe.uneven or recipe.defer_sync or frozen or recipe.recompute:
         needs.append(f"recipe {scenario.recipe!r}")
     if needs:
         raise UsageError(

@@ -240,6 +240,9 @@ def imports(scenario: Scenario) -> list[str]:
     """Lines that import what the script needs besides the usual."""
     parts = PARTS[scenario.topology]
     lines = []
+    if scenario.parsed_recipe.recompute:
+        lines.append("from functools import partial")
+        lines.append("from torch.utils.checkpoint import checkpoint")
     if scenario.model == "digits-experts":
         lines += [
             "from torch.distributed._functional_collectives import (",

@@ -121,6 +121,7 @@ def _values(scenario: Scenario) -> dict[str, object]:
         model="standalone_model.py.j2",
         trained="The model is of the same kind as the scenario's; the data are random.",
         imports=dict.fromkeys(line for phase in phases for line in imports(phase)),
+        recomputes=recipe.recompute,
         layers=_layers(scenario.model),
         experts=scenario.model == "digits-experts",
         tied=scenario.model == "text-tied",

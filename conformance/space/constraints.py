@@ -22,6 +22,7 @@ from ...fixtures import (
 )
 from .random_layers import draws_in_forward
 from .recipes import RECIPES, WORKLOAD_RECIPES
+from .recomputation import why_not_recomputed
 
 __all__ = ["PAIRS", "resharded_world", "why_not"]
 
@@ -110,11 +111,21 @@ _NEEDS_FIXTURES = {
     "resume-resharded": "another world would have to lay the workload out, too",
 }
 """Recipes that know the models or layouts of fixtures, and why."""
-_TRAIN_STEP_RECIPES = (
-    *("plain", "accumulate", "accumulate-uneven"),
-    *("manual-scale", "disabled", "primed", "random"),
-)
-"""Recipes in which ``train_step`` makes all calls itself."""
+_OPTIMIZERS = "train_step steps the optimizers that parallelize has made"
+_TRAIN_STEP_DECIDES = {
+    "unscale": "train_step decides whether it calls unscale_",
+    "clip-value": "train_step clips by the norm alone (clip_norm)",
+    "accumulate-no-sync": "train_step decides in which backward it reduces gradients",
+    "two-optimizers": _OPTIMIZERS,
+    "two-optimizers-unscale": _OPTIMIZERS,
+    "scheduler": "train_step has a schedule of its own, and the reference has none",
+}
+"""Recipes whose calls are all in ``train_step``, and why the judge cannot ask."""
+_TRAIN_STEP_NEEDS = {
+    "clip-norm": ("clip_norm", "clip_norm, to which its train_step clips"),
+    "resume": ("save_checkpoint", "save_checkpoint and load_checkpoint"),
+}
+"""Recipe -> the attribute of a workload without which its ``train_step`` cannot."""
 
 
 def _workload_precision(
@@ -138,10 +149,16 @@ def _workload_reason(workload: ResolvedWorkload, topology: str, recipe: str) -> 
     chosen = WORKLOAD_RECIPES[recipe]
     if recipe in _NEEDS_FIXTURES:
         return f"not for your own workloads: {_NEEDS_FIXTURES[recipe]}"
-    if workload.train_step is not None and recipe not in _TRAIN_STEP_RECIPES:
-        return "it needs the judge's own loop, and the workload has a train_step"
+    if workload.train_step is not None:
+        if recipe in _TRAIN_STEP_DECIDES:
+            return _TRAIN_STEP_DECIDES[recipe]
+        attribute, what = _TRAIN_STEP_NEEDS.get(recipe, ("model", ""))
+        if getattr(workload, attribute) is None:
+            return f"the workload has no {what}"
     if chosen.training.random and not draws_in_forward(workload.name):
         return f"it needs random layers, and {workload.name} has none"
+    if chosen.recompute and (why := why_not_recomputed(workload.name)):
+        return why
     if (
         chosen.parts > 1
         and workload.micro_batches is not None

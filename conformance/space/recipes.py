@@ -97,6 +97,8 @@ class Recipe:
     """Before the first step every rank calls ``scale`` once, on zero."""
     compile: bool = False
     """The model is compiled (without code generation, which is not in question)."""
+    recompute: bool = False
+    """Parts of the model forget what they compute, and run again in backward."""
 
     def sizes(self, rows: int) -> list[int]:
         """How many of the rows of a rank each backward pass has.
@@ -184,6 +186,10 @@ RECIPES: dict[str, Recipe] = {
         primed=True,
     ),
     "compiled": Recipe(text="torch.compile around the model", compile=True),
+    "recompute": Recipe(
+        text="activation checkpointing: blocks of the model run again in backward",
+        recompute=True,
+    ),
 }
 """Training recipes by name."""
 
@@ -198,6 +204,12 @@ WORKLOAD_RECIPES: dict[str, Recipe] = {
         text="random layers are on, and what they draw is compared; in every other "
         "recipe they are off, and gradients are compared",
         training=Training(random=True),
+    ),
+    "random-recompute": Recipe(
+        text="as random, with activation checkpointing: what runs again in backward "
+        "draws the same numbers again",
+        training=Training(random=True),
+        recompute=True,
     ),
 }
 """Those of a user's own workload."""

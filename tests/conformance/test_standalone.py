@@ -164,6 +164,7 @@ def test_a_failure_is_shown(
         EXPERTS_FIRST,
         "fsdp+plain/2/fp32/adamw-groups/nan@r0s1:last[last]/steps=3,recipe=frozen",
         "tp/2/fp32/adamw/none/model=text-tied,steps=3,recipe=two-losses",
+        "fsdp/2/fp32/sgd/nan@r0s1:last/steps=3,recipe=recompute",
         "single/1/fp32/adamw/nan@r0s*:first/steps=150",
         f"fsdp1/4/fp32/adamw/inf@r3s2:last/{MOVED}",
         f"fsdp/3/fp32/adagrad/none/model=digits-uneven,{MOVED}",

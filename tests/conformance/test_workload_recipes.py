@@ -1,0 +1,235 @@
+"""Recipes of stacks that train by themselves: what they can do, and what each shows."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance.space.catalogue import Selection, not_tried, select
+from gradparity.conformance.space.constraints import why_not
+from gradparity.fixtures import resolve_workload
+from gradparity.fixtures.faulty import steps
+from gradparity.fixtures.faulty.plain import Broken
+from gradparity.fixtures.faulty.stacks import Held, Named
+from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
+
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
+TRAINS = "gradparity.fixtures.faulty.steps:Trains"
+TRAINERS = "gradparity.fixtures.faulty.trainers"
+
+
+def at(model: str, recipe: str, rest: str = "none") -> Scenario:
+    return Scenario.parse(
+        f"dp2/2/fp32/own/{rest}/model={model},steps=4,recipe={recipe}"
+    )
+
+
+def here(stack: type, recipe: str) -> Scenario:
+    return at(f"{__name__}:{stack.__name__}", recipe)
+
+
+def accused(case: Case) -> dict[str, str]:
+    assert not case.problem
+    return {v.law: v.finding.message for v in case.verdicts if v.status == "fail"}
+
+
+# - What can be done and what cannot
+
+
+def test_a_train_step_is_skipped_only_for_what_it_decides_itself() -> None:
+    told = "\n".join(not_tried(Selection(workload=TRAINS)))
+    for line in (
+        "unscale: train_step decides whether it calls unscale_",
+        "clip-value: train_step clips by the norm alone (clip_norm)",
+        "accumulate-no-sync: train_step decides in which backward it reduces",
+        "two-optimizers, two-optimizers-unscale: train_step steps the optimizers that",
+        "scheduler: train_step has a schedule of its own",
+        "random, random-recompute: it needs random layers",
+    ):
+        assert line in told
+    tried = {s.recipe for s in select("default", Selection(workload=TRAINS))}
+    assert {"clip-norm", "frozen", "resume", "recompute", "accumulate"} <= tried
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "reason"),
+    [
+        (f"{TRAINERS}:WaitsForTheStep", "clip-norm", "the workload has no clip_norm,"),
+        (
+            "gradparity.fixtures.faulty.stacks:FlatEngine",
+            "resume",
+            "the workload has no save_checkpoint and load_checkpoint",
+        ),
+        (
+            "gradparity.tests.random_stacks:Recomputes",
+            "recompute",
+            "its model recomputes by itself, in every recipe",
+        ),
+        (f"{__name__}:Counts", "recompute", "it depends on more than its inputs"),
+        (f"{__name__}:Flat", "recompute", "calls no module of its own"),
+    ],
+)
+def test_what_a_workload_cannot_do_is_told_before_anything_starts(
+    model: str, recipe: str, reason: str
+) -> None:
+    choices = {"topology": "dp2", "recipe": recipe, "model": model}
+    assert reason in why_not(resolve_workload(model), choices)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found: Tensor = self.inner(x) * self.inner.weight.norm() ** self.calls
+        return found
+
+
+class Counts(steps.Trains):
+    """Its forward is another one each time."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Counting())
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.ones_(Tensor(16, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Flat(steps.Trains):
+    """One module, which has all parameters itself."""
+
+    def model(self) -> nn.Module:
+        return Alone()
+
+
+class OwnClipNorm(steps.Trains):
+    """Clips by a number that is not the workload's."""
+
+    def clip(self, stack: Held) -> Tensor:
+        return nn.utils.clip_grad_norm_(stack.module.parameters(), 1000.0)
+
+
+class NoNewStack(steps.Trains):
+    """Can be laid out once in a process."""
+
+    made = 0
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Held:
+        self.made += 1
+        if self.made % 2 == 0:
+            raise RuntimeError("already initialised")
+        return super().parallelize(model, mesh)
+
+
+class NeedsEveryGradient(steps.Trains):
+    """Has no word for a parameter without a gradient."""
+
+    def clip(self, stack: Held) -> Tensor:
+        for parameter in stack.module.parameters():
+            parameter.grad.abs()  # type: ignore[union-attr]
+        return super().clip(stack)
+
+
+class MakesModulesAnew(steps.Trains):
+    """Trains a model of its own making, with the same weights."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Held:
+        fresh = self.model()
+        fresh.load_state_dict(model.state_dict())
+        return super().parallelize(fresh, mesh)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"),
+    [
+        (here(OwnClipNorm, "clip-norm"), "train_step reads clip_norm of the workload"),
+        (here(NoNewStack, "resume"), "raised RuntimeError: already initialised"),
+        (here(NeedsEveryGradient, "frozen"), "train_step: raised AttributeError"),
+        (here(MakesModulesAnew, "recompute"), "no part of the model ran again"),
+        (here(MakesModulesAnew, "frozen"), "train again once parallelize is done"),
+        (at(f"{TRAINERS}:WaitsForTheStep", "resume"), "without a scaler: workload"),
+    ],
+)
+def test_what_ranks_cannot_do_is_skipped_with_its_reason(
+    runner: Runner, scenario: Scenario, reason: str
+) -> None:
+    case = runner.run("none", scenario)
+    assert case.status is Status.SKIPPED, (case.problem, case.verdicts[:2])
+    assert reason in case.verdicts[0].finding.message
+
+
+def test_a_checkpoint_without_weights_is_no_resume(runner: Runner) -> None:
+    case = runner.run(
+        PLAIN, at(f"{TRAINERS}:WaitsForTheStep", "resume", "inf@r1s1:last")
+    )
+    assert case.status is Status.SKIPPED
+    assert "leaves the weights of a new stack" in case.verdicts[0].finding.message
+
+
+# - Right stacks, and faults that plain steps do not show
+
+
+@pytest.mark.parametrize("place", [x for each in RIGHT_STEPS.values() for x in each])
+def test_a_right_step_passes_in_each_recipe(runner: Runner, place: str) -> None:
+    case = runner.run("none", Scenario.parse(place))
+    assert case.status is Status.PASS, (case.problem, accused(case))
+
+
+@pytest.mark.parametrize("recipe", ["clip-norm", "frozen", "resume", "recompute"])
+@pytest.mark.parametrize(
+    "rest", ["none", pytest.param("inf@r1s2:first", marks=pytest.mark.slow)]
+)
+def test_a_right_scaler_passes_in_each_recipe(
+    runner: Runner, recipe: str, rest: str
+) -> None:
+    case = runner.run(PLAIN, at(TRAINS, recipe, rest))
+    assert case.status is Status.PASS, (case.problem, accused(case))
+
+
+@pytest.mark.parametrize(
+    ("stack", "broken"), FAULTY_STEPS.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_a_faulty_step_is_caught_in_its_recipe(
+    runner: Runner, stack: type[Any], broken: Broken
+) -> None:
+    assert broken.law in accused(runner.run("none", Scenario.parse(broken.at)))
+    scenario = Scenario.parse(broken.at)
+    recipe = "random" if "random" in scenario.recipe else "plain"
+    assert not accused(runner.run("none", replace(scenario, recipe=recipe)))
+
+
+def test_a_pass_that_runs_again_in_another_dtype_ends_the_run(runner: Runner) -> None:
+    model = "gradparity.fixtures.faulty.steps:RecomputesInAnotherDtype"
+    plain = f"dp2/2/bf16-autocast/own/none/model={model},steps=2"
+    assert runner.run("none", Scenario.parse(plain)).status is Status.PASS
+    case = runner.run("none", Scenario.parse(f"{plain},recipe=recompute"))
+    assert case.status is Status.ERROR
+    assert "train_step: raised CheckpointError" in case.problem
+    assert "different metadata than during the forward pass" in case.problem
+
+
+def test_clip_norm_is_given_back(runner: Runner) -> None:
+    """The same ranks run the next scenario."""
+    tight = here(ClipsHard, "clip-norm")
+    assert runner.run("none", tight).status is Status.PASS
+    assert runner.run("none", replace(tight, recipe="plain")).status is Status.PASS
+
+
+class ClipsHard(steps.Trains):
+    """Below the recipe's norm."""
+
+    clip_norm = 0.01
+
+    def optimizer(self, parameters: Named) -> Any:
+        return super().optimizer(parameters)
