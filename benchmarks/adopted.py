@@ -7,8 +7,10 @@ each: by torch's classes as they are, whose processes take ten seconds and more 
 so that only a few are; by torch's classes with forked processes, for the verdicts of
 all; and with ``--gradparity-adopt``. Recorded are the verdicts and the CPU seconds of
 the whole process tree, test by test, in ``results/adopted.json``; from it the table in
-``docs/adopted.md`` is written. ``--side`` runs one session alone (``none``: the table
-only); a run that was cut off goes on with the tests that have no verdict yet.
+``docs/adopted.md`` is written, at the mark with the name of that file, so that
+``--out`` with another name in ``results`` has a table of its own. ``--side`` runs one
+session alone (``none``: the table only); a run that was cut off goes on with the tests
+that have no verdict yet.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,9 @@ spawned processes; the same tests on our ranks."""
 BASES = ("MultiProcContinuousTest", "MultiProcessTestCase", "MultiThreadedTestCase")
 _RECORD = "GRADPARITY_ADOPTED_RECORD"
 """Environment variable: where this module, as a plugin of a session, writes to."""
+
+_SPAWNED_S = 0.05
+"""No process of torch's classes runs a test for less CPU."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -235,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session(folder, files, work / "ids.jsonl", "--collect-only")
     tests = read(work / "ids.jsonl")
     chosen = sample(tests, options.most, options.share, options.seed)
-    spawned = sample(tests, options.spawned, 0.0, options.seed)
+    few = sample(tests, options.spawned, 0.0, options.seed)
+    # These spawn once for a class: a few tests of it would pay that of all.
+    spawned = [t for t in chosen if t in few or tests[t]["base"] == BASES[0]]
     for side in options.side or SIDES:
         wanted = {"torch": spawned, "none": []}.get(side, chosen)
         left = [name for name in wanted if name not in read(work / f"{side}.jsonl")]
@@ -247,12 +254,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tests": list(pairs(tests, work)),
     }
     write(options.out, json.dumps(result, indent=1) + "\n")
-    if options.out == RESULTS:
-        text = DOCS.read_text()
-        before, rest = text.split("<!-- adopted -->")
-        after = rest.split("<!-- end -->")[1]
-        lines = [*table(result), "<!-- end -->"]
-        write(DOCS, f"{before}<!-- adopted -->\n" + "\n".join(lines) + after)
+    text, mark = DOCS.read_text(), f"<!-- {options.out.stem} -->"
+    if options.out.resolve().parent == RESULTS.parent and mark in text:
+        before, rest = text.split(mark)
+        _, after = rest.split("<!-- end -->", maxsplit=1)
+        lines = [mark, *table(result), "<!-- end -->"]
+        write(DOCS, before + "\n".join(lines) + after)
     return 0
 
 
@@ -292,25 +299,31 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         f"{same} with the same verdict ({100 * same / max(1, len(tests)):.1f} %)."
     )
     yield ""
+    for base in BASES:
+        theirs_s, ours_s, count = cost(t for t in tests if t["base"] == base)
+        if ours_s:
+            yield (
+                f"`{base}`: {count} tests run by spawned processes, too; CPU of both, "
+                f"test by test, from setUp to tearDown: {theirs_s:.1f} s by torch's "
+                f"class, {ours_s:.1f} s here, 1/{theirs_s / ours_s:.0f}."
+            )
+            yield ""
     yield (
-        "| file | class | tests | same verdict | passed | "
-        "CPU s a test: torch's, spawned (of n) | here (median of all) | times |"
+        "| file | class | tests | same verdict | passed | CPU s of n tests: torch's, "
+        "spawned (n) | here | times | median of all here |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for (file, base), group in groups.items():
-        theirs = [t for t in group if t["torch_spawned_cpu_s"] is not None]
-        ours = statistics.median(t["our_cpu_s"] for t in group)
-        cost = times = ""
-        if theirs:
-            mean = statistics.fmean(t["torch_spawned_cpu_s"] for t in theirs)
-            cost = f"{mean:.1f} ({len(theirs)})"
-            if mean > 1:  # else it was skipped before a process was spawned
-                times = f"{mean / max(ours, 0.01):.0f}"
+        theirs_s, ours_s, count = cost(group)
+        figures = "| | |"
+        if count:
+            times = theirs_s / max(ours_s, 0.01)
+            figures = f"{theirs_s:.1f} ({count}) | {ours_s:.2f} | {times:.0f} |"
         yield (
             f"| `{file}` | `{base}` | {len(group)} | "
             f"{sum(t['torch'] == t['ours'] for t in group)} | "
-            f"{sum(t['ours'] == 'passed' for t in group)} | "
-            f"{cost} | {ours:.2f} | {times} |"
+            f"{sum(t['ours'] == 'passed' for t in group)} | {figures} "
+            f"{statistics.median(t['our_cpu_s'] for t in group):.2f} |"
         )
     yield ""
     for test in tests:
@@ -328,6 +341,17 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         f"seed {made['seed']}."
     )
     yield ""
+
+
+def cost(tests: Iterable[Mapping[str, Any]]) -> tuple[float, float, int]:
+    """Return the CPU seconds of torch's classes and of ours, of how many tests.
+
+    Args:
+        tests: Those that no process was spawned for are left out: they were skipped.
+    """
+    both = [t for t in tests if (t["torch_spawned_cpu_s"] or 0.0) > _SPAWNED_S]
+    theirs_s = sum(t["torch_spawned_cpu_s"] for t in both)
+    return theirs_s, sum(t["our_cpu_s"] for t in both), len(both)
 
 
 def provenance(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,9 @@ _IN_TORCH = re.compile(
     r'File "[^"]*/(torch/(distributed|_ops|utils/_contextlib)'
     r"|multiprocess/rank/flight_recorder\.py)"  # around methods of a group, and waits
 )
+_AT_THE_END = re.compile(r'/multiprocess/rank/world\.py", line \d+ in all_agree$')
+"""A rank is done with its test and waits for what the others say of theirs."""
+
 _FIRST_FRAME = re.compile(r'^  File "[^"]+", line \d+ in .*$', re.MULTILINE)
 
 
@@ -40,9 +43,10 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     root = _root(first)
     if root is None:
         return tuple(first), None
-    if waits_in_collective(first[root].stacks):  # so all that hang do: find the odd one
+    # So all that hang do: find the odd one.
+    if waits_in_collective(first[root].stacks) and not _stopped(first[root]):
         found = find_odd_rank({o.rank: o.collectives for o in first})
-        if found is not None and first[found[0]].state is RankState.HUNG:
+        if found is not None and _hangs(first[found[0]]):
             root, how = found
             message = f"{first[root].message}: {how}"
             first[root] = replace(first[root], message=message)
@@ -63,9 +67,31 @@ def outcomes_or_raise(facts: Sequence[Fact]) -> tuple[RankOutcome, ...]:
 
 def waits_in_collective(stacks: str) -> bool:
     """Whether dumped stacks show a main thread inside ``torch.distributed``."""
+    return _IN_TORCH.search(_innermost_frame(stacks)) is not None
+
+
+def _is_done(stacks: str) -> bool:
+    return _AT_THE_END.search(_innermost_frame(stacks)) is not None
+
+
+def _hangs(outcome: RankOutcome) -> bool:
+    return outcome.state is RankState.HUNG and not _is_done(outcome.stacks)
+
+
+def _waits_for_others(outcome: RankOutcome) -> bool:
+    if _stopped(outcome):
+        return False
+    return waits_in_collective(outcome.stacks) or _is_done(outcome.stacks)
+
+
+def _stopped(outcome: RankOutcome) -> bool:
+    return outcome.state is RankState.HUNG and outcome.signal is not None
+
+
+def _innermost_frame(stacks: str) -> str:
     main_thread = stacks.rpartition("hread 0x")[2]
     frame = _FIRST_FRAME.search(main_thread)
-    return frame is not None and _IN_TORCH.search(frame.group()) is not None
+    return "" if frame is None else frame.group()
 
 
 def lost_peer(outcome: RankOutcome) -> bool:
@@ -103,6 +129,8 @@ def _outcome(fact: Fact) -> RankOutcome:
         what = "stopped by a signal"
     elif waits_in_collective(fact.stacks):
         what = "waiting in a collective"
+    elif _is_done(fact.stacks):
+        what = "done, waiting for the others to be"
     return replace(
         blank,
         state=RankState.HUNG,
@@ -144,10 +172,14 @@ def _root(outcomes: Sequence[RankOutcome]) -> int | None:
     hung = [o for o in failed if o.state is RankState.HUNG]
     ended = [o for o in failed if o.state is not RankState.HUNG]
     own = [o for o in ended if not lost_peer(o)]
-    stuck = [o for o in hung if not waits_in_collective(o.stacks)]
-    # A rank that failed by itself explains those that waited for it, and one that is
-    # stuck elsewhere those that wait in a collective. Only then come the others.
-    for group in (own, stuck, ended, hung):  # the first that is not empty
+    stopped = [o for o in hung if _stopped(o)]
+    stuck = [o for o in hung if not _waits_for_others(o)]
+    # No fault of another rank stops one by a signal, while an error of another may be
+    # that it has waited for it long enough. A rank that failed by itself explains those
+    # that waited for it, and one that is stuck elsewhere those that wait in a
+    # collective. Only then come the others.
+    late = [o for o in hung if _hangs(o)]
+    for group in (stopped, own, stuck, ended, late, hung):  # the first with a rank
         if group:
             return min(group, key=lambda o: o.ended_at_s).rank
     return None
@@ -167,4 +199,6 @@ def _suffered(outcome: RankOutcome, root: RankOutcome) -> bool:
         return lost_peer(outcome)
     if root.state is not RankState.HUNG:
         return True
-    return waits_in_collective(outcome.stacks) and not waits_in_collective(root.stacks)
+    if _is_done(outcome.stacks):
+        return not _is_done(root.stacks)
+    return _waits_for_others(outcome) and not _waits_for_others(root)

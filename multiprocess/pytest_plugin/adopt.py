@@ -277,6 +277,13 @@ def submit_by(runner: Callable[[], Runner]) -> None:
     use(submit)
 
 
+def unregister_mpi_pytest(manager: pytest.PytestPluginManager) -> None:
+    """Take mpi-pytest's plugin out: it would start mpiexec for each of its tests."""
+    for plugin in manager.get_plugins():
+        if getattr(plugin, "__name__", "") == "pytest_mpi.plugin":
+            manager.unregister(plugin)
+
+
 def nprocs_of(marker: pytest.Mark) -> Any:
     """Return what ``@pytest.mark.parallel`` asks for: a number, or several.
 

@@ -41,6 +41,7 @@ from .remote import (
     run_body,
 )
 from .runner import PoolRunner, Runner, UnsuitableWorld
+from .session_fork import INSTALLED
 from .trace import merge, profiled, trace_file
 
 _FAILURE = pytest.StashKey[WorldFailure]()
@@ -50,6 +51,8 @@ _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
 
 _PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd"})
 """Fixtures of pytest's that mean nothing on a rank."""
+
+_OF_RANKS = (RankFixture, WorldArgument, PerRankFixture)
 
 
 def prepare(item: pytest.Item) -> None:
@@ -81,13 +84,25 @@ def prepare(item: pytest.Item) -> None:
 
 
 def rank_fixture(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    fixturedef: pytest.FixtureDef[Any],
+    request: pytest.FixtureRequest,
+    *,
+    everywhere: bool,
 ) -> RankFixture | None:
-    """Return a fixture's plan if it depends on ``world``; None leaves it to pytest."""
+    """Return a fixture's plan if ranks evaluate it; None leaves it to pytest.
+
+    Args:
+        fixturedef: The fixture.
+        request: Of it.
+        everywhere: Whether they evaluate each fixture of the project, of any scope, as
+            a test of mpi-pytest has it; else those that depend on ``world``.
+    """
     values = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
-    if not any(isinstance(v, WorldArgument | RankFixture) for v in values.values()):
+    depends = any(isinstance(v, WorldArgument | RankFixture) for v in values.values())
+    everywhere = everywhere and _is_of_project(fixturedef) and _travel(values)
+    if not (depends or everywhere):
         return None
-    if fixturedef.scope != "function":
+    if fixturedef.scope != "function" and not everywhere:
         pytest.fail(
             f"the fixture `{fixturedef.argname}` asks for `world` and is "
             f"{fixturedef.scope}-scoped; on ranks only function scope exists",
@@ -102,8 +117,36 @@ def rank_fixture(
     plan = RankFixture(fixturedef.argname, fn, values)
     # As pytest does with a value: another fixture that asks for it finds the plan.
     fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
-    request.node.stash.setdefault(_RANK_FIXTURES, []).append(plan)
+    item = request._pyfuncitem
+    item.stash.setdefault(_RANK_FIXTURES, []).append(plan)
+    if fixturedef.scope != "function":  # the next test may be one of the parent's
+        ended = functools.partial(fixturedef.finish, request)  # type: ignore[arg-type]
+        item.addfinalizer(ended)
     return plan
+
+
+def forget_parents_values(item: pytest.Function) -> None:
+    """End what the parent has of fixtures that the ranks evaluate for this test."""
+    for fixturedefs in item._fixtureinfo.name2fixturedefs.values():
+        for fixturedef in fixturedefs:
+            if fixturedef.cached_result is not None and _is_of_project(fixturedef):
+                fixturedef.finish(item._request)  # type: ignore[arg-type]
+
+
+def _is_of_project(fixturedef: pytest.FixtureDef[Any]) -> bool:
+    code = getattr(inspect.unwrap(fixturedef.func), "__code__", None)
+    return code is not None and not INSTALLED.search(code.co_filename)
+
+
+def _travel(values: Mapping[str, Any]) -> bool:
+    for name, value in values.items():
+        if name == "request" or isinstance(_sendable(name, value), _OF_RANKS):
+            continue
+        try:
+            pickled(value)
+        except Exception:
+            return False
+    return not values.keys() & (_PARENT_ONLY - {"request"})
 
 
 def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> None:
@@ -288,7 +331,7 @@ def _check_travels(body: Body) -> None:
     for name, value in body.arguments.items():
         if name in _PARENT_ONLY:
             _refuse_fixture(name, "belongs to the parent")
-        if not isinstance(value, RankFixture | WorldArgument | PerRankFixture):
+        if not isinstance(value, _OF_RANKS):
             try:
                 pickled(value)
             except Exception as error:

@@ -7,6 +7,7 @@ what runs worlds is imported when the first test asks for one.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -95,8 +96,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Under torchrun rank 0 runs the session, and the others look after their ranks."""
-    if not needs_agent():
+    """Under torchrun rank 0 runs the session, and the others look after their ranks.
+
+    A session without tests for ranks is left alone: each process of torchrun may run
+    it for itself, and meet the others in tests and fixtures of its own.
+    """
+    if not needs_agent() or not _speaks_of_ranks(config):
         return None
     from .runner import follow, lead
 
@@ -116,7 +121,6 @@ def pytest_configure(config: pytest.Config) -> None:
         mode()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    words = [b"mark.world", b"multiprocess.TestCase", b"multiprocess import TestCase"]
     if config.option.gradparity_adopt:
         from . import adopt
 
@@ -124,8 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
         adoption = adopt.Adoption(config.option.gradparity_adopt_isolation)
         config.stash[_ADOPTION] = adoption
         config.pluginmanager.register(adoption)
-        words += adopt.WORDS
-    config.stash[_TORCH_HOOK] = TorchImportHook(_OPENED, words)
+        adopt.unregister_mpi_pytest(config.pluginmanager)
+    config.stash[_TORCH_HOOK] = TorchImportHook(_OPENED, _words(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -155,9 +159,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.fail(f"{metafunc.definition.nodeid}: {error}", pytrace=False)
     if "world" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world")
-    adopted = _ADOPTION in metafunc.config.stash
-    adopted = adopted and bool(metafunc.definition.get_closest_marker("parallel"))
-    word = "nprocs=" if adopted else "world"  # each as its own plugin has it
+    # Each as its own plugin has it.
+    word = "nprocs=" if _is_mpi_pytests(metafunc.definition) else "world"
     ids = (
         [f"{word}{size}" for size in sizes] if len(sizes) > 1 else [pytest.HIDDEN_PARAM]
     )
@@ -206,9 +209,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse what cannot run on ranks, rather than run it here."""
     if item.get_closest_marker(_MARK) is not None:
-        from .controller import prepare
+        from .controller import forget_parents_values, prepare
 
         prepare(item)
+        if isinstance(item, pytest.Function) and _is_mpi_pytests(item):
+            forget_parents_values(item)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -216,13 +221,15 @@ def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Any:
     """Leave a fixture that asks for ``world`` to the ranks."""
-    if fixturedef.argname == "world" or not fixturedef.argnames:
+    item = request._pyfuncitem
+    if fixturedef.argname == "world" or item.get_closest_marker(_MARK) is None:
         return None
-    if request.node.get_closest_marker(_MARK) is None:
+    everywhere = _is_mpi_pytests(item)
+    if not (fixturedef.argnames or everywhere):
         return None
     from .controller import rank_fixture
 
-    return rank_fixture(fixturedef, request)
+    return rank_fixture(fixturedef, request, everywhere=everywhere)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -286,6 +293,44 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         # As late as can be: torchrun ends this process when another has ended.
         finish(config.stash[_AGENT], config.stash.get(_EXIT_CODE, 0))
         del config.stash[_AGENT]
+
+
+def _words(config: pytest.Config) -> tuple[bytes, ...]:
+    """Return words of which one is in each module with tests for ranks."""
+    words = b"mark.world", b"multiprocess.TestCase", b"multiprocess import TestCase"
+    if not config.option.gradparity_adopt:
+        return words
+    from . import adopt
+
+    return (*words, *adopt.WORDS)
+
+
+def _speaks_of_ranks(config: pytest.Config) -> bool:
+    """Whether a module of the session, as its arguments name it, has such a word."""
+    words, skipped = _words(config), config.getini("norecursedirs")
+    paths = [Path(config.invocation_params.dir, a.split("::")[0]) for a in config.args]
+    if any(not path.exists() for path in paths):
+        return True  # modules by name, or a mistake that pytest is to report
+    for path in paths:
+        above = [path, *path.parents]
+        files = [folder / "conftest.py" for folder in above] + [path]
+        for folder, folders, names in os.walk(path):
+            folders[:] = [f for f in folders if not _matches(f, skipped)]
+            files += [Path(folder, name) for name in names if name.endswith(".py")]
+        for file in files:
+            if file.is_file() and any(word in file.read_bytes() for word in words):
+                return True
+    return False
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _is_mpi_pytests(item: pytest.Item) -> bool:
+    """Whether a test is one of mpi-pytest's that is adopted."""
+    adopted = _ADOPTION in item.config.stash
+    return adopted and item.get_closest_marker("parallel") is not None
 
 
 def _has_classes(session: pytest.Session) -> bool:

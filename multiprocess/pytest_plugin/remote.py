@@ -12,7 +12,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..rank.world import World, current_world
@@ -39,6 +39,15 @@ class RankRequest:
     """What a fixture on a rank can know of pytest's ``request``."""
 
     param: Any = None
+    addfinalizer: Callable[[Callable[[], object]], object] | None = None
+    """Of the rank that evaluates the fixture; the parent has none to send."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle asks for some
+            raise AttributeError(name)
+        raise AttributeError(
+            f"on a rank, request has `param` and `addfinalizer` only, and no {name!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,9 @@ class _Resolver:
 
     def _evaluate(self, fixture: RankFixture) -> Any:
         arguments = {n: self.value(v) for n, v in fixture.arguments.items()}
+        if isinstance(asked := arguments.get("request"), RankRequest):
+            later = self._stack.callback
+            arguments["request"] = replace(asked, addfinalizer=later)
         if inspect.iscoroutinefunction(fixture.fn):
             return self.loop.run(fixture.fn(**arguments))
         if inspect.isasyncgenfunction(fixture.fn):

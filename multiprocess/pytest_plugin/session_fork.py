@@ -57,7 +57,9 @@ _MODES = ("auto", "fresh", "fork")
 _HARMLESS = re.compile(r"/dev/(null|tty|u?random|pts/\d+)$|.* \(deleted\)$")
 """Devices without state, and files without a name: pytest's captured output."""
 
-_INSTALLED = re.compile(r"/(site|dist)-packages/")
+INSTALLED = re.compile(r"/(site|dist)-packages/")
+"""In the path of each file that an installation has put there."""
+
 _STDLIB = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")
 )
@@ -292,7 +294,7 @@ def _is_of_the_project(module: object) -> bool:
     if file is None:
         return False
     path = os.path.abspath(file)
-    return not (path.startswith(_STDLIB) or _INSTALLED.search(path))
+    return not (path.startswith(_STDLIB) or INSTALLED.search(path))
 
 
 def _openblas() -> Iterator[ctypes.CDLL]:

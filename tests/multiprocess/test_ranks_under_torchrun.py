@@ -225,6 +225,30 @@ def test_a_session_on_torchruns_ranks(tmp_path: Path) -> None:
     assert found["test_three"] == found["test_skip"] == ["skipped"]
 
 
+SPMD = """
+import pytest, torch, torch.distributed as dist
+
+@pytest.fixture(scope="session", autouse=True)
+def group():
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+def test_sum():
+    value = torch.ones(1) * dist.get_rank()
+    dist.all_reduce(value)
+    assert value.item() == 1
+"""
+
+
+@pytest.mark.slow
+def test_a_session_without_tests_for_ranks_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(SPMD)
+    done = torchrun(tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 passed") == 2  # each process has its own, as before
+
+
 AGENT_KILLED = """
 import os, signal
 import pytest

@@ -23,6 +23,10 @@ Current thread 0x02 (most recent call first):
 ELSEWHERE = """Current thread 0x02 (most recent call first):
   File "/tests/test_it.py", line 3 in test_it
 """
+DONE = """Current thread 0x02 (most recent call first):
+  File "/site-packages/gradparity/multiprocess/rank/world.py", line 99 in all_agree
+  File "/site-packages/torch/testing/_internal/common_distributed.py", line 1 in _run
+"""
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:5"
 
 
@@ -62,6 +66,15 @@ def hung(rank: int, stacks: str = ELSEWHERE, stopped: bool = False) -> Fact:
         ([hung(0, IN_COLLECTIVE), ok(1)], [HUNG, OK], 0),
         ([raised(0, 1.0, GLOO, "RuntimeError"), hung(1)], [VICTIM, HUNG], 1),
         ([ended(0, 2.0, 1), ended(1, 1.0, 1)], [EXITED, EXITED], 1),
+        ([hung(0, DONE), hung(1)], [VICTIM, HUNG], 1),
+        ([hung(0, DONE), hung(1, IN_COLLECTIVE)], [VICTIM, HUNG], 1),
+        ([hung(0), hung(1, stopped=True)], [HUNG, HUNG], 1),
+        ([raised(0, 1.0), hung(1, stopped=True)], [RAISED, HUNG], 1),
+        (
+            [hung(0, IN_COLLECTIVE), hung(1, IN_COLLECTIVE, stopped=True)],
+            [VICTIM, HUNG],
+            1,
+        ),
     ],
 )
 def test_the_first_fault_is_the_root(
