@@ -151,8 +151,10 @@ def _reason(report: pytest.TestReport) -> str:
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     lines = [line for line in report.longreprtext.splitlines() if line.strip()]
+    # What was raised, before lines of source that speak of an error.
+    raised = [line[1:] for line in lines if line.startswith("E  ")]
     marked = [line for line in lines if "Error" in line or line.startswith("world of")]
-    return (marked or lines or [""])[0].strip()[:200]
+    return (raised or marked or lines or [""])[0].strip()[:200]
 
 
 # -- outside: two sessions, and what they recorded
