@@ -33,7 +33,7 @@ def here(stack: type, recipe: str) -> Scenario:
 
 def accused(case: Case) -> dict[str, str]:
     assert not case.problem
-    return {v.law: v.finding.message for v in case.verdicts if v.status == "fail"}
+    return {v.law: v.message for v in case.verdicts if v.status == "fail"}
 
 
 # - What can be done and what cannot
@@ -166,7 +166,7 @@ def test_what_ranks_cannot_do_is_skipped_with_its_reason(
 ) -> None:
     case = runner.run("none", scenario)
     assert case.status is Status.SKIPPED, (case.problem, case.verdicts[:2])
-    assert reason in case.verdicts[0].finding.message
+    assert reason in case.verdicts[0].message
 
 
 def test_a_checkpoint_without_weights_is_no_resume(runner: Runner) -> None:
@@ -174,7 +174,7 @@ def test_a_checkpoint_without_weights_is_no_resume(runner: Runner) -> None:
         PLAIN, at(f"{TRAINERS}:WaitsForTheStep", "resume", "inf@r1s1:last")
     )
     assert case.status is Status.SKIPPED
-    assert "leaves the weights of a new stack" in case.verdicts[0].finding.message
+    assert "leaves the weights of a new stack" in case.verdicts[0].message
 
 
 # - Right stacks, and faults that plain steps do not show
