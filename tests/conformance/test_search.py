@@ -237,6 +237,10 @@ UNDECIDED = [
     "@2/back:2,step,elder,update",
     # divided with the other optimizer's, and never stepped with
     "shared@2/back:2,inf:1,clip:1,update,clip",
+    # one gradient as mathematics has it, the other, left over, as torch has it
+    "shared@1/back:2,step:1,zero:1,step,update,back:2,step:1,unscale",
+    # clipped by hand while it carries the scale: refused
+    "fused@1/back,clip,handclip,step",
 ]
 
 
