@@ -323,8 +323,8 @@ class Track:
             norm = norm_of(parts, CLIPS[call.kind][1])
             if bad[call.which]:  # perhaps in a replica that is not counted
                 norm = math.inf
-        if call.kind == "update":  # gradients may be gone: keep what was found
-            bad = [a or b for a, b in zip(bad, self._found(), strict=True)]
+        if call.kind == "update":  # gradients may be gone, or bad since: what was found
+            bad = self._found()
         unscaled = [
             gradient * replica.scaler.factor(call.which)
             for replica in sides
