@@ -28,6 +28,8 @@ from .records import CaseRecord, Report
 
 __all__ = ["cell", "facts", "plain", "print_report", "progress", "worst_status"]
 
+PLACES = 3
+"""Places shown at which runs begin to depart; most have one cause."""
 STYLES = {
     "pass": "green",
     "fail": "bold red",
@@ -148,9 +150,12 @@ def _number(value: Number) -> str:
 def print_report(console: Console, report: Report) -> None:
     """Print the matrix topology x scaler, then where things begin to go wrong."""
     console.print(_matrix(report))
-    for text, case in {c.location.text: c for c in report.cases if c.location}.items():
+    places = {c.location.text: c for c in report.cases if c.location}
+    for text, case in list(places.items())[:PLACES]:
         where = Text(f"where {plain(case.scenario)}: ", style="bold")
         console.print(where.append(plain(text), style="not bold"), soft_wrap=True)
+    if len(places) > PLACES:
+        console.print(f"where: {len(places) - PLACES} more are on the page")
     if report.incomplete:
         line = f"INCOMPLETE: {plain(report.incomplete)}"
         console.print(Text(line, style="bold magenta"), soft_wrap=True)

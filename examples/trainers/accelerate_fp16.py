@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from shared import batch_of, leave, parse, tell
+from shared import batch_of, leave, parse, report_step
 
 from gradparity.fixtures import MODELS, loss
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         value = loss(model(share.inputs), share.targets)
         accelerator.backward(value)
         optimizer.step()
-        tell(options, done.steps, value.item(), scaler.get_scale())
+        report_step(options, done.steps, value.item(), scaler.get_scale())
         done.steps += 1
     accelerator.save_state(str(checkpoint))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from shared import Options, batch_of, leave, parse, tell
+from shared import Options, batch_of, leave, parse, report_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -75,7 +75,7 @@ def train(options: Options) -> None:
         scaler.scale(value).backward()
         scaler.step(optimizer)
         scaler.update()
-        tell(options, run.steps, value.item(), scaler.get_scale())
+        report_step(options, run.steps, value.item(), scaler.get_scale())
         run.steps += 1
     dcp.save({"run": run}, checkpoint_id=checkpoint)  # type: ignore[attr-defined]  # torch does not list it
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.plugins.precision import MixedPrecision
-from shared import Options, batch_of, leave, parse, tell
+from shared import Options, batch_of, leave, parse, report_step
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -41,7 +41,7 @@ class Text(LightningModule):  # type: ignore[misc]  # its types are not followed
         """Note loss and scale."""
         step = self.current_epoch * EPOCH + number
         scale = self.trainer.precision_plugin.scaler.get_scale()
-        tell(self.options, step, outputs["loss"].item(), scale)
+        report_step(self.options, step, outputs["loss"].item(), scale)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""

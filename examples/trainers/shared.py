@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gradparity.fixtures import DATASETS, Batch
 
-__all__ = ["Options", "batch_of", "leave", "parse", "tell"]
+__all__ = ["Options", "batch_of", "leave", "parse", "report_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def batch_of(step: int, index: int, count: int) -> Batch:
     return DATASETS["text"].batch(step, seed=0).shard(index, count)
 
 
-def tell(options: Options, step: int, loss: float, scale: float) -> None:
+def report_step(options: Options, step: int, loss: float, scale: float) -> None:
     """Note one step on every rank; rank 0 prints it as well."""
     if options.rank == 0:
         print(f"step {step:3}  loss {loss:.6f}  scale {scale:g}", flush=True)

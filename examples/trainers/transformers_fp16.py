@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from shared import Options, batch_of, leave, parse, tell
+from shared import Options, batch_of, leave, parse, report_step
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -57,7 +57,7 @@ class Told(Trainer):  # type: ignore[misc]  # its types are not followed
         """One batch, forward and backward; the scale is the one it ran with."""
         value: Tensor = super().training_step(*args, **settings)
         scale = self.accelerator.scaler.get_scale()
-        tell(self.options, self.state.global_step, value.item(), scale)
+        report_step(self.options, self.state.global_step, value.item(), scale)
         return value
 
 

@@ -7,8 +7,13 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from gradparity.conformance.report.records import Report
-from gradparity.conformance.report.terminal import facts, print_report, progress
+from gradparity.conformance.report.records import Location, Report
+from gradparity.conformance.report.terminal import (
+    PLACES,
+    facts,
+    print_report,
+    progress,
+)
 from gradparity.tests.conformance.test_report import HOSTILE, case, report_of
 
 ESCAPE = "\x1b"
@@ -69,3 +74,16 @@ def test_facts_are_step_ranks_parameter_and_numbers() -> None:
         verdict, step=0, ranks=(0, 3), parameter="w", numbers={"error": 0.1, "b": "inf"}
     )
     assert facts(full) == ["step 0", "ranks 0, 3", "w", "error = 0.1", "b = inf"]
+
+
+def test_the_first_places_are_shown_and_the_others_counted() -> None:
+    places = [f"the gradient of w{i} departs" for i in range(PLACES + 2)]
+    cases = [
+        replace(case(f"a:B{i}", "fail"), location=Location(where="gradient", text=text))
+        for i, text in enumerate(places)
+    ]
+    made, file = console(terminal=False)
+    print_report(made, report_of(*cases))
+    seen = file.getvalue()
+    assert [text in seen for text in places] == [True] * PLACES + [False] * 2
+    assert "where: 2 more are on the page" in seen
