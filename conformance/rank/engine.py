@@ -48,6 +48,7 @@ from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
 from .layout_checks import check_layout, check_share, same_everywhere
 from .local_parts import check_values, full_name, read_local_parts
+from .modules import modules_in
 from .routing import Choices
 
 __all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
@@ -167,8 +168,8 @@ class Engine:
         again = torch.tensor(float(self.recomputed.again), device=self.device)
         dist.all_reduce(again)
         if not again:
-            text = "no part of the model ran again in backward: the layout makes its"
-            raise CannotError(f"{text} modules anew, or calls none of them")
+            text = "no part of the model ran again in backward: the layout hides its"
+            raise CannotError(f"{text} modules, or calls none of them")
 
     def local_tensors(self) -> dict[str, Tensor]:
         """What this rank holds of each parameter now, local and as it was laid out."""
@@ -422,6 +423,8 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
     if not training.random:  # parallelize may have made them anew
         turn_off_random_layers(module)
+    if recomputed is not None:
+        _recompute_anew(module, recomputed)
     parameters: dict[str, nn.Parameter]
     if weights_of is not None:
         parts = read_local_parts(workload, "weights", weights_of(module), values)
@@ -475,6 +478,20 @@ def _check_trainable(
             raise workload.refuse(
                 "weights", f"{text} judge's optimizer takes what it gives"
             )
+
+
+def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
+    """Find the parts that recompute by name, where a layout has made them all anew."""
+    names, parts = {*recomputed.parts}, {*recomputed.parts.values()}
+    found = [
+        (full_name(name, names), module)
+        for root in modules_in(stack)
+        for name, module in root.named_modules()
+    ]
+    if parts.isdisjoint(module for _, module in found):
+        for name, module in found:
+            if name in names:
+                recomputed.add(name, module)
 
 
 def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> None:

@@ -33,9 +33,16 @@ _ROUNDING = 1024 * 2.0**-24
 class Recomputed:
     """The parts of one model that are computed again."""
 
-    parts: int = 0
+    parts: dict[str, nn.Module]
+    """By their names in the full model."""
     again: int = 0
     """Forwards that ran a second time."""
+
+    def add(self, name: str, part: nn.Module) -> None:
+        """Have one part forget what it computes."""
+        if "forward" not in vars(part):  # else somebody's own wrapper
+            self.parts[name] = part
+            part.forward = MethodType(_checkpointed(type(part), self), part)
 
 
 def recompute_in_backward(model: nn.Module) -> Recomputed:
@@ -52,12 +59,10 @@ def recompute_in_backward(model: nn.Module) -> Recomputed:
     Returns:
         What is counted while it trains.
     """
-    counted = Recomputed()
-    for part in dict.fromkeys(_parts(model)):
-        if "forward" not in vars(part):  # else somebody's own wrapper
-            again = _checkpointed(type(part), counted)
-            part.forward = MethodType(again, part)
-            counted.parts += 1
+    counted, parts = Recomputed(parts={}), {*_parts(model)}
+    for name, module in model.named_modules():
+        if module in parts:
+            counted.add(name, module)
     return counted
 
 

@@ -150,13 +150,29 @@ class MakesModulesAnew(steps.Trains):
         return super().parallelize(fresh, mesh)
 
 
+class Hidden:
+    """What no one can look into."""
+
+    __slots__ = ("module", "optimizer")
+
+    def __init__(self, made: Held) -> None:
+        self.module, self.optimizer = made.module, made.optimizer
+
+
+class HidesItsModules(MakesModulesAnew):
+    """And nobody can see them."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Hidden:  # type: ignore[override]
+        return Hidden(super().parallelize(model, mesh))
+
+
 @pytest.mark.parametrize(
     ("scenario", "reason"),
     [
         (here(OwnClipNorm, "clip-norm"), "train_step reads clip_norm of the workload"),
         (here(NoNewStack, "resume"), "raised RuntimeError: already initialised"),
         (here(NeedsEveryGradient, "frozen"), "train_step: raised AttributeError"),
-        (here(MakesModulesAnew, "recompute"), "no part of the model ran again"),
+        (here(HidesItsModules, "recompute"), "no part of the model ran again"),
         (here(MakesModulesAnew, "frozen"), "train again once parallelize is done"),
         (at(f"{TRAINERS}:WaitsForTheStep", "resume"), "without a scaler: workload"),
     ],
@@ -177,12 +193,33 @@ def test_a_checkpoint_without_weights_is_no_resume(runner: Runner) -> None:
     assert "leaves the weights of a new stack" in case.verdicts[0].message
 
 
+def test_modules_that_a_layout_makes_anew_recompute_as_well(runner: Runner) -> None:
+    case = runner.run("none", here(MakesModulesAnew, "recompute"))
+    assert case.status is Status.PASS, (case.problem, accused(case))
+
+
 # - Right stacks, and faults that plain steps do not show
 
 
 @pytest.mark.parametrize("place", [x for each in RIGHT_STEPS.values() for x in each])
 def test_a_right_step_passes_in_each_recipe(runner: Runner, place: str) -> None:
     case = runner.run("none", Scenario.parse(place))
+    assert case.status is Status.PASS, (case.problem, accused(case))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "fsdp+tp/4/bf16-autocast/sgd/inf@r1s0:first/model=text",
+        pytest.param("pp/2/fp32/sgd/none/model=digits", marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp1/2/fp16-params/adam/none/model=text-tied", marks=pytest.mark.slow
+        ),
+        pytest.param("ep/2/fp32/sgd/none/model=digits-experts", marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_ours_recompute_on_any_layout(runner: Runner, place: str) -> None:
+    case = runner.run(PLAIN, Scenario.parse(f"{place},steps=2,recipe=recompute"))
     assert case.status is Status.PASS, (case.problem, accused(case))
 
 
