@@ -170,11 +170,16 @@ class HidesItsModules(MakesModulesAnew):
     ("scenario", "reason"),
     [
         (here(OwnClipNorm, "clip-norm"), "train_step reads clip_norm of the workload"),
-        (here(NoNewStack, "resume"), "raised RuntimeError: already initialised"),
-        (here(NeedsEveryGradient, "frozen"), "train_step: raised AttributeError"),
-        (here(HidesItsModules, "recompute"), "no part of the model ran again"),
         (here(MakesModulesAnew, "frozen"), "train again once parallelize is done"),
-        (at(f"{TRAINERS}:WaitsForTheStep", "resume"), "without a scaler: workload"),
+        *(
+            pytest.param(scenario, reason, marks=pytest.mark.slow)
+            for scenario, reason in (
+                (here(NoNewStack, "resume"), "RuntimeError: already initialised"),
+                (here(NeedsEveryGradient, "frozen"), "raised AttributeError"),
+                (here(HidesItsModules, "recompute"), "no part of the model ran again"),
+                (at(f"{TRAINERS}:WaitsForTheStep", "resume"), "without a scaler: "),
+            )
+        ),
     ],
 )
 def test_what_ranks_cannot_do_is_skipped_with_its_reason(
@@ -185,6 +190,7 @@ def test_what_ranks_cannot_do_is_skipped_with_its_reason(
     assert reason in case.verdicts[0].message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_weights_is_no_resume(runner: Runner) -> None:
     case = runner.run(
         PLAIN, at(f"{TRAINERS}:WaitsForTheStep", "resume", "inf@r1s1:last")
@@ -193,6 +199,7 @@ def test_a_checkpoint_without_weights_is_no_resume(runner: Runner) -> None:
     assert "leaves the weights of a new stack" in case.verdicts[0].message
 
 
+@pytest.mark.slow
 def test_modules_that_a_layout_makes_anew_recompute_as_well(runner: Runner) -> None:
     case = runner.run("none", here(MakesModulesAnew, "recompute"))
     assert case.status is Status.PASS, (case.problem, accused(case))
@@ -201,7 +208,18 @@ def test_modules_that_a_layout_makes_anew_recompute_as_well(runner: Runner) -> N
 # - Right stacks, and faults that plain steps do not show
 
 
-@pytest.mark.parametrize("place", [x for each in RIGHT_STEPS.values() for x in each])
+OFTEN = ("frozen", "resume", "recompute")
+"""The other right ones seldom fail alone."""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(at, marks=[pytest.mark.slow] * (not at.endswith(OFTEN)))
+        for places in RIGHT_STEPS.values()
+        for at in places
+    ],
+)
 def test_a_right_step_passes_in_each_recipe(runner: Runner, place: str) -> None:
     case = runner.run("none", Scenario.parse(place))
     assert case.status is Status.PASS, (case.problem, accused(case))
@@ -210,12 +228,16 @@ def test_a_right_step_passes_in_each_recipe(runner: Runner, place: str) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "fsdp+tp/4/bf16-autocast/sgd/inf@r1s0:first/model=text",
-        pytest.param("pp/2/fp32/sgd/none/model=digits", marks=pytest.mark.slow),
-        pytest.param(
-            "fsdp1/2/fp16-params/adam/none/model=text-tied", marks=pytest.mark.slow
+        "tp/2/bf16-autocast/sgd/none/model=digits",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in (
+                "fsdp+tp/4/bf16-autocast/sgd/inf@r1s0:first/model=text",
+                "fsdp1/2/fp16-params/adam/none/model=text-tied",
+                "ep/2/fp32/sgd/none/model=digits-experts",
+                "pp/2/fp32/sgd/none/model=digits",
+            )
         ),
-        pytest.param("ep/2/fp32/sgd/none/model=digits-experts", marks=pytest.mark.slow),
     ],
 )
 def test_models_of_ours_recompute_on_any_layout(runner: Runner, place: str) -> None:
@@ -223,9 +245,20 @@ def test_models_of_ours_recompute_on_any_layout(runner: Runner, place: str) -> N
     assert case.status is Status.PASS, (case.problem, accused(case))
 
 
-@pytest.mark.parametrize("recipe", ["clip-norm", "frozen", "resume", "recompute"])
 @pytest.mark.parametrize(
-    "rest", ["none", pytest.param("inf@r1s2:first", marks=pytest.mark.slow)]
+    ("recipe", "rest"),
+    [
+        ("resume", "inf@r1s2:first"),
+        *(
+            pytest.param(recipe, rest, marks=pytest.mark.slow)
+            for recipe, rest in (
+                ("resume", "none"),
+                ("clip-norm", "inf@r1s2:first"),
+                ("frozen", "none"),
+                ("recompute", "none"),
+            )
+        ),
+    ],
 )
 def test_a_right_scaler_passes_in_each_recipe(
     runner: Runner, recipe: str, rest: str
@@ -246,6 +279,7 @@ def test_a_faulty_step_is_caught_in_its_recipe(
     assert not accused(runner.run("none", replace(scenario, recipe=recipe)))
 
 
+@pytest.mark.slow
 def test_a_pass_that_runs_again_in_another_dtype_ends_the_run(runner: Runner) -> None:
     model = "gradparity.fixtures.faulty.steps:RecomputesInAnotherDtype"
     plain = f"dp2/2/bf16-autocast/own/none/model={model},steps=2"
@@ -256,6 +290,7 @@ def test_a_pass_that_runs_again_in_another_dtype_ends_the_run(runner: Runner) ->
     assert "different metadata than during the forward pass" in case.problem
 
 
+@pytest.mark.slow
 def test_clip_norm_is_given_back(runner: Runner) -> None:
     """The same ranks run the next scenario."""
     tight = here(ClipsHard, "clip-norm")
