@@ -171,6 +171,174 @@ def _cost(record: dict[str, Any]) -> Iterator[str]:
                 f"with that 1/{one['ratio']:.1f}",
                 goal,
             )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
+    if adopted := found.get("adopted"):
+        for name, goal in _ADOPTED_GOALS.items():
+            one = adopted[name]
+            yield row(
+                f"{adopted['tests']} trivial tests of `{name}`, adopted, to those on "
+                "torch's class",
+                f"{one['adopted_above_cpu_s']:.2f} s to {one['above_cpu_s']:.1f} s of "
+                f"CPU above a session that imports the same and has no ranks "
+                f"({adopted['empty_cpu_s']:.1f} s): 1/{one['ratio_above']:.0f}; "
+                f"with that 1/{one['ratio']:.1f}",
+                goal,
+            )
     yield row(
         f"start of {start['ranks']} ranks",
         f"{record['large']['start_s']:.1f} s as recorded above; "

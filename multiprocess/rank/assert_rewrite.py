@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 
 
@@ -45,6 +45,10 @@ class _Finder:
         file = self.files.get(name)
         if file is None:
             return None
+        if not file.endswith(".py"):  # the folder of a package without a file
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [file]
+            return spec
         loader = _Loader(name, file)
         return importlib.util.spec_from_file_location(name, file, loader=loader)
 
@@ -78,7 +82,26 @@ def rewritten_modules() -> dict[str, str]:
             for name, module in list(sys.modules.items())
             if _is_rewritten(module) and module.__file__
         }
+        for name in list(_rewritten):
+            _rewritten.update(_packages_only_here(name))
     return _rewritten
+
+
+def _packages_only_here(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the packages of a module that no import path leads to, and where they are.
+
+    With ``--import-mode=importlib`` the folder above them is not on the path.
+    """
+    package = name.rpartition(".")[0]
+    if not package or PathFinder.find_spec(package.partition(".")[0]) is not None:
+        return
+    while package:
+        module = sys.modules.get(package)
+        file = getattr(module, "__file__", None)
+        found = [file] if file else list(getattr(module, "__path__", ()))
+        if found:
+            yield package, found[0]
+        package = package.rpartition(".")[0]
 
 
 def _is_rewritten(module: object) -> bool:

@@ -306,8 +306,29 @@ def test_bad(world):
     assert "root cause: rank 1: raised AssertionError" in done.stdout
 
 
+IN_A_PACKAGE = """
+import pytest
+from ..helper import Thing
+
+@pytest.fixture
+def thing():
+    return Thing()
+
+@pytest.mark.world(size=2)
+def test_inner(world, thing):
+    assert type(thing) is Thing
+"""
+
+
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_import_modes(session: Session, mode: str) -> None:
+def test_import_modes(session: Session, mode: str, tmp_path: Path) -> None:
+    # With importlib no folder of it is on the import path.
+    package = tmp_path / "inner" / "package"
+    (package / "sub").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("class Thing: pass")
+    (package / "sub" / "__init__.py").touch()
+    (package / "sub" / "test_inner.py").write_text(IN_A_PACKAGE)
     done = session(
         """
 class Local:
@@ -319,8 +340,9 @@ def test_it(world, kind):
     assert kind is Local
 """,
         f"--import-mode={mode}",
+        str(package),
     )
-    assert "1 passed" in done.stdout, done.stdout
+    assert "2 passed" in done.stdout, done.stdout
 
 
 def test_hypothesis_draws_in_the_parent_and_shrinks(session: Session) -> None:
