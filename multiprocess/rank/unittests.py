@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from .global_state import forget_meshes
 from .world import current_world
 
 _OF_A_RANK = ("GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
@@ -267,12 +268,7 @@ def _forget() -> None:
             dist.destroy_process_group()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    if "torch.distributed.tensor" in sys.modules:
-        # Their entries name meshes, and so groups that are gone.
-        from torch.distributed.tensor import _random, debug
-
-        debug._clear_sharding_prop_cache()
-        _random._rng_tracker = None
+    forget_meshes()
     set_debug_level_from_env()
 
 

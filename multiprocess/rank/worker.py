@@ -230,8 +230,11 @@ class _Rank:
     def _make_group(self) -> None:
         import torch.distributed as dist
 
+        from .global_state import forget_meshes
+
         if dist.is_initialized():
             dist.destroy_process_group()
+            forget_meshes()
         # Keys of an earlier group in the same store would be taken for this one's, so
         # each has a prefix of its own. Meshes hold groups: they go, too.
         self._world._new_group()

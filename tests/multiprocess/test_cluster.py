@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradparity.multiprocess import (
     Cluster,
@@ -120,6 +122,17 @@ def test_group_makes_a_fresh_process_group(cluster: Cluster) -> None:
     fresh = cluster.run(group_id, isolation="group")
     assert [pid for _, pid in fresh] == [pid for _, pid in kept]
     assert cluster.run(ranks_sum, 0, isolation="group") == [1.0, 1.0]
+
+
+def test_no_mesh_of_an_earlier_group_is_used_again(cluster: Cluster) -> None:
+    def mesh_of_result() -> Any:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        placed = DTensor.from_local(torch.ones(2), mesh, [Replicate(), Shard(0)])
+        result: Any = placed * 2  # torch caches what it is, by meshes that are equal
+        return result.device_mesh is mesh
+
+    for _ in range(2):
+        assert cluster.run(mesh_of_result, isolation="group") == [True, True]
 
 
 def test_process_takes_fresh_ranks(cluster: Cluster) -> None:
