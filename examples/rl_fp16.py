@@ -9,10 +9,10 @@ and the scales, and how far log-probabilities of training are from those of the 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -43,17 +43,15 @@ def pretrained(steps: int = 60) -> nn.Module:
             optimizer.zero_grad()
             loss(model(batch.inputs), batch.targets).backward()
             optimizer.step()
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, 0)
+    for parameter in model.requires_grad_(False).parameters():
+        dist.broadcast(parameter, 0)
     return model
 
 
 def log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
     """(B, T) bytes -> (B, COMPLETION): log-probability of each completed byte."""
-    logits = model(tokens)[:, PROMPT - 1 : -1].float()  # an even number of tokens
-    every = logits.log_softmax(-1)
-    taken: Tensor = every.gather(-1, tokens[:, PROMPT:, None])
-    return taken.squeeze(-1)
+    logits: Tensor = model(tokens)[:, PROMPT - 1 : -1].float()  # tp: an even number
+    return logits.log_softmax(-1).gather(-1, tokens[:, PROMPT:, None])[..., 0]
 
 
 @torch.no_grad()
@@ -72,10 +70,10 @@ def rollout(model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
 
 def apart(model: nn.Module, mesh: DeviceMesh) -> int:
     """How many parameters that ranks of a tensor parallel group share differ there."""
-    count, parameters = 0, [p for p in model.parameters() if isinstance(p, DTensor)]
-    for parameter in parameters:
-        if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
-            here = parameter.to_local().detach()
+    count = 0
+    for p in model.parameters():
+        if isinstance(p, DTensor) and "tp" not in (p.device_mesh.mesh_dim_names or ()):
+            here = p.to_local().detach()
             parts = [torch.empty_like(here) for _ in range(mesh["tp"].size())]
             dist.all_gather(parts, here, group=mesh.get_group("tp"))
             count += not torch.equal(parts[0], parts[-1])
@@ -93,21 +91,17 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     actor = TOPOLOGIES["fsdp+tp"].apply(actor, mesh, policy)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=2e-3)
-    module, _, name = options.scaler.partition(":")
-    scaler = getattr(importlib.import_module(module), name)(
+    scaler = resolve_name(options.scaler)(
         "cpu", init_scale=2.0**24, growth_interval=8,
         enabled=options.dtype == "fp16",
     )  # fmt: skip
     told: list[dict[str, Any]] = []
     for step in range(options.steps):
         weights = {n: p.full_tensor() for n, p in actor.named_parameters()}
-        tokens = torch.empty(PROMPTS * SAMPLES, PROMPT + COMPLETION, dtype=torch.int64)
-        sampled = torch.empty(PROMPTS * SAMPLES, COMPLETION)
-        if dist.get_rank() == 0:
-            engine.load_state_dict(weights)  # casts
-            tokens, sampled = rollout(engine, step)
-        for drawn in (tokens, sampled):
-            dist.broadcast(drawn, 0)
+        engine.load_state_dict(weights)  # casts
+        drawn: list[Any] = [rollout(engine, step) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(drawn)
+        tokens, sampled = drawn[0]
         reward = VOWELS[tokens[:, PROMPT:]].float().mean(1).view(PROMPTS, SAMPLES)
         better = (reward - reward.mean(1, True)) / (reward.std(1, keepdim=True) + 1e-4)
         mine, old, advantage = (
@@ -116,15 +110,15 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         optimizer.zero_grad()
         new = log_probs(actor, mine)
-        ahead = log_probs(first, mine).detach() - new
+        ahead = log_probs(first, mine) - new
         kl = ahead.exp() - ahead - 1
         scaler.scale((KL * kl - advantage * new).mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-        off = (new.detach() - old).abs()
+        off, kl = (new.detach() - old).abs(), kl.detach()
         row = [off.mean(), off.max(), off.sum(1).mean(), kl.mean(), scaler.get_scale()]
-        seen = torch.empty(dist.get_world_size(), 5)
-        dist.all_gather([*seen], torch.tensor([float(number) for number in row]))
+        seen = torch.empty(dist.get_world_size(), len(row))
+        dist.all_gather([*seen], torch.tensor([*map(float, row)]))
         told.append({
             "reward": float(reward.mean()), "kl": float(seen[:, 3].mean()),
             "off": float(seen[:, 0].mean()), "off_max": float(seen[:, 1].max()),
@@ -143,12 +137,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("rl.json"))
     options = parser.parse_args(argv)
     dist.init_process_group("gloo")
-    torch.set_num_threads(1)
     told = train(options)
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(told))
         print(json.dumps(told[-1]), flush=True)
-    dist.barrier()
     dist.destroy_process_group()
 
 
