@@ -6,6 +6,8 @@ torchrun --nproc-per-node 2 examples/integrations/confirm_accelerate.py
    False and the prepared schedule moves. With one that is not fused both are right.
 2. Under FSDP2 ``load_state`` steps the prepared optimizer, so that the scaler's growth
    tracker and scale are not those that were saved.
+3. ``save_state`` does so, too, where the optimizer has no state: here before the first
+   step that is not skipped.
 """
 
 import tempfile
@@ -67,6 +69,17 @@ def main() -> None:
     if dist.get_rank() == 0:
         for key in ("scale", "_growth_tracker"):
             print(f"FSDP2, {key}: saved {saved[key]}, after load_state {loaded[key]}")
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    parts = prepared(fused=False, fsdp=True)
+    step(parts, bad=True)
+    parts[1].zero_grad()
+    before = parts[0].scaler.state_dict()
+    parts[0].save_state(folder[0])
+    after = parts[0].scaler.state_dict()
+    if dist.get_rank() == 0:
+        for key in ("scale", "_growth_tracker"):
+            print(f"FSDP2, {key}: {before[key]}, after save_state {after[key]}")
     dist.barrier()
     dist.destroy_process_group()
 

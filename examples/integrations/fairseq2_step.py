@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad_norm_
 
-from .shared import Pair, Sharded, stand_in
+from .absent import stand_in
+from .shared import Pair, Sharded
 
-stand_in("fairseq2n")
+stand_in("fairseq2")
 
 from fairseq2.optim.fp16_loss_scaler import StandardFloat16LossScaler  # noqa: E402
 

@@ -14,13 +14,11 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .absent import stand_in
 from .accelerate_step import Ddp
-from .shared import Pair, Place, stand_in, weighted
+from .shared import Pair, Place, weighted
 
-stand_in("lerobot.configs", "lerobot.datasets", "lerobot.envs", "lerobot.policies",
-         "lerobot.optim", "lerobot.rl", "lerobot.scripts.lerobot_eval", "termcolor",
-         "draccus", "datasets", "deepdiff", "jsonlines",
-         "lerobot.utils.train_utils")  # fmt: skip
+stand_in("lerobot")
 
 from lerobot.scripts.lerobot_train import update_policy  # noqa: E402
 

@@ -14,11 +14,10 @@ from typing import Any
 import transformers
 from torch.distributed.tensor import DTensor
 
-from .shared import Pair, Sharded, stand_in
+from .absent import stand_in
+from .shared import Pair, Sharded
 
-stand_in("rlinf.scheduler", "ray", "omegaconf", "hydra", "peft", "datasets",
-         "pynvml", "gymnasium", "vllm", "sglang", "torchvision", "imageio", "cv2",
-         "PIL", "matplotlib")  # fmt: skip
+stand_in("rlinf")
 
 if not hasattr(transformers, "AutoModelForVision2Seq"):  # gone since transformers 5
     transformers.AutoModelForVision2Seq = object

@@ -7,10 +7,7 @@ schedule and checkpoint. The judged scaler takes the place of the package's own,
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from abc import ABCMeta
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +24,7 @@ from gradparity.scaler.integrations.schedule import wait_for_steps
 
 from ..stacks.shared import Named, Pair, Regression, weighted
 
-__all__ = ["Named", "Pair", "Place", "Sharded", "Stepped", "stand_in", "weighted"]
+__all__ = ["Named", "Pair", "Place", "Sharded", "Stepped", "weighted"]
 
 
 class Place:
@@ -63,7 +60,9 @@ def lay_out(model: nn.Module, mesh: DeviceMesh, whole_tp: bool = True) -> nn.Mod
         }
         if whole_tp:
             plan["4"] = tp.ColwiseParallel(output_layouts=Replicate())
-        tp.parallelize_module(model, mesh["tp"], plan)
+        here = {name for name, _ in model.named_children()}  # a stage has some of them
+        mine = {name: style for name, style in plan.items() if name in here}
+        tp.parallelize_module(model, mesh["tp"], mine)
     if "ddp" in names:
         return DistributedDataParallel(model, process_group=mesh.get_group("ddp"))
     data = tuple(n for n in names if n != "tp")
@@ -127,65 +126,3 @@ class Sharded(Stepped):
             scale(loss).backward()
             total += loss.detach()
         return total
-
-
-class _Anything(ABCMeta):
-    """Of classes that have every attribute, each of them such a class again."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _anything(name)
-
-    def __getitem__(cls, _: Any) -> Any:
-        return cls
-
-
-def _anything(name: str) -> Any:
-    take = {"__init__": lambda *_, **__: None}
-    return _Anything(name, (), {**take, "__call__": lambda _, f=None, *__, **___: f})
-
-
-class _Absent(ModuleType):
-    """A module that is not there; what is taken from it is an empty class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = _anything(name)
-        setattr(self, name, made)
-        return made
-
-
-class _Finder:
-    """Finds every module below some packages, and makes an empty one of it."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if not any(f"{name}.".startswith(f"{n}.") for n in self.names):
-            return None
-        loader: Any = self
-        return importlib.util.spec_from_loader(name, loader, is_package=True)
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Absent(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
-
-
-def stand_in(*names: str) -> None:
-    """Let packages that are not installed be imported; none of their code is run."""
-    parts = tuple(n for n in names if "." in n)  # of packages that are there
-    whole = set(names).difference(parts, sys.modules)
-    absent = tuple(n for n in whole if not _installed(n))
-    sys.meta_path.insert(0, _Finder(parts + absent))
-
-
-def _installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ValueError:
-        return False

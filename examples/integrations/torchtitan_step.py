@@ -31,7 +31,10 @@ PARTS = 2
 class Theirs(Stepped):
     """FSDP2, with tensor parallel, with a pipeline; clipped by torchtitan."""
 
-    meshes = ({"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2})
+    meshes = (
+        {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2},
+        {"pp": 2, "dp_shard": 2, "tp": 2},
+    )  # fmt: skip
     data_axes = ("dp_shard",)
     model_axes = ("pp", "tp")
     implementation: Any = "for-loop"
@@ -82,7 +85,7 @@ class Theirs(Stepped):
 
     def loss_of(self, stack: Any, output: Tensor, targets: Tensor) -> Tensor:
         loss = self.loss(output, targets) * stack.share / PARTS
-        stack.total += loss.detach()
+        stack.losses.append(loss.detach())
         scaled: Tensor = stack.place.scale(loss)
         return scaled
 
@@ -94,11 +97,13 @@ class Theirs(Stepped):
                 stack.total += loss.detach()
                 stack.place.scale(loss).backward()
                 continue
-            stack.share, at = share, stack.pp.get_local_rank()
+            stack.share, at, stack.losses = share, stack.pp.get_local_rank(), []
             last = at == stack.pp.size() - 1
             stack.schedule.step(
                 *([inputs] if at == 0 else []), **({"target": targets} if last else {})
             )
+            # its first call also makes one of no data, to learn the shapes
+            stack.total += sum(stack.losses[-PARTS:])
         known = stack.pp is None or stack.pp.get_local_rank() == stack.pp.size() - 1
         return stack.total if known else None
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from .shared import Pair, Sharded, stand_in
+from .absent import stand_in
+from .shared import Pair, Sharded
 
-stand_in("ray", "peft", "tensordict", "hydra", "omegaconf", "codetiming", "torchdata",
-         "datasets", "liger_kernel", "flash_attn", "cachetools", "pylatexenc", "pyvers",
-         "vllm", "sglang", "dill", "wandb", "uvicorn", "fastapi", "mathruler",
-         "torchvision", "qwen_vl_utils",
-         "PIL", "pandas", "pyarrow", "orjson")  # fmt: skip
+stand_in("verl")
 
 from verl.utils import fsdp_utils  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402

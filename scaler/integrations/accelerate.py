@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
-
-import torch
 
 from ..grad_scaler import GradScaler
 
 
 def use_scaler(accelerator: Any, scaler: GradScaler) -> None:
-    """Take ``scaler``, and keep its state through ``load_state``.
+    """Take ``scaler``, and keep its state through ``save_state`` and ``load_state``.
 
-    Under FSDP2 ``load_state`` makes the optimizer's state by a step of the prepared
-    optimizer, which moves the scaler that has just been loaded; it is loaded again.
+    Under FSDP2 both give an optimizer without state one, by a step of the prepared
+    optimizer with gradients of zero. That step moves the scaler that is being saved or
+    has just been loaded, so both run without it.
     On a CPU, where Accelerate has no fp16, its calls to the scaler are switched on.
 
     Args:
@@ -23,10 +23,23 @@ def use_scaler(accelerator: Any, scaler: GradScaler) -> None:
     """
     accelerator.scaler = scaler
     accelerator.native_amp = True
+    for name in ("save_state", "load_state"):
+        own = getattr(accelerator, name)
+        setattr(accelerator, name, _with_bare_optimizers(accelerator, own))
 
-    def load_again(_models: Any, folder: str) -> None:
-        path = os.path.join(folder, "scaler.pt")
-        if os.path.exists(path):
-            scaler.load_state_dict(torch.load(path, weights_only=True))
 
-    accelerator.register_load_state_pre_hook(load_again)
+def _with_bare_optimizers(
+    accelerator: Any, call: Callable[..., Any]
+) -> Callable[..., Any]:
+    @wraps(call)
+    def bare(*args: Any, **settings: Any) -> Any:
+        held = [(optimizer, optimizer.scaler) for optimizer in accelerator._optimizers]
+        for optimizer, _ in held:
+            optimizer.scaler = None
+        try:
+            return call(*args, **settings)
+        finally:
+            for optimizer, scaler in held:
+                optimizer.scaler = scaler
+
+    return bare
