@@ -64,8 +64,11 @@ bench: setup-test  ## ratios against the peers, measured in the same run
 specimens: setup-test  ## judge known faults of the field and write docs/specimens.md
 	$(BIN)/python -m gradparity.benchmarks.specimens
 
-survey: setup-test  ## judge the parallel plans of transformers, and record what was found
-	$(BIN)/gradparity survey transformers --out $(REPORT)/survey || \
+survey: setup-test  ## judge the parallel plans of transformers; PLAN=ep: one of them, again
+	mkdir -p $(REPORT)/survey
+	test -z "$(PLAN)" || test -e $(REPORT)/survey/survey.jsonl || grep -v '"plan":"$(PLAN)"' \
+	  benchmarks/results/survey-transformers.jsonl > $(REPORT)/survey/survey.jsonl
+	$(BIN)/gradparity survey transformers $(PLAN:%=--plan %) --out $(REPORT)/survey || \
 	  case $$? in 1|3|4) ;; *) exit 1;; esac  # some wrong, without verdict, undecided
 	cp $(REPORT)/survey/survey.jsonl benchmarks/results/survey-transformers.jsonl
 	cp $(REPORT)/survey/transformers.md docs/wild/

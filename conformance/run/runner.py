@@ -65,6 +65,8 @@ class Case:
     seconds: float
     problem: str = ""
     """Why the harness broke, naming the rank; else empty. No law is judged then."""
+    error: Exception | None = None
+    """What ``problem`` is made of."""
     skipped: bool = False
     """Whether the workload cannot do what the scenario asks of it."""
     location: Location | None = None
@@ -97,6 +99,7 @@ class _Seen:
     control_differs: str = ""
     seconds: float = 0.0
     problem: str = ""
+    error: Exception | None = None
     case: Case | None = None
     """The case itself, where nothing is left to judge."""
 
@@ -112,15 +115,16 @@ class _Seen:
         try:
             yield
         except WorkloadError as error:  # its layout, seen from all ranks together
-            self.problem = str(error)
+            self.problem, self.error = str(error), error
         except WorldFailure as failure:
             if cannot := _cannot(failure, self.scenario):
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
-            self.problem = _root_cause(failure)
+            self.problem, self.error = _root_cause(failure), failure
         except Exception as error:  # the judge's own fault: reported, the run goes on
             _LOGGER.exception("the judge broke in %s", self.scenario.id)
             self.problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
+            self.error = error
 
 
 class Runner:
@@ -278,6 +282,7 @@ class Runner:
             evidence=evidence,
             seconds=seen.seconds + time.monotonic() - start,
             problem=seen.problem,
+            error=seen.error,
         )
 
     def localise(self, case: Case) -> Location | None:

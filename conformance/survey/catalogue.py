@@ -22,6 +22,8 @@ class Plan:
     """One way to lay a model out."""
 
     text: str
+    promise: str
+    """What the package's documentation lets one expect of gradients."""
     rules: str
     """The attribute of a configuration class that ships them."""
     mesh: Mapping[str, int]
@@ -33,18 +35,37 @@ class Plan:
 PLANS: Mapping[str, Plan] = {
     "tp": Plan(
         text="tensor parallel over 2 ranks",
+        promise=(
+            "All ranks see all rows. The gradient of a parameter that a rule shards is "
+            "that of its shard; all others are whole on every rank: a rule such as "
+            "`replicated_with_grad_allreduce` is there to sum them."
+        ),
         rules="base_model_tp_plan",
         mesh={"tp": 2},
         sizes={"tp_size": 2},
     ),
     "ep": Plan(
         text="experts over 2 ranks, which share the rows; tensor parallel beside them",
+        promise=(
+            "All ranks see all rows, and an expert lies whole on one of them. In "
+            "training each token goes to it and comes back by all-to-all "
+            '(`ep_implementation="auto"`). `EPImplementation` promises that gradients '
+            "reach every rank that holds a token, routing weights included. So an "
+            "expert's gradient is whole where the expert is, and all others, the "
+            "router's too, are whole on every rank. A choice of experts that tips "
+            "within the noise of its scores is made as in the reference."
+        ),
         rules="base_model_ep_plan",
         mesh={"tp": 2},
         sizes={"tp_size": 2, "ep_size": 2},
     ),
     "fsdp+tp": Plan(
         text="FSDP2 over 2 ranks outside tensor parallel over 2",
+        promise=(
+            "Each half of the rows goes to one group of tensor parallel, and FSDP2 "
+            "takes the mean over the groups: gradients are those of all rows on one "
+            "process."
+        ),
         rules="base_model_tp_plan",
         mesh={"dp": 2, "tp": 2},
         sizes={"fsdp_size": 2, "tp_size": 2},
@@ -120,7 +141,12 @@ def _types_in(path: Path) -> Iterator[ModelType]:
             if isinstance(target, ast.Name)
         }
         name = set_here.get("model_type")
-        rules = wanted & set_here.keys()
+        rules = {
+            each
+            for each in wanted & set_here.keys()
+            # a subclass without experts takes its parent's plan back
+            if getattr(set_here[each], "value", ...) is not None
+        }
         if rules and isinstance(name, ast.Constant):
             yield ModelType(
                 name=str(name.value),

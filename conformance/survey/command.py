@@ -41,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         quiet=parsed.quiet,
         command=shlex.join(["gradparity", "survey", "transformers", *arguments]),
     )
-    settings.chosen()  # bad names are told before anything is made
+    # bad names are told before anything is made
+    asked = {(plan, kind.name) for plan, kind in settings.chosen()}
     console = Console()
     with writing(settings.out):
         survey = conduct(settings, console)
@@ -52,11 +53,12 @@ def main(arguments: Sequence[str]) -> int:
         kept = [write_finding(family, survey, folder) for family in found]
         page = settings.out / "transformers.md"
         write_whole(page, render(survey, [record for record in kept if record]))
+    models = tuple(m for m in survey.models if m.key in asked)
     if not settings.quiet:
-        print_survey(survey, console)
+        print_survey(models, console)
         console.print(f"records: {settings.path}", markup=False, highlight=False)
         console.print(f"page:    {page}", markup=False, highlight=False)
-    statuses = [STATUSES.get(m.verdict, "error") for m in survey.models]
+    statuses = [STATUSES.get(m.verdict, "error") for m in models]
     return EXIT_CODES[case_status(statuses)]
 
 

@@ -2,8 +2,9 @@
 
 Failures are one family where the same rule of a plan (or, without a rule, the same
 class of module) leaves a gradient wrong in the same kind of run: in any, or only where
-micro-batches are accumulated. Of each family one script is kept, that of its smallest
-model, and every model of it must be confirmed by such a script of its own.
+micro-batches are accumulated. Plans have rules in common, so that one cause may show
+under several of them. Of each family one script is kept, that of its smallest model,
+and every failure of it must be confirmed by such a script of its own.
 """
 
 from __future__ import annotations
@@ -49,24 +50,28 @@ class Failure:
     parameter: str
     error: float
 
+    @property
+    def plan(self) -> str:
+        """Under which it departs."""
+        return self.model.plan
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Failures that have one cause."""
 
-    plan: str
     accumulates: bool
     """Whether only runs that accumulate micro-batches show it."""
     rule: Rule
     failures: tuple[Failure, ...]
-    """The worst parameter of each model, the smallest model first."""
+    """The worst parameter of each model and plan: by plan, the smallest model first."""
 
     @property
     def id(self) -> str:
         """Name of its files."""
         cause = self.rule.style or self.rule.module
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cause).lower()
-        parts = ["transformers", self.plan, words]
+        parts = ["transformers", self.first.plan, words]
         text = "-".join([*parts, *["accumulation"] * self.accumulates])
         return re.sub(r"[^a-z0-9]+", "-", text)
 
@@ -77,8 +82,13 @@ class Family:
 
     @property
     def names(self) -> list[str]:
-        """Model types."""
-        return sorted(failure.model.model for failure in self.failures)
+        """Model types, those under other plans than the first with the plan."""
+        return [self.name_of(failure) for failure in self.failures]
+
+    def name_of(self, failure: Failure) -> str:
+        """The name of a failure's model."""
+        name = failure.model.model
+        return name if failure.plan == self.first.plan else f"{name} ({failure.plan})"
 
 
 class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,22 +122,27 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def families(survey: Survey) -> list[Family]:
     """The failures of a survey by cause, the largest family first."""
-    found: dict[tuple[str, bool, str], dict[str, Failure]] = {}
-    rules: dict[tuple[str, bool, str], Rule] = {}
+    found: dict[tuple[bool, str], dict[tuple[str, str], Failure]] = {}
+    rules: dict[tuple[bool, str], Rule] = {}
     for model in survey.models:
         for failure, rule in _failures(model):
             accumulates = MICRO_BATCHES[failure.run.name] > 1
-            key = (model.plan, accumulates, rule.style or rule.module)
+            key = (accumulates, rule.style or rule.module)
             rules.setdefault(key, rule)
-            known = found.setdefault(key, {}).get(model.model)
+            known = found.setdefault(key, {}).get(model.key)
             if known is None or known.error < failure.error:
-                found[key][model.model] = failure
+                found[key][model.key] = failure
+    plans = [*PLANS]
     made = [
         Family(
-            plan=key[0],
-            accumulates=key[1],
+            accumulates=key[0],
             rule=rules[key],
-            failures=tuple(sorted(by_model.values(), key=lambda f: f.model.seconds)),
+            failures=tuple(
+                sorted(
+                    by_model.values(),
+                    key=lambda f: (plans.index(f.plan), f.model.seconds),
+                )
+            ),
         )
         for key, by_model in found.items()
     ]
@@ -153,11 +168,12 @@ def _general(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def what(family: Family) -> str:
-    """The finding in one sentence."""
+def what(family: Family, plan: str = "") -> str:
+    """The finding in one sentence, under a plan, by default its first."""
     leaves = sorted({_leaf(f.parameter) for f in family.failures})
     when = ", with several micro-batches" if family.accumulates else ""
-    return f"gradient of {leaves[0]} wrong under the {family.plan} plan{when}"
+    plan = plan or family.first.plan
+    return f"gradient of {leaves[0]} wrong under the {plan} plan{when}"
 
 
 def _leaf(name: str) -> str:
@@ -170,7 +186,7 @@ def script(failure: Failure, title: str, header: Header) -> str:
 
     kind = model_types()[failure.model.model]
     odd = failure.run.name == "3 heads over 2 ranks"
-    stack = Stack(kind, PLANS[failure.model.plan], odd_heads=odd)
+    stack = Stack(kind, PLANS[failure.plan], odd_heads=odd)
     inputs = {"input_ids": "tokens[:, :-1]"}
     if "decoder_input_ids" in stack.batch(0, 0)[0]:
         inputs["decoder_input_ids"] = "tokens[:, 1:]"
@@ -178,7 +194,8 @@ def script(failure: Failure, title: str, header: Header) -> str:
         title=title,
         date=header.started[:10],
         versions=f"transformers {header.version}, torch {header.torch}",
-        plan=failure.model.plan,
+        plan=failure.plan,
+        replaced=failure.model.replaced,
         run=failure.run.name,
         parameter=failure.parameter,
         config=config_class(kind),
@@ -205,18 +222,20 @@ def confirm_all(
     known = {record.key: record for record in survey.scripts}
     for family in found:
         for failure in family.failures:
-            name = failure.model.model
-            if (family.id, name) in known:
+            plan, name = failure.model.key
+            if (family.id, plan, name) in known:
                 continue
-            file = folder / f"{family.id}-{name}.py"
-            text = script(failure, what(family), survey.headers[-1])
+            file = folder / f"{family.id}-{plan}-{name}.py"
+            text = script(failure, what(family, plan), survey.headers[-1])
             file.write_text(text, encoding="utf-8")
             shows, told = run_script(file)
-            record = ScriptRecord(finding=family.id, model=name, shows=shows, text=told)
+            record = ScriptRecord(
+                finding=family.id, plan=plan, model=name, shows=shows, text=told
+            )
             append(path, record)
             known[record.key] = record
             said = "shows it" if shows else f"does not show it: {told}"
-            line = plain(f"script of {family.id}, {name}: {said}")
+            line = plain(f"script of {family.id}, {plan} {name}: {said}")
             console.print(line[:160], markup=False, highlight=False)
     return msgspec.structs.replace(survey, scripts=tuple(known.values()))
 
@@ -289,8 +308,9 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         survey: with the scripts that ran.
         folder: for the three files.
     """
-    said = {r.model: r for r in survey.scripts if r.finding == family.id and r.shows}
-    shown = [f for f in family.failures if f.model.model in said]
+    ran = (r for r in survey.scripts if r.finding == family.id and r.shows)
+    said = {(r.plan, r.model): r for r in ran}
+    shown = [f for f in family.failures if f.model.key in said]
     if not shown:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -311,23 +331,23 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         script=f"docs/wild/{name}",
         date=header.started[:10],
         command=f"python docs/wild/{name}",
-        found_by=f"gradparity survey transformers --plan {family.plan} --model "
+        found_by=f"gradparity survey transformers --plan {first.plan} --model "
         f"{first.model.model}",
         versions={"torch": header.torch, "python": header.python},
         machine=header.machine,
-        output=tuple(said[first.model.model].text.splitlines()),
+        output=tuple(said[first.model.key].text.splitlines()),
         models=tuple(family.names),
-        confirmed=tuple(sorted(said)),
+        confirmed=tuple(map(family.name_of, shown)),
     )
     write_whole(folder / name, script(first, record.what, header))
     rows = [
-        f"| `{f.model.model}` | `{f.parameter}` | {f.run.name} | {f.error:.2g} | "
-        f"{'yes' if f.model.model in said else 'not confirmed'} |"
+        f"| `{f.model.model}` | {f.plan} | `{f.parameter}` | {f.run.name} | "
+        f"{f.error:.2g} | {'yes' if f.model.key in said else 'not confirmed'} |"
         for f in family.failures
     ]
     table = [
-        "| model type | parameter | run | relative error | script |",
-        "|---" * 5 + "|",
+        "| model type | plan | parameter | run | relative error | script |",
+        "|---" * 6 + "|",
     ]
     text = _ISSUE.format(
         what=record.what,
@@ -338,7 +358,7 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         script=name,
         text=_issue_text(family, first, record),
         printed="\n".join(
-            f"    {line}" for line in said[first.model.model].text.splitlines()
+            f"    {line}" for line in said[first.model.key].text.splitlines()
         ),
         models="\n".join([*table, *rows]),
         where=first.run.where.replace("net.", "") or "not looked for",
@@ -360,13 +380,13 @@ def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
         if family.accumulates
         else "in a single backward"
     )
-    others = [n for n in record.confirmed if n != first.model.model]
+    others = [n for n in record.confirmed if n != family.name_of(first)]
     more = f" The same shows in {', '.join(others)}." if others else ""
     count_all = len(first.run.departed)
     rest = f"{count_all} gradients depart; the others agree to rounding. "
     why = _WHY.get(family.rule.style, "") if family.accumulates else ""
     return (
-        f"Under `DistributedConfig({_sizes(family.plan)})` the gradient of "
+        f"Under `DistributedConfig({_sizes(first.plan)})` the gradient of "
         f"`{first.parameter}` of `{first.model.model}` is not that of the model on one "
         f"process: the relative error is {first.error:.2g} {how}. {rest}The plan has "
         f"{rule} for it; the code is {family.rule.where}. {why}Seen with transformers "

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from ...multiprocess import Cluster
+from ...fixtures import WorkloadError
+from ...multiprocess import Cluster, RankState, WorldFailure
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER
@@ -21,7 +22,7 @@ from ..space.scenario import Scenario
 from ..status import plain
 from .catalogue import PLANS, ModelType, model_types
 from .records import ModelRecord, Rule, Run
-from .zoo import Stack, rule_of, wildcards
+from .zoo import Stack, replaced_rules, rule_of, wildcards
 
 __all__ = ["judge_model", "ranks"]
 
@@ -31,9 +32,11 @@ ZOO = "gradparity.conformance.survey.zoo"
 _RUNS = {
     "tp": ("plain", "accumulate", "accumulate-uneven", "clip-norm"),
     "ep": ("plain", "accumulate", "clip-norm"),
-    "fsdp+tp": ("accumulate", "accumulate-no-sync", "clip-norm"),
+    "fsdp+tp": ("plain", "accumulate", "accumulate-no-sync", "clip-norm"),
 }
 """Plan -> recipes."""
+WEIGHTS = "weights"
+"""In the place of a law: the ranks together do not hold the model's weights."""
 WORDS = {
     "plain": "1 micro-batch",
     "accumulate": "2 equal micro-batches",
@@ -42,6 +45,12 @@ WORDS = {
     "clip-norm": "1 micro-batch, clipped",
 }
 _PARITY = {"parity.gradient", "parity.update", "parity.loss"}
+_LOST = {
+    RankState.HUNG.value: "too slow",
+    RankState.KILLED.value: "crashed",
+    RankState.EXITED.value: "crashed",
+}
+"""How a rank ended -> verdict on its model; all others raised."""
 
 
 def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
@@ -97,6 +106,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
     start = time.monotonic()
     runs: list[Run] = []
     verdict, reason, rules = "", "", dict[str, Rule]()
+    replaced = dict[str, str]()
     runner = Runner(folder=os.getcwd(), place=place, localises=1)
     kind = model_types()[model]
     try:
@@ -112,6 +122,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
         told = (r.message for r in runs if r.status not in ("pass", "skipped"))
         reason = next(told, "")
         rules = _rules(plan, kind, runs)
+        replaced = dict(replaced_rules(kind))
     except Exception as error:  # the package's own code may raise anything
         verdict, reason = "not built", f"{type(error).__name__}: {error}"
     return ModelRecord(
@@ -122,6 +133,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
         reason=plain(reason)[:400],
         runs=tuple(runs),
         rules=rules,
+        replaced=replaced,
         seconds=round(time.monotonic() - start, 2),
     )
 
@@ -146,7 +158,7 @@ def _with_odd_heads(kind: ModelType, runner: Runner) -> list[Run]:
         return []
     scenario = f"tp2/2/fp32/own/none/model={ZOO}:tp.odd.{kind.name},steps=1"
     run = _run_of(ODD_HEADS, runner.run(NO_SCALER, Scenario.parse(scenario)))
-    refused = run.status == "error" and " hung, " not in run.message
+    refused = run.status == "error" and run.ended != RankState.HUNG.value
     return [structs.replace(run, status="skipped") if refused else run]
 
 
@@ -155,9 +167,8 @@ def _verdict(runs: list[Run]) -> str:
     if "fail" in statuses:
         return "wrong"
     if "error" in statuses:
-        told = next(r.message for r in runs if r.status == "error")
-        ends = ((" hung, ", "too slow"), (" killed", "crashed"), (" exited", "crashed"))
-        return next((verdict for word, verdict in ends if word in told), "raises")
+        ended = next(r.ended for r in runs if r.status == "error")
+        return _LOST.get(ended, "raises")
     # a run that was skipped shows nothing
     right = "pass" in statuses and statuses <= {"pass", "skipped"}
     return "right" if right else "undecided"
@@ -172,12 +183,17 @@ def _run_of(name: str, case: Case) -> Run:
     held = {v.law for v in case.verdicts if v.status == "pass"}
     # the factor by which a gradient was clipped is not always known; it is right anyway
     enough = case.status == "inconclusive" and held >= _PARITY
+    status = "pass" if enough else str(case.status)
+    # it ran, and what its ranks hold together is not the model
+    loses = isinstance(case.error, WorkloadError)
+    failure = case.error if isinstance(case.error, WorldFailure) else None
     return Run(
         name=name,
         scenario=case.scenario.id,
-        status="pass" if enough else str(case.status),
-        message=plain(case.problem or (first.message if first else "")),
-        law=first.law if first else "",
+        status="fail" if loses else status,
+        message=plain(case.problem or (found.message if found else "")),
+        ended=failure.root.state.value if failure else "",
+        law=WEIGHTS if loses else first.law if first else "",
         laws=tuple(v.law for v in bad),
         step=first.step if first else None,
         parameter=(first.parameter or "").removeprefix("net.") if first else "",

@@ -31,22 +31,23 @@ are held against the same model on one process in fp64; the bound is 8 times the
 that correct runs in fp32 have, measured for this model ([parity](../parity.md)).
 *raises* and *not built* say nothing about gradients: the tiny settings may be the
 reason. A plan may refuse 3 heads over 2 ranks (*skipped*); where it takes them, they
-must be right.
+must be right. Where a plan raises in every forward pass for a few of its rules, these
+modules are kept whole by `DistributedConfig(tp_plan=...)`, and the rest is judged.
 
 {summary}
 """
 
 
-def print_survey(survey: Survey, console: Console) -> None:
+def print_survey(models: Sequence[ModelRecord], console: Console) -> None:
     """Print how many models came to what, and each that is not right."""
     table = Table(box=box.SIMPLE)
     for name in ("plan", "models", *_VERDICTS):
         table.add_column(name)
-    for plan, counts in _counts(survey):
+    for plan, counts in _counts(models):
         cells = (str(counts[v] or "") for v in _VERDICTS)
         table.add_row(plan, str(counts.total()), *cells)
     console.print(table)
-    for model in survey.models:
+    for model in models:
         if model.verdict != "right":
             text = plain(
                 f"{model.verdict:<10} {model.plan} {model.model}: {_why(model)}"
@@ -54,6 +55,8 @@ def print_survey(survey: Survey, console: Console) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+WRITTEN = {"hrm_text": "transformers-tp-chunked-checkpoint.md"}
+"""Model type -> page written by hand, on what is wrong before there is a gradient."""
 _VERDICTS = (
     "right",
     "wrong",
@@ -65,9 +68,9 @@ _VERDICTS = (
 )
 
 
-def _counts(survey: Survey) -> Iterator[tuple[str, Counter[str]]]:
+def _counts(models: Sequence[ModelRecord]) -> Iterator[tuple[str, Counter[str]]]:
     for plan in PLANS:
-        found = Counter(m.verdict for m in survey.models if m.plan == plan)
+        found = Counter(m.verdict for m in models if m.plan == plan)
         if found:
             yield plan, found
 
@@ -75,7 +78,7 @@ def _counts(survey: Survey) -> Iterator[tuple[str, Counter[str]]]:
 def render(survey: Survey, findings: Sequence[FindingRecord] = ()) -> str:
     """The page as Markdown."""
     parts = [_head(survey), "\n".join(_findings(findings))]
-    for plan, _ in _counts(survey):
+    for plan, _ in _counts(survey.models):
         models = [m for m in survey.models if m.plan == plan]
         parts.append("\n".join(_models(plan, models)))
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
@@ -121,7 +124,7 @@ def _head(survey: Survey) -> str:
 def _summary(survey: Survey) -> Iterator[str]:
     yield row(("plan", "model types", "judged", "packages judged", *_VERDICTS))
     yield "|---" * (4 + len(_VERDICTS)) + "|"
-    for plan, counts in _counts(survey):
+    for plan, counts in _counts(survey.models):
         types = chosen_types(plan)
         judged = [m for m in survey.models if m.plan == plan and m.judged]
         folders = {m.folder for m in judged}
@@ -137,7 +140,7 @@ def _summary(survey: Survey) -> Iterator[str]:
 
 def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
     names = list(dict.fromkeys(run.name for m in models for run in m.runs))
-    yield f"## `{plan}`\n"
+    yield f"## `{plan}`\n\n{PLANS[plan].promise}\n"
     yield row(("model type", "verdict", *names, "why", "seconds"))
     yield "|---" * (4 + len(names)) + "|"
     for model in sorted(models, key=lambda m: (_VERDICTS.index(m.verdict), m.model)):
@@ -149,8 +152,17 @@ def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
 
 
 def _why(model: ModelRecord) -> str:
+    if not model.replaced:
+        return _wrong(model)
+    kept = "kept whole, since it raises under its own rules: "
+    return "; ".join(filter(None, [_wrong(model), kept + ", ".join(model.replaced)]))
+
+
+def _wrong(model: ModelRecord) -> str:
     if model.verdict == "right":
         return ""
+    if model.model in WRITTEN:
+        return f"{model.reason}: {WRITTEN[model.model]}"
     bad = next((r for r in model.runs if r.status == "fail"), None)
     if bad is None or not bad.parameter:
         return model.reason

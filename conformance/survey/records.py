@@ -60,6 +60,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """As that of any case."""
     message: str = ""
     """The first law that is broken, or why there is no verdict."""
+    ended: str = ""
+    """How the rank ended that broke the run, a value of ``RankState``."""
     law: str = ""
     laws: tuple[str, ...] = ()
     """All that are broken."""
@@ -91,6 +93,8 @@ class ModelRecord(
     runs: tuple[Run, ...] = ()
     rules: dict[str, Rule] = {}
     """Of the parameters that depart, with ``*`` for the number of a layer."""
+    replaced: dict[str, str] = {}
+    """Rules that were set in place of the plan's own, without which it raises."""
     seconds: float = 0.0
     finished: str = ""
 
@@ -112,14 +116,15 @@ class ScriptRecord(
 
     finding: str
     """Id of the finding."""
+    plan: str
     model: str
     shows: bool
     text: str
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> tuple[str, str, str]:
         """What identifies it within a survey."""
-        return self.finding, self.model
+        return self.finding, self.plan, self.model
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +149,7 @@ def read_survey(path: Path) -> Survey:
     """
     headers: list[Header] = []
     models: dict[tuple[str, str], ModelRecord] = {}
-    scripts: dict[tuple[str, str], ScriptRecord] = {}
+    scripts: dict[tuple[str, str, str], ScriptRecord] = {}
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines[:-1], 1):
         try:

@@ -112,6 +112,7 @@ def script_of(
     date: str,
     versions: str,
     plan: str,
+    replaced: Mapping[str, str],
     run: str,
     parameter: str,
     config: Any,
@@ -127,6 +128,7 @@ def script_of(
         date: of the survey.
         versions: of transformers and torch.
         plan: a key of ``PLANS``.
+        replaced: rules in the place of the plan's own.
         run: name of the run that fails.
         parameter: its name in the model.
         config: class of the configuration.
@@ -139,6 +141,9 @@ def script_of(
     shares = mesh.get("dp", 1)
     tp = math.prod(mesh.values()) // shares
     experts = any("expert" in name for name in settings)
+    sizes: dict[str, object] = {**PLANS[plan].sizes}
+    if replaced:
+        sizes["tp_plan"] = dict(replaced)
     return _TEMPLATE.format(
         title=title,
         date=date,
@@ -148,7 +153,7 @@ def script_of(
         model_module=model.__module__,
         model=model.__name__,
         settings=_literal(settings),
-        sizes=str(dict(PLANS[plan].sizes)).replace("'", '"'),
+        sizes=str(sizes).replace("'", '"'),
         parts=MICRO_BATCHES[run],
         parameter=f'"{parameter}"',
         first=FIRST_TOKEN,

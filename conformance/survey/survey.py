@@ -107,7 +107,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def conduct(settings: SurveySettings, console: Console) -> Survey:
-    """Judge what has no record yet, and return all that was asked for.
+    """Judge what has no record yet, and return all that the folder knows.
 
     Raises:
         UsageError: if the folder holds a survey of other versions.
@@ -123,10 +123,7 @@ def conduct(settings: SurveySettings, console: Console) -> Survey:
         append(settings.path, header)
         with Judging(settings.out / "judging.log", settings.limit_s) as judging:
             _judge_all(left, judging, settings, console)
-    asked = {(p, k.name) for p, k in chosen}
-    whole = read_survey(settings.path)
-    models = tuple(m for m in whole.models if m.key in asked)
-    return msgspec.structs.replace(whole, models=models)
+    return read_survey(settings.path)
 
 
 def _judge_all(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["FIRST_TOKEN", "HEADS", "VOCAB", "shrink", "with_odd_heads"]
+__all__ = ["FIRST_TOKEN", "HEADS", "HIDDEN", "VOCAB", "shrink", "with_odd_heads"]
 
 VOCAB = 64
 HIDDEN = 32
@@ -106,6 +106,10 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "glm5_next_text": {"num_key_value_heads": HEADS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16, "head_dim": 8},
+    "muse_glimmer_assistant": {
+        "target_layer_ids": [0, 1],
+        "layer_types": ["full_attention", "full_attention"],
+    },
     "neomme": {"head_dim": 16},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,

@@ -23,7 +23,7 @@ import importlib.util
 import inspect
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from .catalogue import PLANS, ModelType, Plan, model_types
 from .records import Rule
-from .tiny import FIRST_TOKEN, VOCAB, shrink, with_odd_heads
+from .tiny import FIRST_TOKEN, HIDDEN, VOCAB, shrink, with_odd_heads
 
 __all__ = ["Net", "Stack", "ep", "fsdp_tp", "tp"]
 
@@ -118,6 +118,8 @@ class Stack:
             FIRST_TOKEN, VOCAB, (ROWS, TOKENS + 1), generator=generator
         )
         inputs = {"input_ids": tokens[:, :-1]}
+        if self.kind.name in _INPUTS:
+            inputs = _INPUTS[self.kind.name](tokens)
         takes = inspect.signature(model_class(self.kind).forward).parameters
         if "decoder_input_ids" in takes:
             inputs["decoder_input_ids"] = tokens[:, 1:]
@@ -148,7 +150,9 @@ class Stack:
             loaded = type(model.net).from_pretrained(  # type: ignore[attr-defined]  # of an untyped package
                 shared[0],
                 dtype=torch.float32,
-                distributed_config=DistributedConfig(**self.plan.sizes),
+                distributed_config=DistributedConfig(
+                    **self.plan.sizes, tp_plan=replaced_rules(self.kind) or None
+                ),
             )
             dist.barrier()  # rank 0 removes the folder once all have read it
         return Net(loaded.train())
@@ -156,6 +160,54 @@ class Stack:
     def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
         """SGD: an update is the gradient."""
         return torch.optim.SGD([p for _, p in parameters], lr=0.1, foreach=False)
+
+
+def _waves(tokens: Tensor, width: int = HIDDEN) -> Tensor:
+    """A vector for each token, in the place of what another model would compute."""
+    return torch.sin(tokens[..., None] * torch.arange(1.0, width + 1))
+
+
+_INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
+    "muse_glimmer_assistant": lambda tokens: {
+        "noise_embeds": _waves(tokens[:, :-1]),
+        "context_hidden_states": _waves(tokens[:, :4], 2 * HIDDEN),
+    },
+    "voxtral_realtime_text": lambda tokens: {
+        "input_ids": tokens[:, :-1],
+        "t_cond": _waves(tokens[:, :1]),
+    },
+}
+"""Model type -> what it takes for a batch, where that is not tokens alone."""
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_REPLACED: Mapping[str, tuple[str, ...]] = {
+    "inkling_text": (
+        "model.embed_tokens",
+        "model.layers.*.mlp.shared_experts",
+        *(f"model.layers.*.mlp.shared_experts.{name}" for name in _PROJECTIONS),
+    ),
+    "llama4_text": tuple(
+        f"model.layers.*.feed_forward.shared_expert.{name}" for name in _PROJECTIONS
+    ),
+    "muse_glimmer": ("model.language_model.embed_tokens",),
+    "muse_glimmer_text": ("embed_tokens",),
+    "muse_spark_text": ("embed_tokens",),
+    "t5gemma2_text": (
+        "model.encoder.text_model.embed_tokens",
+        "model.decoder.embed_tokens",
+        "lm_head.out_proj",
+    ),
+}
+"""Model type -> what must stay whole: with the plan's own rules it raises."""
+
+
+def replaced_rules(kind: ModelType) -> Mapping[str, str]:
+    """Rules that are set in place of a plan's own, so that the rest can be judged.
+
+    Args:
+        kind: a model type; it raises in every forward pass with its own rules.
+    """
+    return dict.fromkeys(_REPLACED.get(kind.name, ()), "replicate")
 
 
 @torch.no_grad()

@@ -52,9 +52,11 @@ KIND = ModelType(
 Q_NORM = "model.layers.0.self_attn.q_norm.weight"
 
 
-def record(name: str, *runs: Run, verdict: str = "wrong") -> ModelRecord:
+def record(
+    name: str, *runs: Run, verdict: str = "wrong", plan: str = "tp"
+) -> ModelRecord:
     return ModelRecord(
-        plan="tp",
+        plan=plan,
         model=name,
         folder=name,
         verdict=verdict,
@@ -78,17 +80,18 @@ def test_failures_of_one_rule_are_one_family() -> None:
     """What accumulates and what is wrong at once have causes of their own."""
     one = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}))
     other = record("olmo2", wrong("3 unequal micro-batches", **{Q_NORM: 0.7}))
+    beside = record("qwen3", wrong("2 equal micro-batches", **{Q_NORM: 0.8}), plan="ep")
     always = record("flint", wrong("1 micro-batch", **{Q_NORM: 0.5}))
     # one wrong gradient changes the norm by which all of them are clipped
     followed = wrong("1 micro-batch, clipped", **{Q_NORM: 0.5, "lm_head.weight": 0.1})
     found = families(
         Survey(
             headers=(HEADER,),
-            models=(one, other, record("cwm", *always.runs, followed)),
+            models=(beside, one, other, record("cwm", *always.runs, followed)),
         )
     )
     assert {(f.id, *f.names) for f in found} == {
-        ("transformers-tp-summed-accumulation", "olmo2", "qwen3"),
+        ("transformers-tp-summed-accumulation", "qwen3", "olmo2", "qwen3 (ep)"),
         ("transformers-tp-summed", "cwm"),
     }
 
@@ -98,7 +101,9 @@ def test_a_finding_needs_a_script_that_shows_it(tmp_path: Path) -> None:
     whole = Survey(headers=(HEADER,), models=(failed,))
     (family,) = families(whole)
     assert write_finding(family, whole, tmp_path) is None
-    said = ScriptRecord(finding=family.id, model="made_up", shows=False, text="")
+    said = ScriptRecord(
+        finding=family.id, plan="tp", model="made_up", shows=False, text=""
+    )
     whole = Survey(headers=(HEADER,), models=(failed,), scripts=(said,))
     assert write_finding(family, whole, tmp_path) is None
     assert not [*tmp_path.iterdir()]
@@ -116,6 +121,30 @@ def test_a_survey_that_was_killed_in_a_line_goes_on(tmp_path: Path) -> None:
     path.write_bytes(b"no record\n")
     with pytest.raises(UsageError, match=r"line 1: no record"):
         read_survey(path)
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict"),
+    [
+        ("hung", "too slow"),
+        ("killed", "crashed"),
+        ("exited", "crashed"),
+        ("raised", "raises"),
+        ("", "raises"),
+    ],
+)
+def test_how_a_rank_ended_decides_and_not_what_it_said(
+    ended: str, verdict: str
+) -> None:
+    from gradparity.conformance.survey.judging import _verdict
+
+    said = Run(
+        name="", scenario="", status="error", message="it hung, killed", ended=ended
+    )
+    right = Run(name="", scenario="", status="pass")
+    assert _verdict([right, said]) == verdict
+    assert _verdict([right]) == "right"
+    assert _verdict([]) == "undecided"
 
 
 def _dies(pipe: Connection, log: str, limit_s: float) -> None:
@@ -201,6 +230,7 @@ def test_the_catalogue_is_that_of_the_package() -> None:
     names = {plan: {k.name for k in chosen_types(plan)} for plan in ("tp", "ep")}
     assert {"qwen3", "mixtral", "gemma3_text"} <= names["tp"]
     assert "mixtral" in names["ep"] and "qwen3" not in names["ep"]
+    assert "qwen3_5_text" not in names["ep"]  # ``base_model_ep_plan = None``
 
 
 @needs_transformers
