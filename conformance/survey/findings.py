@@ -35,7 +35,13 @@ __all__ = [
 
 SCRIPT_S = 600.0
 """What a script may take, on a machine that others use as well."""
-THREADS: Mapping[str, str] = {}
+THREADS: Mapping[str, str] = {
+    "transformers-tp-checkpoint-conversion": (
+        "no thread found for `Chunk` and `Concatenate`; "
+        "huggingface/transformers#48519 (open) is the same of `Transpose` and "
+        "`PermuteForRope`"
+    )
+}
 """Id of a finding -> a public thread on it, found by hand."""
 NO_THREAD = "no thread found"
 
@@ -79,6 +85,11 @@ class Family:
     def first(self) -> Failure:
         """The one that is shown."""
         return self.failures[0]
+
+    @property
+    def misloads(self) -> bool:
+        """Whether weights are wrong, and not their gradients."""
+        return self.first.run.misloaded
 
     @property
     def names(self) -> list[str]:
@@ -156,6 +167,11 @@ def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
     # one wrong gradient changes the norm, and so all that is clipped by it
     plain_runs = [run for run in failed if not run.name.endswith("clipped")]
     for run in plain_runs or failed:
+        if run.misloaded:
+            worst = run.parameter
+            found = Failure(model=model, run=run, parameter=worst, error=run.error)
+            yield found, model.rules[_general(worst)]
+            return
         for name, error in run.departed.items():
             general = _general(name)
             if general not in known and general in model.rules:
@@ -170,6 +186,8 @@ def _general(name: str) -> str:
 
 def what(family: Family, plan: str = "") -> str:
     """The finding in one sentence, under a plan, by default its first."""
+    if family.misloads:
+        return f"weights loaded wrong under the {plan or family.first.plan} plan"
     leaves = sorted({_leaf(f.parameter) for f in family.failures})
     when = ", with several micro-batches" if family.accumulates else ""
     plan = plan or family.first.plan
@@ -203,6 +221,7 @@ def script(failure: Failure, title: str, header: Header) -> str:
         settings=stack.settings(),
         inputs=inputs,
         output=stack.output_name(),
+        misloads=failure.run.misloaded,
     )
 
 
@@ -298,6 +317,21 @@ _WHY = {
     ),
 }
 """Style of a plan -> what goes wrong in it where micro-batches are accumulated."""
+_LOADER = (
+    "Under `DistributedConfig({sizes})` `from_pretrained` gives `{parameter}` of "
+    "`{model}` other values than on one process, and raises or warns of nothing: the "
+    "relative error is {error:.2g}; {count} parameters are wrong. Its checkpoints hold "
+    "it in another form, which a `WeightConverter` of `conversion_mapping.py` brings "
+    "into the model's. Where the parameter is a DTensor, each rank takes its slice of "
+    "the tensor of the checkpoint, by the placement of the converted one ({where}), "
+    "and converts the slice. `Chunk` and `Concatenate` along the sharded dimension "
+    "then give a rank rows of another part, or in another order; all shapes fit. The "
+    'docstring of `Split` warns of this ("not TP-safe, a sharded fused tensor needs '
+    "each target's local slice\"); those two have no such warning, and the model ships "
+    "the plan. What helps is to convert before the shard is taken. Seen with "
+    "transformers {version}; the attached script exits 1 while it shows.{more}"
+)
+"""Text for an issue, where weights are loaded wrong."""
 
 
 def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord | None:
@@ -373,6 +407,19 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
 
 
 def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
+    others = [n for n in record.confirmed if n != family.name_of(first)]
+    more = f" The same shows in {', '.join(others)}." if others else ""
+    if family.misloads:
+        return _LOADER.format(
+            sizes=_sizes(first.plan),
+            parameter=first.parameter,
+            model=first.model.model,
+            error=first.error,
+            count=len(first.run.departed),
+            where=family.rule.where,
+            version=record.version,
+            more=more,
+        )
     rule = f"rule `{family.rule.style}`" if family.rule.style else "no rule"
     count = MICRO_BATCHES[first.run.name]
     how = (
@@ -380,8 +427,6 @@ def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
         if family.accumulates
         else "in a single backward"
     )
-    others = [n for n in record.confirmed if n != family.name_of(first)]
-    more = f" The same shows in {', '.join(others)}." if others else ""
     count_all = len(first.run.departed)
     rest = f"{count_all} gradients depart; the others agree to rounding. "
     why = _WHY.get(family.rule.style, "") if family.accumulates else ""

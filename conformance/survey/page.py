@@ -55,8 +55,6 @@ def print_survey(models: Sequence[ModelRecord], console: Console) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-WRITTEN = {"hrm_text": "transformers-tp-chunked-checkpoint.md"}
-"""Model type -> page written by hand, on what is wrong before there is a gradient."""
 _VERDICTS = (
     "right",
     "wrong",
@@ -161,8 +159,6 @@ def _why(model: ModelRecord) -> str:
 def _wrong(model: ModelRecord) -> str:
     if model.verdict == "right":
         return ""
-    if model.model in WRITTEN:
-        return f"{model.reason}: {WRITTEN[model.model]}"
     bad = next((r for r in model.runs if r.status == "fail"), None)
     if bad is None or not bad.parameter:
         return model.reason

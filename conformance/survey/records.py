@@ -10,6 +10,8 @@ import msgspec
 from ..status import UsageError
 
 __all__ = [
+    "LOADED",
+    "WEIGHTS",
     "Header",
     "ModelRecord",
     "Rule",
@@ -19,6 +21,12 @@ __all__ = [
     "append",
     "read_survey",
 ]
+
+
+WEIGHTS = "weights"
+"""In the place of a law: a model is loaded as it was saved."""
+LOADED = "weights as loaded"
+"""Name of the run that looks at it; it is recorded where it fails."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
@@ -76,6 +84,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
     """The first module and collective that depart."""
     seconds: float = 0.0
+
+    @property
+    def misloaded(self) -> bool:
+        """Whether weights were wrong before there was anything to train."""
+        return self.law == WEIGHTS
 
 
 class ModelRecord(

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .catalogue import PLANS
+from .records import LOADED
 from .tiny import FIRST_TOKEN, VOCAB
 
 __all__ = ["MICRO_BATCHES", "script_of"]
 
 MICRO_BATCHES = {
+    LOADED: 1,
     "1 micro-batch": 1,
     "1 micro-batch, clipped": 1,
     "2 equal micro-batches": 2,
@@ -103,6 +105,77 @@ if __name__ == "__main__":
     sys.exit(main())
 '''
 
+_LOADED = '''\
+"""{title}.
+
+Needs torch and transformers alone: random weights, no download. Exits 1 while it shows.
+Made by gradparity's survey on {date}: {versions}.
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers.distributed import DistributedConfig
+from {config_module} import {config}
+from {model_module} import {model}
+
+CONFIG = {settings}
+SIZES = {sizes}
+PARAMETER = {parameter}
+torch.manual_seed(0)
+tokens = torch.randint({first}, {vocab}, (8, 9))
+
+
+def seen(model, whole=lambda parameter: parameter):
+    """The parameter, and what the model makes of the tokens."""
+    with torch.no_grad():
+        parameter = whole(model.get_parameter(PARAMETER)).detach().clone()
+        return parameter, model({inputs}).{output}
+
+
+def run_rank(rank, folder):
+    """Load the model under its plan."""
+    dist.init_process_group("gloo", f"file://{{folder}}/s", rank=rank, world_size={n})
+    plan = DistributedConfig(**SIZES)
+    for dtype in (torch.float32, torch.float64):
+        load = {model}.from_pretrained
+        model = load(folder, dtype=dtype, distributed_config=plan)
+{eager}        found = seen(model, lambda parameter: parameter.full_tensor())
+        if rank == 0:
+            torch.save(found, f"{{folder}}/{{dtype}}.pt")
+    dist.destroy_process_group()
+
+
+def main():
+    """Print the errors of weight and output in fp32 and in fp64."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    model = {model}({config}(**CONFIG)).eval()
+    for p in model.parameters():  # no zeros and ones, which hide errors
+        drawn = torch.randn(p.shape)
+        p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
+    shows = True
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        again = {model}.from_pretrained(folder)  # on one process all is well
+        assert all(map(torch.equal, model.parameters(), again.parameters()))
+        mp.start_processes(run_rank, (folder,), {n}, start_method="fork")
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+{eager_too}            found = torch.load(f"{{folder}}/{{dtype}}.pt")
+            errors = [(f - t).norm() / t.norm() for f, t in zip(found, seen(model))]
+            print(f"{{PARAMETER}}, {{dtype}}: relative error {{errors[0]:.2g}};",
+                  f"of the model's output {{errors[1]:.2g}}")
+            shows &= bool(min(errors) > 0.01)
+    return int(shows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+
 _EAGER = 'model.set_experts_implementation("eager")  # grouped ones take no fp64\n'
 
 
@@ -120,6 +193,7 @@ def script_of(
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
     output: str,
+    misloads: bool = False,
 ) -> str:
     """The text of a script.
 
@@ -136,6 +210,7 @@ def script_of(
         settings: arguments of the configuration.
         inputs: argument of the model -> expression in ``tokens``.
         output: attribute of what the model returns.
+        misloads: whether it shows weights and outputs, and no gradient.
     """
     mesh = PLANS[plan].mesh
     shares = mesh.get("dp", 1)
@@ -144,7 +219,7 @@ def script_of(
     sizes: dict[str, object] = {**PLANS[plan].sizes}
     if replaced:
         sizes["tp_plan"] = dict(replaced)
-    return _TEMPLATE.format(
+    return (_LOADED if misloads else _TEMPLATE).format(
         title=title,
         date=date,
         versions=versions,

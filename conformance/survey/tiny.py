@@ -94,6 +94,12 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "dots3_note_text": {"head_dim": 16},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": HIDDEN,
+        "adapter_out_dim": HIDDEN,
+        "patch_size": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "esmc": {"num_key_value_heads": HEADS},
     "gemma4_text": {"enable_moe_block": True, **_EXPERTS},
     "gemma4_unified_text": {"enable_moe_block": True, **_EXPERTS},
@@ -111,6 +117,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
     },
     "neomme": {"head_dim": 16},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 2 * HIDDEN},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from .catalogue import PLANS, ModelType, Plan, model_types
@@ -135,11 +136,11 @@ class Stack:
         """Cross entropy; hidden states are taken for logits of fewer tokens."""
         classes = output.shape[-1]
         return nn.functional.cross_entropy(
-            output.flatten(0, 1), targets.flatten() % classes
+            output.flatten(0, -2), targets.flatten() % classes
         )
 
-    def parallelize(self, model: Net, mesh: DeviceMesh) -> nn.Module:
-        """Load the model under its plan, as users do."""
+    def parallelize(self, model: Net, mesh: DeviceMesh | None = None) -> nn.Module:
+        """Load the model under its plan, as users do; it makes a mesh of its own."""
         from transformers.distributed import DistributedConfig
 
         with tempfile.TemporaryDirectory() as folder:
@@ -172,6 +173,13 @@ _INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
         "noise_embeds": _waves(tokens[:, :-1]),
         "context_hidden_states": _waves(tokens[:, :4], 2 * HIDDEN),
     },
+    "dots3_note_vision_encoder": lambda tokens: {
+        "pixel_values": _waves(tokens[:, :-1], 3 * 2 * 2),
+        "grid_thw": torch.tensor([[1, 2, TOKENS // 2]]).expand(len(tokens), 3),
+    },
+    "qwen3_omni_moe_talker_text": lambda tokens: {
+        "inputs_embeds": _waves(tokens[:, :-1])
+    },
     "voxtral_realtime_text": lambda tokens: {
         "input_ids": tokens[:, :-1],
         "t_cond": _waves(tokens[:, :1]),
@@ -181,6 +189,15 @@ _INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _REPLACED: Mapping[str, tuple[str, ...]] = {
+    "doge": tuple(
+        f"model.layers.*.self_attn.{letter}_proj"
+        for letter in ("q", "k", "v", "dt", "o")
+    ),
+    "esmc": tuple(f"esmc.layers.*.self_attn.{letter}_proj" for letter in "qkvo"),
+    "glm5_next_text": tuple(
+        f"layers.*.self_attn.{name}"
+        for name in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    ),
     "inkling_text": (
         "model.embed_tokens",
         "model.layers.*.mlp.shared_experts",
@@ -192,6 +209,15 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
     "muse_glimmer": ("model.language_model.embed_tokens",),
     "muse_glimmer_text": ("embed_tokens",),
     "muse_spark_text": ("embed_tokens",),
+    "neomme": (
+        *(f"model.layers.*.self_attn.{letter}_proj" for letter in "qkv"),
+        "model.layers.*.self_attn.output_projection.gate_proj",
+        "model.layers.*.self_attn.output_projection.o_proj",
+        "lm_head",
+    ),
+    # without a plan beside that of the experts tensor parallel raises
+    "openai_privacy_filter": ("norm",),
+    "zaya": ("model.norm",),
     "t5gemma2_text": (
         "model.encoder.text_model.embed_tokens",
         "model.decoder.embed_tokens",
@@ -208,6 +234,33 @@ def replaced_rules(kind: ModelType) -> Mapping[str, str]:
         kind: a model type; it raises in every forward pass with its own rules.
     """
     return dict.fromkeys(_REPLACED.get(kind.name, ()), "replicate")
+
+
+@torch.no_grad()
+def misloaded(plan: str, model: str) -> dict[str, float]:
+    """Parameters that a model loaded under a plan has otherwise than the saved one.
+
+    Runs on every rank of a world.
+
+    Args:
+        plan: a key of ``PLANS``.
+        model: a model type.
+
+    Returns:
+        Name -> relative norm of the difference.
+    """
+    stack = Stack(model_types()[model], PLANS[plan])
+    torch.manual_seed(0)
+    saved = stack.model()
+    loaded = stack.parallelize(saved)
+    found = {}
+    for name, parameter in loaded.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        true = saved.get_parameter(name)
+        if not torch.equal(whole, true):
+            error = (whole - true).norm() / true.norm()
+            found[name.removeprefix("net.")] = float(f"{error:.3g}")
+    return found
 
 
 @torch.no_grad()
@@ -257,6 +310,17 @@ def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
         style=style,
         where=_place_of(made_by or type(model.get_submodule(owner))),
         module=type(model.get_submodule(owner)).__name__,
+    )
+
+
+def rule_of_loader() -> Rule:
+    """What the package does with a parameter that it loads under a plan."""
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    return Rule(
+        style="checkpoint-conversion",
+        where=_place_of(DtensorShardOperation),
+        module="",
     )
 
 
