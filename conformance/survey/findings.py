@@ -172,6 +172,13 @@ def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
             found = Failure(model=model, run=run, parameter=worst, error=run.error)
             yield found, model.rules[_general(worst)]
             return
+        inside = [n for n in run.departed if n.startswith(f"{run.forward}.")]
+        if run.forward and inside:  # what comes behind that module follows from it
+            first = inside[0]
+            error = run.departed[first]
+            found = Failure(model=model, run=run, parameter=first, error=error)
+            yield found, model.rules[_general(first)]
+            return
         for name, error in run.departed.items():
             general = _general(name)
             if general not in known and general in model.rules:
@@ -200,12 +207,13 @@ def _leaf(name: str) -> str:
 
 def script(failure: Failure, title: str, header: Header) -> str:
     """The text of a model's script; imports transformers."""
-    from .zoo import Stack, config_class, model_class
+    from .zoo import WRITTEN_INPUTS, Stack, config_class, model_class
 
     kind = model_types()[failure.model.model]
     odd = failure.run.name == "3 heads over 2 ranks"
     stack = Stack(kind, PLANS[failure.plan], odd_heads=odd)
     inputs = {"input_ids": "tokens[:, :-1]"}
+    inputs = dict(WRITTEN_INPUTS.get(kind.name, inputs))
     if "decoder_input_ids" in stack.batch(0, 0)[0]:
         inputs["decoder_input_ids"] = "tokens[:, 1:]"
     return script_of(
@@ -308,7 +316,12 @@ confirmed by [{script}]({script}), which needs torch and transformers alone.
 Public thread: {thread}.
 """
 _WHY = {
-    "replicated_with_grad_allreduce": (
+    ("colwise", False): (
+        "The forward of the experts cuts the product with `gate_up_proj` in two, gate "
+        "and up; a contiguous shard of its rows has rows of one of them alone. Other "
+        "models have the rule `packed_colwise` for it. "
+    ),
+    ("replicated_with_grad_allreduce", True): (
         "The hook is a post-accumulate-grad hook and all-reduces `param.grad`, which "
         "already holds the sum over the ranks of earlier micro-batches: with n ranks "
         "these are multiplied by n once more in each further backward. What is to be "
@@ -316,7 +329,7 @@ _WHY = {
         "(`param.register_hook`) in place of one on the accumulated sum. "
     ),
 }
-"""Style of a plan -> what goes wrong in it where micro-batches are accumulated."""
+"""Style of a plan, and whether micro-batches are accumulated -> what goes wrong."""
 _LOADER = (
     "Under `DistributedConfig({sizes})` `from_pretrained` gives `{parameter}` of "
     "`{model}` other values than on one process, and raises or warns of nothing: the "
@@ -420,6 +433,8 @@ def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
             version=record.version,
             more=more,
         )
+    whole = ", ".join(f"`{name}`" for name in first.model.replaced)
+    kept = f" {whole} are kept whole, as the plan raises otherwise." if whole else ""
     rule = f"rule `{family.rule.style}`" if family.rule.style else "no rule"
     count = MICRO_BATCHES[first.run.name]
     how = (
@@ -429,13 +444,15 @@ def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
     )
     count_all = len(first.run.departed)
     rest = f"{count_all} gradients depart; the others agree to rounding. "
-    why = _WHY.get(family.rule.style, "") if family.accumulates else ""
+    if first.run.forward:
+        rest = f"The output of `{first.run.forward}` departs before. "
+    why = _WHY.get((family.rule.style, family.accumulates), "")
     return (
         f"Under `DistributedConfig({_sizes(first.plan)})` the gradient of "
         f"`{first.parameter}` of `{first.model.model}` is not that of the model on one "
         f"process: the relative error is {first.error:.2g} {how}. {rest}The plan has "
         f"{rule} for it; the code is {family.rule.where}. {why}Seen with transformers "
-        f"{record.version}; the attached script exits 1 while it shows.{more}"
+        f"{record.version}; the attached script exits 1 while it shows.{kept}{more}"
     )
 
 

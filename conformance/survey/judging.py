@@ -13,6 +13,7 @@ from msgspec import structs
 
 from ...multiprocess import Cluster, RankState, WorldFailure
 from ...multiprocess.cluster import BaseCluster
+from ...multiprocess.spec import Isolation
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER
 from ..run.launcher import Place, Pool
@@ -80,13 +81,21 @@ def ranks(limit_s: float) -> Place:
     return _WarmPool(Devices(), limit_s)
 
 
+_MANY_AXES = {
+    math.prod(plan.mesh.values()) for plan in PLANS.values() if len(plan.mesh) > 1
+}
+"""Sizes of worlds that have several axes."""
+
+
 class _WarmPool(Pool):
     """Ranks that are forked with transformers imported."""
 
     def _make(self, world: int) -> BaseCluster:
         spec = self.devices.spec(world, self.timeout_s)
-        # torch keeps layouts by mesh: an equal mesh of an earlier call lost its groups
-        spec = replace(spec, preload=_preloaded(), isolation="process")
+        # torch keeps layouts by mesh, and the axes of an equal mesh of an earlier call
+        # have lost their groups; that of one axis alone is the world's
+        isolation: Isolation = "process" if world in _MANY_AXES else "pool"
+        spec = replace(spec, preload=_preloaded(), isolation=isolation)
         cluster = Cluster.of(spec)
         return self._stack.enter_context(cluster)
 
@@ -236,6 +245,9 @@ def _run_of(name: str, case: Case) -> Run:
         bound=float(first.numbers.get("bound", 0.0)) if first else 0.0,
         departed=_departed(case),
         where=location.text if location else "",
+        forward=location.module.removeprefix("net.")
+        if location and location.where == "forward"
+        else "",
         seconds=round(case.seconds, 2),
     )
 

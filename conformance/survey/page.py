@@ -55,6 +55,8 @@ def print_survey(models: Sequence[ModelRecord], console: Console) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+SHOWN = 4
+"""Models that the table of findings names."""
 _VERDICTS = (
     "right",
     "wrong",
@@ -93,11 +95,17 @@ def _findings(findings: Sequence[FindingRecord]) -> Iterator[str]:
             (
                 f"[{_cell(each.what)}]({each.id}.md)",
                 f"`{each.where}`",
-                ", ".join(each.models),
+                _some(each.models),
                 f"{len(each.confirmed)} of {len(each.models)}",
                 each.thread,
             )
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are: a finding's page has them all."""
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _head(survey: Survey) -> str:
@@ -120,8 +128,9 @@ def _head(survey: Survey) -> str:
 
 
 def _summary(survey: Survey) -> Iterator[str]:
-    yield row(("plan", "model types", "judged", "packages judged", *_VERDICTS))
-    yield "|---" * (4 + len(_VERDICTS)) + "|"
+    names = ("plan", "model types", "tried", "judged", "with parts kept whole")
+    yield row((*names, "packages judged", *_VERDICTS))
+    yield "|---" * (len(names) + 1 + len(_VERDICTS)) + "|"
     for plan, counts in _counts(survey.models):
         types = chosen_types(plan)
         judged = [m for m in survey.models if m.plan == plan and m.judged]
@@ -129,7 +138,9 @@ def _summary(survey: Survey) -> Iterator[str]:
         cells = [
             f"`{plan}`: {PLANS[plan].text}",
             str(len(types)),
+            str(counts.total()),
             str(len(judged)),
+            str(sum(bool(m.replaced) for m in judged)),
             f"{len(folders)} of {len({k.folder for k in types})}",
             *(str(counts[v] or "") for v in _VERDICTS),
         ]
@@ -166,10 +177,10 @@ def _wrong(model: ModelRecord) -> str:
         (r for r in model.runs if r.status == "fail" and r.parameter),
         key=lambda r: r.error,
     )
-    return (
-        f"{worst.parameter}: relative error {worst.error:.2g}, "
-        f"bound {worst.bound:.1g}, {worst.name}"
-    )
+    error = f"{worst.parameter}: relative error {worst.error:.2g}"
+    if worst.misloaded:
+        return f"{worst.message}; {error}"
+    return f"{error}, bound {worst.bound:.1g}, {worst.name}"
 
 
 def _cell(text: str) -> str:

@@ -83,6 +83,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """All that depart in that step, and by how much, at most."""
     where: str = ""
     """The first module and collective that depart."""
+    forward: str = ""
+    """The module whose output departs first, if the forward pass does."""
     seconds: float = 0.0
 
     @property

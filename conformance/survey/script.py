@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .catalogue import PLANS
@@ -42,41 +42,37 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
 from {config_module} import {config}
 from {model_module} import {model}
 
 CONFIG = {settings}
-SIZES, MICRO_BATCHES = {sizes}, {parts}
+PLAN = {sizes}
+MICRO_BATCHES = {parts}
 PARAMETER = {parameter}
-torch.manual_seed(0)
-ROWS = torch.randint({first}, {vocab}, (8, 9))
+ROWS = torch.randint({first}, {vocab}, (8, 9), generator=torch.manual_seed(0))
 
 
 def gradient(model, rows):
     """Of the mean over all rows, accumulated over the micro-batches."""
     for tokens in rows.chunk(MICRO_BATCHES):
-        output = model({inputs}).{output}.flatten(0, 1)
+{forward}
         targets = tokens[:, 1:].flatten() % output.shape[-1]
         (cross_entropy(output, targets) * len(tokens) / len(rows)).backward()
     found = model.get_parameter(PARAMETER).grad
     model.zero_grad()
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    return getattr(found, "full_tensor", found.clone)()  # where it is a DTensor
 
 
 def run_rank(rank, folder):
     """Load the model under its plan, and take the gradient."""
     dist.init_process_group("gloo", f"file://{{folder}}/s", rank=rank, world_size={n})
-    plan = DistributedConfig(**SIZES)
     for dtype in (torch.float32, torch.float64):
         load = {model}.from_pretrained
-        model = load(folder, dtype=dtype, distributed_config=plan)
+        model = load(folder, dtype=dtype, distributed_config=PLAN)
 {eager}        found = gradient(model, ROWS{share})
-        if rank == 0:
-            torch.save(found, f"{{folder}}/{{dtype}}.pt")
-    dist.destroy_process_group()
+        torch.save(found, f"{{folder}}/{{dtype}}-{{rank}}.pt")
 
 
 def main():
@@ -93,9 +89,9 @@ def main():
         for dtype in (torch.float32, torch.float64):
 {eager_too}            model.to(dtype)
             true, again = gradient(model, ROWS), gradient(model, ROWS.flip(0))
-            found = torch.load(f"{{folder}}/{{dtype}}.pt")
+            found = torch.load(f"{{folder}}/{{dtype}}-0.pt")
             error, noise = ((x - true).norm() / true.norm() for x in (found, again))
-            print(f"{{PARAMETER}}, {{dtype}}: relative error {{error:.2g}}, rounding",
+            print(f"{{PARAMETER}}, {{dtype}}: relative error {{error:.2g}}, rounding "
                   f"{{noise:.1g}}; norm {{found.norm():.4g}}, true {{true.norm():.4g}}")
             shows &= bool(error > 8 * max(noise, torch.finfo(dtype).eps))
     return int(shows)
@@ -123,7 +119,7 @@ from {config_module} import {config}
 from {model_module} import {model}
 
 CONFIG = {settings}
-SIZES = {sizes}
+PLAN = {sizes}
 PARAMETER = {parameter}
 torch.manual_seed(0)
 tokens = torch.randint({first}, {vocab}, (8, 9))
@@ -139,14 +135,11 @@ def seen(model, whole=lambda parameter: parameter):
 def run_rank(rank, folder):
     """Load the model under its plan."""
     dist.init_process_group("gloo", f"file://{{folder}}/s", rank=rank, world_size={n})
-    plan = DistributedConfig(**SIZES)
     for dtype in (torch.float32, torch.float64):
         load = {model}.from_pretrained
-        model = load(folder, dtype=dtype, distributed_config=plan)
+        model = load(folder, dtype=dtype, distributed_config=PLAN)
 {eager}        found = seen(model, lambda parameter: parameter.full_tensor())
-        if rank == 0:
-            torch.save(found, f"{{folder}}/{{dtype}}.pt")
-    dist.destroy_process_group()
+        torch.save(found, f"{{folder}}/{{dtype}}-{{rank}}.pt")
 
 
 def main():
@@ -164,7 +157,7 @@ def main():
         mp.start_processes(run_rank, (folder,), {n}, start_method="fork")
         for dtype in (torch.float32, torch.float64):
             model.to(dtype)
-{eager_too}            found = torch.load(f"{{folder}}/{{dtype}}.pt")
+{eager_too}            found = torch.load(f"{{folder}}/{{dtype}}-0.pt")
             errors = [(f - t).norm() / t.norm() for f, t in zip(found, seen(model))]
             print(f"{{PARAMETER}}, {{dtype}}: relative error {{errors[0]:.2g}};",
                   f"of the model's output {{errors[1]:.2g}}")
@@ -215,10 +208,18 @@ def script_of(
     mesh = PLANS[plan].mesh
     shares = mesh.get("dp", 1)
     tp = math.prod(mesh.values()) // shares
+    pairs = [
+        f'"{name}": {value!r}'.replace("'", '"') for name, value in settings.items()
+    ]
     experts = any("expert" in name for name in settings)
-    sizes: dict[str, object] = {**PLANS[plan].sizes}
+    sizes = [f"{name}={size}" for name, size in PLANS[plan].sizes.items()]
     if replaced:
-        sizes["tp_plan"] = dict(replaced)
+        names = ", ".join(f'"{name}"' for name in replaced)
+        sizes.append(f'tp_plan=dict.fromkeys([{names}], "replicate")')
+    called = ", ".join(f"{name}={text}" for name, text in inputs.items())
+    forward = f"        output = model({called}).{output}.flatten(0, -2)"
+    if max(map(len, forward.splitlines())) > WIDTH:
+        forward = forward.replace(".flatten", "\n        output = output.flatten")
     return (_LOADED if misloads else _TEMPLATE).format(
         title=title,
         date=date,
@@ -227,13 +228,14 @@ def script_of(
         config=config.__name__,
         model_module=model.__module__,
         model=model.__name__,
-        settings=_literal(settings),
-        sizes=str(sizes).replace("'", '"'),
+        settings=_filled("{", pairs, "}", len("CONFIG = ")),
+        sizes=_filled("DistributedConfig(", sizes, ")", len("PLAN = ")),
         parts=MICRO_BATCHES[run],
         parameter=f'"{parameter}"',
         first=FIRST_TOKEN,
         vocab=VOCAB,
-        inputs=", ".join(f"{name}={text}" for name, text in inputs.items()),
+        inputs=called,
+        forward=forward,
         output=output,
         n=math.prod(mesh.values()),
         share=f".chunk({shares})[rank // {tp}]" if shares > 1 else "",
@@ -243,17 +245,14 @@ def script_of(
     )
 
 
-def _literal(settings: Mapping[str, Any]) -> str:
-    """A dict as few lines of source."""
-    pairs = [
-        f'"{name}": {value!r}'.replace("'", '"') for name, value in settings.items()
-    ]
+def _filled(opening: str, items: Sequence[str], closing: str, taken: int) -> str:
+    """A literal or call as few lines of source, behind ``taken`` characters."""
     filled = textwrap.fill(
-        ", ".join(pairs),
+        opening + ", ".join(items) + closing,
         width=WIDTH,
-        initial_indent="    ",
+        initial_indent=" " * taken,
         subsequent_indent="    ",
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return f"{{\n{filled}\n}}"
+    return filled[taken:]

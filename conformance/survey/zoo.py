@@ -40,7 +40,7 @@ from .catalogue import PLANS, ModelType, Plan, model_types
 from .records import Rule
 from .tiny import FIRST_TOKEN, HIDDEN, VOCAB, shrink, with_odd_heads
 
-__all__ = ["Net", "Stack", "ep", "fsdp_tp", "tp"]
+__all__ = ["WRITTEN_INPUTS", "Net", "Stack", "ep", "fsdp_tp", "tp"]
 
 ROWS, TOKENS = 8, 8
 
@@ -103,7 +103,7 @@ class Stack:
             return odd
         return small
 
-    def model(self) -> nn.Module:
+    def model(self) -> Net:
         """The whole model; see [Note: Weights]."""
         config = config_class(self.kind)(**self.settings())
         net = Net(model_class(self.kind)(config))
@@ -187,6 +187,22 @@ _INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
 }
 """Model type -> what it takes for a batch, where that is not tokens alone."""
 
+WRITTEN_INPUTS: Mapping[str, Mapping[str, str]] = {
+    "muse_glimmer_assistant": {
+        "noise_embeds": """torch.sin(
+            tokens[:, :-1, None] * torch.arange(1.0, 33)
+        ).to(model.dtype)""",
+        "context_hidden_states": """torch.sin(
+            tokens[:, :4, None] * torch.arange(1.0, 65)
+        ).to(model.dtype)""",
+    },
+    "qwen3_omni_moe_talker_text": {
+        "inputs_embeds": """torch.sin(
+            tokens[:, :-1, None] * torch.arange(1.0, 33)
+        ).to(model.dtype)"""
+    },
+}
+"""Such inputs as a script has them, of the models that need one."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     "doge": tuple(

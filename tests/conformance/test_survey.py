@@ -9,6 +9,7 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gradparity.conformance.__main__ import main
@@ -23,6 +24,8 @@ from gradparity.conformance.survey.findings import (
 )
 from gradparity.conformance.survey.page import render
 from gradparity.conformance.survey.records import (
+    LOADED,
+    WEIGHTS,
     Header,
     ModelRecord,
     Rule,
@@ -121,6 +124,16 @@ def test_a_survey_that_was_killed_in_a_line_goes_on(tmp_path: Path) -> None:
     path.write_bytes(b"no record\n")
     with pytest.raises(UsageError, match=r"line 1: no record"):
         read_survey(path)
+
+
+def test_weights_loaded_wrong_are_one_failure() -> None:
+    """All that follows from them is no finding of its own."""
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    loaded = wrong(LOADED, **{Q_NORM: 1.4, gate: 1.0})
+    loaded = msgspec.structs.replace(loaded, law=WEIGHTS)
+    (family,) = families(Survey(headers=(HEADER,), models=(record("cwm", loaded),)))
+    assert family.misloads
+    assert [f.parameter for f in family.failures] == [Q_NORM]
 
 
 @pytest.mark.parametrize(
@@ -291,3 +304,19 @@ def test_a_script_shows_what_is_there_and_nothing_else(
     found, text = run_script(file)
     assert found is shows, text
     assert json.dumps(text).count("relative error") == 2
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_a_model_that_is_loaded_wrong(tmp_path: Path) -> None:
+    """Its checkpoint has projections fused; the script needs nothing of ours."""
+    out = tmp_path / "out"
+    command = ["survey", "transformers", "--plan", "tp", "--model", "hrm_text"]
+    assert main([*command, "--out", str(out), "--limit", "300", "--quiet"]) == 1
+    (model,) = read_survey(out / "survey.jsonl").models
+    assert [run.name for run in model.runs] == [LOADED]
+    assert len(model.runs[0].departed) == 24
+    (text,) = (out / "findings").glob("*.py")
+    lines = text.read_text().splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 88
