@@ -235,7 +235,7 @@ def _run_of(name: str, case: Case) -> Run:
         name=name,
         scenario=case.scenario.id,
         status="pass" if enough else str(case.status),
-        message=plain(case.problem or (found.message if found else "")),
+        message=plain(case.problem or (first.message if first else "")),
         ended=failure.root.state.value if failure else "",
         law=first.law if first else "",
         laws=tuple(v.law for v in bad),

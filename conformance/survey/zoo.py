@@ -129,7 +129,7 @@ class Stack:
     def output_name(self) -> str:
         """The attribute of what the model returns that is trained on."""
         with torch.no_grad():
-            found = self.model().net(**self.batch(0, 0)[0])  # type: ignore[operator]  # a module
+            found = self.model().net(**self.batch(0, 0)[0])
         return next(n for n in _OUTPUTS if getattr(found, n, None) is not None)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
