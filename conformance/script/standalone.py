@@ -1,42 +1,47 @@
 """Standalone: a violation as a short script for a bug report, without a harness.
 
 The script needs torch and the judged scaler's package alone, and the workload's module
-where that is the user's own. It builds a model of the same kind (or that model) with
-the same layout, precision, recipe and faults, and judges agreement, skips, the scale
-rule, the unscaled gradients and stray collectives by itself. Finer laws (parity against
-the reference) are beyond it: exit code 0 then says so.
+where that is the user's own. It consists of functions of ``runtime`` and of the data of
+a scenario: a model of the same kind (or that model) with the same layout, precision,
+recipe and faults. It judges agreement, skips, the scale rule, the unscaled gradients
+and stray collectives by itself, or, without a scaler, the gradients and the updates of
+a workload. Finer laws are beyond it: exit code 0 then says so.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+import torch
+from torch import nn
 
-from ...fixtures import LOSS, PLACES, Fault, is_workload, parse_faults
-from ..rank.local_parts import WRAPPERS
-from ..rank.scaler_spec import NO_SCALER
-from ..space.random_layers import draws_in_forward
-from ..space.scenario import Scenario
-from ..status import UsageError, write_whole
-from .own_workload import own_values
-from .parts import (
-    BATCHES,
-    LAYERS,
-    LIKENESS,
+from ...fixtures import (
+    LOSS,
     OPTIMIZERS,
     PARAM_ORDERS,
-    PARTS,
-    calls,
-    imports,
-    layout,
-    passes,
-    schedule,
+    PLACES,
+    Fault,
+    is_workload,
+    named,
+    parse_faults,
+    split_names,
+    without_gradient_sync,
 )
-from .phases import chosen, lines
+from ..rank.scaler_spec import NO_SCALER
+from ..space.random_layers import draws_in_forward
+from ..space.recipes import LR_DECAY, Recipe, frozen_names
+from ..space.scenario import Scenario
+from ..status import UsageError, write_whole
+from .bundle import Bundle, Code
+from .runtime import models, passes, scaler, stack
+from .runtime.ranks import Phase, Stack
+from .runtime.resharding import Resharded
 
 __all__ = ["standalone_script", "write_standalone"]
 
@@ -52,93 +57,56 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         UsageError: if the scenario holds something that scripts are not made for; says
             which part.
     """
+    refusal = _refusal(scenario, scaler_spec)
+    if refusal:
+        raise UsageError(f"no standalone script for {refusal}")
+    trained = _stack(scenario)
+    program: Callable[[Any, Any], int] = stack.main
+    if not _of_the_stack(scenario, scaler_spec):
+        trained, program = _scaled(scenario, scaler_spec, trained), scaler.main
+    phases = tuple(map(_phase, scenario.phases, (0, scenario.resume_step)))
+    settings = {"stack": [trained], "phase": phases}
+    bundle = Bundle(program.__module__, program.__name__, settings)
+    data = [bundle.expression(value) for value in (trained, phases)]
+    specs = [s for s in (scaler_spec, scenario.model) if is_workload(s)]
+    packages = dict.fromkeys(["torch", *(re.split("[.:]", s)[0] for s in specs)])
+    places = [f"{p.topology}, {p.world_size} ranks" for p in scenario.phases]
     own = is_workload(scenario.model)
-    if not own:
-        _refuse(scenario)
-    elif draws_in_forward(scenario.model):
-        raise UsageError("no standalone script for a workload with random layers")
-    named = [s for s in (scaler_spec, scenario.model) if is_workload(s)]
-    packages = dict.fromkeys(re.split("[.:]", name)[0] for name in named)
-    text = _template().render(
-        **_scaler(scaler_spec),
-        **_settings(scenario),
-        **(own_values if own else _values)(scenario),
-        own=own,
-        enabled=scenario.parsed_recipe.enabled and scaler_spec != NO_SCALER,
-        needs=[package for package in packages if package != "torch"],
+    text = _SCRIPT.format(
+        judged="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
+        place=", then ".join(places),
+        id=scenario.id,
+        packages=" and ".join(packages),
+        trained=_OWN.format(scenario.model) if own else _OF_ITS_KIND,
+        definitions=bundle.text(),
+        stack=data[0],
+        phases=data[1],
     )
     compile(text, "standalone", "exec")
     return text
 
 
-def _scaler(spec: str) -> dict[str, object]:
-    """Where the scaler comes from; ``none`` is a class that the script has itself."""
-    if spec == NO_SCALER:
-        return {"scaler": "no scaler", "module": "", "root": "NoScaler", "rest": ""}
-    if not re.fullmatch(r"[\w.]+:[\w.]+", spec):
-        raise UsageError(f"no standalone script for scaler {spec!r}")
-    module, _, attribute = spec.partition(":")
-    root, dot, rest = attribute.partition(".")
-    return {"scaler": spec, "module": module, "root": root, "rest": dot + rest}
+_OWN = "Model, data, layout and optimizer are those of {}."
+_OF_ITS_KIND = "The model is of the same kind as the scenario's; the data are random."
+_SCRIPT = '''\
+"""{judged} on {place}: a failure without a harness.
+
+Scenario: {id}
+Needs {packages}. Exit code 1 and one line a violation, 0 without any.
+{trained}
+"""
+
+from __future__ import annotations
+
+{definitions}
 
 
-def _settings(scenario: Scenario) -> dict[str, object]:
-    """Numbers, faults, mesh and recipe."""
-    recipe, phases = scenario.parsed_recipe, scenario.phases
-    return dict(
-        id=scenario.id,
-        place=", then ".join(
-            f"{phase.topology}, {phase.world_size} ranks" for phase in phases
-        ),
-        world_sizes=[phase.world_size for phase in phases],
-        steps=scenario.steps,
-        seed=scenario.seed,
-        growth=scenario.growth_factor,
-        backoff=scenario.backoff_factor,
-        interval=scenario.growth_interval,
-        init_scale=scenario.init_scale,
-        loss_factor=scenario.loss_factor,
-        primed=recipe.primed,
-        manual=recipe.new_scale,
-        faults=[
-            [_fault(f, phase) for f in parse_faults(phase.faults)] for phase in phases
-        ],
-        wrappers=WRAPPERS,
-        mesh_shape=chosen(scenario, lambda phase: tuple(_mesh(phase).values())),
-        mesh_axes=chosen(scenario, lambda phase: tuple(_mesh(phase))),
-        order=PARAM_ORDERS[scenario.param_order],
-        two=recipe.optimizers == 2,
-        resharded=recipe.resharded,
-        resumes=recipe.resume and not recipe.resharded,
-        resume_step=scenario.resume_step,
-    )
+STACK = {stack}
+PHASES = {phases}
 
-
-def _values(scenario: Scenario) -> dict[str, object]:
-    """What stands for the model, data, layout and optimizer of the fixtures."""
-    recipe, phases = scenario.parsed_recipe, scenario.phases
-    return dict(
-        model="standalone_model.py.j2",
-        trained="The model is of the same kind as the scenario's; the data are random.",
-        imports=dict.fromkeys(line for phase in phases for line in imports(phase)),
-        recomputes=recipe.recompute,
-        layers=_layers(scenario.model),
-        experts=scenario.model == "digits-experts",
-        tied=scenario.model == "text-tied",
-        frozen=recipe.training.frozen,
-        compiled=recipe.compile,
-        averages=any(phase.topology in ("fsdp+plain", "ep") for phase in phases),
-        layout=lines(scenario, layout),
-        optimizer=f"torch.optim.{OPTIMIZERS[scenario.optimizer]}",
-        groups=scenario.optimizer == "adamw-groups",
-        numbered=recipe.resharded,
-        parity=False,
-        schedule=lines(scenario, schedule),
-        rows=chosen(scenario, _rows),
-        batch=BATCHES[scenario.dataset],
-        passes=lines(scenario, passes),
-        calls=calls(scenario),
-    )
+if __name__ == "__main__":
+    sys.exit(main(STACK, PHASES))
+'''
 
 
 def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
@@ -150,59 +118,169 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     write_whole(path, standalone_script(scenario, scaler_spec))
 
 
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("gradparity.conformance.script"),
-        autoescape=False,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("standalone.py.j2")
+_OF_A_STEP = ("train_step", "weights", "gradients")
+"""Methods of workloads that only the program without a scaler calls."""
 
 
-def _refuse(scenario: Scenario) -> None:
-    known: Sequence[tuple[str, Mapping[str, object] | Sequence[str]]] = (
-        ("model", LAYERS),
-        ("topology", PARTS),
-        ("optimizer", OPTIMIZERS),
-        ("param_order", PARAM_ORDERS),
-    )
-    for name, table in known:
+def _refusal(scenario: Scenario, spec: str) -> str:
+    """What no script is made for, or the empty string."""
+    if spec != NO_SCALER and not re.fullmatch(r"[\w.]+:[\w.]+", spec):
+        return f"scaler {spec!r}"
+    if scenario.parsed_precision.convert is not None:
+        return f"precision {scenario.precision!r}, which converts the model"
+    if is_workload(scenario.model):
+        return _refusal_of_own(scenario, spec)
+    for name, table in (("model", models.MODELS), ("topology", models.LAYOUTS)):
         value = getattr(scenario, name)
         if value not in table:
-            raise UsageError(
-                f"no standalone script for {name} {value!r}: it is made for "
-                f"{', '.join(table)}"
-            )
+            return f"{name} {value!r}: it is made for {', '.join(table)}"
+    known = {LOSS, *PLACES, *_names(models.MODELS[scenario.model])}
+    for fault in map(_fault, parse_faults(scenario.faults)):
+        if fault.parameter not in known:
+            return f"the fault {fault}"
+    return ""
 
 
-def _fault(fault: Fault, scenario: Scenario) -> tuple[object, ...]:
-    name = fault.parameter
-    if name not in (*PLACES, LOSS) and not is_workload(scenario.model):
-        *_, layer, kind = ("", *name.split("."))
-        layer = LIKENESS.get(layer, layer)
-        if layer not in LAYERS[scenario.model] or kind not in ("weight", "bias"):
-            raise UsageError(f"no standalone script for the fault {fault}")
-        name = f"{layer}.{kind}"
-    return fault.kind, fault.rank, fault.step, name, fault.place, fault.alone
+def _refusal_of_own(scenario: Scenario, spec: str) -> str:
+    if draws_in_forward(scenario.model):
+        return "a workload with random layers"
+    methods = [n for n in _OF_A_STEP if getattr(scenario.workload, n) is not None]
+    if methods and not _of_the_stack(scenario, spec):
+        return (
+            f"{scenario.model}: {', '.join(methods)} needs gradparity's own loop, but "
+            "with --scaler none, in fp32 and without faults; give its replay command"
+        )
+    return ""
 
 
-def _layers(data: str) -> str:
-    lines = [f'        "{name}": {layer},' for name, layer in LAYERS[data].items()]
-    return "\n".join(["{", *lines, "    }"])
+def _of_the_stack(scenario: Scenario, spec: str) -> bool:
+    """Whether the stack alone is in question, in a loop that makes plain steps."""
+    recipe = scenario.parsed_recipe
+    passes_alone = replace(recipe, text="", parts=1, uneven=False, defer_sync=False)
+    return (
+        is_workload(scenario.model)
+        and spec == NO_SCALER
+        and scenario.faults == "none"
+        and scenario.parsed_precision.is_full
+        and passes_alone == Recipe(text="")
+    )
 
 
-def _mesh(scenario: Scenario) -> dict[str, int]:
-    return scenario.parsed_topology.mesh_shape(scenario.world_size)
+def _stack(scenario: Scenario) -> Stack:
+    """What is trained, and by which passes."""
+    recipe, workload = scenario.parsed_recipe, scenario.workload
+    trained: Any
+    if is_workload(scenario.model):
+        module, _, name = scenario.model.partition(":")
+        found = named("workload", scenario.model, "mypackage.stack:Workload")
+        made = f"{name}()" if isinstance(found, type) else name
+        trained = Code(module, made, "workload")
+        names = _names(workload.model)
+        frozen = [n for n in names if n in frozen_names(workload, names)]
+    else:
+        trained = models.Kind(
+            model=models.MODELS[scenario.model],
+            batch=models.BATCHES[scenario.dataset],
+            loss=models.cross_entropy,
+            optimizer=OPTIMIZERS[scenario.optimizer],
+        )
+        frozen = [n for n in _names(trained.model) if n.startswith(("down.", "head."))]
+    return Stack(
+        workload=trained,
+        seed=scenario.seed,
+        loss_factor=scenario.loss_factor,
+        own=is_workload(scenario.model),
+        context=nullcontext
+        if scenario.parsed_precision.autocast_dtype is None
+        else partial(torch.autocast, "cpu", scenario.parsed_precision.autocast_dtype),
+        counted=workload.counted,
+        cut=_CUTS[recipe.parts],
+        unsynced=without_gradient_sync if recipe.defer_sync else None,
+        frozen=tuple(frozen) if recipe.training.frozen else (),
+        compiled=recipe.compile,
+    )
 
 
-def _rows(scenario: Scenario) -> str:
-    """A number that tells which rows a rank sees."""
-    axes = [a for a in _mesh(scenario) if a in scenario.parsed_topology.data_axes]
-    ranks = [
-        f'{10**i} * mesh.get_local_rank("{axis}")' for i, axis in enumerate(axes, 1)
-    ]
-    return " + ".join([str(scenario.seed), *ranks])
+_CUTS = {1: None, 2: passes.halves, 3: passes.three_unequal}
+"""How many micro-batches recipes make -> how."""
+
+
+def _passes(scenario: Scenario) -> Callable[..., None] | None:
+    recipe, workload = scenario.parsed_recipe, scenario.workload
+    if workload.train_step is not None:
+        return None
+    if scenario.parsed_topology.pipelined:
+        return passes.pipeline
+    if recipe.training.losses == 2:
+        return passes.two_losses
+    cut = workload.shard or workload.micro_batches or workload.counted
+    return passes.micro_batches if cut or recipe.parts > 1 else passes.one_pass
+
+
+def _names(make: Callable[[], nn.Module]) -> list[str]:
+    """The parameters of a model."""
+    with torch.random.fork_rng(devices=[]):
+        return [name for name, _ in make().named_parameters()]
+
+
+def _scaled(scenario: Scenario, spec: str, trained: Stack) -> scaler.ScaledStack:
+    """The same with a scaler, and when it is called."""
+    recipe, first = scenario.parsed_recipe, parse_faults(scenario.faults)
+    judged: Any = scaler.NoScaler if spec == NO_SCALER else Code(*spec.split(":"))
+    return scaler.ScaledStack(
+        **vars(trained),
+        scaler=judged,
+        init_scale=scenario.init_scale,
+        growth=scenario.growth_factor,
+        backoff=scenario.backoff_factor,
+        interval=scenario.growth_interval,
+        enabled=recipe.enabled and spec != NO_SCALER,
+        primed=recipe.primed,
+        manual=recipe.new_scale,
+        resume_step=scenario.resume_step if recipe.resume else 0,
+        resumes=recipe.resume and not recipe.resharded,
+        reshard=Resharded if recipe.resharded else None,
+        unscale=recipe.unscale,
+        clip=_CLIPPING[recipe.training.clip],
+        split=split_names if recipe.optimizers == 2 else None,
+        order=PARAM_ORDERS[scenario.param_order],
+        decay=LR_DECAY if recipe.training.decay else 0.0,
+        parity=is_workload(scenario.model)
+        and scenario.parsed_precision.is_full
+        and all(fault.step for fault in first),
+    )
+
+
+_CLIPPING = {"": None, "value": scaler.clip_value, "norm": scaler.clip_norm}
+
+
+def _phase(scenario: Scenario, begin: int) -> Phase:
+    """One run on one world."""
+    topology, faults = scenario.parsed_topology, parse_faults(scenario.faults)
+    mesh = topology.mesh_shape(scenario.world_size)
+    layout: Any
+    if is_workload(scenario.model):
+        layout = Code("", "STACK.workload.parallelize") if topology.parallel else None
+    else:
+        layout = models.LAYOUTS[scenario.topology]
+        if layout is models.fsdp_tp and scenario.dataset == "text":
+            layout = models.fsdp_tp_sp
+        faults = tuple(map(_fault, faults))
+    return Phase(
+        mesh=mesh,
+        data_axes=tuple(axis for axis in mesh if axis in topology.data_axes),
+        steps=range(begin, scenario.steps),
+        passes=_passes(scenario),
+        parallelize=layout,
+        further=(scenario.parsed_precision.policy(),) * topology.fully_shards,
+        faults=faults,
+    )
+
+
+def _fault(fault: Fault) -> Fault:
+    """The same at a parameter of the model that stands for the scenario's."""
+    if fault.parameter in (LOSS, *PLACES):
+        return fault
+    *_, layer, kind = ("", *fault.parameter.split("."))
+    name = f"{models.LIKENESS.get(layer, layer)}.{kind}"
+    return replace(fault, parameter=name)

@@ -1,6 +1,8 @@
 """Standalone scripts run without us, and show what the catalogue shows."""
 
 import ast
+import inspect
+import re
 import runpy
 import sys
 import warnings
@@ -12,7 +14,8 @@ import torch
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.script import parts as standalone_parts
+from gradparity.conformance.script.runtime import scaler
+from gradparity.conformance.script.runtime.resharding import Resharded
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.fixtures import OPTIMIZERS
@@ -179,61 +182,65 @@ def test_a_right_scaler_passes(scripts: Scripts, scenario: str) -> None:
     assert scripts(OURS, scenario) == (0, "no violation\n")
 
 
-@pytest.mark.parametrize("name", standalone_parts.OPTIMIZERS)
-def test_optimizers_are_those_of_the_fixtures(name: str) -> None:
-    _same_optimizer(name, ["up.weight", "up.bias"], "digits")
-
-
-def test_groups_of_experts_are_those_of_the_fixtures() -> None:
-    experts = ["down.experts.weight", "down.experts.bias"]
-    _same_optimizer(
-        "adamw-groups", ["up.weight", *experts, "head.bias"], "digits-experts"
-    )
-
-
-def _same_optimizer(name: str, names: list[str], data: str) -> None:
-    params = {n: torch.nn.Parameter(torch.ones(2)) for n in names}
-    scenario = Scenario.parse(f"single/1/fp32/{name}/none/model={data}")
-    text = standalone_script(scenario, TORCH)
-    made = eval(
-        f"torch.optim.{standalone_parts.OPTIMIZERS[name]}",
-        {"torch": torch, "params": params, **_functions(text, "groups")},
-    )
-    wanted = OPTIMIZERS[name](list(params.items()))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_are_those_of_the_fixtures(tmp_path: Path, name: str) -> None:
+    script = executed(tmp_path, f"single/1/fp32/{name}/none")
+    named = [(n, torch.nn.Parameter(torch.ones(2))) for n in ("up.weight", "up.bias")]
+    made = script["STACK"].workload.optimizer(named)
+    wanted = OPTIMIZERS[name](named)
     assert type(made) is type(wanted)
-    assert made.defaults == wanted.defaults
-    assert len(made.param_groups) == len(wanted.param_groups)
-    for mine, theirs in zip(made.param_groups, wanted.param_groups, strict=True):
-        assert [mine[key] for key in ("lr", "weight_decay")] == [
-            theirs[key] for key in ("lr", "weight_decay")
-        ]
-        assert [*map(id, mine["params"])] == [*map(id, theirs["params"])]
+    assert [{**group, "params": 0} for group in made.param_groups] == [
+        {**group, "params": 0} for group in wanted.param_groups
+    ]
 
 
-def _functions(text: str, name: str) -> dict[str, Any]:
-    """The function of a script, if it is there."""
-    found = [n for n in ast.parse(text).body if getattr(n, "name", "") == name]
-    space: dict[str, Any] = {}
-    exec(compile(ast.Module(found, []), "script", "exec"), space)
-    return space
+def executed(folder: Path, scenario: str) -> dict[str, Any]:
+    """The names of a script that is imported, not run."""
+    (folder / "s.py").write_text(standalone_script(Scenario.parse(scenario), OURS))
+    with warnings.catch_warnings():
+        return runpy.run_path(str(folder / "s.py"), run_name="s")
+
+
+def test_a_script_holds_what_it_needs_of_our_modules_and_no_more() -> None:
+    text = standalone_script(Scenario.parse("ddp/2/fp32/sgd/none"), TORCH)
+    tree = ast.parse(text)
+    functions = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert {"ddp", "one_pass", "train_on_ranks", "rule"} <= functions
+    assert functions <= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    assert {"init_scale", "order"} <= attributes
+    assert not attributes & {"primed", "reshard", "faults", "clip"}
+
+
+@pytest.mark.parametrize("name", ["train", "violations"])
+def test_a_script_of_all_that_is_set_is_our_function_without_types(name: str) -> None:
+    text = "ddp/2/fp32/sgd/inf@r0s1:loss/recipe=resume-resharded,steps=4"
+    text = standalone_script(Scenario.parse(text), OURS)
+    (found,) = (n for n in ast.parse(text).body if getattr(n, "name", "") == name)
+    for node in ast.walk(found):
+        assert getattr(node, "annotation", None) is None
+        assert getattr(node, "returns", None) is None
+    source = inspect.getsource(getattr(scaler, name)).splitlines()
+    lines = {line.partition("  # type: ignore")[0].strip() for line in source}
+    lines |= {re.sub(r"^(\w+): .* = ", r"\1 = ", line) for line in lines}
+    mine = [line.strip() for line in ast.get_source_segment(text, found).splitlines()]  # type: ignore[union-attr]  # it is there
+    assert [x for x in mine if x not in lines and not x.startswith("def ")] == []
+    assert len(mine) > 30
 
 
 def test_what_is_saved_is_laid_out_anew_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = standalone_script(Scenario.parse(f"fsdp/4/fp32/adamw/none/{MOVED}"), OURS)
-    (tmp_path / "script.py").write_text(text)
-    with warnings.catch_warnings():
-        script = runpy.run_path(str(tmp_path / "script.py"))
     whole = _trained(torch.arange(5.0))
     for rank, places in enumerate(([4, 0, 2], [1, 2, 3])):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         where = {"w": torch.tensor(places)}
-        script["save"](tmp_path, Saves(rank), *_trained(where["w"].float()), where)
+        part = _trained(where["w"].float())
+        Resharded(tmp_path, *part, where).save({"rank": rank})
     for places in ([0, 1, 2, 3, 4], [3], [1, 0]):
         where = {"w": torch.tensor(places)}
         part = _trained(torch.zeros(len(places)), steps=0)
-        assert script["load"](tmp_path, *part, where) == {"rank": 0}
+        assert Resharded(tmp_path, *part, where).load() == {"rank": 0}
         mine, wanted = (_held(*trained) for trained in (part, whole))
         assert mine.keys() == wanted.keys()
         for key, value in wanted.items():
@@ -256,13 +263,6 @@ def _held(
     params: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
     return {"": params["w"].detach(), **optimizer.state[params["w"]]}
-
-
-class Saves:
-    """A scaler that saves the rank it is on."""
-
-    def __init__(self, rank: int) -> None:
-        self.state_dict = lambda: {"rank": rank}
 
 
 def test_only_torch_is_imported() -> None:

@@ -7,10 +7,12 @@ import pytest
 from gradparity.conformance import Scenario
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.status import UsageError
+from gradparity.fixtures import specimens
 from gradparity.tests import stacks
 from gradparity.tests.script_server import Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
+STEPS = "gradparity.tests.conformance.test_workload_steps"
 LAYOUTS = "gradparity.tests.conformance.test_gradient_layouts"
 OURS = "gradparity.scaler:GradScaler"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
@@ -108,26 +110,41 @@ def test_gradients_are_compared_where_nothing_spoils_them(
     text = standalone_script(
         Scenario.parse(f"dp2/2/{change}/model={MODULE}:Right"), OURS
     )
-    assert ("def astray" in text) == there
+    assert ("def departures" in text) == there
     assert "Needs torch and gradparity. Exit" in text
 
 
 @pytest.mark.parametrize(
-    ("scenario", "needs"),
-    [
-        ("test_workload_steps:Trains", "train_step, weights"),
-        ("test_workload_parts:Counted", "a loss that is (sum, count)"),
-        ("test_workload_parts:Cuts", "micro_batches"),
-        (
-            "test_workload_parts:Ddp,recipe=accumulate-uneven",
-            "recipe 'accumulate-uneven'",
-        ),
-    ],
+    ("precision", "scaler"), [("fp32", OURS), ("bf16-autocast", "none")]
 )
 def test_what_needs_the_own_loop_is_refused_in_one_line(
-    scenario: str, needs: str
+    precision: str, scaler: str
 ) -> None:
-    text = f"dp2/2/fp32/own/none/model=gradparity.tests.conformance.{scenario}"
+    text = f"dp2/2/{precision}/own/none/model={STEPS}:Trains"
     with pytest.raises(UsageError, match=r"needs gradparity's own loop") as told:
-        standalone_script(Scenario.parse(text), "none")
-    assert f": {needs} needs" in str(told.value)
+        standalone_script(Scenario.parse(text), scaler)
+    assert f"{STEPS}:Trains: train_step, weights needs" in str(told.value)
+
+
+SPECIMENS = {
+    "W01": ("tp2/2/fp32/own/none/steps=2,recipe=accumulate", "gradients are not those"),
+    "W17": ("dp2/2/fp32/own/none/steps=2", "gradients are not those"),
+    "W15": ("tp2/2/fp32/own/none/steps=2", "norms are not those"),
+    "W08": ("cp2/2/fp32/own/none/steps=2", "gradients are not those"),
+    "U01": ("dp2/2/fp32/own/none/steps=2", "gradients are not those"),
+}
+"""Micro-batches, a ``train_step`` with hidden gradients, a norm, tokens, counts."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n < "W18" else pytest.mark.slow) for n in SPECIMENS],
+)
+def test_the_script_of_a_specimen_tells_the_twins_apart(
+    scripts: Scripts, name: str
+) -> None:
+    place, words = SPECIMENS[name]
+    pair = specimens.SPECIMENS[name]
+    code, output = scripts("none", f"{place},model={pair.broken}")
+    assert (code, words in output) == (1, True), output
+    assert scripts("none", f"{place},model={pair.fixed}") == (0, "no violation\n")
