@@ -2,8 +2,8 @@
 
 A standalone script is made so: it holds the functions that are linted, typed and tested
 here, no others, and imports only what those import from elsewhere. For its reader they
-are trimmed: annotations go, and so does each ``if stack.FIELD:`` whose field is not
-set, with all that is needed for it alone.
+are trimmed: annotations go, and of each ``if stack.FIELD:`` the branch that is not
+taken, with all that is needed for it alone.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Code:
     """The empty string: it is a name of the script itself."""
     name: str
     """A dotted name in it; ``()`` may follow."""
-    alias: str = ""
-    """What its first part is called in the script, where it is not the same."""
+    late: bool = False
+    """Look for the module also where the script is run."""
 
 
 class Bundle:
@@ -52,13 +52,13 @@ class Bundle:
     """
 
     def __init__(self, module: str, name: str, settings: dict[str, Any]) -> None:
-        self._unset = {
-            (variable, field.name)
+        self._known = {
+            (variable, field.name): bool(getattr(values[0], field.name))
             for variable, values in settings.items()
             for field in dataclasses.fields(values[0])
-            if not any(getattr(each, field.name) for each in values)
+            if len({bool(getattr(each, field.name)) for each in values}) == 1
         }
-        """Variable and field, where the field is not set in any of its values."""
+        """Variable and field -> whether it is set, where all values agree."""
         self._trimmed: dict[str, _Trimmed] = {}
         """Name of a definition -> what of it is in the script."""
         self._uses: dict[str, dict[str, None]] = {}
@@ -66,7 +66,9 @@ class Bundle:
         self._imports = {("sys", "", "sys")}
         """(module, attribute, name in the script); no attribute: the module itself."""
         self._late: set[tuple[str, str, str]] = set()
-        """The same of modules that are looked for where the script runs."""
+        """The same of what :class:`Code` names."""
+        self._here = False
+        """Whether their modules are looked for where the script runs."""
         self.need(module, name)
         for values in settings.values():
             self.expression(tuple(values))
@@ -95,7 +97,7 @@ class Bundle:
             self._imports.add((origin, attribute, alias))
             return ""
         if name not in self._trimmed:
-            found = self._trimmed[name] = _Trimmed(module, name, self._unset)
+            found = self._trimmed[name] = _Trimmed(module, name, self._known)
             self._uses.setdefault(module, {})
             self._need_all(found.node, module)
         known = self._trimmed[name].module
@@ -120,7 +122,8 @@ class Bundle:
         if isinstance(value, Code):
             first = re.split("[.(]", value.name)[0]
             # what is ours may have the same name
-            alias = value.alias or first + "_" * (first in self._trimmed)
+            alias = first + "_" * (first in self._trimmed)
+            self._here |= value.late
             if value.module:
                 self._late.add((value.module, first, alias))
             return alias + value.name.removeprefix(first)
@@ -195,7 +198,7 @@ class Bundle:
         standard = {i for i in self._imports if i[0].split(".")[0] in _STANDARD}
         groups = [standard, self._imports - standard, self._late]
         imports = ["\n".join(_import_lines(group)) for group in groups]
-        if any(alias != name for _, name, alias in self._late):
+        if self._here:
             imports[-1] = f"{_HERE}\n{imports[-1]}"
         return "\n\n".join(i for i in imports if i) + "\n\n\n" + "\n\n\n".join(blocks)
 
@@ -207,9 +210,11 @@ _HERE = 'sys.path.insert(0, "")  # modules are looked for where this is run'
 class _Trimmed(ast.NodeTransformer):
     """A definition without annotations, and without what is not set."""
 
-    def __init__(self, module: str, name: str, unset: set[tuple[str, str]]) -> None:
+    def __init__(
+        self, module: str, name: str, known: dict[tuple[str, str], bool]
+    ) -> None:
         self.module = module
-        self._unset = unset
+        self._known = known
         self._edits: list[Edit] = []
         self._lines = _parsed(module).lines
         original = _parsed(module).definitions[name]
@@ -230,7 +235,7 @@ class _Trimmed(ast.NodeTransformer):
         assert self._end is not None
         found = lines[self._first : self._end - removed]
         found = [line.partition("  # type: ignore")[0] for line in found]
-        return "\n".join(line for line in found if line != _GONE)
+        return "\n".join(line for line in found if "\0" not in line)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """Those of settings are not in the script, so there are no fields."""
@@ -278,36 +283,44 @@ class _Trimmed(ast.NodeTransformer):
         )
 
     def visit_If(self, node: ast.If) -> Any:
-        """One that never holds is left out."""
+        """Of one whose test is known, the branch that is taken stays."""
         tests = [node.test]
         if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And):
             tests = node.test.values
-        if not any(map(self._is_unset, tests)):
+        known = [self._is_set(test) for test in tests]
+        if False in known:
+            taken, other = node.orelse, node.body
+        elif None not in known:
+            taken, other = node.body, node.orelse
+        else:
             return self.generic_visit(node)
-        if not node.orelse:
-            self._remove(node)
+        if not taken:
+            self._remove(node.lineno, node.end_lineno or 0)
             return None
-        first, last = node.orelse[0], node.orelse[-1]
-        body = range(first.lineno, (last.end_lineno or 0) + 1)
-        before = self._lines[body.start - 2]
-        self._edits.append(((node.lineno, 0), (body.start - 1, len(before)), _GONE))
-        self._edits += [((line, 0), (line, 4), "") for line in body]
-        return [self.visit(each) for each in node.orelse]
+        first, last = taken[0].lineno, taken[-1].end_lineno or 0
+        self._remove(node.lineno, first - 1)
+        self._edits += [((line, 0), (line, 4), "") for line in range(first, last + 1)]
+        if other and other[0].lineno > last:
+            self._remove(last + 1, node.end_lineno or 0)
+        return [found for each in taken if (found := self.visit(each)) is not None]
 
-    def _is_unset(self, test: ast.AST) -> bool:
+    def _is_set(self, test: ast.AST) -> bool | None:
+        """None: it is no known field."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            known = self._is_set(test.operand)
+            return None if known is None else not known
         if not isinstance(test, ast.Attribute):
-            return False
+            return None
         owner = test.value
         variable = getattr(owner, "id", getattr(owner, "attr", ""))
-        return (variable, test.attr) in self._unset
+        return self._known.get((variable, test.attr))
 
-    def _remove(self, node: ast.stmt) -> None:
-        end = node.end_lineno or 0
-        place = (node.lineno, 0), (end, len(self._lines[end - 1]))
+    def _remove(self, first: int, last: int) -> None:
+        place = (first, 0), (last, len(self._lines[last - 1]))
         self._edits.append((*place, _GONE))
 
 
-_GONE = "\0"
+_GONE = "\0" * 80  # more than dedents take away
 
 
 class _Module:

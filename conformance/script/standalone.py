@@ -68,10 +68,11 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     settings = {"stack": [trained], "phase": phases}
     bundle = Bundle(program.__module__, program.__name__, settings)
     data = [bundle.expression(value) for value in (trained, phases)]
+    own = is_workload(scenario.model)
+    made = f"workload = {bundle.expression(_own(scenario.model))}\n" if own else ""
     specs = [s for s in (scaler_spec, scenario.model) if is_workload(s)]
     packages = dict.fromkeys(["torch", *(re.split("[.:]", s)[0] for s in specs)])
     places = [f"{p.topology}, {p.world_size} ranks" for p in scenario.phases]
-    own = is_workload(scenario.model)
     text = _SCRIPT.format(
         judged="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
         place=", then ".join(places),
@@ -79,6 +80,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         packages=" and ".join(packages),
         trained=_OWN.format(scenario.model) if own else _OF_ITS_KIND,
         definitions=bundle.text(),
+        made=made,
         stack=data[0],
         phases=data[1],
     )
@@ -101,7 +103,7 @@ from __future__ import annotations
 {definitions}
 
 
-STACK = {stack}
+{made}STACK = {stack}
 PHASES = {phases}
 
 if __name__ == "__main__":
@@ -171,10 +173,7 @@ def _stack(scenario: Scenario) -> Stack:
     recipe, workload = scenario.parsed_recipe, scenario.workload
     trained: Any
     if is_workload(scenario.model):
-        module, _, name = scenario.model.partition(":")
-        found = named("workload", scenario.model, "mypackage.stack:Workload")
-        made = f"{name}()" if isinstance(found, type) else name
-        trained = Code(module, made, "workload")
+        trained = Code("", "workload")
         names = _names(workload.model)
         frozen = [n for n in names if n in frozen_names(workload, names)]
     else:
@@ -185,8 +184,18 @@ def _stack(scenario: Scenario) -> Stack:
             optimizer=OPTIMIZERS[scenario.optimizer],
         )
         frozen = [n for n in _names(trained.model) if n.startswith(("down.", "head."))]
+    parallel = scenario.parsed_topology.parallel
+    of_layouts = ("train_step", "shard", "weights", "gradients") if parallel else ()
+    methods = {
+        name: Code("", f"workload.{name}")
+        for name in (*of_layouts, "micro_batches")
+        if getattr(workload, name) is not None
+    }
+    cut = None if workload.micro_batches else _CUTS[recipe.parts]
     return Stack(
+        **methods,
         workload=trained,
+        clip_norm=workload.clip_norm,
         seed=scenario.seed,
         loss_factor=scenario.loss_factor,
         own=is_workload(scenario.model),
@@ -194,11 +203,18 @@ def _stack(scenario: Scenario) -> Stack:
         if scenario.parsed_precision.autocast_dtype is None
         else partial(torch.autocast, "cpu", scenario.parsed_precision.autocast_dtype),
         counted=workload.counted,
-        cut=_CUTS[recipe.parts],
+        cut=cut,
         unsynced=without_gradient_sync if recipe.defer_sync else None,
         frozen=tuple(frozen) if recipe.training.frozen else (),
         compiled=recipe.compile,
     )
+
+
+def _own(spec: str) -> Code:
+    """The workload that a user names."""
+    module, _, name = spec.partition(":")
+    found = named("workload", spec, "mypackage.stack:Workload")
+    return Code(module, f"{name}()" if isinstance(found, type) else name, late=True)
 
 
 _CUTS = {1: None, 2: passes.halves, 3: passes.three_unequal}
@@ -226,7 +242,8 @@ def _names(make: Callable[[], nn.Module]) -> list[str]:
 def _scaled(scenario: Scenario, spec: str, trained: Stack) -> scaler.ScaledStack:
     """The same with a scaler, and when it is called."""
     recipe, first = scenario.parsed_recipe, parse_faults(scenario.faults)
-    judged: Any = scaler.NoScaler if spec == NO_SCALER else Code(*spec.split(":"))
+    module, _, name = spec.partition(":")
+    judged: Any = scaler.NoScaler if spec == NO_SCALER else Code(module, name)
     return scaler.ScaledStack(
         **vars(trained),
         scaler=judged,
@@ -260,7 +277,7 @@ def _phase(scenario: Scenario, begin: int) -> Phase:
     mesh = topology.mesh_shape(scenario.world_size)
     layout: Any
     if is_workload(scenario.model):
-        layout = Code("", "STACK.workload.parallelize") if topology.parallel else None
+        layout = Code("", "workload.parallelize") if topology.parallel else None
     else:
         layout = models.LAYOUTS[scenario.topology]
         if layout is models.fsdp_tp and scenario.dataset == "text":

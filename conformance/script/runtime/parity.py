@@ -58,19 +58,23 @@ def alone(stack: Stack, double: bool, steps: int) -> Iterator[dict[str, Any]]:
             workload.batch(step, stack.seed),
             lambda t: t.double() if double and t.is_floating_point() else t,
         )
-        cut = getattr(workload, "micro_batches", None)
-        parts = [batch] if cut is None else cut(batch)
+        parts = [batch]
+        if stack.micro_batches:
+            parts = [*stack.micro_batches(batch)]
         found = [objective(stack, model, *part) for part in parts]
-        counts = float(sum(count for _, count in found)) if stack.counted else 0.0
         model.zero_grad()
-        for (value, _), part in zip(found, parts, strict=True):
-            weight = 1 / counts if counts else elements(part) / elements(batch)
-            (value * weight).backward()
+        if stack.counted:
+            total = float(sum(count for _, count in found))
+            for value, _ in found:
+                (value / total).backward()
+        else:
+            for (value, _), part in zip(found, parts, strict=True):
+                (value * elements(part) / elements(batch)).backward()
         norm = torch.cat(
             [p.grad.flatten() for p in named.values() if p.grad is not None]
         )
-        if limit := getattr(workload, "clip_norm", None):
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if stack.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), stack.clip_norm)
         grads = {n: flat(p.grad) for n, p in named.items() if p.grad is not None}
         idle |= {n for n in named if n not in grads or not grads[n].any()}
         optimizer.step()

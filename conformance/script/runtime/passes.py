@@ -76,18 +76,21 @@ def pipeline(layout: Layout, step: int, start: Start) -> None:
 
 def parts_of(layout: Layout, step: int) -> list[Pair]:
     """The micro-batches of this rank."""
-    stack, workload = layout.stack, layout.stack.workload
-    share = layout.batch(step)
-    if getattr(workload, "shard", None) and layout.phase.parallelize:
-        share = workload.shard(workload.batch(step, stack.seed), layout.mesh)
-    if getattr(workload, "micro_batches", None):
-        return [*workload.micro_batches(share)]
+    stack = layout.stack
+    if stack.shard:
+        whole = stack.workload.batch(step, stack.seed)
+        share: Pair = stack.shard(whole, layout.mesh)
+    else:
+        share = layout.batch(step)
+    parts = [share]
+    if stack.micro_batches:
+        parts = [*stack.micro_batches(share)]
     if stack.cut:
         rows: list[int] = []
         mapped(share, lambda t: rows.append(len(t)))
         ends = [*accumulate(stack.cut(rows[0]), initial=0)]
-        return [between(share, first, end) for first, end in pairwise(ends)]
-    return [share]
+        parts = [between(share, first, end) for first, end in pairwise(ends)]
+    return parts
 
 
 def between(tree: Any, first: int, end: int) -> Any:

@@ -49,6 +49,12 @@ class Stack:
     loss_factor: float = 1.0
     own: bool = False  # whether the workload is the user's
     context: Callable[[], Any] = nullcontext  # of the forward pass
+    train_step: Any = None  # this and the next five are the workload's
+    micro_batches: Any = None
+    shard: Any = None
+    weights: Any = None
+    gradients: Any = None
+    clip_norm: float | None = None
     counted: bool = False  # the loss is (sum, count)
     cut: Callable[[int], list[int]] | None = None  # rows -> those of micro-batches
     unsynced: Callable[[Any], Any] | None = None  # context of all but the last

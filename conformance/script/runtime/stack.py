@@ -54,52 +54,45 @@ def given(told: Any, shapes: dict[str, torch.Size]) -> dict[str, tuple[Any, Tens
 def train(stack: Stack, phase: Phase, folder: str) -> Iterator[Row]:
     """What this rank sees, step by step."""
     warnings.simplefilter("ignore")  # fully_shard warns of views
-    layout, workload = Layout(stack, phase), stack.workload
+    layout = Layout(stack, phase)
     module, shapes = layout.module, layout.shapes
-    weights = getattr(workload, "weights", None) if phase.parallelize else None
-    if weights is not None:
-        held = given(weights(module), shapes)
+    if stack.weights:
+        held = given(stack.weights(module), shapes)
         params = {n: tensor for n, (tensor, _) in held.items()}
         places = {n: where for n, (_, where) in held.items()}
     else:
         params, places = layout.parameters()
     start = {n: flat(p) for n, p in params.items()}
-    names = {id(p): n for n, p in params.items()}
-    train_step = getattr(workload, "train_step", None)
-    optimizer: Any = None
-    if train_step is None:
-        optimizer = workload.optimizer([*params.items()])
-    used: dict[str, Tensor] = {}
-
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for p in [p for group in optimizer.param_groups for p in group["params"]]:
-            if id(p) in names and p.grad is not None:
-                used.setdefault(names[id(p)], p.grad.detach().clone())
-
-    register_optimizer_step_pre_hook(look)
+    if not stack.gradients:
+        used = watched(params)
+    if not stack.train_step:
+        optimizer = stack.workload.optimizer([*params.items()])
     for step in phase.steps:
-        used.clear()
-        told = None
-        if train_step is not None:
-            told = train_step(module, parts_of(layout, step), None)
+        if not stack.gradients:
+            used.clear()
+        row: Row = {"norm": {}}
+        if stack.train_step:
+            told = stack.train_step(module, parts_of(layout, step), None)
+            if isinstance(told, tuple):
+                row["norm"]["whole"] = np.array([float(told[1])]), [0]
         else:
             optimizer.zero_grad()
             phase.passes(layout, step, lambda loss, *_: loss)
             optimizer.step()
         total = torch.ones(())
         dist.all_reduce(total)  # a stray collective would pair with it
-        row: Row = {"total": float(total), "norm": {}}
-        if isinstance(told, tuple):
-            row["norm"]["whole"] = np.array([float(told[1])]), [0]
-        if getattr(workload, "gradients", None):
-            found = given(workload.gradients(module), shapes)
+        row["total"] = float(total)
+        if stack.gradients:
+            found = given(stack.gradients(module), shapes)
             row["gradient"] = {
                 n: (flat(summed(g)), where.numpy()) for n, (g, where) in found.items()
             }
         else:
             row["gradient"] = local_values(used, params, places)
-        if weights is not None:
-            params = {n: p for n, (p, _) in given(weights(module), shapes).items()}
+        if stack.weights:
+            params = {
+                n: p for n, (p, _) in given(stack.weights(module), shapes).items()
+            }
         row["update"] = {
             n: (flat(p) - start[n], places[n].numpy()) for n, p in params.items()
         }
@@ -109,6 +102,20 @@ def train(stack: Stack, phase: Phase, folder: str) -> Iterator[Row]:
             if places[n].numel()
         }
         yield row
+
+
+def watched(params: dict[str, Any]) -> dict[str, Tensor]:
+    """The gradients that optimizers will have been called with."""
+    used: dict[str, Tensor] = {}
+    names = {id(p): n for n, p in params.items()}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            if id(p) in names and p.grad is not None:
+                used.setdefault(names[id(p)], p.grad.detach().clone())
+
+    register_optimizer_step_pre_hook(look)
+    return used
 
 
 def violations(stack: Stack, rows: Rows) -> Iterator[str]:
