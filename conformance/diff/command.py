@@ -46,6 +46,8 @@ _MARKS = {
     "undecided": "undecided",
     "broken": "broken",
 }
+_PACKAGES = 8
+"""Packages of other versions that are named; all of them are in the JSON."""
 _MORE = 3
 """Further tensors that are named where a scenario differs first."""
 
@@ -111,6 +113,8 @@ def diff(settings: DiffSettings, tell: Callable[[str], None]) -> int:
     with tempfile.TemporaryDirectory(prefix="gradparity-diff-") as scratch:
         with _sides(settings, Path(scratch)) as sides:
             recordings = [_recorded(side, Path(scratch), tell) for side in sides]
+            if apart := _packages_apart(recordings):
+                tell(plain(f"packages: {_packages_told(apart)}"))
             outcomes = _outcomes(sides, recordings, settings)
         status = worst_of(RESULTS[found.result] for found in outcomes)
         if status == "skipped":
@@ -283,6 +287,21 @@ def _recorded(side: _Side, scratch: Path, tell: Callable[[str], None]) -> Path:
     raise RuntimeError("\n".join([f"side {side.name} broke:", *lines]))
 
 
+def _packages_apart(folders: Sequence[Path]) -> dict[str, tuple[str, str]]:
+    """Packages whose versions differ -> both; an empty text where there is none."""
+    a, b = (read_recording(folder).packages for folder in folders)
+    pairs = {name: (a.get(name, ""), b.get(name, "")) for name in sorted(a | b)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _packages_told(apart: dict[str, tuple[str, str]]) -> str:
+    told = [
+        f"{n} {a or 'none'} in A, {b or 'none'} in B" for n, (a, b) in apart.items()
+    ]
+    more = [f"{len(told) - _PACKAGES} more"] if len(told) > _PACKAGES else []
+    return "; ".join(told[:_PACKAGES] + more)
+
+
 def _outcomes(
     sides: Sequence[_Side], folders: Sequence[Path], settings: DiffSettings
 ) -> list[Outcome]:
@@ -361,6 +380,7 @@ def _write_json(
             }
             for side, recording in zip(sides, recordings, strict=True)
         ],
+        "packages": _packages_apart(folders),
         "scenarios": [
             {
                 "a": found.a.scenario,

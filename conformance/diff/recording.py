@@ -136,6 +136,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     gradparity: str
     torch: str
     python: str
+    packages: dict[str, str]
+    """Version of each distribution that the interpreter of this side finds."""
     runs: tuple[Run, ...]
 
 
@@ -157,14 +159,19 @@ def write_arrays(folder: Path, number: int, arrays: ArraysOf) -> None:
 def write_recording(folder: Path, runs: tuple[Run, ...], torch: str) -> None:
     """Write the rest, last: a folder without it is no recording."""
     import platform
+    from importlib.metadata import distributions
 
     from ... import __version__
+
+    # a first one hides later ones, as it does in an import
+    found = reversed([(d.metadata["Name"], d.version) for d in distributions()])
 
     recording = Recording(
         version=VERSION,
         gradparity=__version__,
         torch=torch,
         python=platform.python_version(),
+        packages={name.lower(): number for name, number in found if name},
         runs=runs,
     )
     write_whole(folder / "recording.json", msgspec.json.encode(recording))

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.diff.command import _packages_apart, _packages_told
 from gradparity.conformance.diff.differences import Outcome, compare_runs
 from gradparity.conformance.diff.recording import (
     Arrays,
@@ -352,4 +354,24 @@ def test_an_environment_does_not_differ_from_itself(
 ) -> None:
     sides = ["--venv", sys.executable, "--venv", sys.prefix, "--scenario", ONE_STEP]
     assert main(["diff", *sides]) == 0
-    assert "diff: SAME: 1 scenarios: 1 bitwise equal" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "diff: SAME: 1 scenarios: 1 bitwise equal" in told
+    assert "packages:" not in told
+
+
+def test_packages_of_other_versions_are_named(tmp_path: Path) -> None:
+    recordings = []
+    for name, packages in (("A", {"x": "1", "y": "2"}), ("B", {"x": "1.1", "z": "3"})):
+        (tmp_path / name).mkdir()
+        write_recording(tmp_path / name, (), "2.13")
+        made = read_recording(tmp_path / name)
+        assert made.packages["msgspec"] == msgspec.__version__
+        changed = msgspec.structs.replace(made, packages=packages)
+        (tmp_path / name / "recording.json").write_bytes(msgspec.json.encode(changed))
+        recordings.append(tmp_path / name)
+    apart = _packages_apart(recordings)
+    assert apart == {"x": ("1", "1.1"), "y": ("2", ""), "z": ("", "3")}
+    text = "x 1 in A, 1.1 in B; y 2 in A, none in B; z none in A, 3 in B"
+    assert _packages_told(apart) == text
+    many = {f"p{n}": ("1", "2") for n in range(11)}
+    assert _packages_told(many).endswith("p7 1 in A, 2 in B; 3 more")
