@@ -28,6 +28,7 @@ from typing import Any
 from gradparity.benchmarks.tables import row, write_between
 
 __all__ = [
+    "BESIDE",
     "PACKAGES",
     "PAGES",
     "README",
@@ -47,10 +48,13 @@ TIMEOUT_S = 600.0
 PACKAGES = {
     "deepspeed": "deepspeed",
     "megatron-core": "megatron",
+    "peft": "peft",
     "torch": "torch",
     "transformers": "transformers",
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
+BESIDE = {"peft": ("transformers",)}
+"""What a package requires and a script for it may use, too."""
 SURVEYED = "transformers"
 """Findings whose script, page and record ``gradparity survey transformers`` writes."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
@@ -131,7 +135,7 @@ def run_script(name: str) -> dict[str, Any]:
         "versions": {
             "torch": version("torch"),
             "python": platform.python_version(),
-            package: version(package),
+            **{p: version(p) for p in (package, *BESIDE.get(package, ()))},
         },
         "machine": "2 cores, CPU, gloo",
         "output": out.splitlines(),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradparity.benchmarks.wild import (
+    BESIDE,
     PACKAGES,
     PAGES,
     README,
@@ -60,8 +61,9 @@ def test_a_script_is_short_and_needs_torch_and_the_package_alone(script: Path) -
     source = script.read_text()
     tree = ast.parse(source)
     assert len(source.splitlines()) <= LINES
-    allowed = {"torch", PACKAGES[package_of(script.stem)]} | sys.stdlib_module_names
-    assert imported(tree) <= allowed
+    package = package_of(script.stem)
+    allowed = {"torch", PACKAGES[package], *BESIDE.get(package, ())}
+    assert imported(tree) <= allowed | sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("script", OWN, ids=named(OWN))

@@ -20,10 +20,14 @@ ROOT = Path(gradparity.__file__).parent
 STACKS = ROOT / "examples" / "stacks"
 PACKAGES = {
     "accelerate_fsdp2": "accelerate",
+    "deepspeed_pipe": "deepspeed",
     "deepspeed_zero": "deepspeed",
     "hf_trainer": "transformers",
     "lightning_model_parallel": "pytorch_lightning",
     "megatron_gpt": "megatron",
+    "peft_adapters": "peft",
+    "torch_pipeline": "torch",
+    "torch_pipelines": "torch",
     "torchtitan_debug": "torchtitan",
 }
 # packages warn while they are imported, about themselves
@@ -61,6 +65,25 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("lightning_model_parallel:Stack", "dp2/2/fp32", "accumulate-uneven"),
         ("lightning_model_parallel:Stack", "tp2/2/fp32", "accumulate"),
         ("megatron_gpt:Stack", "tp2/2/fp32", "accumulate"),
+        ("torch_pipelines:ZeroBubbleV", "pp2/2/fp32", "plain"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                ("torch_pipeline:GPipe", "pp2/2/fp32", "plain"),
+                ("torch_pipelines:OneForwardOneBackward", "dp2-pp2/4/fp32", "plain"),
+                ("torch_pipelines:LoopedBfs", "pp2/2/fp32", "plain"),
+                ("torch_pipelines:Interleaved", "pp2/2/fp32", "plain"),
+                ("torch_pipelines:InterleavedZeroBubble", "pp2/2/fp32", "plain"),
+                ("torch_pipelines:DualPipeV", "pp2/2/fp32", "plain"),
+                ("torch_pipelines:ShardedZeroBubble", "dp2-pp2/4/fp32", "plain"),
+                ("deepspeed_pipe:Stack", "pp2/2/fp32", "plain"),
+                ("peft_adapters:Lora", "dp2/2/fp32", "accumulate-no-sync"),
+                ("peft_adapters:Dora", "dp2/2/fp32", "accumulate"),
+                ("peft_adapters:Ia3", "dp2/2/fp32", "accumulate"),
+                ("peft_adapters:ModulesToSave", "dp2/2/fp32", "accumulate-uneven"),
+                ("peft_adapters:PlanLora", "tp2/2/fp32", "accumulate"),
+            ]
+        ),
         pytest.param(
             *("torchtitan_debug:Stack", "dp_shard2/2/fp32", "accumulate-uneven"),
             marks=pytest.mark.slow,
@@ -89,6 +112,27 @@ def test_earlier_backwards_that_zero_drops_are_found(
     assert told >= {"parity.gradient", "parity.update"}
     # ranks agree all the same, and no collective strays
     assert {law.partition(".")[0] for law in told} <= {"parity", "norm"}
+
+
+@pytest.mark.parametrize(
+    ("stack", "place", "parameter"),
+    [
+        ("torch_pipelines:FrozenStage", "pp2/2/fp32", "2.bias"),
+        pytest.param(
+            *("peft_adapters:PlanModulesToSave", "tp2/2/fp32"),
+            "base_model.model.lm_head.modules_to_save.default.weight",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_part_that_is_not_trained_is_found(
+    runner: Runner, stack: str, place: str, parameter: str
+) -> None:
+    found = judged(runner, stack, place, "plain")
+    assert found.status == "fail", found.problem
+    told = {v.law: v for v in found.verdicts if v.status == "fail"}
+    assert told["parity.update"].parameter == parameter
+    assert told.keys() <= COMPARED
 
 
 def confirmed(package: str, *command: str) -> str:

@@ -1,0 +1,46 @@
+"""DeepSpeed's pipeline: ``train_batch`` pulls the micro-batches of a step itself."""
+
+from typing import Any
+
+import deepspeed
+from deepspeed.pipe import PipelineModule
+from torch.distributed.device_mesh import DeviceMesh
+
+from .shared import Pair, Regression
+
+# an operation that DeepSpeed would compile at the first start; gloo does without
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class Stack(Regression):
+    """Two stages, four micro-batches."""
+
+    meshes = ({"pp": 2},)
+    model_axes = ("pp",)
+
+    def micro_batches(self, batch: Pair) -> list[Pair]:
+        return list(zip(*(t.chunk(4) for t in batch), strict=True))
+
+    def parallelize(self, model: Any, mesh: DeviceMesh) -> Any:
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        module = PipelineModule(
+            list(model), num_stages=mesh.size(), loss_fn=self.loss,
+            partition_method="uniform",
+        )  # fmt: skip
+        config = {
+            "train_micro_batch_size_per_gpu": 6,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 0.0,  # off; 1.0 where it is left out
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = self.optimizer(list(module.named_parameters()))
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config
+        )
+        return engine
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        return stack.train_batch(iter(micro_batches)).detach()
+
+    def weights(self, stack: Any) -> dict[str, Any]:
+        return dict(stack.module.named_parameters())
