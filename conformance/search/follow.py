@@ -242,9 +242,8 @@ def _same(got: Any, want: Any, slack: float) -> bool:
 def _is_wanted(got: Any, wanted: list[Any], loose: bool) -> bool:
     if not isinstance(got, list):
         return any(_same_value(got, want, loose) for want in wanted)
-    # Gradients, each for itself: torch may be wrong in one and right in another. They
-    # are not compared after an overflow.
-    if not all(bool(g.isfinite().all()) for want in wanted for g in want):
+    # Gradients, each for itself: torch may be wrong in one and right in another.
+    if any(want is None for want in wanted):
         return True
     largest = [max((float(g.abs().max()) for g in w), default=0.0) for w in wanted]
     slacks = [TOLERANCE * size if loose else 0.0 for size in largest]

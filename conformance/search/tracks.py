@@ -307,7 +307,11 @@ class Track:
     def make(self, call: Call) -> list[Seen]:
         """Make one call on every rank."""
         self.facts = self._facts(call)
-        return [seen(replica, call) for replica in self.replicas]
+        made = [seen(replica, call) for replica in self.replicas]
+        if call.kind == "unscale" and self.facts.bad[call.which]:
+            for each in made:  # the step is skipped: what is in them does not matter
+                each.value = None
+        return made
 
     def _facts(self, call: Call) -> Facts:
         sides = self.replicas

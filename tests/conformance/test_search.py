@@ -239,6 +239,8 @@ FOLLOWED = [
     "shared@2/back:2,inf:1,clip:1,update,clip",
     # an infinity after the look: update does not hear of it, on the idle rank either
     "idle@2/back:2,step,inf,update",
+    # an infinity on the other rank, which is still there when gradients are added
+    "@2/back:2,inf,clip,set:-4,back:2,unscale",
     # one gradient as mathematics has it, the other, left over, as torch has it
     "shared@1/back:2,step:1,zero:1,step,update,back:2,step:1,unscale",
     # clipped by hand while it carries the scale: refused
