@@ -115,7 +115,8 @@ def _head(survey: Survey) -> str:
     seconds = sum(m.seconds for m in survey.models)
     return _TEXT.format(
         version=header.version,
-        command=header.command,
+        command="gradparity survey transformers "
+        + " ".join(f"--plan {plan}" for plan, _ in _counts(survey.models)),
         steps=STEPS,
         provenance=(
             f"Recorded {header.started[:10]}: transformers {header.version}, torch "
