@@ -35,7 +35,7 @@ from ...fixtures import (
 )
 from ..rank.scaler_spec import NO_SCALER
 from ..space.random_layers import draws_in_forward
-from ..space.recipes import LR_DECAY, Recipe, frozen_names
+from ..space.recipes import LR_DECAY, Recipe
 from ..space.scenario import Scenario
 from ..status import UsageError, write_whole
 from .bundle import Bundle, Code
@@ -146,6 +146,11 @@ def _refusal(scenario: Scenario, spec: str) -> str:
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
     if draws_in_forward(scenario.model):
         return "a workload with random layers"
+    recipe = scenario.parsed_recipe
+    if recipe.training.frozen or recipe.recompute:
+        return (
+            f"{scenario.model}: recipe {scenario.recipe!r} needs gradparity's own loop"
+        )
     methods = [n for n in _OF_A_STEP if getattr(scenario.workload, n) is not None]
     if methods and not _of_the_stack(scenario, spec):
         return (
@@ -174,8 +179,7 @@ def _stack(scenario: Scenario) -> Stack:
     trained: Any
     if is_workload(scenario.model):
         trained = Code("", "workload")
-        names = _names(workload.model)
-        frozen = [n for n in names if n in frozen_names(workload, names)]
+        frozen = []
     else:
         trained = models.Kind(
             model=models.MODELS[scenario.model],
@@ -206,6 +210,7 @@ def _stack(scenario: Scenario) -> Stack:
         cut=cut,
         unsynced=without_gradient_sync if recipe.defer_sync else None,
         frozen=tuple(frozen) if recipe.training.frozen else (),
+        recomputed=recipe.recompute,
         compiled=recipe.compile,
     )
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from ....fixtures import local
 from ...rank.local_parts import full_name
@@ -59,6 +61,7 @@ class Stack:
     cut: Callable[[int], list[int]] | None = None  # rows -> those of micro-batches
     unsynced: Callable[[Any], Any] | None = None  # context of all but the last
     frozen: tuple[str, ...] = ()  # parameters that do not train
+    recomputed: bool = False  # each layer's forward runs again in backward
     compiled: bool = False
 
 
@@ -97,6 +100,10 @@ class Layout:
         if stack.frozen:
             for name in stack.frozen:
                 model.get_parameter(name).requires_grad_(False)
+        if stack.recomputed:
+            for layer in [m for m in model if [*m.parameters()]]:
+                again = partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = again
         if numbered:
             for p in model.parameters():
                 p.data.copy_(torch.arange(float(p.numel())).view_as(p))
