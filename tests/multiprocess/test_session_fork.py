@@ -190,7 +190,7 @@ def session(
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
 
 
@@ -260,6 +260,104 @@ def test_no_child():
     )
     done = session(tmp_path, "test_it.py", "-k", "no_child")
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+FEATURES = (
+    SESSION_SERVER % True
+    + """
+import threading, torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from gradparity.multiprocess import Cluster, SimulatedCluster, TestCase, current_world
+
+def total(world):
+    value = torch.ones(1) * world.rank
+    dist.all_reduce(value)
+    return value.item()
+
+@pytest.fixture(scope="module")
+def parent():
+    return os.getpid()
+
+@pytest.fixture
+def scaled(world, parent):
+    yield 2 * world.rank
+    print("closed on", world.rank)
+
+@pytest.mark.world(size=[1, 3])
+def test_fixtures(world, scaled, parent, capsys, monkeypatch):
+    print("said")
+    assert capsys.readouterr().out == "said\\n"
+    assert scaled == 2 * world.rank and parent != os.getpid()
+    assert total(world) == sum(range(world.size))
+
+@pytest.mark.parametrize("isolation", ["group", "process"])
+def test_isolation(isolation):
+    with Cluster(2, isolation=isolation) as cluster:
+        assert cluster.run(lambda: total(current_world())) == [1, 1]
+
+@pytest.mark.world(size=2)
+def test_sharded(world):
+    from torch.distributed.fsdp import fully_shard
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=world.mesh((2,), ("data",)))
+    step = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)
+    model(step(torch.randn(2, 4))).sum().backward()
+
+@pytest.mark.world(size=2)
+@settings(max_examples=5)
+@given(n=st.integers(0, 100))
+def test_drawn(world, n):
+    assert dist.get_world_size() == 2
+
+@pytest.mark.world(size=2)
+def test_skipped(world):
+    pytest.skip("all")
+
+@pytest.mark.world(size=4, backend="simulated")
+def test_threads(world, scaled):
+    assert total(world) == 6
+
+@pytest.mark.world(size=4, backend="local")
+def test_parts(world):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    whole = torch.arange(4.0)
+    tensor = distribute_tensor(whole, world.mesh((4,), ("model",)), [Shard(0)])
+    assert tensor.full_tensor().sum() == 6
+
+@pytest.mark.world(size=2, backend="both")
+def test_both(world):
+    return total(world)
+
+def test_a_simulated_cluster():
+    with SimulatedCluster(8) as cluster:
+        assert cluster.run(lambda: total(current_world())) == [28] * 8
+
+class TestOurs(TestCase):
+    def test_method(self):
+        assert total(current_world()) == 1
+
+@pytest.mark.world(size=2)
+def test_wrong(world):
+    assert [world.rank, 5] == [0, 5]
+
+@pytest.mark.world(size=2, timeout_s=8)
+def test_hangs(world):
+    if world.rank == 1:
+        threading.Event().wait()
+    dist.barrier()
+"""
+)
+
+
+@pytest.mark.slow
+def test_the_features_of_the_marker_hold_in_forks_of_the_session(
+    tmp_path: Path,
+) -> None:
+    # The tests of each run in a process that has torch already: from a fresh server.
+    (tmp_path / "test_it.py").write_text(FEATURES)
+    done = session(tmp_path, "test_it.py")
+    assert "2 failed, 12 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    for said in ("assert [1, 5] == [0, 5]", "rank 1: hung, still running", "closed on"):
+        assert said in done.stdout, said
 
 
 @pytest.mark.slow
