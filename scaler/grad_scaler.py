@@ -60,7 +60,7 @@ from .scale_update import advance, set_scale
 from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
 from .sync_message import LocalState
-from .torch_internals import no_compile, version_of
+from .torch_internals import no_compile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -411,7 +411,7 @@ class GradScaler(_TorchGradScaler):
             What ``optimizer.step`` returned; None if it was skipped.
 
         Raises:
-            RuntimeError: a closure; called twice; gradients written to after a clip.
+            RuntimeError: a closure; called twice; gradients changed after a clip.
             AssertionError: the gradients cannot have been scaled, or there are none.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
             RanksDisagreeError: the ranks hold different state.
@@ -464,11 +464,13 @@ class GradScaler(_TorchGradScaler):
         if takes_scaler(optimizer):
             return optimizer.step(*args, grad_scaler=self, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
-        left = [(ref(), version) for ref, version in state.folded]
-        if any(g is not None and version_of(g) != version for g, version in left):
+        intact = unchanged(state.folded)
+        if len(intact) < len(state.folded) and not intact.issuperset(
+            map(id, local_dense(state.optimizer))
+        ):
             raise RuntimeError(
-                "Gradients were written to after clip_grad_norm_(), which leaves them "
-                "to the step() of a fused optimizer: write to them before it."
+                "Gradients were changed after clip_grad_norm_(), which leaves them "
+                "to the step() of a fused optimizer: change them before it."
             )
         if self._must_unscale_first(state, scale):
             self._check_and_sync(optimizer, state, "step", allow_fp16=True)

@@ -245,6 +245,7 @@ FOLLOWED = [
     "shared@1/back:2,step:1,zero:1,step,update,back:2,step:1,unscale",
     # clipped by hand while it carries the scale: refused
     "fused@1/back,clip,handclip,step",
+    "fused@1/back:2,clip,zero,back:2,step",
 ]
 
 

@@ -161,7 +161,11 @@ def test_gradients_written_to_after_a_clip(
             torch.nn.utils.clip_grad_norm_(params, 0.25)
             before = [p.detach().clone() for p in params]
             if fused:
-                with pytest.raises(RuntimeError, match="written to after"):
+                with pytest.raises(RuntimeError, match="changed after"):
+                    scaler.step(optimizer)
+                params[0].grad = torch.full((4,), SCALE)  # nor is a new one clipped
+                params[1].grad = None
+                with pytest.raises(RuntimeError, match="changed after"):
                     scaler.step(optimizer)
                 assert all(map(torch.equal, before, params))
                 params[0].grad = params[1].grad = None  # there is nothing to divide
