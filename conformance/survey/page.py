@@ -153,7 +153,9 @@ def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
     yield f"## `{plan}`\n\n{PLANS[plan].promise}\n"
     yield row(("model type", "verdict", *names, "why", "seconds"))
     yield "|---" * (4 + len(names)) + "|"
-    for model in sorted(models, key=lambda m: (_VERDICTS.index(m.verdict), m.model)):
+    # the right ones, which are the most, come last
+    order = [*_VERDICTS[1:], _VERDICTS[0]]
+    for model in sorted(models, key=lambda m: (order.index(m.verdict), m.model)):
         runs = {run.name: run.status for run in model.runs}
         cells = [f"`{model.model}`", model.verdict]
         cells += [runs.get(name, "") for name in names]
