@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -49,9 +49,8 @@ def print_survey(models: Sequence[ModelRecord], console: Console) -> None:
     console.print(table)
     for model in models:
         if model.verdict != "right":
-            text = plain(
-                f"{model.verdict:<10} {model.plan} {model.model}: {_why(model)}"
-            )
+            why = _wrong(model) or _kept(model.replaced)
+            text = plain(f"{model.verdict:<10} {model.plan} {model.model}: {why}")
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -159,15 +158,17 @@ def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
         runs = {run.name: run.status for run in model.runs}
         cells = [f"`{model.model}`", model.verdict]
         cells += [runs.get(name, "") for name in names]
-        cells += [_cell(_why(model)), f"{model.seconds:.0f}"]
+        why = [_cell(_wrong(model)), _kept(f"`{name}`" for name in model.replaced)]
+        cells += ["; ".join(filter(None, why)), f"{model.seconds:.0f}"]
         yield row(cells)
 
 
-def _why(model: ModelRecord) -> str:
-    if not model.replaced:
-        return _wrong(model)
+def _kept(names: Iterable[str]) -> str:
+    """Which modules are kept whole, at most four of them by name."""
+    first = [*names]
+    more = f" and {len(first) - 4} more" if len(first) > 4 else ""
     kept = "kept whole, since it raises under its own rules: "
-    return "; ".join(filter(None, [_wrong(model), kept + ", ".join(model.replaced)]))
+    return f"{kept}{', '.join(first[:4])}{more}" if first else ""
 
 
 def _wrong(model: ModelRecord) -> str:

@@ -131,7 +131,11 @@ def test_weights_loaded_wrong_are_one_failure() -> None:
     gate = "model.layers.0.mlp.gate_proj.weight"
     loaded = wrong(LOADED, **{Q_NORM: 1.4, gate: 1.0})
     loaded = msgspec.structs.replace(loaded, law=WEIGHTS)
-    (family,) = families(Survey(headers=(HEADER,), models=(record("cwm", loaded),)))
+    model = record("cwm", loaded)
+    other = msgspec.structs.replace(HOOK, style="colwise")
+    rules = model.rules | {"model.layers.*.mlp.gate_proj.weight": other}
+    model = msgspec.structs.replace(model, rules=rules)
+    (family,) = families(Survey(headers=(HEADER,), models=(model,)))
     assert family.misloads
     assert [f.parameter for f in family.failures] == [Q_NORM]
 
