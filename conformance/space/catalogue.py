@@ -298,8 +298,7 @@ def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
         faults=_faults(row, world_size),
         model=model,
         loss_factor=LOSS_FACTORS[row["loss_factor"]],
-        seed=selection.seed,
-        **made | settings,
+        **{"seed": selection.seed} | made | settings,
     )
 
 

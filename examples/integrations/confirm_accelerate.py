@@ -56,32 +56,36 @@ def main() -> None:
         says = parts[0].optimizer_step_was_skipped
         if dist.get_rank() == 0:
             print(f"fused {fused}: skipped {says}, schedule moved by {moved}")
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
+    with tempfile.TemporaryDirectory() as mine:
+        of_first = [mine]
+        dist.broadcast_object_list(of_first)
+        check_scaler(of_first[0])
+        dist.barrier()  # others may still read
+    dist.destroy_process_group()
+
+
+def check_scaler(folder: str) -> None:
+    """Print what becomes of the scaler's state in a checkpoint, and by saving one."""
     parts = prepared(fused=False, fsdp=True)
     step(parts, bad=False)
     saved = parts[0].scaler.state_dict()
-    parts[0].save_state(folder[0])
+    parts[0].save_state(f"{folder}/1")
     dist.barrier()
     parts = prepared(fused=False, fsdp=True)  # a new process would have no state either
-    parts[0].load_state(folder[0])
+    parts[0].load_state(f"{folder}/1")
     loaded = parts[0].scaler.state_dict()
     if dist.get_rank() == 0:
         for key in ("scale", "_growth_tracker"):
             print(f"FSDP2, {key}: saved {saved[key]}, after load_state {loaded[key]}")
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
     parts = prepared(fused=False, fsdp=True)
     step(parts, bad=True)
     parts[1].zero_grad()
     before = parts[0].scaler.state_dict()
-    parts[0].save_state(folder[0])
+    parts[0].save_state(f"{folder}/2")
     after = parts[0].scaler.state_dict()
     if dist.get_rank() == 0:
         for key in ("scale", "_growth_tracker"):
             print(f"FSDP2, {key}: {before[key]}, after save_state {after[key]}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -64,9 +64,9 @@ def main() -> None:
     )
     print(f"overflow: parameters unchanged {same}, skipped {skipped}, scale "
           f"{scaler.get_scale():g}, schedule moved by {moved}")  # fmt: skip
-    folder = Path(tempfile.mkdtemp())
-    save_training_state(folder, 2, optimizer, scheduler)
-    files = sorted(p.name for p in folder.rglob("*") if p.is_file())
+    with tempfile.TemporaryDirectory() as folder:
+        save_training_state(Path(folder), 2, optimizer, scheduler)
+        files = sorted(p.name for p in Path(folder).rglob("*") if p.is_file())
     print(f"checkpoint: {', '.join(files)}")
 
 

@@ -99,16 +99,17 @@ def main() -> None:
         tell("fused: steps")
     except Exception as error:
         tell(f"fused: raises {type(error).__name__}: {str(error).splitlines()[0]}")
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
     saved: list[str] = []
 
     def spy(state: Any, path: Any) -> None:
         saved.append(", ".join(sorted(state)) if "extra" in str(path) else "")
 
     manager = FSDPCheckpointManager(parts.module, parts.optimizer, parts.lr_scheduler)
-    with patch("torch.save", spy):
-        manager.save_checkpoint(folder[0])
+    with tempfile.TemporaryDirectory() as mine, patch("torch.save", spy):
+        of_first = [mine]
+        dist.broadcast_object_list(of_first)
+        manager.save_checkpoint(of_first[0])
+        dist.barrier()  # others may still write
     tell(f"checkpoint: model, optimizer, and in the extra state {''.join(saved)}")
     dist.destroy_process_group()
 

@@ -115,4 +115,6 @@ def test_private_names_are_said_in_one_place(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             said |= {*(node.module or "").split("."), *(a.name for a in node.names)}
+    if "runtime" in path.parts:  # copied into scripts, which import nothing of ours
+        said -= {"_functional_collectives"}
     assert not said & PRIVATE

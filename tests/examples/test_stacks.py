@@ -48,7 +48,11 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: see docs/stacks.md")
     settings = f"model=examples.stacks.{stack},recipe={recipe},steps=3"
-    return runner.run("none", Scenario.parse(f"{place}/own/none/{settings}"))
+    scenario = Scenario.parse(f"{place}/own/none/{settings}")
+    if stack.startswith("deepspeed_pipe"):  # leaves its groups in DeepSpeed's modules
+        with Runner(folder=str(ROOT), timeout_s=200) as alone:
+            return alone.run("none", scenario)
+    return runner.run("none", scenario)
 
 
 @pytest.mark.parametrize(
