@@ -7,8 +7,8 @@ each: by torch's classes as they are, whose processes take ten seconds and more 
 so that only a few are; by torch's classes with forked processes, for the verdicts of
 all; and with ``--gradparity-adopt``. Recorded are the verdicts and the CPU seconds of
 the whole process tree, test by test, in ``results/adopted.json``; from it the table in
-``docs/adopted.md`` is written, at the mark with the name of that file, so that
-``--out`` with another name in ``results`` has a table of its own. ``--side`` runs one
+``docs/adopted.md`` is written, at the mark with the name of that file: each file that
+``--out`` names in ``results`` has a separate table. ``--side`` runs one
 session alone (``none``: the table only); a run that was cut off goes on with the tests
 that have no verdict yet.
 """

@@ -54,7 +54,7 @@ class Text(nn.Module):
 
 
 def scaler_of(arm: str) -> Any:
-    """A new scaler of one of the arms; a disabled one where there is none."""
+    """Make the scaler of an arm; it is disabled in the arm without a scaler."""
     if arm == "ours":
         return GradScaler("cpu", **SETTINGS)
     return torch.amp.GradScaler("cpu", **SETTINGS, enabled=arm == "torch")

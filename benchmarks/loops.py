@@ -84,7 +84,7 @@ class Arm(threading.Thread):
 
     def run(self) -> None:
         """Train to the end."""
-        torch.set_num_threads(1)  # each thread has a number of its own
+        torch.set_num_threads(1)  # torch keeps this setting per thread
         try:
             self.scaler = self.train(self.arm, self.turns)
         except BaseException as error:
@@ -98,7 +98,7 @@ class Arm(threading.Thread):
         self.check()
 
     def to_the_end(self) -> None:
-        """Let one that waits for another batch find that there is none."""
+        """Let an arm that waits for a batch reach the end of its data."""
         self.turns.go.release()
         self.join()
         self.check()

@@ -288,7 +288,7 @@ def _recorded(side: _Side, scratch: Path, tell: Callable[[str], None]) -> Path:
 
 
 def _packages_apart(folders: Sequence[Path]) -> dict[str, tuple[str, str]]:
-    """Packages whose versions differ -> both; an empty text where there is none."""
+    """Return package -> versions in A and B where they differ; "" if not installed."""
     a, b = (read_recording(folder).packages for folder in folders)
     pairs = {name: (a.get(name, ""), b.get(name, "")) for name in sorted(a | b)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
