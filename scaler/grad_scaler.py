@@ -768,10 +768,9 @@ class GradScaler(_TorchGradScaler):
             found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
             self._move_scale(found_inf.to(scale.device), tracker)
         for state in states:
-            # Of an optimizer that has not stepped: the next backward adds to its
-            # gradients, which carry the scale on.
+            # Of an optimizer that has not stepped, whose kernel will never divide them.
             if state.fused_grad_scale is not None:
-                _divide_folded(state, state.fused_grad_scale / scale)
+                _divide_folded(state, state.fused_grad_scale)
         self._records.may_share = len(self._states) > 1
         self._states = defaultdict(OptimizerState)
         most = self._policy.max_consecutive_skips

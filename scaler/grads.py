@@ -223,12 +223,16 @@ def local_dense(optimizer: Any) -> list[torch.Tensor]:
 
 
 def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
-    """Divide gradients that were left to a kernel, and write them down anew."""
-    alive = [gradient for ref, _ in gradients if (gradient := ref()) is not None]
+    """Divide those gradients that are as they were written down; return them anew."""
+    still = [
+        gradient
+        for ref, version in gradients
+        if (gradient := ref()) is not None and version_of(gradient) == version
+    ]
     with torch.no_grad():
-        for gradient in alive:
+        for gradient in still:
             gradient.div_(moved_to(divisor, gradient.device))
-    return divided_gradients(alive)
+    return divided_gradients(still)
 
 
 def unchanged(divided: Divided) -> set[int]:

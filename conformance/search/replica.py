@@ -219,7 +219,8 @@ class Replica:
         """
         which = call.which
         if call.kind in BACKWARDS:  # not onto what unscale_ or a clip has divided
-            return not (self.looked & ({0, 1} if which == 2 else {which}))
+            adds_to_both = which == 2 or "shared" in self.words
+            return not (self.looked & ({0, 1} if adds_to_both else {which}))
         if call.kind == "inf" and which in self.looked:
             return False  # after the look its outcome is not promised
         if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
@@ -272,9 +273,11 @@ class Replica:
             # divided, and never stepped with; what is shared is of both optimizers
             both = {0, 1} if self.looked and "shared" in self.words else self.looked
             self.fresh -= both
-            self.clipped, self.stepped, self.looked = set(), set(), set()
+            self.clipped, self.stepped = set(), set()
             if kind in ("reload", "elder"):
                 self.ordered = set()
+            if kind != "reload":  # the scaler that is left may have left a division
+                self.looked = set()
         return result
 
     def _backward(self, call: Call) -> None:

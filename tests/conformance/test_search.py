@@ -246,12 +246,34 @@ FOLLOWED = [
     # clipped by hand while it carries the scale: refused
     "fused@1/back,clip,handclip,step",
     "fused@1/back:2,clip,zero,back:2,step",
+    # a backward onto what a clip or unscale_ has divided, in more roundabout ways
+    "fused@1/back:2,clip-loose,update,back:2,set:-4,clip-loose",
+    "fused+shared@1/gback:2,clip,gback:1,clip:1",
+    "fused@2/back:2,clip,reload,back:2,clip",
+    # torch is right there only because it takes a wrapper for another optimizer
+    "wrapped@1/back:2,unscale,zero,back:2,clip",
 ]
 
 
 @pytest.mark.parametrize("text", FOLLOWED)
 def test_histories_that_the_oracle_once_misjudged(text: str, tmp_path: Path) -> None:
     code, output = judged(OURS, tmp_path, history=parse_program(text))
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("scaler", [PLAIN, TORCH, OURS])
+def test_a_skipped_kernel_may_or_may_not_have_divided(
+    scaler: str, tmp_path: Path
+) -> None:
+    """A shared gradient, which torch's kernel leaves as it is only if it skips."""
+    history = parse_program("fused+shared@1/back:2,inf,step,step:1")
+    code, output = judged(scaler, tmp_path, history=history)
+    assert code == 0, output
+
+
+def test_a_clip_that_is_left_to_a_kernel_and_cleared(tmp_path: Path) -> None:
+    history = parse_program("fused@1/back:2,clip,clear,back:2,update,step")
+    code, output = judged(OURS, tmp_path, history=history)
     assert code == 0, output
 
 
@@ -271,7 +293,6 @@ def test_a_scaler_may_keep_its_growth_tracker_to_itself(tmp_path: Path) -> None:
 
 ALONE = [name for name, family in FAMILIES.items() if family.world_size == 1]
 UNKNOWN_TO_PLAIN = {
-    *("shared", "shared-clip"),  # a fused optimizer that skips leaves gradients scaled
     *("sparse", "complex", "user-scale", "many", "orders"),
     "autograd",  # slow
 }

@@ -171,18 +171,53 @@ def test_f59_accumulation_while_the_scale_moves(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("make", [ours_plain, ours_sharded])
-def test_f59_a_clip_folded_for_a_kernel_that_never_ran(make: Any) -> None:
+# Left to a fused kernel that never runs; torch has unscale_ and a clip by hand.
+
+
+def added_after_clip(scaler: Any, clip: Callable[[Any], None]) -> Any:
     p = parameter()
-    optimizer, scaler = sgd(p, fused=True), make(init_scale=1024.0)
+    optimizer = sgd(p, fused=True)
 
     def between() -> None:
-        scaler.clip_grad_norm_(optimizer, 1e9)
+        clip(optimizer)
         scaler.update()
 
     twice(scaler, p, between)
     scaler.step(optimizer)
-    assert p.item() == 0.25
+    return p, p.grad
+
+
+def cleared_after_clip(scaler: Any, clip: Callable[[Any], None]) -> Any:
+    p = parameter()
+    optimizer = sgd(p, fused=True)
+
+    def between() -> None:
+        clip(optimizer)
+        optimizer.zero_grad(set_to_none=False)
+
+    twice(scaler, p, between)
+    scaler.update()
+    scaler.step(optimizer)
+    return p, p.grad
+
+
+@PAIRS
+@pytest.mark.parametrize("program", [added_after_clip, cleared_after_clip])
+@pytest.mark.parametrize("max_norm", [0.125, 1e9])
+def test_f59_a_clip_for_a_kernel_that_never_ran(
+    pair: Pair, program: Callable[[Any, Any], Any], max_norm: float
+) -> None:
+    torchs, ours = (make(init_scale=1024.0) for make in pair)
+
+    def by_hand(optimizer: Any) -> None:
+        torchs.unscale_(optimizer)
+        held = optimizer.param_groups[0]["params"]
+        torch.nn.utils.clip_grad_norm_(held, max_norm)
+
+    theirs = program(torchs, by_hand)
+    mine = program(ours, lambda o: ours.clip_grad_norm_(o, max_norm))
+    # one factor where torch multiplies twice: a rounding each
+    torch.testing.assert_close(list(mine), list(theirs), rtol=3e-7, atol=0)
 
 
 # - F66: no accumulation
