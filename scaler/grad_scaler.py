@@ -430,9 +430,12 @@ class GradScaler(_TorchGradScaler):
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
+        if state.folded:
+            _refuse_changed(state)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_fused(optimizer, state, *args, **kwargs)
         else:
+            _divide_folded(state)  # clipped without the wrapper that steps now
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
                 self._wait_pending()
@@ -462,16 +465,9 @@ class GradScaler(_TorchGradScaler):
         self, optimizer: Any, state: OptimizerState, *args: Any, **kwargs: Any
     ) -> Any:
         if takes_scaler(optimizer):
+            _divide_folded(state)
             return optimizer.step(*args, grad_scaler=self, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
-        intact = unchanged(state.folded)
-        if len(intact) < len(state.folded) and not intact.issuperset(
-            map(id, local_dense(state.optimizer))
-        ):
-            raise RuntimeError(
-                "Gradients were changed after clip_grad_norm_(), which leaves them "
-                "to the step() of a fused optimizer: change them before it."
-            )
         if self._must_unscale_first(state, scale):
             self._check_and_sync(optimizer, state, "step", allow_fp16=True)
         elif state["stage"] is OptState.READY:
@@ -489,10 +485,12 @@ class GradScaler(_TorchGradScaler):
                 makes_momentum(state.optimizer) and bool(found_inf)
             ):
                 return None
-            return optimizer.step(*args, **kwargs)
+            result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-            state.folded, state.fused_grad_scale = (), None
+        # Not after an exception: whoever catches it may step again.
+        state.folded, state.fused_grad_scale = (), None
+        return result
 
     @no_compile
     def step_without_optimizer(self) -> None:
@@ -613,9 +611,8 @@ class GradScaler(_TorchGradScaler):
         for other in self._states.values():
             if other is state or other.record is None:
                 continue
-            divisor = other.fused_grad_scale
-            if divisor is not None and mine & unchanged(other.folded):
-                _divide_folded(other, divisor)
+            if mine & unchanged(other.folded):
+                _divide_folded(other)
             divided |= mine & unchanged(other.divided)
         return divided
 
@@ -768,9 +765,7 @@ class GradScaler(_TorchGradScaler):
             found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
             self._move_scale(found_inf.to(scale.device), tracker)
         for state in states:
-            # Of an optimizer that has not stepped, whose kernel will never divide them.
-            if state.fused_grad_scale is not None:
-                _divide_folded(state, state.fused_grad_scale)
+            _divide_folded(state)  # its optimizer has not stepped
         self._records.may_share = len(self._states) > 1
         self._states = defaultdict(OptimizerState)
         most = self._policy.max_consecutive_skips
@@ -943,10 +938,22 @@ class GradScaler(_TorchGradScaler):
         return state
 
 
-def _divide_folded(state: OptimizerState, divisor: torch.Tensor) -> None:
-    # What a fused kernel was to divide, and cannot any more.
-    state.divided = divide_(state.folded, divisor)
-    state.folded, state.fused_grad_scale = (), None
+def _refuse_changed(state: OptimizerState) -> None:
+    intact = unchanged(state.folded)
+    if len(intact) < len(state.folded) and not intact.issuperset(
+        map(id, local_dense(state.optimizer))
+    ):
+        raise RuntimeError(
+            "Gradients were changed after clip_grad_norm_(), which leaves them to the "
+            "step() of a fused optimizer: change them before it."
+        )
+
+
+def _divide_folded(state: OptimizerState) -> None:
+    # What a fused kernel was to divide, and will not.
+    if state.fused_grad_scale is not None:
+        state.divided = divide_(state.folded, state.fused_grad_scale)
+        state.folded, state.fused_grad_scale = (), None
 
 
 def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:

@@ -60,8 +60,10 @@ ACTS = {
     "clip-loose": "clip_grad_norm_(optimizer, 2^600)",
     "clip-tiny": "clip_grad_norm_(optimizer, 1e-7)",
     "clip-order": "clip_grad_norm_(optimizer, 1/8, norm_type=64)",
+    "clip-inner": "clip_grad_norm_(the optimizer in the wrapper, 1/8)",
     "user-scale": "optimizer.grad_scale = 4, if it is fused",
     "step": "step(optimizer)",
+    "retry": "step(optimizer), whose first hook raises, and again",
     "closure": "step(optimizer, closure=...)",
     "together": "step_together(both)",
     "cross": "step both, in the other order on one rank",
@@ -177,7 +179,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "shared-clip": Family(
         start="back:2",
-        kinds="step clip inf unscale",
+        kinds="step clip inf unscale retry",
         always="shared",
         maybe="fused fused-second",
     ),
@@ -199,7 +201,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "autograd": Family(kinds="step back autograd unscale update"),
     "clipping": Family(
-        kinds=f"{_CORE} clip clip-loose clip-order clip-tiny inf",
+        kinds=f"{_CORE} clip clip-loose clip-order clip-tiny inf retry",
         maybe="fused scale-20",
         shapes=(_CLIPPED,),
     ),
@@ -222,7 +224,11 @@ FAMILIES: Mapping[str, Family] = {
         start="back:2", kinds="step clip-order update", always="scale-20"
     ),
     "duck": Family(kinds=f"{_CORE} unscale clip inf", always="duck"),
-    "wrapped": Family(kinds=f"{_CORE} unscale clip inf", always="wrapped"),
+    "wrapped": Family(
+        kinds=f"{_CORE} unscale clip clip-inner inf retry",
+        always="wrapped",
+        maybe="fused",
+    ),
     "together": Family(
         start="back:2", kinds="together unscale inf update", always="shared"
     ),
@@ -232,7 +238,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "many": Family(kinds=f"{_CORE} unscale clip inf", always="many", maybe="fused"),
     "ranks": Family(
-        kinds=f"{_CORE} unscale clip inf reload set",
+        kinds=f"{_CORE} unscale clip inf reload set retry",
         maybe="fused",
         world_size=2,
         shapes=(_GAN, _ITERATION, _CLIPPED),

@@ -36,6 +36,7 @@ CLIPS: dict[str, tuple[float, float]] = {
     "clip-loose": (2.0**600, 2.0),
     "clip-tiny": (1e-7, 2.0),
     "clip-order": (0.125, 64.0),
+    "clip-inner": (0.125, 2.0),
 }
 """Kind of call -> max_norm, norm_type."""
 OFFERED = {
@@ -45,10 +46,15 @@ OFFERED = {
     "scheduler": "step_scheduler",
 }
 """Kind of call -> the method beyond torch's that it needs."""
+STEPS = ("step", "retry")
 BACKWARDS = ("back", "cback", "gback", "seed", "autograd")
 PARTS = {1: (3,), 2: (2, 1), 4: (2, 1, 1, 2)}
 """Elements of a sharded parameter on each rank; of 4, the last two are a replica."""
 PATIENCE = timedelta(seconds=30)
+
+
+class _Interrupted(Exception):
+    """What a hook raises before the optimizer has done anything."""
 
 
 class Duck:
@@ -225,7 +231,7 @@ class Replica:
             return False  # after the look its outcome is not promised
         if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
             return False  # there was no order yet
-        if call.kind == "step" and which not in self.fresh | self.stepped:
+        if call.kind in STEPS and which not in self.fresh | self.stepped:
             return False
         if call.kind == "elder":  # its update ends what the rank had begun
             return not self.stepped | self.looked | self.clipped
@@ -235,7 +241,7 @@ class Replica:
             return which in self.fresh - self.clipped - self.stepped
         if "idle" in self.words:  # that rank cannot say which optimizer it means
             pending = self.clipped - self.stepped
-            if call.kind == "step":
+            if call.kind in STEPS:
                 return which not in self.stepped and (which in pending or not pending)
             if call.kind == "update":
                 return bool(self.stepped) and not pending
@@ -262,8 +268,8 @@ class Replica:
         result = getattr(self, f"_{kind}")(call)
         if kind in ("unscale", "clip"):
             self.looked |= {call.which}
-        if kind in ("step", "together", "cross"):
-            done = {0, 1} if kind != "step" else {call.which}
+        if kind in (*STEPS, "together", "cross"):
+            done = {call.which} if kind in STEPS else {0, 1}
             self.fresh -= done
             self.looked -= done
             self.stepped |= done
@@ -375,7 +381,8 @@ class Replica:
         torch.nn.utils.clip_grad_norm_(self.held(call.which), 0.125)
 
     def _clip(self, call: Call) -> float:
-        optimizer = None if self.idle else self.optimizers[call.which]
+        side = self.inner if call.kind == "clip-inner" else self.optimizers
+        optimizer = None if self.idle else side[call.which]
         self.clipped.add(call.which)
         return float(self.scaler.clip_grad_norm_(optimizer, *CLIPS[call.kind]))
 
@@ -388,6 +395,23 @@ class Replica:
             self.scaler.step_without_optimizer()
         else:
             self.scaler.step(self.optimizers[call.which])
+
+    def _retry(self, call: Call) -> None:
+        if self.idle:
+            return self._step(call)
+        interrupts = [_Interrupted()]
+
+        def hook(*_: Any) -> None:
+            if interrupts:
+                raise interrupts.pop()
+
+        handle = self.real[call.which].register_step_pre_hook(hook)
+        try:
+            self._step(call)
+        except _Interrupted:
+            self._step(call)
+        finally:
+            handle.remove()
 
     def _closure(self, call: Call) -> None:
         self.scaler.step(self.optimizers[call.which], closure=lambda: 1.0)

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 
 from .oracle import Call
 from .program import Program
-from .replica import CLIPS, Replica, norm_of
+from .replica import CLIPS, STEPS, Replica, norm_of
 
 __all__ = ["BACKOFF", "GROWTH", "INTERVAL", "Track", "first_scale", "track"]
 
@@ -49,6 +49,8 @@ class Facts:
     """Global norm of what the call clips, unscaled."""
     unscaled: list[torch.Tensor] = field(default_factory=list)
     """The gradients that the call is about, on all ranks, unscaled."""
+    counted: list[torch.Tensor] = field(default_factory=list)
+    """Those of which the norm is, each element once."""
 
 
 class Mathematics:
@@ -112,17 +114,16 @@ class Mathematics:
             raise RuntimeError("step comes once, and without a closure")
         if which not in self.found:
             self.found[which] = self.facts().bad[which]
-        self.stepped.add(which)
         of_user = getattr(optimizer, "grad_scale", None)
         if of_user is not None:
             del optimizer.grad_scale
         self.skipped[which] = self.found[which]
-        if self.found[which]:
-            return
-        for parameter in self.replica.held(which):
-            if of_user is not None and parameter.grad is not None:
-                parameter.grad.div_(of_user)
-        optimizer.step()
+        if not self.found[which]:
+            for parameter in self.replica.held(which):
+                if of_user is not None and parameter.grad is not None:
+                    parameter.grad.div_(of_user)
+            optimizer.step()
+        self.stepped.add(which)  # not if it raised
 
     def step_without_optimizer(self) -> None:
         """An idle rank."""
@@ -317,14 +318,14 @@ class Track:
         sides = self.replicas
         bad = [any(r.is_bad(which) for r in sides) for which in range(2)]
         present = [any(r.has_gradients(which) for r in sides) for which in range(2)]
-        norm = 0.0
+        norm, counted = 0.0, []
         if call.kind in CLIPS:
-            parts = [
+            counted = [
                 gradient * replica.scaler.factor(call.which)
                 for replica in sides
                 for gradient in replica.counted(call.which)
             ]
-            norm = norm_of(parts, CLIPS[call.kind][1])
+            norm = norm_of(counted, CLIPS[call.kind][1])
             if bad[call.which]:  # perhaps in a replica that is not counted
                 norm = math.inf
         if call.kind == "update":  # gradients may be gone, or bad since: what was found
@@ -332,10 +333,10 @@ class Track:
         unscaled = [
             gradient * replica.scaler.factor(call.which)
             for replica in sides
-            if call.kind in ("unscale", "step", *CLIPS)
+            if call.kind in ("unscale", *STEPS, *CLIPS)
             for gradient in replica.gradients(call.which)
         ]
-        return Facts(bad, present, norm, unscaled)
+        return Facts(bad, present, norm, unscaled, counted)
 
     def _found(self) -> list[bool]:
         return [

@@ -252,6 +252,8 @@ FOLLOWED = [
     "fused@2/back:2,clip,reload,back:2,clip",
     # torch is right there only because it takes a wrapper for another optimizer
     "wrapped@1/back:2,unscale,zero,back:2,clip",
+    # a norm over one gradient as mathematics and one as torch has it
+    "shared@1/gback:2,handclip:1,zero,gback:2,step,clip:1",
 ]
 
 
@@ -271,9 +273,17 @@ def test_a_skipped_kernel_may_or_may_not_have_divided(
     assert code == 0, output
 
 
-def test_a_clip_that_is_left_to_a_kernel_and_cleared(tmp_path: Path) -> None:
-    history = parse_program("fused@1/back:2,clip,clear,back:2,update,step")
-    code, output = judged(OURS, tmp_path, history=history)
+LEFT_TO_A_KERNEL = [
+    "fused@1/back:2,clip,clear,back:2,update,step",
+    "fused+wrapped@1/back:2,clip-inner,step",
+    "fused@1/back:2,clip,retry",
+    "fused@2/back:2,clip,clip:1,retry,update,back:2,step",
+]
+
+
+@pytest.mark.parametrize("text", LEFT_TO_A_KERNEL)
+def test_a_clip_that_is_left_to_a_kernel(text: str, tmp_path: Path) -> None:
+    code, output = judged(OURS, tmp_path, history=parse_program(text))
     assert code == 0, output
 
 

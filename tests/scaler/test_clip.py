@@ -180,6 +180,69 @@ def test_gradients_written_to_after_a_clip(
     assert moved == pytest.approx(0.0 if fused else 0.25**2, rel=1e-5)
 
 
+class Around:
+    """A wrapper that does not say whether the optimizer in it is fused."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class AsksForTheScaler(torch.optim.SGD):
+    """The older contract of fused optimizers: it leaves unscaled gradients alone."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]  # that contract
+        super().step()
+
+
+def step_in_a_wrapper(scaler: GradScaler, optimizer: Any) -> None:
+    scaler.step(Around(optimizer))  # type: ignore[arg-type]  # has what torch's has
+
+
+def step_interrupted(scaler: GradScaler, optimizer: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
+def step_after_update(scaler: GradScaler, optimizer: Any) -> None:
+    scaler.update()
+    optimizer.step()  # gradients are unscaled and clipped
+
+
+def step_asked_for_the_scaler(scaler: GradScaler, optimizer: Any) -> None:
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (torch.optim.SGD, step_in_a_wrapper),
+        (torch.optim.SGD, step_interrupted),
+        (torch.optim.SGD, step_after_update),
+        (AsksForTheScaler, step_asked_for_the_scaler),
+    ],
+)
+def test_a_clip_left_to_a_kernel_is_applied_once(make: Any, step: Any) -> None:
+    params = parameters_with([torch.full((4,), SCALE)])
+    before = params[0].detach().clone()
+    fused = make is torch.optim.SGD
+    optimizer, scaler = make(params, lr=1.0, fused=fused or None), scaled()
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    step(scaler, optimizer)
+    assert (before - params[0]).norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
 def test_errors() -> None:
     params = parameters_with([torch.full((2,), math.inf)])
     optimizer = torch.optim.SGD(params, lr=1.0)
