@@ -15,7 +15,17 @@ from ..rank.torch_internals import set_timeout
 from .oracle import Call
 from .program import Program
 from .replica import CLIPS, OFFERED, Replica, norm_of
-from .tracks import BACKOFF, GROWTH, INTERVAL, Seen, first_scale, seen, track
+from .tracks import (
+    BACKOFF,
+    FUSED,
+    GROWTH,
+    INTERVAL,
+    Seen,
+    first_scale,
+    is_ambiguous,
+    seen,
+    track,
+)
 
 __all__ = ["EITHER", "follow"]
 
@@ -26,7 +36,6 @@ EITHER = ", or as torch has it "
 UNLIMITED = timedelta(minutes=30)
 """As a group is made: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
-FUSED = frozenset({"fused", "fused-second"})
 WRITE_GRADIENTS = ("handclip", "inf", "clear")
 """Calls that write to gradients in place, beside backwards."""
 
@@ -67,8 +76,8 @@ class _Follower:
             world=self.world,
         )
         self.tracks = [track(program, name) for name in ("mathematics", "torch")]
-        if (plain := _plain(program)) != program:
-            self.tracks.append(track(plain, "torch"))
+        if is_ambiguous(program):
+            self.tracks.append(track(program, "plain torch"))
         self.loose = False  # whether numbers are rounded from here on
         self.own_clip = False
         self.may_refuse = False
@@ -261,20 +270,6 @@ class _Follower:
             texts = _texts([want.value for want in wanted])
             return f"returned {_text(got.value)} and should have {texts}"
         return ""
-
-
-def _plain(program: Program) -> Program:
-    """The program in which torch is right only where it is so by rule.
-
-    Of an optimizer in a wrapper torch makes two. A fused step divides gradients in its
-    kernel, and leaves them as they are after an overflow: what another optimizer then
-    does to a gradient of both is right where it would not be without the overflow. A
-    fused step that raised leaves ``grad_scale`` behind, which the next one multiplies.
-    """
-    words = program.words - {"wrapped"}
-    if "shared" in words or any(call.kind == "retry" for call in program.calls):
-        words -= FUSED
-    return replace(program, words=words)
 
 
 def _same(got: Any, want: Any, slack: float) -> bool:

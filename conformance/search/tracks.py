@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,20 @@ from .oracle import Call
 from .program import Program
 from .replica import CLIPS, STEPS, Replica, norm_of
 
-__all__ = ["BACKOFF", "GROWTH", "INTERVAL", "Track", "first_scale", "track"]
+__all__ = [
+    "BACKOFF",
+    "FUSED",
+    "GROWTH",
+    "INTERVAL",
+    "Track",
+    "first_scale",
+    "is_ambiguous",
+    "track",
+]
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2
+FUSED = frozenset({"fused", "fused-second"})
+"""Words of a set-up with a fused optimizer."""
 LIMIT = 2.0**128
 """The first power of two that fp32 does not hold: no scale grows to it."""
 
@@ -269,6 +280,24 @@ class AgreedTorch(torch.amp.GradScaler):
         super().update(new_scale)
 
 
+class PlainTorch(AgreedTorch):
+    """The same, but a clip that overflows leaves the gradients as they are."""
+
+    def clip_grad_norm_(
+        self, optimizer: Any, max_norm: float, norm_type: float
+    ) -> float:
+        """By hand, after unscale_, unless a gradient is not finite."""
+        facts = self.facts()
+        if optimizer is None or not facts.bad[self._number(optimizer)]:
+            return super().clip_grad_norm_(optimizer, max_norm, norm_type)
+        held = self.replica.held(self._number(optimizer))
+        before = [None if p.grad is None else p.grad.clone() for p in held]
+        norm = super().clip_grad_norm_(optimizer, max_norm, norm_type)
+        for parameter, gradient in zip(held, before, strict=True):
+            parameter.grad = gradient
+        return norm
+
+
 def _clip(replica: Replica, which: int, max_norm: float, facts: Facts) -> None:
     # after an overflow there is nothing to clip: step will skip
     factor = min(1.0, max_norm / (facts.norm + 1e-6))
@@ -365,7 +394,29 @@ def seen(replica: Replica, call: Call) -> Seen:
 
 
 def track(program: Program, name: str) -> Track:
-    """One of the oracle's tracks: ``mathematics`` or ``torch``."""
+    """One of the oracle's tracks: ``mathematics``, ``torch`` or ``plain torch``.
+
+    The last one is torch only where it is right by rule, not by chance. Of an optimizer
+    in a wrapper torch makes two. A fused step divides gradients in its kernel, and
+    leaves them as they are after an overflow: what another optimizer then does to a
+    gradient of both is right where it would not be without the overflow. A fused step
+    that raised leaves ``grad_scale`` behind, which the next one multiplies. Whether a
+    clip that overflows divides gradients is nobody's promise.
+    """
     if name == "mathematics":
         return Track(program, Mathematics, exact=True)
-    return Track(program, AgreedTorch, exact=False)
+    if name == "torch":
+        return Track(program, AgreedTorch, exact=False)
+    return Track(replace(program, words=_plain_words(program)), PlainTorch, exact=False)
+
+
+def is_ambiguous(program: Program) -> bool:
+    """Whether ``plain torch`` may differ from ``torch``."""
+    clips = any(call.kind in CLIPS for call in program.calls)
+    return clips or _plain_words(program) != program.words
+
+
+def _plain_words(program: Program) -> frozenset[str]:
+    words = program.words - {"wrapped"}
+    retries = any(call.kind == "retry" for call in program.calls)
+    return words - FUSED if "shared" in words or retries else words
