@@ -48,7 +48,7 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
         status = _command(arguments, agent)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of our output has ended, as ``| head``
+    except BrokenPipeError:  # the reader of our output has exited, as in ``| head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UsageError as error:
@@ -57,7 +57,7 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
     except KeyboardInterrupt:
         print("gradparity: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:  # a fault of ours: a bug report needs all of it
+    except Exception:  # our own fault: a bug report needs the whole traceback
         traceback.print_exc()
         print("gradparity: internal error, no verdict: see above", file=sys.stderr)
         return EXIT_CODES["error"]
@@ -76,7 +76,7 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """``run`` and ``replay``: the latter has no selection, only one id."""
+    """Run ``run`` or ``replay``; ``replay`` has one id instead of a selection."""
     from rich.console import Console
 
     from .rank.devices import Devices
@@ -109,7 +109,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _localise(parsed: argparse.Namespace) -> int:
-    """Judge one scenario, and say where it begins to go wrong."""
+    """Judge one scenario and print the first module that departs from the reference."""
     from .rank.devices import Devices
     from .rank.scaler_spec import NO_SCALER, load_scaler
     from .run.launcher import place_of
@@ -264,7 +264,7 @@ def _report(parsed: argparse.Namespace) -> int:
     from .report.terminal import print_report
 
     report = read_report(parsed.report)
-    if parsed.format is not None:  # it says by itself whether the report is whole
+    if parsed.format is not None:  # its output shows whether the report is complete
         (entry,) = entry_points(group=FORMATS, name=parsed.format)
         print(entry.load()(report), end="")
         return 0

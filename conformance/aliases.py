@@ -28,11 +28,11 @@ _RECIPE = re.compile(rf"(?<=recipe=)({'|'.join(RECIPES)})(?![\w-])")
 
 
 def current_id(text: str) -> str:
-    """A scenario id, or a pattern of some, in the names of today."""
+    """A scenario id, or a pattern for ids, in current names."""
     text = _SETTING.sub(lambda found: f"{SETTINGS[found[1]]}=", text)
     return _RECIPE.sub(lambda found: RECIPES[found[1]], text)
 
 
 def current_law(law: str) -> str:
-    """The id that a law has today."""
+    """The current id of a law."""
     return LAWS.get(law, law)

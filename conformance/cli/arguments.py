@@ -83,7 +83,7 @@ report, 4 inconclusive. docs/start.md takes five minutes.
 
 
 class _Parser(argparse.ArgumentParser):
-    """One clear line on bad usage, and exit code 2."""
+    """Prints one line on bad usage and exits with code 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn, exit() does not return
         self.exit(USAGE, f"gradparity: {message}\n")
@@ -146,7 +146,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     _add_diff(commands)
     _add_small(commands)
     _add_tools(commands)
-    for entry in entry_points(group=COMMANDS):  # listed here, parsed there
+    # listed here; the tool parses its own options
+    for entry in entry_points(group=COMMANDS):
         if entry.name in commands.choices:
             continue
         help_ = _HELP.get(entry.name, f"from {entry.module}")
@@ -203,7 +204,7 @@ def _add_hunt(commands: Commands) -> None:
 
 
 def _check_hunt(parsed: argparse.Namespace) -> None:
-    """Refuse options that the kind of search asked for does not heed."""
+    """Refuse options that the chosen kind of search does not use."""
     given = {name for name in _CALLS if getattr(parsed, name)}
     if given and not parsed.calls:
         raise UsageError(f"--{min(given)} is about call histories: add --calls")
@@ -344,7 +345,7 @@ def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
 
 
 def folder(text: str) -> Path:
-    """A folder that is there or can be made."""
+    """A folder that exists or can be made."""
     path = Path(text)
     for place in (path, *path.parents):
         if place.is_dir():

@@ -1,4 +1,4 @@
-"""What ``gradparity list`` and ``gradparity explain`` say."""
+"""The output of ``gradparity list`` and ``gradparity explain``."""
 
 from __future__ import annotations
 

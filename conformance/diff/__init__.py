@@ -1,1 +1,1 @@
-"""Two stacks, versions or settings in the same scenarios: where they differ first."""
+"""The first difference of two stacks, versions or settings in the same scenarios."""

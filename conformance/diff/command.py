@@ -1,4 +1,4 @@
-"""``gradparity diff``: run both sides, compare them, say where they differ first.
+"""``gradparity diff``: run both sides and print their first difference.
 
 A side is an interpreter, a folder and what to train there: two workloads or scenarios
 in this folder, two commits of a checkout (worktrees that are removed again), or two
@@ -47,9 +47,9 @@ _MARKS = {
     "broken": "broken",
 }
 _PACKAGES = 8
-"""Packages of other versions that are named; all of them are in the JSON."""
+"""Packages whose versions differ that are printed; the JSON has all of them."""
 _MORE = 3
-"""Further tensors that are named where a scenario differs first."""
+"""Further tensors that are printed at the first difference of a scenario."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,11 @@ class DiffSettings:
     sides: Sequence[str]
     """Two workloads, two scenario ids or two commits; empty with ``venvs``."""
     request: Request
-    """What both sides run, apart from what ``sides`` says."""
+    """The settings of both sides, apart from ``sides``."""
     checkout: Path | None = None
     venvs: Sequence[Path] = ()
     json: Path | None = None
-    """Where to write what was found as data."""
+    """Where to write the result as JSON."""
 
     def __post_init__(self) -> None:
         if self.venvs and (self.sides or self.checkout):
@@ -86,7 +86,7 @@ class DiffSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One of two: what it runs, with which interpreter, and where."""
+    """One of the two sides: its interpreter, its folder and its arguments."""
 
     name: str
     text: str
@@ -107,8 +107,8 @@ def diff(settings: DiffSettings, tell: Callable[[str], None]) -> int:
     Returns:
         0 the same, 1 different, 3 a side broke, 4 nothing is known.
 
-    Raises:
-        UsageError: for bad usage, also of what a side finds wrong in its workload.
+    Raises: UsageError: for bad usage, including errors that a side finds in its
+        workload.
     """
     with tempfile.TemporaryDirectory(prefix="gradparity-diff-") as scratch:
         with _sides(settings, Path(scratch)) as sides:
@@ -130,7 +130,7 @@ def diff(settings: DiffSettings, tell: Callable[[str], None]) -> int:
 
 @contextmanager
 def _sides(settings: DiffSettings, scratch: Path) -> Iterator[list[_Side]]:
-    """Both sides; worktrees are there until the end."""
+    """Both sides; worktrees exist until the context ends."""
     names, asked = ("A", "B"), settings.request
     if settings.venvs:
         yield [
@@ -163,7 +163,7 @@ def _side(
     folder = folder or Path.cwd()
     paths = [str(folder / "src")] if (folder / "src").is_dir() else []
     path, _, attribute = request.workload.partition(":")
-    if path.endswith(".py"):  # its folder takes the part of an import path
+    if path.endswith(".py"):  # its folder becomes the import path
         file = folder / path
         if not file.is_file():
             raise UsageError(f"{name}: {file}: no such file")
@@ -181,7 +181,7 @@ def _side(
 
 
 def _asked_for(request: Request, side: str) -> Request:
-    """What a side that is a workload or a scenario id runs."""
+    """The arguments of a side that is a workload or a scenario id."""
     is_file = ".py:" in side
     if "/" in side and not is_file:
         if request.workload or request.topologies:
@@ -203,7 +203,9 @@ def _python_of(venv: Path) -> str:
     """The interpreter of a virtual environment, or the interpreter itself."""
     for path in (venv / "bin" / "python", venv):
         if path.is_file() and os.access(path, os.X_OK):
-            return str(path.absolute())  # resolved, it would be that of the system
+            # not resolved: the link leads to the system's interpreter, without the
+            # packages
+            return str(path.absolute())
     raise UsageError(f"{venv}: no virtual environment: it has no bin/python")
 
 
@@ -254,7 +256,7 @@ def _recorded(side: _Side, scratch: Path, tell: Callable[[str], None]) -> Path:
     out, shim = scratch / side.name, scratch / "judge"
     out.mkdir()
     shim.mkdir(exist_ok=True)
-    # both sides are watched by this judge, whatever is installed in theirs
+    # this gradparity observes both sides, whatever is installed in theirs
     link = shim / "gradparity"
     if not link.exists():
         link.symlink_to(Path(__file__).parent.parent.parent, target_is_directory=True)
@@ -308,7 +310,8 @@ def _outcomes(
     """Each scenario of A with its twin of B."""
     a, b = (read_recording(folder).runs for folder in folders)
     if sides[0].request.scenarios and not settings.request.scenarios:
-        pairs = [((0, a[0]), (0, b[0]))]  # two ids are a pair whatever they are
+        # two ids are compared even if the scenarios differ
+        pairs = [((0, a[0]), (0, b[0]))]
         lone: list[tuple[str, Run]] = []
     else:
         twins = {run.pairs_with: (n, run) for n, run in enumerate(b)}

@@ -1,9 +1,9 @@
-"""Where two recordings of a scenario differ first, and by how much; pure functions.
+"""The first difference of two recordings of a scenario; pure functions.
 
 Bitwise equal is the same. Two correct runs may each miss the fp64 reference by their
-own bound (docs/parity.md), so they may differ by the sum of both and no more: that is
-the same within the noise. Anything beyond is a difference, and the first one, by step
-and then in the order in which a step computes, is named.
+own bound (docs/parity.md), so they may differ by the sum of both bounds: up to there
+they are the same within the noise. Anything above is a difference. The first one is
+named, by step and then in the order in which a step computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULTS = {
     "undecided": "inconclusive",
     "broken": "error",
 }
-"""What two runs come to -> the status, and so the exit code."""
+"""Result of two runs -> the status, and so the exit code."""
 ENOUGH = 0.5
 """The part of the comparisons that were due which ``noise`` must at least rest on."""
 _ROUNDOFF = 2.0**-24
@@ -51,7 +51,7 @@ class Difference:
     size: float
     """Of the tensor, or 1 where it is 0: what the difference is divided by."""
     allowed: tuple[float, float]
-    """What A and B may each miss the reference by, absolute."""
+    """The absolute errors against the reference that A and B may have."""
 
     @property
     def relative(self) -> float:
@@ -82,7 +82,7 @@ class Difference:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What two runs of one scenario come to."""
+    """The result of two runs of one scenario."""
 
     a: Run
     b: Run
@@ -94,14 +94,14 @@ class Outcome:
     equal: int = 0
     """Of them bitwise."""
     not_compared: int = 0
-    """Comparisons of which nothing is known: no bound, or one side has no value."""
+    """Comparisons that could not be made: no bound, or no value on one side."""
     first: list[Difference] = field(default_factory=list)
-    """All that differ where the first difference is, the largest first."""
+    """All differences at the place of the first one, the largest first."""
     closest: Difference | None = None
-    """Within the noise, the one that comes closest to its end."""
+    """The comparison within the noise that is closest to its limit."""
 
     def ended(self, result: str, text: str) -> Outcome:
-        """Itself, with what it comes to."""
+        """A copy with the result filled in."""
         self.result, self.text = result, text
         return self
 
@@ -124,7 +124,7 @@ def compare_runs(a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf]) -> Outcome:
             return found.ended("different", rows + _batches(a, b))
         beyond = sorted((r for r in rows if r.ratio > 1), key=lambda r: -r.ratio)
         if beyond:
-            # of the two measures of a tensor the one that is further beyond
+            # of the two measures of a tensor the one that exceeds its limit by more
             found.first = [*{(r.parameter, r.rank): r for r in beyond[::-1]}.values()]
             found.first.sort(key=lambda r: -r.ratio)
             more = f"; {len(found.first)} tensors differ there" * (len(found.first) > 1)
@@ -164,7 +164,7 @@ def _named(a: Run, b: Run) -> tuple[tuple[str, Run], tuple[str, Run]]:
 def _models_differ(a: Run, b: Run) -> str:
     """Which parameters only one side has, in words, or the empty string."""
     if not a.start or not b.start:
-        return ""  # one of them did not come so far
+        return ""  # one run ended before it had parameters
     only = {
         "A": sorted(a.start.keys() - b.start.keys()),
         "B": sorted(b.start.keys() - a.start.keys()),
@@ -180,7 +180,7 @@ def _models_differ(a: Run, b: Run) -> str:
 
 
 def _batches(a: Run, b: Run) -> str:
-    """A clause that says so where the sides were given other batches."""
+    """A clause for the message if the sides had different batches, or nothing."""
     for step, (one, other) in enumerate(zip(a.steps, b.steps, strict=False)):
         if one.batch != other.batch:
             return f" (the batch of step {step} is not bitwise the same)"
@@ -190,7 +190,7 @@ def _batches(a: Run, b: Run) -> str:
 def _stages(
     a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf], tally: Outcome
 ) -> Iterator[list[Difference] | str]:
-    """What is compared, in order; a text where something exact differs."""
+    """The comparisons in order; a text instead if an exact value differs."""
     yield [
         row
         for name in a.start
@@ -290,8 +290,8 @@ def _tensor_rows(
     kind, step, name = what
     a, b = tensors
     if a is None or b is None:
-        # A stack need not tell the gradients that it frees, nor have those that are 0:
-        # the update shows what came of them.
+        # # A stack need not report gradients that it frees, and need not have those
+        # that # are 0: the update shows their effect.
         tally.not_compared += 1
         return []
     rows = []
@@ -323,7 +323,7 @@ def _weighted(
     tensors: tuple[Tensor, Tensor],
     arrays: tuple[ArraysOf, ArraysOf],
 ) -> tuple[Values, Values]:
-    """An element counts as much as on the side on which it counts less."""
+    """The smaller of the two weights of each element."""
     weights = [
         known[tensor.weights][places]
         for tensor, known in zip(tensors, arrays, strict=True)
@@ -420,7 +420,7 @@ def _measured(
 
 
 def _counted(rows: list[Difference], tally: Outcome) -> list[Difference]:
-    """Those of which something is known, after counting the tensor."""
+    """The values that can be compared, after counting the tensor."""
     if all(row.absolute == 0.0 for row in rows):
         tally.compared += 1
         return rows

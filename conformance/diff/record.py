@@ -1,9 +1,9 @@
-"""What one side of a diff runs, in its own interpreter: train, and write it down.
+"""One side of a diff, in its own interpreter: train and write a recording.
 
     python -m gradparity.conformance.diff.record REQUEST
 
 Each scenario runs twice on the ranks; correct runs on one process in other orders of
-reduction say what rounding may do (``judge.bounds``). Nothing is judged here.
+reduction measure the effect of rounding (``judge.bounds``). Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(plain(str(error)), file=sys.stderr)
         return USAGE
-    except Exception:  # a fault of ours: whoever reports it needs all of it
+    except Exception:  # our own fault: a bug report needs the whole traceback
         traceback.print_exc()
         return EXIT_CODES["error"]
     return 0
 
 
 def record(request: Request) -> None:
-    """Run what is asked for and write it into ``request.out``.
+    """Run the request and write the recording into ``request.out``.
 
     Raises:
         UsageError: for unknown names, or a workload that breaks its protocol.
@@ -133,7 +133,7 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
         return msgspec.structs.replace(run, problem=plain(str(error))), {}
     except WorldFailure as failure:
         headline = plain(failure.root.headline)
-        # an exception of the stack is what it does; a rank that died is nobody's
+        # an exception is behaviour of the stack; a rank that died proves nothing
         told = isinstance(failure.root.exception, WorkloadError)
         name = "problem" if told else "broken"
         return msgspec.structs.replace(run, **{name: headline}), {}
@@ -166,7 +166,7 @@ class _Writer:
             self.skipped = schedule.skipped
 
     def written(self, run: Run) -> Run:
-        """``run`` with all that was seen."""
+        """``run`` with everything that was observed."""
         steps = [
             self._step(number, phase, seen, twin)
             for number, (phase, seen, twin) in enumerate(self._steps())

@@ -1,6 +1,6 @@
-"""Recording: what one side of a diff hands over, as JSON and arrays; no pickle.
+"""Recording: the result of one side of a diff, as JSON and arrays; no pickle.
 
-Each side runs in a separate interpreter and hands its results over in a folder:
+Each side runs in a separate interpreter and writes its results into a folder:
 ``recording.json`` says what each rank held at each step and what its error may be,
 ``N.npz`` holds the arrays of scenario N under digests, so that replicas are written
 once.
@@ -44,11 +44,11 @@ ArraysOf = Mapping[str, NDArray[np.generic]]
 
 
 class RecordingError(UsageError):
-    """A side handed over what cannot be read."""
+    """A side wrote a recording that cannot be read."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What a side is asked to run."""
+    """The settings of one side."""
 
     out: str
     """Folder for the recording."""
@@ -85,9 +85,9 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True):
     size: Pair = (0.0, 0.0)
     """Of the full tensor in the fp64 reference."""
     bound: Pair = ("inf", "inf")
-    """By how much a correct run may miss that reference; infinite: nothing is known."""
+    """Error that a correct run may have against it; infinite: not known."""
     weights: str = ""
-    """Digest of what each element of an update counts; empty: all count 1."""
+    """Digest of the weights of an update's elements; empty: all are 1."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one side has seen."""
+    """Everything that one side observed."""
 
     version: int
     gradparity: str
@@ -157,13 +157,13 @@ def write_arrays(folder: Path, number: int, arrays: ArraysOf) -> None:
 
 
 def write_recording(folder: Path, runs: tuple[Run, ...], torch: str) -> None:
-    """Write the rest, last: a folder without it is no recording."""
+    """Write the rest, last: a folder without this file is no recording."""
     import platform
     from importlib.metadata import distributions
 
     from ... import __version__
 
-    # a first one hides later ones, as it does in an import
+    # of two versions the first on the path counts, as in an import
     found = reversed([(d.metadata["Name"], d.version) for d in distributions()])
 
     recording = Recording(
@@ -178,7 +178,7 @@ def write_recording(folder: Path, runs: tuple[Run, ...], torch: str) -> None:
 
 
 def read_recording(folder: Path) -> Recording:
-    """Read what a side has written.
+    """Read the recording of a side.
 
     Raises:
         RecordingError: if it is no recording of this version.

@@ -1,26 +1,25 @@
 """Boundaries: every tensor that passed the boundary of a module, against the reference.
 
-[Note: What a rank holds]
-A DTensor says which part of the whole it is, and over which ranks it is still to be
-summed. A plain tensor says nothing. Where it is smaller than the whole, the parts are
-tried that the rank's mesh coordinate suggests; the rows need no such search, since the
-reference runs on the very rows that the rank was given. Where no part has the shape,
-the tensor is not compared.
+[Note: What a rank holds] The placements of a DTensor say which part of the whole it is,
+and over which ranks it is a partial sum. A plain tensor has no placements. If it is
+smaller than the whole, it is compared with the parts that the rank's mesh coordinate
+suggests. Rows need no such search, because the reference runs on the rank's own rows.
+If no part has its shape, the tensor is not compared.
 
 [Note: Whose fault]
 The first tensor that departs decides, in the order of the reference and over all ranks,
-as a collective carries a fault from one to others. What comes out of a module is that
-module's fault; what comes in is that of the module around it, which computed it. In
-forward inputs come in and outputs come out; in backward gradients of outputs come in
-and gradients of inputs come out. Inside a module out of which right tensors come a
-tensor may be what it likes, such as a partial sum that is reduced before anybody sees
-it: it does not count. If no activation departs, it is the loss, the gradients of the
-parameters themselves, or the optimizer.
+because a collective carries a fault from one rank to others. A wrong output is the
+fault of its module; a wrong input is the fault of the enclosing module, which computed
+it. In forward inputs come in and outputs come out; in backward gradients of outputs
+come in and gradients of inputs come out. Inside a module with right outputs a tensor
+may have any value, such as a partial sum that is reduced before the module returns: it
+does not count. If no activation departs, the fault is in the loss, the gradients of the
+parameters, or the optimizer.
 
 [Note: Factors]
 An objective may be normalised in many ways, and a scaler scales it. So gradients of
-activations are compared up to one factor for each rank and micro-batch, that of the
-first gradient that there is. A wrong one shows in the gradients of all parameters.
+activations are compared up to one factor for each rank and micro-batch, taken from the
+first gradient. A wrong factor shows in the gradients of all parameters.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction", "multiple_of"]
 Doubles = NDArray[np.float64]
 State = Literal["right", "partial", "wrong"]
 UNEVEN = 0.02
-"""What the factors of two ranks may differ by, half precision included."""
+"""Permitted relative difference of two ranks' factors, half precision included."""
 MAX_PARTS = 256
 """Parts of a whole that are tried for a plain tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Direction:
-    """Forward or backward: what comes in to a module, and what comes out."""
+    """Forward or backward: the kinds of a module's inputs and of its outputs."""
 
     name: Literal["forward", "backward"]
     enters: str
@@ -79,16 +78,16 @@ BACKWARD = Direction(name="backward", enters=OUTPUT_GRADIENT, leaves=INPUT_GRADI
 
 @dataclass(frozen=True)
 class _Known:
-    """What the reference says of one tensor."""
+    """The reference's value of one tensor."""
 
     truth: Doubles
     bound: tuple[float, float]
-    """What the norm and the largest element of an error may be."""
+    """Bounds on the norm and on the largest element of an error."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found of one tensor on one rank."""
+    """The comparison of one tensor on one rank."""
 
     state: State
     error: float
@@ -165,12 +164,12 @@ class Boundaries:
 
     @property
     def backwards(self) -> list[str]:
-        """Modules as backward comes to them."""
+        """Modules in the order of backward."""
         left = [b.module for b in self.order if b.kind == OUTPUT]
         return list(dict.fromkeys(reversed(left)))
 
     def first_departure(self, way: Direction) -> Location | None:
-        """The module in which things begin to go wrong; see [Note: Whose fault]."""
+        """The first faulty module; see [Note: Whose fault]."""
         for boundary in self.order:
             if boundary.kind in (way.enters, way.leaves):
                 for rank in self.ranks:
@@ -179,7 +178,7 @@ class Boundaries:
         return None
 
     def uneven(self) -> Location | None:
-        """Ranks on which backward starts with factors that are not the same."""
+        """Describe ranks on which backward starts with different factors, if any."""
         for micro_batch in sorted({batch for _, batch in self.factors}):
             at = {r: f for (r, b), f in self.factors.items() if b == micro_batch}
             low, high = min(at.values()), max(at.values())
@@ -201,7 +200,7 @@ class Boundaries:
         return None if found is None else found.state
 
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
-        """Whether what left a call departs, and nothing around it makes up for it."""
+        """Whether an output of a call departs and no enclosing call corrects it."""
         state = self._state(rank, boundary)
         if state in (None, "right"):
             return False
@@ -227,7 +226,7 @@ class Boundaries:
         return next((s for s in ("wrong", "partial", "right") if s in states), None)
 
     def _around(self, call: Call) -> Iterator[Call]:
-        """The calls that a call was made in, the innermost first."""
+        """The enclosing calls of a call, the innermost first."""
         while call in self.inside:
             call = self.inside[call]
             yield call
@@ -428,7 +427,7 @@ def _compared(values: Doubles, truth: Doubles, known: _Known, factor: float) -> 
 
 
 def multiple_of(values: Doubles, truth: Doubles) -> tuple[float, float]:
-    """(factor, rest): ``values`` are factor x ``truth`` but for a relative rest."""
+    """(factor, rest): ``values`` = factor x ``truth`` up to a relative rest."""
     square = float((truth * truth).sum())
     size = float(np.linalg.norm(values))
     if not square or not size or values.shape != truth.shape:
@@ -471,7 +470,7 @@ def _cuts(
 
 
 def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]:
-    """A part from the front and one from the back, as causal attention is balanced."""
+    """One part from each end: how context parallelism balances causal attention."""
     if parts < 2 or len(places) % (2 * parts):
         return places[:0]
     chunks = np.split(places, 2 * parts)
@@ -479,7 +478,7 @@ def _zigzag(places: NDArray[np.int64], at: int, parts: int) -> NDArray[np.int64]
 
 
 def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
-    """Ranks that a partial sum may be over: those that saw the same rows."""
+    """Groups over which a tensor may be a partial sum: ranks that saw the same rows."""
     axes = list(watched[0].coordinate)
     for count in range(1, len(axes) + 1):
         for some in combinations(axes, count):
@@ -494,7 +493,7 @@ def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
 
 
 class _References:
-    """Reference runs that have come to a step: the truth, and two noisy ones."""
+    """Reference runs up to a step: the truth and two noisy ones."""
 
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
         self.scenario = scenario
@@ -510,7 +509,7 @@ class _References:
     def known(
         self, batches: Sequence[Batch]
     ) -> tuple[dict[Boundary, _Known], ModuleLog]:
-        """What passes in a run on ``batches``, with bounds; and the truth's log."""
+        """The tensors of a run on ``batches`` with bounds, and the truth's log."""
         batches = [self._of_whole_rows(batch) for batch in batches]
         truth = self._watched(self.truth, batches)
         noisy = [self._watched(self.plain, batches)]
@@ -521,8 +520,8 @@ class _References:
     def _of_whole_rows(self, batch: Batch) -> Batch:
         """A micro-batch that a reference can run by itself.
 
-        Parts of rows, as of a sequence, know of each other: there the whole is run, and
-        a rank's tensors are parts of what passes.
+        Parts of rows, such as parts of a sequence, depend on each other. Then the
+        reference runs on the whole, and the rank's tensors are parts of its tensors.
         """
         shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]
         self.of_whole = shapes[0] != shapes[1]
@@ -560,7 +559,7 @@ def _jittered(model: nn.Module, size: float) -> Iterator[None]:
 def _bounded(
     truth: ModuleLog, noisy: Sequence[ModuleLog], roundoff: float
 ) -> dict[Boundary, _Known]:
-    """As bounds of gradients are made, see [Note: Bounds] in :mod:`.bounds`."""
+    """Derived like bounds of gradients, see [Note: Bounds] in :mod:`.bounds`."""
     values: dict[Boundary, Doubles] = {}
     noise: dict[Boundary, tuple[float, ...]] = {}
     for boundary, passed in truth.passed.items():

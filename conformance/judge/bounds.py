@@ -1,41 +1,41 @@
-"""Bounds of parity, made of the errors that correct runs have themselves.
+"""Bounds of parity, derived from the errors of correct runs.
 
 [Note: Bounds]
 A bound is ``SAFETY_FACTOR`` times the largest error that correct single-process runs
 of the same precision show against fp64 for this parameter up to this step (errors of
 training do not shrink again), and never less than the median relative noise of all
 parameters at that step (a parameter may be lucky in all references) nor one unit
-roundoff of the compute dtype. There is no absolute floor, so tiny gradients are held as
-tightly as large ones. An update is seen through the rounding of the stored fp32
-parameter: a run that shows no error may have one of half a unit in the last place, so
-its noise is never less than that. Norm and largest element are bounded separately: a
+roundoff of the compute dtype. No bound has an absolute floor, so tiny gradients are
+bounded as tightly as large ones. An update is seen through the rounding of the stored
+fp32 parameter: a run that shows no error may have one of half a unit in the last place,
+so its noise is never less than that. Norm and largest element are bounded separately: a
 norm hides one bad element, an element hides a drift. docs/parity.md derives
 ``SAFETY_FACTOR``.
 
 [Note: Weights of updates]
-Adam and its kin divide a gradient by its own size, so the error of an element's update
-is that of its gradient over the gradient: elements with small gradients err more, and
-the largest error would be that of one element, of which five references say little. So
-updates are compared after each element is multiplied by the smallest gradient it had,
-which makes all elements err alike. An element whose true gradient was smaller than the
-bound on gradient errors got a step of full length in a direction that rounding decided:
-its weight is 0 from that step on. Its gradient is still compared. Under SGD all weights
-are 1.
+Adam and similar optimizers divide a gradient by its own size, so the error of an
+element's update is the error of its gradient over the gradient. Elements with small
+gradients have larger errors, and the largest error would be that of one element, for
+which five references are too few. So each element of an update is multiplied by the
+smallest gradient it had, which makes the errors of all elements similar. If the true
+gradient of an element was smaller than the bound on gradient errors, rounding decided
+the direction of a full step: the weight of the element is 0 from that step on. Its
+gradient is still compared. Under SGD all weights are 1.
 
 [Note: Sign flips]
-Such a step also changes what other gradients are from then on, by far more than
-rounding does: one weight that goes the other way changes those of its neighbours by
-some percent. In half precision, where the noise of a gradient is large enough for that
-to happen by chance, one more reference gives the optimizer every element that is no
-larger than the noise with the other sign. In fp32 no such element was ever seen to
-turn, and a bound that allowed for it would hide what it is there to find.
+Such a step also changes later gradients, by far more than rounding: one weight that
+moves in the opposite direction changes the gradients of its neighbours by some percent.
+In half precision the noise of a gradient is large enough for this to happen by chance.
+So one more reference flips the sign of every gradient element that is no larger than
+the noise. In fp32 no such flip was ever seen, and a bound that allowed for it would
+hide real faults.
 
 [Note: Whole matrices]
-An optimizer that makes a matrix orthogonal (Muon) mixes all elements: its updates are
-compared as they are, and their noise is that of further references: gradients are
-changed by as much as correct ones differ, and what the optimizer computes in half
-precision is rounded once more. What follows from such a step counts as noise, too, as
-in the sign-flip run.
+An optimizer that makes a matrix orthogonal (Muon) mixes all elements. Its updates are
+compared without weights, and further references measure their noise: they change
+gradients by as much as correct ones differ, and round the half-precision steps of the
+optimizer once more. The later effects of such a step count as noise, too, as in the
+sign-flip run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ __all__ = [
 
 SAFETY_FACTOR = 8.0
 NUDGED = 3
-"""Further references where an optimizer looks at whole matrices."""
+"""Further references for an optimizer that uses whole matrices."""
 Doubles = NDArray[np.float64]
 Tensors = dict[str, Doubles]
 Pair = tuple[float, float]
@@ -82,9 +82,9 @@ class ParityBounds:
     """The truth and the absolute bounds by kind: [step][parameter] -> pair."""
 
     truth: Reference
-    """Its updates are weighted."""
+    """The scenario whose updates are weighted."""
     weights: Sequence[dict[str, Doubles]]
-    """[step][parameter] -> what elements of the update count; 0: cannot be compared."""
+    """[step][parameter] -> weights of the update's elements; 0: not compared."""
     gradient: Sequence[dict[str, Pair]]
     update: Sequence[dict[str, Pair]]
     loss: Sequence[dict[str, Pair]]
@@ -124,7 +124,7 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
 def expected_choices(
     scenario: Scenario, schedule: Schedule
 ) -> tuple[dict[str, Choices], ...]:
-    """What learned routers choose at each step, and how far their scores may be off.
+    """The choices of learned routers at each step, with the bounds of their scores.
 
     Args:
         scenario: what is trained.
@@ -194,7 +194,7 @@ def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
 
 
 def _hidden(truth: Reference) -> list[Tensors]:
-    """What the rounding of the stored fp32 parameters hides of their updates."""
+    """Errors of updates that the rounding of the stored fp32 parameters explains."""
     return [
         {
             n: np.spacing(np.abs(truth.start[n] + update).astype(np.float32)) / 2.0
@@ -258,9 +258,10 @@ def _bound(
         for name, tensor in tensors.items():
             # a gradient that is not used need not be finite
             if name not in skipped[step]:
-                # of a router that tips, a run may lack what another one has
+                # # a router may choose otherwise in one run: an expert then has no
+                # gradient there
                 errors = [sizes(run[step].get(name, 0.0) - tensor) for run in runs]
-                # a reference that overflowed on its own says nothing about noise
+                # a reference that overflowed by itself does not measure noise
                 finite = [e for e in errors if np.isfinite(e).all()]
                 known = worst.get(name, (0.0, 0.0))
                 worst[name] = _larger(known, *(finite or [_UNKNOWN]))

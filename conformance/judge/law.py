@@ -31,32 +31,32 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that is known of one run, or of its part on one world."""
+    """All observations of one run, or of its phase on one world."""
 
     scenario: Scenario
     ranks: tuple[RankTrace, ...]
     """One trace a rank; shorter than the scenario where the run stopped early."""
     control: tuple[RankTrace, ...] | None = None
-    """The same scenario trained without a scaler, where a law asks for it."""
+    """The same scenario trained without a scaler, if a law needs it."""
     control_differs: str = ""
-    """Where the run without a scaler differs from itself, made again; else empty."""
+    """Where two runs without a scaler differ bitwise; else empty."""
     first_try: str = ""
-    """What ran out of time at a first try, where this is the second; else empty."""
+    """In a second try: the call that exceeded its limit in the first; else empty."""
     parity: Parity | None = None
     """None where the run stopped early."""
     scaler: bool = True
     """Whether a scaler was judged; else the stack alone."""
     before: Evidence | None = None
-    """The part on another world, from whose saved state this one went on."""
+    """The phase on another world from whose saved state this one resumed."""
 
     @property
     def phase(self) -> Scenario:
-        """What was run on this world: all of the scenario, or its part here."""
+        """The phase that ran on this world: the whole scenario or a part of it."""
         return self.scenario.phases[0 if self.before is None else -1]
 
     @property
     def unseen(self) -> int:
-        """Steps of all ranks that were due here and that some rank did not complete."""
+        """Number of planned rank-steps that were not completed."""
         start = self.before.phase.steps if self.before else 0
         due = self.phase.steps - start - sum(1 for _ in self.steps())
         return max(due, 0) * len(self.ranks)
@@ -81,7 +81,7 @@ Judge = Callable[[Evidence], Finding]
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """One rule that every right scaler keeps."""
+    """One rule that every correct scaler obeys."""
 
     id: str
     """Stable id, ``chapter.name``."""
@@ -91,7 +91,7 @@ class Law:
     """Why a training run needs it."""
     judge: Judge
     of_stack: bool = False
-    """Whether it holds of training without a scaler, too."""
+    """Whether it also applies to training without a scaler."""
 
     @property
     def chapter(self) -> str:
@@ -106,7 +106,7 @@ LAWS: dict[str, Law] = {}
 def law(
     id: str, text: str, reason: str, *, of_stack: bool = False
 ) -> Callable[[Judge], Judge]:
-    """Enter the decorated function into :data:`LAWS`."""
+    """Register the decorated function in :data:`LAWS`."""
 
     def enter(judge: Judge) -> Judge:
         assert id not in LAWS, f"two laws are called {id}"
@@ -127,7 +127,7 @@ def _named(law: str, finding: Finding) -> Verdict:
 
 
 def _over_parts(law: Law, evidence: Evidence) -> Finding:
-    """What a law finds in a run; of its parts the first one that is worst decides."""
+    """Apply a law to every phase of a run; the first of the worst findings counts."""
     finding = _finding(law, evidence)
     if evidence.before is None:
         return finding
@@ -146,7 +146,7 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
 
 
 _AFTER_THE_REFERENCE = ("parity", "norm")
-"""Chapters of laws that compare with a reference, which a random forward has not."""
+"""Chapters that compare with a reference; a random forward has none."""
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:
@@ -177,7 +177,7 @@ def inconclusive(message: str) -> Finding:
 
 
 def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
-    """Add to what a law of time finds that this is the second try."""
+    """Say in a finding about a time limit that this is the second try."""
     if not evidence.first_try:
         return finding
     text = f"tried again alone: a first try ran out of time, {evidence.first_try}"

@@ -2,8 +2,8 @@
 
 Steps: run the scenario once more up to the first bad step, with every module watched
 (:func:`observe_modules`, on the ranks); run the reference on the same rows, watched in
-the same way, in fp64 and in the scenario's precision; say of every tensor at a module
-boundary whether it is right; find where it begins to go wrong (:func:`locate`).
+the same way, in fp64 and in the scenario's precision; compare every tensor at a module
+boundary; find the first module that departs (:func:`locate`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["first_bad_step", "locate", "observe_modules"]
 
 Doubles = NDArray[np.float64]
 PROPORTIONAL = 1e-3
-"""What may be left of a tensor, relative to it, if it is a multiple of the truth."""
+"""Relative residual up to which a tensor counts as a multiple of the truth."""
 TELLING = 0.01
-"""Where more is left of a right gradient, it is but rounding, and shows no factor."""
+"""A right gradient with a larger residual is only rounding and shows no factor."""
 NAMED = 4
-"""Parameters that a text names."""
+"""Parameters that a message names."""
 
 
 # - On a rank
@@ -103,7 +103,7 @@ def observe_modules(
 
 
 def _micro_batches(engine: Engine, step: int) -> list[Batch]:
-    """What this rank was given in ``step``, in the order of its passes."""
+    """The micro-batches of this rank in ``step``, in the order of its passes."""
     scenario = engine.scenario
     batch = scenario.workload.batch(step, scenario.seed)
     if engine.schedule is not None:
@@ -112,9 +112,9 @@ def _micro_batches(engine: Engine, step: int) -> list[Batch]:
 
 
 def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
-    """The batches as the modules were given them.
+    """The batches as the modules received them.
 
-    A pipeline cuts what it is given, and its first call infers shapes.
+    A pipeline cuts its batch into chunks, and its first call only infers shapes.
     """
     called = next(iter(log.rows), [])
     given = [batch.tensors[0].shape[0] for batch in batches]
@@ -141,7 +141,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
 
 
 def first_bad_step(parity: Parity) -> int | None:
-    """The first step at which anything departs, or None."""
+    """The first step at which a gradient, an update or the loss departs, or None."""
     return min((row.step for row in parity.first_bad.values()), default=None)
 
 
@@ -153,7 +153,7 @@ def locate(
     step: int,
     watched: Sequence[Watched],
 ) -> Location:
-    """Say where the run departs from the truth first.
+    """Find where the run first departs from the truth.
 
     Args:
         scenario: what was trained.
@@ -197,7 +197,7 @@ def locate(
 
 
 class _Gradients:
-    """What departs of loss, gradients and updates in one step, and by which factor."""
+    """Departures of loss, gradients and updates in one step, with their factors."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Gradients:
         truth = train_reference(scenario, schedule, TRUTH)
         self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
         self.step = step
-        # proportional but for rounding
+        # proportional up to rounding
         roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
         self.rest = max(PROPORTIONAL, SAFETY_FACTOR * roundoff)
         self.truth_loss = truth.losses[step]
@@ -232,7 +232,7 @@ class _Gradients:
 
     @property
     def also(self) -> str:
-        """What the gradients of parameters do, in words."""
+        """The departures of the parameters' gradients, in words."""
         if not self.departed["gradient"]:
             return "no gradient of a parameter departs"
         return self._all_of_them()
@@ -250,7 +250,7 @@ class _Gradients:
         )
 
     def own(self, boundaries: Boundaries) -> Location:
-        """Where gradients depart and no activation does."""
+        """The location if gradients depart and no activation does."""
         rank_of = {m: i for i, m in enumerate(boundaries.backwards)}
         rows = self.departed["gradient"]
         first = min(
@@ -280,7 +280,7 @@ class _Gradients:
         )
 
     def update(self) -> Location:
-        """Where the optimizer was given right gradients."""
+        """The location if the optimizer received right gradients."""
         row = self.departed["update"][0]
         moves = (pair for name in self.names for pair in self._moves(name))
         factor = _common((multiple_of(*pair) for pair in moves), self.rest)
@@ -302,7 +302,7 @@ class _Gradients:
         )
 
     def _moves(self, name: str) -> Iterator[tuple[Doubles, Doubles]]:
-        """Of each rank: how far the step moved a parameter, and how far it should."""
+        """Per rank: the update of a parameter in this step, and the right one."""
         before = self.updates[self.step - 1][name] if self.step else 0.0
         for trace, at in self.seen:
             if name not in trace.index:
@@ -313,7 +313,7 @@ class _Gradients:
             yield at.parameters[name].astype(np.float64) - start, whole
 
     def _compared_count(self) -> int:
-        """Gradients that could show a factor: others are but rounding, or zero."""
+        """Number of gradients that can show a factor: not zero, not only rounding."""
         return sum(
             name in self.names
             or any(
@@ -332,7 +332,7 @@ class _Gradients:
         return f"{which}{listed} are {_times(self.factor)}{self._why()}"
 
     def _why(self) -> str:
-        """Which axis a factor suggests."""
+        """The mesh axis that a factor suggests, in words."""
         assert self.factor is not None
         for inverse, words in (
             (True, "as if averaged once too often over"),
@@ -349,7 +349,7 @@ class _Gradients:
         return ""
 
     def _values(self, name: str) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
-        """Of each rank: its gradient, and what it should be."""
+        """Per rank: its gradient and the right one."""
         for trace, at in self.seen:
             if name in trace.index and name in at.gradients and name in self.truth:
                 whole = self.truth[name][trace.places(at, name)]
@@ -357,7 +357,7 @@ class _Gradients:
                 yield trace, mine, whole
 
     def _factor(self) -> float | None:
-        """The one factor by which all that depart do, on all ranks; else None."""
+        """The common factor of all departing gradients on all ranks, or None."""
         found = (
             multiple_of(mine, whole)
             for name in self.names
@@ -367,7 +367,7 @@ class _Gradients:
         return _common(found, self.rest)
 
     def _unreduced(self, name: str) -> str:
-        """Whether replicas hold parts that were not reduced, in words."""
+        """Say, if so, that replicas hold parts that were not reduced."""
         replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
         for trace, mine, whole in self._values(name):
             replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))
@@ -396,7 +396,7 @@ class _Gradients:
 
 
 def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
-    """The one factor of all (factor, rest), each with at most so much rest."""
+    """The common factor of all (factor, rest) pairs if every rest is small enough."""
     factors = []
     for factor, rest in found:
         if rest > most:

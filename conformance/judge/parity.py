@@ -1,8 +1,8 @@
-"""Parity: how far a sharded run is from the truth, against how far it may be.
+"""Parity: the errors of a sharded run against the truth, with their bounds.
 
 Steps: derive the schedule that the rule demands from the traces; train the fp64 truth
-and the noisy references; per step and parameter, measure the noise; hold every rank's
-local elements against the truth; keep the row that comes closest to its bound. The
+and the noisy references; per step and parameter, measure the noise; compare every
+rank's local elements with the truth; keep the row with the largest error / bound. The
 bounds are those of ``bounds``.
 """
 
@@ -54,7 +54,7 @@ class ParityRow:
     error: float
     """Size of the difference, relative to the truth's own size where that is not 0."""
     bound: float
-    """What the error may be, in the same unit."""
+    """Bound of the error, in the same unit."""
     absolute: float
     """The error before it is divided by the truth's size."""
 
@@ -68,7 +68,7 @@ class ParityRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRow:
-    """By which factor a rank's gradient of a parameter was clipped."""
+    """The factor by which a rank's gradient of a parameter was clipped."""
 
     step: int
     parameter: str
@@ -88,7 +88,7 @@ class Parity:
     """The measured parity of one run."""
 
     compared: Counter[str] = field(default_factory=Counter)
-    """kind -> comparisons made; 0 means that nothing is known."""
+    """kind -> number of comparisons made."""
     not_compared: Counter[str] = field(default_factory=Counter)
     """kind -> comparisons that were due and could not be made."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
@@ -106,16 +106,16 @@ class Parity:
     reference_norm: list[float] = field(default_factory=list)
     """Its norm of the whole unscaled gradient at each step, before it is clipped."""
     norm_bound: list[float] = field(default_factory=list)
-    """By how much such a norm may be off; infinite where nothing is known."""
+    """Bound of the error of such a norm; infinite if not known."""
     clip_norm: float | None = None
     """The norm to which gradients are to be clipped, if they are."""
     cuts_rows: bool = False
-    """Whether the run cuts rows apart of which the gradients are no sums."""
+    """Whether the run splits rows although gradients are not sums over rows."""
     clipped: list[ClipRow] = field(default_factory=list)
     """Of each gradient of the steps in which none is bad, where they are clipped."""
 
     def add(self, row: ParityRow) -> None:
-        """Take one comparison in, or count it where there is no finite bound."""
+        """Add one comparison; without a finite bound count it as not compared."""
         if not np.isfinite(row.bound):
             self.not_compared[row.kind] += 1
             return
@@ -136,7 +136,7 @@ class Parity:
 
 
 def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
-    """Skips and scales that the rule demands, from what all ranks saw.
+    """Skips and scales that the rule demands, from the traces of all ranks.
 
     The scale is the one of the first rank; whether ranks agree on it is another law's
     business.
@@ -186,7 +186,7 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
 
 
 def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
-    """Hold every rank and every step against the truth.
+    """Compare every rank and every step with the truth.
 
     Args:
         scenario: what was trained.
@@ -223,7 +223,7 @@ def _cuts_rows(scenario: Scenario) -> bool:
 
 
 def _idle(seen: Seen) -> Idle:
-    """How the optimizers were handed the parameters that no gradient reached."""
+    """How the optimizers received the parameters without a gradient."""
     names = dict.fromkeys(name for trace, _ in seen for name in trace.index)
     zeros, absent = set(), set()
     for name in names:
@@ -239,7 +239,7 @@ def _idle(seen: Seen) -> Idle:
 def _check_counts(
     scenario: Scenario, phases: Iterable[Sequence[RankTrace]], truth: Reference
 ) -> None:
-    """See that the counts of all ranks add up to that of the whole batch.
+    """Check that the counts of all ranks add up to that of the whole batch.
 
     Raises:
         WorkloadError: if rows or tokens were left out, or seen twice.
@@ -292,7 +292,7 @@ def _gradient_rows(
     name: str,
     parity_bounds: ParityBounds,
 ) -> Iterator[ParityRow]:
-    """No gradient and one of zeros are both right where no gradient is due."""
+    """Rows of gradients; where none is due, None and zeros are both right."""
     true, had = parity_bounds.truth.gradients[step].get(name), name in at.gradients
     if true is None and not had:
         return
@@ -314,7 +314,7 @@ def _clip_rows(
     phases: Iterable[Sequence[RankTrace]],
     parity_bounds: ParityBounds,
 ) -> Iterator[ClipRow]:
-    """What each gradient is of the truth's, as it was before it was clipped."""
+    """The factor of each gradient against the truth's gradient before clipping."""
     steps = zip(_steps(phases), factors, schedule.skipped, strict=True)
     for step, (seen, due, skipped) in enumerate(steps):
         for trace, at in seen if not skipped else ():
@@ -329,7 +329,7 @@ def _clip_rows(
                 values = gradient_of(seen, trace, at, name).astype(np.float64)
                 factor = float(values @ whole) / size**2
                 rest = float(np.linalg.norm(values - factor * whole))
-                # noise is clipped with what it is in
+                # clipping scales the noise of a gradient, too
                 parallel = rest <= noise * max(1.0, abs(factor) / due)
                 yield ClipRow(
                     step=step,
@@ -373,7 +373,7 @@ def mean_loss(seen: Iterable[StepTrace]) -> float | None:
 
 
 def moved(trace: RankTrace, at: StepTrace, name: str) -> Doubles:
-    """How far a rank's elements of a parameter are from where they started."""
+    """A rank's elements of a parameter minus their initial values."""
     start = trace.start[name].astype(np.float64)
     found: Doubles = at.parameters[name].astype(np.float64) - start
     return found
@@ -426,5 +426,5 @@ _MEASURES = ("norm", "largest element")
 
 
 def _finite(error: float) -> float:
-    """A difference that is not a number is as wrong as can be."""
+    """A nan difference counts as infinite."""
     return float("inf") if np.isnan(error) else float(error)

@@ -41,14 +41,14 @@ __all__ = [
 
 Doubles = NDArray[np.float64]
 Limits = tuple[tuple[tuple[str, float], ...], ...]
-"""Per step: (parameter, size of a gradient's element); hashable, as runs are kept."""
+"""Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
     """How the sharded run's optimizer was handed parameters that were not used.
 
-    Both are right, and yet weight decay and momentum act on zeros alone.
+    Both are right, but only with zeros do weight decay and momentum act on them.
     """
 
     zeros: frozenset[str] = frozenset()
@@ -59,14 +59,14 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What the sharded run did that the reference must follow."""
+    """The decisions of the sharded run that the reference must follow."""
 
     skipped: tuple[frozenset[str], ...]
-    """Per step: the parameters that the rule demands to be left as they are."""
+    """Per step: the parameters that must not change by the rule."""
     scales: tuple[float, ...]
     """Per step: the scale of the loss; only half precision feels it."""
     idle: tuple[Idle, ...] = ()
-    """Per step: parameters that no gradient reached; of a user's own workload."""
+    """Per step: parameters without a gradient; for a user's workload only."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ class Reference:
     norms: tuple[float, ...] = ()
     """Per step: the norm of the whole unscaled gradient, before it is clipped."""
     counts: tuple[float | None, ...] = ()
-    """Per step: what sums were divided by, where the loss is (sum, count)."""
+    """Per step: the total count, if the loss is (sum, count)."""
     choices: tuple[dict[str, Choices], ...] = ()
-    """Per step: what a learned router chose, by kind of call."""
+    """Per step: the choices of learned routers, by kind of call."""
     errors: tuple[dict[str, float], ...] = ()
-    """Per step: the largest error of the scores that it chose by."""
+    """Per step: the largest error of the routers' scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How a reference run departs from the plain fp64 one."""
+    """How a reference run differs from the plain fp64 one."""
 
     double: bool = False
     """Compute in fp64; else in the scenario's precision."""
@@ -101,10 +101,10 @@ class Variant:
     parts: int = 1
     """Number of accumulated parts of each batch."""
     sign_flip: Limits = ()
-    """The optimizer is given elements below these limits with the other sign."""
+    """The signs of gradient elements below these limits are flipped."""
     nudged: int = 0
-    """Where not 0, the seed of noise that is given to the optimizer of whole matrices:
-    of these limits in the gradients, and in what it computes in half precision."""
+    """If not 0, the seed of noise for an optimizer of whole matrices: within these
+    limits in the gradients, and in its half-precision results."""
     limits: Limits = ()
 
 
@@ -118,9 +118,9 @@ NOISY = (
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
 FP32_INSIDE = 1024 * 2.0**-24
-"""Of the largest element of a gradient: what fp64 runs of a model may differ by that
-computes in fp32 inside. Rounding does not reach it with models of this size; what cuts
-of a layer over all rows change is far beyond."""
+"""Relative to the largest element of a gradient: permitted difference of fp64 runs of a
+model that computes in fp32 inside. Rounding stays below it with models of this size;
+cutting a layer over all rows changes far more."""
 KEPT = 16
 """Number of references kept: enough for two schedules of a scenario, which its scalers
 share. In the default preset a cache of 256 held a gigabyte and saved 5 % of the
@@ -174,7 +174,7 @@ def _key(scenario: Scenario) -> _Key:
 
 @dataclass(frozen=True, kw_only=True)
 class _Key:
-    """What of a scenario a reference depends on."""
+    """The fields of a scenario on which a reference depends."""
 
     model: str
     optimizer: str
@@ -224,7 +224,7 @@ class ReferenceRun:
         model = initial_model(key.model, key.seed, key.training)
         if self.precision.convert is not None and not variant.double:
             model = self.precision.convert(model)
-        # not .to(dtype), which casts complex buffers, too
+        # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         # one a parameter: the schedule distinguishes parameters, not optimizers
         self.optimizers = {
@@ -240,14 +240,14 @@ class ReferenceRun:
         self.rows_apart: bool | None = None
         self.generator = torch.Generator().manual_seed(variant.nudged)
         self.replayed: tuple[dict[str, Choices], ...] = ()
-        """Per step: what routers choose; by themselves where it is empty."""
+        """Per step: the choices that routers must make; empty: their own."""
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
 
     def step(
         self, step: int, skipped: frozenset[str], scale: float, idle: Idle
     ) -> None:
-        """Train one step, and keep what is compared of it."""
+        """Train one step and keep the values that are compared."""
         batch = self._batch(step)
         self.model.zero_grad()
         parts = self._parts(batch)
@@ -335,7 +335,7 @@ class ReferenceRun:
         return batch.map(lambda t: t.double() if t.is_floating_point() else t)
 
     def one_pass(self, part: Batch, factor: float) -> None:
-        """Forward and backward of its own for any micro-batch; no step."""
+        """Forward and backward of a given micro-batch, without a step."""
         value, _ = self._objective(self._wide(part))
         (value * factor).backward()
 
@@ -353,7 +353,7 @@ class ReferenceRun:
     def _weights(
         self, batch: Batch, parts: list[Batch], counts: list[float | None]
     ) -> list[float]:
-        """What the loss of each part counts in that of the step."""
+        """Weight of each part's loss in the loss of the step."""
         known = [count for count in counts if count is not None]
         self.counts.append(sum(known) if known else None)
         if not known:
@@ -412,10 +412,10 @@ def _shuffled(parts: list[Batch], variant: Variant) -> list[Batch]:
 def rows_apart(model: str) -> bool:
     """Whether rows may be reversed and cut: whether gradients are sums over rows.
 
-    Rows of a workload's own micro-batches need not be: several sequences may be packed
-    in one. Nor are gradients sums where a layer looks at all rows at once, as the
-    statistics of a batch do. Then what is cut is another training, in fp64, too, and
-    would be taken for the noise of the right one.
+    Rows of a workload's own micro-batches may depend on each other: several sequences
+    may be packed in one. Gradients are no sums if a layer uses all rows at once, such
+    as batch statistics. Then training on parts is a different training, in fp64, too,
+    and its distance would be taken for noise.
 
     Args:
         model: a name of the fixtures, or the spec of a workload.

@@ -1,4 +1,4 @@
-"""Agreement: at every step all ranks hold the same state and take the same decision."""
+"""Agreement: at every step all ranks hold the same state and decide the same."""
 
 from __future__ import annotations
 

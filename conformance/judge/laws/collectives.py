@@ -1,4 +1,4 @@
-"""Collectives: what a scaler sends does not depend on gradients; nothing strays."""
+"""Collectives: their sequence does not depend on gradients, and none is left over."""
 
 from __future__ import annotations
 

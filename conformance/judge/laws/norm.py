@@ -1,4 +1,4 @@
-"""Norm: the whole gradient is measured as a whole, and clipped by that alone."""
+"""Norm: the reported norm and the clipping factor are those of the whole gradient."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _ADVICE = (
     of_stack=True,
 )
 def reported(evidence: Evidence) -> Finding:
-    """Compare what each rank reports with the norm of the fp64 truth.
+    """Compare each rank's reported norm with that of the fp64 truth.
 
-    Ranks may add up in different orders: each is held to the measured bound, and none
-    to the bits of another one.
+    Ranks may add in different orders: each norm must be within the measured bound, but
+    ranks need not be bitwise equal.
     """
     report = {rank for _, seen in evidence.steps() for rank in _reports(evidence, seen)}
     trains = evidence.scenario.workload.train_step is not None
@@ -64,7 +64,7 @@ def reported(evidence: Evidence) -> Finding:
             continue
         missed += len(report) - len(reported)
         compared += len(reported)
-        # not written with ">": a norm that is not a number is wrong, too
+        # "not <=" instead of ">": a nan norm is wrong, too
         wrong = {r: n for r, n in reported.items() if not abs(n - due) <= bound}
         if wrong and _is_of_its_gradients(evidence, step, seen, wrong):
             text = "and the reported norm is that of these"
@@ -88,13 +88,13 @@ def reported(evidence: Evidence) -> Finding:
 
 
 def _has_departed(parity: Parity, step: int) -> bool:
-    """Whether the weights are no longer those that the truth has at ``step``."""
+    """Whether the weights at ``step`` already depart from the truth's."""
     first = parity.first_bad.get("update")
     return first is not None and first.step < step
 
 
 def _reports(evidence: Evidence, seen: Sequence[StepTrace]) -> dict[int, float]:
-    """Rank -> the norm that it reports, of those that do."""
+    """Rank -> its reported norm, for the ranks that report one."""
     return {
         trace.rank: s.reported_norm
         for s, trace in zip(seen, evidence.ranks, strict=True)
@@ -134,8 +134,8 @@ def _is_of_its_gradients(
 ) -> bool:
     """Whether reported norms are that of the gradients that the optimizers used.
 
-    Where these depart from the truth, the norm is measured right and clipped by, and
-    the gradients are wrong: another law says so.
+    If these depart from the truth, the norm and the clipping are right and the
+    gradients are wrong: ``parity.gradient`` reports that.
     """
     parity = evidence.parity
     assert parity is not None
@@ -167,7 +167,7 @@ def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
 
 
 def _slack(parity: Parity, step: int) -> float:
-    """What a norm may be off, relative to it; twice, as two are compared."""
+    """Permitted relative error of a norm, doubled because two norms are compared."""
     return 2 * parity.norm_bound[step] / (parity.reference_norm[step] or 1.0)
 
 
@@ -220,11 +220,12 @@ def factor(evidence: Evidence) -> Finding:
 def _is_clipping(
     evidence: Evidence, seen: Sequence[StepTrace], rows: Sequence[ClipRow]
 ) -> bool:
-    """Whether wrong factors come of clipping, and not of wrong gradients.
+    """Whether clipping, and not wrong gradients, causes the wrong factors.
 
-    A stack that clips its own gradient right, whatever that is, ends at ``clip_norm``
-    where it clips, and never above. What ends below by one factor for all was clipped
-    too much; where tensors have factors of their own, their gradients are wrong.
+    A stack that clips its gradient correctly, even a wrong gradient, ends at
+    ``clip_norm`` if it clips, and never above. If all gradients end below by one
+    factor, they were clipped too much; if tensors have different factors, their
+    gradients are wrong.
     """
     parity = evidence.parity
     assert parity is not None and parity.clip_norm is not None

@@ -1,4 +1,4 @@
-"""Parity: gradients, updates and loss are as near to the fp64 truth as they can be."""
+"""Parity: gradients, updates and loss are within their bounds of the fp64 truth."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _all_bad(evidence: Evidence) -> bool:
 
 
 def _unclear(evidence: Evidence, last: int) -> bool:
-    """Whether a choice up to a step may be that of another row."""
+    """Whether a router's choice up to a step may belong to another row."""
     steps = [s for t in evidence.ranks for s in t.steps if s.step <= last]
     return any(s.unclear_choices for s in steps)
 

@@ -1,4 +1,4 @@
-"""Randomness: what must be drawn alike is equal, and what must not is different."""
+"""Randomness: equal draws for one activation, different draws for different ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _wrong(
 
 
 def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Finding:
-    """A pass, or what to say where nothing was compared."""
+    """A pass, or inconclusive if nothing was compared."""
     draws = any(s.draws for _, seen in evidence.steps() for s in seen)
     if compared or not draws:
         return count_or_inconclusive(compared, what, evidence.unseen)
@@ -177,7 +177,7 @@ def recompute(evidence: Evidence) -> Finding:
 
 
 def _first_runs(draw: Draw, forward: Sequence[Draw]) -> list[Draw]:
-    """Draws of forward of which ``draw`` may be the repetition."""
+    """Draws of forward that ``draw`` may repeat."""
     alike = [d for d in forward if d.call == draw.call]
     same = [d for d in alike if draw.applied and d.applied == draw.applied]
     return same or alike

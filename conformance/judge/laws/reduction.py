@@ -1,4 +1,4 @@
-"""Dtypes: gradients are reduced in the precision that the stack promises."""
+"""Dtypes: gradients are reduced in the dtype that the workload declares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduction(evidence: Evidence) -> Finding:
         for s, trace in zip(seen, evidence.ranks, strict=True):
             for each in s.reductions:
                 parameters = _parameters(trace, sizes, each)
-                # less than a parameter, and fewer than there are: norms, counts
+                # smaller than any parameter and than their number: a norm or a count
                 if not parameters and each.elements <= len(trace.index):
                     continue
                 compared += 1

@@ -60,7 +60,7 @@ def _is_kept(
     seen: StepTrace, permitted: list[tuple[float, int | None]], *, bad: bool
 ) -> bool:
     scale, growth = seen.scale_after, seen.growth_after
-    if bad and permitted[0][0] < SMALLEST:  # a floor is one's own choice
+    if bad and permitted[0][0] < SMALLEST:  # a scaler may have a floor of its own
         return scale <= seen.scale_before and growth in (None, 0)
     return any(
         scale == want and growth in (None, tracker) for want, tracker in permitted
@@ -86,7 +86,7 @@ def rule(evidence: Evidence) -> Finding:
     """Replay every update of every rank against the oracle."""
     scenario, compared = evidence.scenario, 0
     # Where state_dict has no tracker, it is counted here. A load may have
-    # lost such a count: then it is unknown until the scale moves.
+    # lost such a count: then it is unknown until the scale changes.
     counts: dict[int, int | None] = dict.fromkeys(
         (t.rank for t in evidence.ranks), None if evidence.before else 0
     )

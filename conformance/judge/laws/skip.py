@@ -1,4 +1,4 @@
-"""Skip: a bad gradient anywhere stops everybody, and a skipped step changes nothing."""
+"""Skip: a bad gradient on any rank stops all ranks; a skipped step changes nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def no_side_effects(evidence: Evidence) -> Finding:
 def _still_at_bad_steps(
     evidence: Evidence, moved: Callable[[Decision], bool], words: str
 ) -> Finding:
-    """First bad step at which something has moved on some rank."""
+    """Finding on the first bad step at which a value changed on any rank."""
     compared = 0
     for step, seen in evidence.decisions():
         if not _is_bad(seen):
@@ -118,7 +118,7 @@ def _still_at_bad_steps(
 
 
 def _not_struck(evidence: Evidence) -> list[tuple[int, Fault]]:
-    """Each planted fault that was due at a step and was injected on no rank there."""
+    """Each planted fault that was due at a step and that no rank injected."""
     return [
         (step, fault)
         for step, seen in evidence.steps()

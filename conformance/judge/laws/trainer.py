@@ -1,4 +1,4 @@
-"""Trainer: what goes on beside the step knows whether the step was taken."""
+"""Trainer: schedules, averages and counters follow whether the step was taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..law import (
 
 @dataclass(frozen=True, kw_only=True)
 class _Beside:
-    """What a rank said of itself before and after a step."""
+    """A value that a rank's stack reports before and after a step."""
 
     step: int
     rank: int
@@ -42,10 +42,10 @@ class _Beside:
 
 
 def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
-    """What was said of ``what``, where it is beyond doubt whether the step was taken.
+    """Values of ``what`` around each step that was clearly taken or clearly skipped.
 
-    A step that was taken or skipped against the rule, or by some optimizers only, is
-    for the laws on skips: what goes on beside it is not judged.
+    A step that was taken or skipped against the rule, or by some optimizers only,
+    belongs to the laws on skips and is left out here.
     """
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
@@ -76,7 +76,7 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
     "called on skipped steps, too.",
 )
 def schedule(evidence: Evidence) -> Finding:
-    """Compare where the schedule is before and after each step."""
+    """Compare the schedule's state before and after each step."""
     compared = 0
     for at in _beside(evidence, "schedule"):
         compared += 1

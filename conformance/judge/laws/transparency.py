@@ -72,7 +72,7 @@ def first_difference(
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
-    """What both laws say where they cannot be held against the scaler."""
+    """The finding of both laws if they cannot apply to the scaler."""
     reason = _not_applicable(evidence)
     if reason:
         return skipped(reason)
