@@ -290,8 +290,8 @@ def _tensor_rows(
     kind, step, name = what
     a, b = tensors
     if a is None or b is None:
-        # # A stack need not report gradients that it frees, and need not have those
-        # that # are 0: the update shows their effect.
+        # A stack need not report gradients that it frees, and need not have those that
+        # are 0: the update shows their effect.
         tally.not_compared += 1
         return []
     rows = []

@@ -82,7 +82,7 @@ class ParityBounds:
     """The truth and the absolute bounds by kind: [step][parameter] -> pair."""
 
     truth: Reference
-    """The scenario whose updates are weighted."""
+    """Its updates are multiplied by ``weights``."""
     weights: Sequence[dict[str, Doubles]]
     """[step][parameter] -> weights of the update's elements; 0: not compared."""
     gradient: Sequence[dict[str, Pair]]
@@ -258,7 +258,7 @@ def _bound(
         for name, tensor in tensors.items():
             # a gradient that is not used need not be finite
             if name not in skipped[step]:
-                # # a router may choose otherwise in one run: an expert then has no
+                # a router may choose otherwise in one run: an expert then has no
                 # gradient there
                 errors = [sizes(run[step].get(name, 0.0) - tensor) for run in runs]
                 # a reference that overflowed by itself does not measure noise

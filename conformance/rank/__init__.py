@@ -1,1 +1,1 @@
-"""What runs on a rank: the engine, what is observed, and the trace of it."""
+"""The code that runs on a rank: engine, observers, trace."""

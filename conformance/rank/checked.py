@@ -1,4 +1,4 @@
-"""The collective after each step whose result is known: strays would pair with it."""
+"""The checked collective after each step: a stray one would pair with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECK_TIMEOUT = timedelta(seconds=10)
 def checked_collective(
     rank: int, step: int, device: torch.device
 ) -> tuple[float, float]:
-    """An all-reduce whose sum is known; stray collectives would pair with it."""
+    """All-reduce with a known sum; a stray collective would pair with it."""
     ranks = dist.get_world_size()
     value = torch.tensor([(rank + 1.0) * (step + 1.0)], device=device)
     want = (step + 1.0) * ranks * (ranks + 1) / 2
@@ -36,8 +36,8 @@ def checked_collective(
 def all_say_right(seen: StepTrace) -> bool:
     """Whether the checked sum is right on every rank.
 
-    Told through the store and not through the process group, which may be the very
-    thing that is broken; so no rank goes on alone and hangs.
+    Ranks exchange this through the store, because the process group may be broken; so
+    no rank continues alone and hangs.
     """
     assert seen.checked_sum is not None
     world = current_world()

@@ -1,8 +1,8 @@
-"""Devices: where ranks keep their tensors, which backend follows, and what is refused.
+"""Devices: where ranks keep their tensors, with which backend, and the limits.
 
     device   shared   backend   ranks
     cpu      no       gloo      as many as asked for
-    cuda     no       NCCL      one a GPU: two on one would wait for each other for ever
+    cuda     no       NCCL one a GPU: two on one would wait for each other forever
     cuda     yes      gloo      several a GPU, on CUDA tensors; only when asked for
 
 The reference always trains on the CPU, in fp64 and fp32.
@@ -25,7 +25,7 @@ __all__ = ["Devices", "device_names", "set_deterministic", "visible_gpus"]
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What the ranks of one run compute on."""
+    """The devices of the ranks of one run."""
 
     device: Device = "cpu"
     share: bool = False
@@ -57,12 +57,12 @@ class Devices:
         )
 
     def check(self, ranks: int, gpus: int, way_out: str) -> None:
-        """Refuse what cannot work, before anything is started.
+        """Refuse a setup that cannot work, before any rank starts.
 
         Args:
             ranks: the most ranks of one machine.
             gpus: CUDA devices that they see.
-            way_out: how to ask for fewer ranks.
+            way_out: how to choose fewer ranks, for the message.
 
         Raises:
             UsageError: if there are too few GPUs.
@@ -92,12 +92,12 @@ def device_names() -> list[str]:
 
 
 def set_deterministic(device: torch.device) -> None:
-    """Have this rank compute the same bits each time, fp32 as fp32.
+    """Make this rank compute the same bits in every run, and fp32 as fp32.
 
-    The laws that ask for bitwise equality compare two runs; on CUDA some kernels sum in
-    the order in which their threads come, and matrix products may round to TF32 or sum
-    in half precision. Uninitialised memory is nan: a read of it is seen each time,
-    and not only when something else lay there before (B21).
+    Bitwise laws compare two runs; on CUDA some kernels sum in the order in which their
+    threads arrive, and matrix products may round to TF32 or sum in half precision.
+    Uninitialised memory is filled with nan, so that a read of it shows in every run and
+    does not depend on the old content (B21).
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property
@@ -109,4 +109,5 @@ def set_deterministic(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # leaves the plain kernels
+    # only the plain attention kernels remain
+    torch.backends.cuda.enable_cudnn_sdp(False)

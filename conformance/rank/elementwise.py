@@ -1,10 +1,10 @@
-"""Optimizers that look at whole matrices: which parameters have one, and their noise.
+"""Optimizers that use whole matrices: which parameters have one, and their noise.
 
-An elementwise optimizer (SGD, Adam) moves an element by what it knows of that element,
-so rounding in a gradient stays where it is. Muon and its kin make a matrix orthogonal:
-every element of the update depends on all of the gradient, and they compute in half
-precision, whatever the parameters are. How far correct runs are apart is then measured
-with the optimizer's own operations rounded otherwise.
+An elementwise optimizer (SGD, Adam) computes the update of an element from that element
+alone, so rounding in a gradient stays in its element. Muon and similar optimizers make
+a matrix orthogonal: every element of the update depends on the whole gradient, and they
+compute in half precision for any dtype of the parameters. The distance of correct runs
+is then measured by rounding the optimizer's own operations differently.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ EQUAL = 1e-9
 
 @cache
 def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
-    """Matrices whose optimizer does not treat each element for itself.
+    """Matrices whose optimizer does not treat each element separately.
 
-    Found by giving it a gradient, and the same one with its elements in another order:
-    an elementwise optimizer gives the same updates in that order.
+    The probe steps with a gradient and with a permutation of it: an elementwise
+    optimizer gives the same updates, permuted.
 
     Args:
         spec: a workload; of built-in ones all optimizers are known.
@@ -76,7 +76,7 @@ class HalfNoise(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` and change what it has computed by up to a unit roundoff."""
+        """Run ``func`` and change half-precision results by up to a unit roundoff."""
         found = func(*args, **(kwargs or {}))
         half = isinstance(found, Tensor) and found.dtype in _HALF
         if half and not makes_view(func):

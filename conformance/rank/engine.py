@@ -1,13 +1,12 @@
 """Engine: builds the model of a scenario on this rank and runs its passes.
 
-The one trick: before a topology lays the model out, every parameter is filled with
-its own element numbers. What each rank then holds *is* the map from local elements to
-the full tensor, whatever placements the topology chose; the true initial values are
-written through that map. No knowledge of sharding internals is needed, and replicas
-are recognised by holding the same map.
+Before a topology lays the model out, every parameter is filled with its own element
+numbers. The values that each rank then holds are the map from local elements to the
+full tensor, for any placements; the true initial values are written through that map.
+This needs no knowledge of sharding internals, and ranks with equal maps hold replicas.
 
-A workload that has ``weights`` says itself what each rank holds (``local_parts``): it
-is laid out with its true values, and nothing is written into it.
+A workload with a method ``weights`` describes the local parts itself (``local_parts``):
+it is laid out with its true values, and the judge writes nothing into it.
 """
 
 from __future__ import annotations
@@ -67,15 +66,15 @@ class Engine:
 
     scenario: Scenario
     module: Any
-    """What to call: the model, its wrapper, or a pipeline stage's part. Where the
-    workload has a ``train_step``, any object that it takes."""
+    """The module to call: the model, its wrapper, or the part of a pipeline stage.
+    Where the workload has a ``train_step``, any object that it takes."""
     mesh: DeviceMesh
     parameters: dict[str, nn.Parameter]
     """Name in the full model -> parameter on this rank."""
     whole: dict[str, Tensor]
-    """Name -> the full parameter as it was at first."""
+    """Name -> the initial full parameter."""
     trained: frozenset[str]
-    """Names of the full model's parameters that training moves."""
+    """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]
     """Name -> place of each local element in the flat full tensor."""
     optimizers: list[torch.optim.Optimizer]
@@ -87,11 +86,11 @@ class Engine:
     replicas: dict[str, int] = field(default_factory=dict)
     """Name -> number of ranks that hold the same elements, for norms."""
     choices: Sequence[Mapping[str, Choices]] = ()
-    """Per step: what learned routers choose; by themselves where it is empty."""
+    """Per step: the choices that learned routers must make; empty: their own."""
     recomputed: Recomputed | None = None
-    """What ran again in backward, where the recipe says so."""
+    """Counts the forwards that ran again in backward, if the recipe recomputes."""
     count: float | None = None
-    """What the sums of the last step were divided by, where a loss is (sum, count)."""
+    """Total count of the last step, if the loss is (sum, count)."""
     _inferred: bool = False
 
     def __post_init__(self) -> None:
@@ -137,7 +136,8 @@ class Engine:
             with workload.calling("batch"):
                 return batch.shard(*self._data_coordinate())
         share = workload.shard(batch, self.mesh)
-        if not workload.counted:  # else by the counts, which padding leaves as they are
+        # else the counts are checked: they do not include padding
+        if not workload.counted:
             groups = [self.mesh.get_group(axis) for axis in self._data_axes]
             check_share(workload, batch, share, groups)
         return share
@@ -158,7 +158,7 @@ class Engine:
             return share.cut(recipe.sizes(share.rows))
 
     def check_recomputed(self) -> None:
-        """See that what the recipe asks for has happened, on some rank.
+        """Check that on some rank a part of the model was recomputed.
 
         Raises:
             CannotError: if no part of the model has run again.
@@ -172,7 +172,7 @@ class Engine:
             raise CannotError(f"{text} modules, or calls none of them")
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """What this rank holds of each parameter now, local and as it was laid out."""
+        """This rank's local part of each parameter, and its layout."""
         if not self.gives_weights:
             return {n: local(p.detach()) for n, p in self.parameters.items()}
         workload = self.scenario.workload
@@ -187,19 +187,19 @@ class Engine:
 
     @property
     def is_single(self) -> bool:
-        """Whether this is the bare model, which no ``parallelize`` has laid out."""
+        """Whether this is the bare model, without a call of ``parallelize``."""
         return not self.scenario.parsed_topology.parallel
 
     @property
     def gives_weights(self) -> bool:
-        """Whether the workload says what a rank holds; else the module has it."""
+        """Whether the workload describes a rank's parts; else the module has them."""
         return self.scenario.workload.weights is not None and not self.is_single
 
     def total_count(self, count: float) -> float:
         """The sum of a count over the ranks that see different rows.
 
         Raises:
-            WorkloadError: if it is 0: there is nothing to divide by.
+            WorkloadError: if it is 0, because the loss is divided by it.
         """
         total = torch.tensor(count, dtype=torch.float64, device=self.device)
         for axis in self._data_axes:
@@ -210,10 +210,11 @@ class Engine:
         return float(total)
 
     def weight_of(self, parts: Iterable[Batch]) -> float:
-        """What the loss of these micro-batches counts in that of the whole batch.
+        """Weight of these micro-batches in the loss of the whole batch.
 
-        The loss gives the counts of sums, and it needs an output: that of the model on
-        one process has the right form, whatever its values.
+        If the loss is (sum, count), only a call of it gives the counts, and it needs an
+        output: the model on one process gives one of the right form; its values do not
+        matter.
         """
         workload = self.scenario.workload
         if not workload.counted:
@@ -225,16 +226,17 @@ class Engine:
                 try:
                     with workload.calling("forward"):
                         output = model(part.inputs)
-                except WorkloadError:  # it takes only what the layout makes of it
+                # the model takes only inputs that the layout has prepared
+                except WorkloadError:
                     return 1.0
                 count += workload.objective(output, part.targets)[1] or 0.0
         return count
 
     def _counted(self, parts: Iterable[Batch]) -> float | None:
-        """The count of a whole step, which its first backward has to know.
+        """The count of a whole step, which the first backward needs.
 
-        None where the loss is a mean. The passes for it leave nothing behind; with one
-        micro-batch they are spared.
+        None if the loss is a mean. The extra forward passes leave no state behind; with
+        one micro-batch none is needed.
         """
         workload = self.scenario.workload
         if not workload.counted:
@@ -246,7 +248,7 @@ class Engine:
         return self.total_count(count)
 
     def remake_optimizers(self) -> None:
-        """Go on with new optimizers that are loaded from the old ones' states."""
+        """Replace the optimizers by new ones with the old ones' states."""
         old, self.optimizers = (
             self.optimizers,
             _make_optimizers(self.scenario, self.parameters),
@@ -255,7 +257,7 @@ class Engine:
             new.load_state_dict(saved.state_dict())
 
     def replace_stack(self) -> None:
-        """Lay the model out once more, as it was at first, in place of what is here."""
+        """Lay the initial model out again, in place of the current stack."""
         made = build_engine(self.scenario, self.mesh, self.device)
         same = made.index.keys() == self.index.keys() and all(
             np.array_equal(places, self.index[n]) for n, places in made.index.items()
@@ -270,10 +272,12 @@ class Engine:
         """Clip the unscaled gradients as the recipe says."""
         clip = self.scenario.parsed_recipe.training.clip
         if clip == "value":
-            # parameter by parameter: torch's foreach form refuses mixed tensor types
+            # parameter by parameter: torch's foreach form refuses plain tensors with
+            # DTensors
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
-                    # a partial sum cannot be cut off: what counts is the whole
+                    # a partial sum cannot be clipped by value: the limit is for the
+                    # whole sum
                     parameter.grad = _gradient_as_its_parameter(parameter)
                     clip_grad_value_(parameter, CLIP_VALUE, foreach=False)
         elif clip == "norm":
@@ -282,7 +286,7 @@ class Engine:
     def _clip_norm(self) -> None:
         """Clip by the exact global norm, each element counted once."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        # a rank counts what it holds; where a shard is empty there is nothing to count
+        # each rank counts its elements; an empty shard has none
         clipped = [
             (name, parameter)
             for name in self.replicas
@@ -304,7 +308,7 @@ class Engine:
         return [x * self.scenario.loss_factor for x in found]
 
     def _objective(self, part: Batch) -> tuple[list[Tensor], float | None]:
-        """The losses of a micro-batch, and its count where they are sums."""
+        """The losses of a micro-batch, and its count if they are sums."""
         workload = self.scenario.workload
         with self.scenario.parsed_precision.autocast(self.device.type):
             with workload.calling("forward"):
@@ -338,7 +342,8 @@ class Engine:
             part = len(losses) - 1 - extra
             return prepare(losses[-1:], part, MICRO_BATCHES)[0]
 
-        # The schedule keeps its loss function; only this closure knows the scaler.
+        # The schedule holds its loss function from construction, but the scaler changes
+        # per step: this closure passes it in.
         self.schedule._loss_fn = prepared_loss
         stage, stages = self.mesh.get_local_rank("pp"), self.mesh["pp"].size()
         with self.scenario.parsed_precision.autocast(self.device.type):
@@ -360,7 +365,7 @@ class Engine:
 
     @property
     def _ranks_of_data(self) -> int:
-        """Over how many ranks data parallel training averages."""
+        """Number of ranks over which data parallel training averages."""
         return self._data_coordinate()[1]
 
     def _data_coordinate(self) -> tuple[int, int]:
@@ -373,7 +378,7 @@ class Engine:
         return index, count
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter has local elements that training moves."""
+        """Whether a parameter has local elements and requires a gradient."""
         return len(self.index[name]) > 0 and name in self.trained
 
     @property
@@ -421,7 +426,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     recomputes = scenario.parsed_recipe.recompute
     recomputed = recompute_in_backward(model) if recomputes else None
     module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
-    if not training.random:  # parallelize may have made them anew
+    if not training.random:  # parallelize may have replaced them
         turn_off_random_layers(module)
     if recomputed is not None:
         _recompute_anew(module, recomputed)
@@ -465,7 +470,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
 def _check_trainable(
     scenario: Scenario, module: Any, parameters: Mapping[str, Tensor]
 ) -> None:
-    """In the judge's own loop its optimizer takes what ``weights`` gives."""
+    """Check that the judge's own loop can call the module and step its weights."""
     workload = scenario.workload
     if workload.train_step is not None:
         return
@@ -481,7 +486,7 @@ def _check_trainable(
 
 
 def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
-    """Find the parts that recompute by name, where a layout has made them all anew."""
+    """Find the parts that recompute by name, if a layout has replaced all of them."""
     names, parts = {*recomputed.parts}, {*recomputed.parts.values()}
     found = [
         (full_name(name, names), module)
@@ -495,10 +500,11 @@ def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
 
 
 def _check_frozen(parameters: Mapping[str, Tensor], trained: frozenset[str]) -> None:
-    """See that what the recipe froze stays so; no user has asked for it.
+    """Check that the parameters that the recipe froze stay frozen.
 
     Raises:
-        CannotError: if a layout makes parameters anew, and they train.
+        CannotError: if a layout replaces parameters, and the new ones train. The recipe
+            is then skipped, because it was the judge's choice and not the user's.
     """
     freed = [n for n, p in parameters.items() if p.requires_grad and n not in trained]
     if freed:
@@ -552,7 +558,7 @@ def _read_element_numbers(parameter: nn.Parameter) -> NDArray[np.int64]:
 
 
 def write_values(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> None:
-    """Write into the local part of ``tensor`` what it holds of the full ``values``.
+    """Write the local elements of the full ``values`` into ``tensor``.
 
     Args:
         tensor: plain or DTensor, any shape.
@@ -565,7 +571,7 @@ def write_values(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> No
 
 
 def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:
-    """The gradient laid out as its parameter; plans may leave it otherwise."""
+    """The gradient in the layout of its parameter; a plan may leave it in another."""
     gradient = parameter.grad
     assert gradient is not None
     if not isinstance(gradient, DTensor):

@@ -24,7 +24,7 @@ __all__ = ["Judged", "JudgedError"]
 
 
 class JudgedError(Exception):
-    """The run cannot go on because of the judged scaler; carries what was seen.
+    """The run cannot continue because of the judged scaler; carries the trace.
 
     Either a legal call raised (``trace.problem`` says which), or a stray collective has
     corrupted the one that is checked after each step.
@@ -69,12 +69,12 @@ class Judged:
             self.scale([torch.zeros((), device=self.engine.device)])
 
     def saved(self) -> Saved:
-        """The state of scaler and optimizers, as this rank knows it."""
+        """This rank's state of scaler and optimizers."""
         states = optimizer_states(self.engine)
         return Saved(scaler=self._saved_scaler(), optimizers=states)
 
     def resume(self, saved: Saved | None) -> None:
-        """Go on from ``saved``, or with all made anew from what is here."""
+        """Continue from ``saved``, or with new objects that load the current states."""
         if saved is not None:
             restore(self.engine, saved)
             self._load_scaler(saved.scaler)
@@ -101,10 +101,11 @@ class Judged:
 
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
-        """A context in which what ``call`` raises ends the run, with the trace."""
+        """A context in which an exception of ``call`` ends the run, with the trace."""
         try:
             yield
-        except WorkloadError:  # of the optimizer or its gradients, not the scaler's
+        # raised by the optimizer or its gradients, not by the scaler
+        except WorkloadError:
             raise
         except Exception as error:  # recorded as the verdict's evidence
             step = self.trace.steps[-1].step if self.trace.steps else -1
@@ -115,11 +116,11 @@ class Judged:
             raise JudgedError(self.trace) from error
 
     def scale(self, losses: list[Tensor]) -> list[Tensor]:
-        """Scale losses, or return them where there is no scaler."""
+        """Scale losses, or return them if there is no scaler."""
         if self.scaler is None:
             return losses
         with self.watch("scale"):
-            # most callers have one loss and no list
+            # most callers pass one loss, not a list
             if len(losses) == 1:
                 return [self.scaler.scale(losses[0])]
             scaled: list[Tensor] = self.scaler.scale(losses)
@@ -135,7 +136,7 @@ class Judged:
             return scale, growth_tracker(self.scaler.state_dict())
 
     def step(self) -> None:
-        """Unscale where the recipe says so, clip, and step every optimizer."""
+        """Unscale if the recipe does, clip, and step every optimizer."""
         optimizers = self.engine.optimizers
         if self.scaler is None:
             self.engine.clip()
@@ -151,7 +152,7 @@ class Judged:
                 self.scaler.step(optimizer)
 
     def manual_scale(self, step: int) -> float | None:
-        """What ``update`` is given in a step."""
+        """The argument of ``update`` in a step, or None."""
         return self.recipe.new_scale if step == MANUAL_STEP else None
 
     def update(self, step: int) -> None:
@@ -170,15 +171,15 @@ class Judged:
             or scenario.workload.train_step
         ):
             return []
-        # gradients of a backward of their own: those of the last step carry its scale,
-        # which only a rank that scaled a loss can know once update() has moved it
+        # A new backward: the last step's gradients carry its scale, which update() has
+        # changed, and a rank without a loss does not know the old value.
         last = self.engine.scenario.steps
         batch = next_batch(self.engine, last)
         self.engine.forward_backward(batch, lambda losses, *_: self.scale(losses))
         return probe(self.scaler, self.engine.optimizers, self._digests, self.watch)
 
     def _digests(self) -> dict[str, str]:
-        """What a refused call must leave as it is."""
+        """Digests of everything that a refused call must not change."""
         gradients = local_gradients(self.engine).items()
         parameters, state = digests_of(self.engine)
         return {

@@ -1,4 +1,4 @@
-"""What a user's own workload must keep on the ranks; else there is no verdict (exit 3).
+"""Checks of a user's workload on the ranks; a failure is no verdict (exit 3).
 
 All ranks make the same model and batches, shares of a batch hold every element once,
 and the layout holds the model's own parameters, whole.
@@ -26,15 +26,15 @@ __all__ = ["check_layout", "check_share", "check_whole", "same_everywhere"]
 def same_everywhere(
     workload: ResolvedWorkload, call: str, made: Mapping[str, Tensor]
 ) -> None:
-    """Compare what a call made with what it made on rank 0.
+    """Compare the result of a call with the result on rank 0.
 
     Args:
         workload: the workload.
-        call: what made it.
-        made: the tensors, by name; the same on every rank.
+        call: name of the call.
+        made: its tensors by name; the same names on every rank.
 
     Raises:
-        WorkloadError: on every rank alike, so that none waits for another.
+        WorkloadError: on every rank, so that none waits for another.
     """
     mine = {name: f"{tuple(t.shape)} {t.dtype} {digest(t)}" for name, t in made.items()}
     all_: list[Any] = [None] * dist.get_world_size()
@@ -55,7 +55,7 @@ def check_layout(
     whole: Mapping[str, Tensor],
     tied: Mapping[str, str],
 ) -> None:
-    """Look at what ``parallelize`` returned; parameters hold their element numbers.
+    """Check the result of ``parallelize``; parameters hold their element numbers.
 
     Args:
         workload: the workload.
@@ -64,7 +64,7 @@ def check_layout(
         tied: a second name of one of them -> the name in ``whole``.
 
     Raises:
-        WorkloadError: where it is no module, or not one of the model's parameters.
+        WorkloadError: if it is no module, or its parameters are not the model's.
     """
     if not isinstance(module, nn.Module):
         text = f"returned {type(module).__name__}, expected the module to call"
@@ -112,7 +112,7 @@ def check_share(
     share: Batch,
     groups: Sequence[dist.ProcessGroup],
 ) -> None:
-    """See that the shares of all ranks of data together are the global batch.
+    """Check that the shares of all data ranks together are the global batch.
 
     Args:
         workload: the workload.
@@ -121,11 +121,12 @@ def check_share(
         groups: those of the mesh's axes along which ranks see different parts.
 
     Raises:
-        WorkloadError: on every rank alike, where elements are missing or seen twice.
+        WorkloadError: on every rank, if elements are missing or occur twice.
     """
     found = torch.tensor([share.elements, _content(share)])
     for group in groups:
-        dist.all_reduce(found, group=group)  # whole numbers, which wrap around
+        # integers wrap around, so the sum of digests does not depend on the order
+        dist.all_reduce(found, group=group)
     count, content = found.tolist()
     if count != batch.elements:
         what = "leave a hole" if count < batch.elements else "overlap"
@@ -143,7 +144,7 @@ def check_share(
 
 
 def _content(batch: Batch) -> int:
-    """A digest of what is compared, whatever its order; that of parts adds up."""
+    """A digest that ignores the order of elements; digests of parts add up."""
     total = 0
     for tensor in batch.counted:
         bits = tensor.detach().cpu().double().reshape(-1).numpy().view(np.uint64)
@@ -154,10 +155,10 @@ def _content(batch: Batch) -> int:
 
 
 def check_whole(scenario: Scenario, traces: Sequence[RankTrace]) -> None:
-    """See that the ranks together hold every element of a user's own model.
+    """Check that the ranks together hold every element of a user's model.
 
     Raises:
-        WorkloadError: names the parameter of which something is missing.
+        WorkloadError: names the parameter with missing elements.
     """
     if not is_workload(scenario.model) or not all(t.index for t in traces):
         return

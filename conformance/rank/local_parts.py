@@ -1,8 +1,8 @@
-"""What a rank holds of a model's tensors, as a workload's own methods describe it.
+"""A rank's parts of a model's tensors, as the workload's methods describe them.
 
-A value is the whole tensor, a DTensor, or (tensor, slices of the whole); each says by
-itself which elements of the whole it has, so nothing is written into the stack and no
-collective is sent.
+A value is the whole tensor, a DTensor, or (tensor, slices of the whole). Each form
+defines which elements it has, so the judge writes nothing into the stack and sends no
+collective.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ WRAPPERS = (
     "_orig_mod",
     "module",
 )
-"""What wrappers put into the names of parameters."""
+"""Parts that wrappers add to the names of parameters."""
 
 
 def full_name(name: str, whole: Container[str]) -> str:
     """The name in the full model of a parameter of a wrapped one.
 
-    A model may have a layer called ``module`` itself: no more is left out than leads to
-    a name that it has.
+    A model may have a layer called ``module`` itself, so only as many parts are removed
+    as are needed to reach a name in ``whole``.
 
     Args:
         name: a parameter's name once the model is laid out.
         whole: the names that the full model has.
 
     Returns:
-        ``name`` itself where nothing that wrappers do leads to a name in ``whole``.
+        ``name`` itself if removing wrappers' parts gives no name in ``whole``.
     """
     parts = name.split(".")
     wrapped = [place for place, part in enumerate(parts) if part in WRAPPERS]
@@ -60,7 +60,7 @@ class LocalPart:
     """A part of a tensor on this rank."""
 
     tensor: Tensor
-    """As it was given; a DTensor is not unpacked."""
+    """The tensor that the workload gave; a DTensor is not unpacked."""
     places: NDArray[np.int64]
     """Place of each local element in the flat full tensor."""
 
@@ -68,7 +68,7 @@ class LocalPart:
 def read_local_parts(
     workload: ResolvedWorkload, call: str, given: Any, whole: Mapping[str, Tensor]
 ) -> dict[str, LocalPart]:
-    """Read what ``weights`` or ``gradients`` returned.
+    """Read the result of ``weights`` or ``gradients``.
 
     Args:
         workload: the workload.
@@ -77,8 +77,8 @@ def read_local_parts(
         whole: the model's parameters by name.
 
     Raises:
-        WorkloadError: for unknown names, and for tensors that are not the part that
-            they are said to be.
+        WorkloadError: for unknown names, and for tensors whose shape does not fit their
+            slices.
     """
     if not isinstance(given, Mapping):
         text = f"returned {type(given).__name__}, expected a dict of name -> tensor"
@@ -136,11 +136,11 @@ def check_values(
     parts: Mapping[str, LocalPart],
     values: Mapping[str, Tensor],
 ) -> None:
-    """See that a stack was laid out with the values that the model had.
+    """Check that a stack was laid out with the model's values.
 
     Args:
         workload: the workload.
-        parts: what its ``weights`` gave, right after ``parallelize``.
+        parts: the result of its ``weights`` right after ``parallelize``.
         values: of the whole parameters.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What passes the boundaries of modules: inputs, outputs and their gradients, in order.
+"""Records tensors at module boundaries: inputs, outputs, their gradients, in order.
 
 One recorder serves both sides of a comparison: a rank of the sharded run, where a
 tensor is recorded with the part of it on this rank, and the reference on one
@@ -45,31 +45,31 @@ __all__ = [
 INPUT, OUTPUT = "input", "output"
 OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of its output", "gradient of its input"
 DEPTH = 4
-"""How far below a stack a module is looked for."""
+"""Depth to which a stack's attributes are searched for modules."""
 MAX_ELEMENTS = 2**26
-"""Elements that a rank keeps of one step; what comes after is counted as left out."""
+"""Elements that a rank keeps of one step; further tensors are counted as missed."""
 
 
 Call = tuple[int, str, int]
-"""Micro-batch, module, the how manieth call of it for this micro-batch."""
+"""Micro-batch, module, number of its call within this micro-batch."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where a tensor was seen: equal on all ranks and in the reference."""
+    """The place of a tensor: equal on all ranks and in the reference."""
 
     micro_batch: int
     module: str
     """Name in the full model; empty for the model itself."""
     call: int
-    """The how manieth call of the module for this micro-batch."""
+    """Number of the module's call within this micro-batch."""
     kind: str
     slot: int
-    """Place among the floating tensors that went in or came out."""
+    """Index among the floating-point inputs or outputs of the call."""
 
     @property
     def of(self) -> Call:
-        """The call that the tensor went in to, or came out of."""
+        """The call whose input or output the tensor is."""
         return self.micro_batch, self.module, self.call
 
 
@@ -86,28 +86,28 @@ class Passed:
     summed_over: tuple[int, ...] = ()
     """Of a DTensor: ranks over which it is still to be summed."""
     divided_by: int = 1
-    """What to divide that sum by."""
+    """Divisor of that sum."""
     collectives: int = 0
     """Collectives that this rank had issued in the step."""
 
 
 @dataclass(kw_only=True)
 class ModuleLog:
-    """What passed on one rank in one step, in order."""
+    """The tensors at module boundaries on one rank in one step, in order."""
 
     passed: dict[Boundary, Passed] = field(default_factory=dict)
     inside: dict[Call, Call] = field(default_factory=dict)
     """The call of a module -> the call of the module that made it."""
     collectives: list[Collective] = field(default_factory=list)
     left_out: int = 0
-    """Tensors that there was no room for."""
+    """Number of tensors beyond the limit of kept elements."""
     modules: int = 0
     """Modules that were watched; 0 where the stack shows none."""
     rows: list[list[int]] = field(default_factory=list)
     """Of each module that is called from outside: the rows of each of its calls."""
 
     def without_calls(self, count: int) -> None:
-        """Leave out the first calls from outside, and count the others anew."""
+        """Leave out the first outermost calls and renumber the others."""
         self.passed = {
             replace(b, micro_batch=b.micro_batch - count): passed
             for b, passed in self.passed.items()
@@ -122,7 +122,7 @@ class ModuleLog:
 
 @dataclass(kw_only=True)
 class Watched:
-    """What a rank hands over of the step that was watched."""
+    """A rank's record of the watched step."""
 
     rank: int
     coordinate: dict[str, int]
@@ -136,9 +136,9 @@ class Watched:
 
 
 def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
-    """Whether a module of a stack has all that the full model's has of this name.
+    """Whether a stack's module has all parameters of the full model's module.
 
-    The stage of a pipeline bears the name of the model and is only a part of it.
+    A pipeline stage has the name of the model and only a part of its parameters.
     """
     twin = model.get_submodule(name)
     mine = {full_name(n, _names(twin)) for n, _ in module.named_modules()}
@@ -149,11 +149,11 @@ def modules_in(stack: object) -> list[nn.Module]:
     """The modules that a stack is, or holds: an engine, a trainer, a pipeline's stages.
 
     Args:
-        stack: what ``parallelize`` returned. Its attributes are looked at, and theirs,
-            and what lists and dicts hold.
+        stack: the result of ``parallelize``. Its attributes are searched recursively,
+            with the contents of lists and dicts.
 
     Returns:
-        Those that are no part of another one; none where the stack shows none.
+        The outermost modules; empty if none is found.
     """
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
@@ -186,8 +186,9 @@ def names_of(
 ) -> dict[nn.Module, str]:
     """Modules of a stack -> their names in the full model.
 
-    A module goes by the names of its own parameters, as the stage of a pipeline may
-    count its layers anew; one without parameters by its name, or by its children.
+    The names of its parameters identify a module, because a pipeline stage may number
+    its layers from 0 again; a module without parameters is identified by its name or
+    its children.
 
     Args:
         root: of the stack.
@@ -224,7 +225,7 @@ def names_of(
         }
         if len(parents) == 1 and parents <= whole:
             found[name] = parents.pop()
-    # of a wrapper and what it wraps, which have one name, the wrapped one counts
+    # a wrapper and its wrapped module have one name: the wrapped module counts
     inner = {full: name for name, full in found.items()}
     for name, full in found.items():
         if len(name) > len(inner[full]):
@@ -246,15 +247,15 @@ def watch_modules(
     """Record what passes the boundaries of modules.
 
     Args:
-        roots: what holds all modules. One that is called from outside of all others,
-            be it a root, what it wraps or a stage, is called once a micro-batch.
+        roots: what holds all modules. An outermost call (of a root, its wrapped module
+            or a stage) happens once per micro-batch.
         names: the modules to record -> their names in the full model.
         calls: a log of collectives that is active.
     """
     watch = _Watch(calls)
     with ExitStack() as hooks:
         for module in dict.fromkeys(m for root in roots for m in root.modules()):
-            # of what no name leads to, only a call that others are made in matters
+            # of modules without a name, only calls that enclose others matter
             if any(inner in names for inner in module.modules()):
                 for added in watch.hook(module, names.get(module)):
                     hooks.callback(added.remove)
@@ -272,7 +273,7 @@ class _Watch:
         self.calls = calls
         self.room = MAX_ELEMENTS
         self.calls_of: dict[nn.Module, list[int]] = {}
-        """Modules that are called from outside of all -> the rows of each call."""
+        """Outermost modules -> the rows of each call."""
         self.depth = 0
         self.micro_batch = 0
         self.counts: Counter[Call] = Counter()
@@ -321,7 +322,7 @@ class _Watch:
             self.depth -= 1
 
     def _ignored(self) -> bool:
-        # a forward in the midst of backward computes again what was recorded
+        # a forward during backward is a recomputation: it was recorded before
         return in_backward() or not torch.is_grad_enabled()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -341,7 +342,7 @@ class _Watch:
             self._keep(boundary, tensor)
             if not tensor.requires_grad:
                 return tensor
-            # what other modules add to the gradient of this tensor is not this one's
+            # a view per module: gradients that other modules add to the tensor stay out
             own = tensor.view_as(tensor)
             self._on_gradient(own, boundary, INPUT_GRADIENT)
             return own
@@ -405,7 +406,7 @@ class _Watch:
 
 
 def _changed(tree: Any, change: Any) -> Any:
-    """``tree`` with what ``change`` makes of its floating tensors."""
+    """``tree`` with ``change`` applied to its floating-point tensors."""
     if isinstance(tree, Tensor):
         return change(tree) if tree.is_floating_point() else tree
     if type(tree) in (tuple, list):
@@ -416,7 +417,7 @@ def _changed(tree: Any, change: Any) -> Any:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of an output; of a dataclass that is a mapping, too."""
+    """The tensors of an output, including those of a dataclass that is a mapping."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):

@@ -55,10 +55,10 @@ def digest(tensor: Tensor) -> str:
 
 
 def optimizer_digest(optimizer: Optimizer) -> str:
-    """Digest of everything ``optimizer`` remembers, in parameter order.
+    """Digest of the whole state of ``optimizer``, in parameter order.
 
-    Zeros are left out: a fused optimizer is called at a skipped step, too, and may make
-    its state then, all of it zero, which trains as none does.
+    Zeros are left out: a fused optimizer is also called at a skipped step and may
+    create its state then. That state is all zeros, which trains like no state.
     """
     parts: list[bytes] = []
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -71,7 +71,7 @@ def optimizer_digest(optimizer: Optimizer) -> str:
 
 
 NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()
-"""The digest of an optimizer that remembers nothing."""
+"""The digest of an optimizer without state."""
 
 
 def _is_zero(value: object) -> bool:
@@ -92,7 +92,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def non_finite(gradient: Tensor, scale: float) -> bool:
-    """Whether a local gradient is not finite, as it is or divided by ``scale``."""
+    """Whether a local gradient, or the gradient divided by ``scale``, is not finite."""
     part = local(gradient.detach())
     if part.is_sparse:
         part = part.coalesce().values()
@@ -103,20 +103,22 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
     """Place of each local element of a gradient in the flat full tensor.
 
     A tensor-parallel plan may leave a gradient whole where the parameter is sharded, or
-    the other way round: the optimizer lays it out anew, and so must a comparison.
+    the other way round: the optimizer redistributes it, and a comparison must account
+    for that.
 
     Args:
-        gradient: as the optimizer is handed it.
-        parameter: whose gradient it is.
+        gradient: the gradient at the optimizer call.
+        parameter: its parameter.
         index: place of each local element of ``parameter``.
 
     Raises:
-        ValueError: if it cannot be known which elements these are.
+        ValueError: if the elements cannot be determined.
     """
     if _sharding(gradient) == _sharding(parameter):
         return index
-    # The placements give places in the tensor that torch knows. If they give those of
-    # the parameter, that tensor is the full one, and they give the gradient's, too.
+    # The placements give places in the DTensor's own full shape. If they reproduce the
+    # parameter's known index, that shape is the full tensor's, and the placements of
+    # the gradient give right places, too.
     if not np.array_equal(numbers_laid_out_as(parameter), index):
         raise ValueError(
             f"the gradient is laid out as {_sharding(gradient)}, its parameter as "
@@ -127,7 +129,7 @@ def gradient_places(gradient: Tensor, parameter: Tensor, index: Places) -> Place
 
 
 def _sharding(tensor: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Which elements the ranks hold, whether they are whole or partial sums."""
+    """The placements with partial ones as replicated: the elements of each rank."""
     if not isinstance(tensor, DTensor):
         return None
     whole = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -143,11 +145,11 @@ def numbers_laid_out_as(tensor: Tensor) -> Places:
 
 
 def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
-    """Over which ranks a gradient is still to be summed; such a one is legal.
+    """Ranks over which a gradient is a partial sum, which is legal.
 
     Returns:
-        The ranks, this one included, none where the gradient is no partial sum; and
-        what to divide the sum by, as a partial mean is a sum, too.
+        The ranks, including this one, empty if the gradient is no partial sum; and the
+        divisor of the sum, which is not 1 for a partial mean.
     """
     if not isinstance(gradient, DTensor):
         return (), 1
@@ -165,10 +167,10 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
 
 
 class CallLog(TorchDispatchMode):
-    """Notes the collectives issued while it is active.
+    """Records the collectives issued while it is active.
 
-    A dispatch mode sees what the calls really do, below any Python wrapper that a
-    scaler may use, and needs no patch of ``torch.distributed``.
+    A dispatch mode sees the operators below any Python wrapper that a scaler may use,
+    and needs no patch of ``torch.distributed``.
     """
 
     def __init__(self) -> None:
@@ -185,7 +187,8 @@ class CallLog(TorchDispatchMode):
         """Log ``func`` and run it."""
         if any(issubclass(t, DTensor) for t in types):
             return (
-                NotImplemented  # let DTensor unpack itself: its inner calls come here
+                # NotImplemented makes DTensor unpack itself: its inner calls come here
+                NotImplemented
             )
         if func.namespace in ("c10d", "_c10d_functional"):
             self._log_collective(func, args)
@@ -203,11 +206,12 @@ class CallLog(TorchDispatchMode):
 
 
 class ReductionLog(CallLog):
-    """Notes the reductions of gradients, from the first backward on to the step.
+    """Records the reductions of gradients, from the first backward to the step.
 
     Gradients of activations are reduced in backward, too, in the dtype of the compute,
-    and that is right. The place of autograd distinguishes them ([Note: Whose gradient
-    is reduced]), not their size, which a parameter may share.
+    and that is right. The running autograd node distinguishes them ([Note: Whose
+    gradient is reduced]); their size cannot, because an activation may have the size of
+    a parameter.
     """
 
     supports_higher_order_operators = True
@@ -216,7 +220,7 @@ class ReductionLog(CallLog):
         super().__init__()
         self.reductions: list[Reduction] = []
         self._late: list[Reduction] = []
-        """Issued since the last backward: what follows shows whether it was that."""
+        """Issued since the last backward; a later backward or step decides the kind."""
         self._stepped = True
 
     def __enter__(self) -> Self:
@@ -269,16 +273,16 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
     [Note: Whose gradient is reduced]
     Hooks on gradients run in no node of the graph, or in the one that accumulates into
     a parameter; a pass through the model that is computed again runs with gradients
-    enabled. In any other node a reduction is taken to be of what flows through it, the
-    gradient of an activation, unless
+    enabled. In any other node a reduction counts as one of the gradient of an
+    activation, unless
     - it has the shape of what the node hands on to one parameter alone, and nothing
       else that it hands on has so many dims: a function that reduces for its parameter;
     - the node hands on what it is given, and that has other dims: it is there for a
       hook (``fully_shard`` makes such ones).
-    In any other case it counts as no gradient of a parameter: no law accuses it.
+    If in doubt, it counts as no gradient of a parameter, so that no law accuses it.
     """
     if not in_backward():
-        return math.prod(shape) > 1  # a norm, a count or a flag is none
+        return math.prod(shape) > 1  # a norm, a count or a flag is no gradient
     if torch.is_grad_enabled():
         return False
     node = current_node()
@@ -300,7 +304,7 @@ def _is_of_parameter(shape: tuple[int, ...]) -> bool:
 
 
 def _ends_in_parameter(node: Any) -> bool:
-    """Whether a gradient goes from here to one parameter, and keeps its elements."""
+    """Whether a gradient flows from here to one parameter with unchanged elements."""
     count = math.prod(input_shapes(node)[0])
     while not hasattr(node, "variable"):
         if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
@@ -319,7 +323,7 @@ def _shape(args: tuple[Any, ...]) -> str:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """A gather has a list of outputs for each input."""
+    """The tensors of an argument; a gather has a list of outputs for each input."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):
