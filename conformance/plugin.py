@@ -1,7 +1,7 @@
 """The pytest plugin: with ``--gradparity-scaler`` the catalogue is a suite of tests.
 
 It is loaded in every pytest session of the environment, so it imports nothing heavy:
-what judges is imported when a session asks for it (``suite.py``).
+``suite.py`` and the judge are imported when a session has the option.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _dest(name: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check what was asked for before anything is collected."""
+    """Check the options before collection."""
     plain = {name: how for name, how in SUITE.items() if "dest" not in how}
     options = {name: config.getoption(_dest(name)) for name in plain}
     changed = [
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """What is judged."""
+    """The judged scalers and the number of scenarios."""
     suite = config.stash.get(_SUITE, None)
     return suite.headline() if suite else None
 
@@ -68,14 +68,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_collection_modifyitems(
     session: pytest.Session, items: list[pytest.Item]
 ) -> None:
-    """Add the scenarios, before ``-k`` and the like choose among them."""
+    """Add the scenarios, before ``-k`` and other options choose among them."""
     suite = session.config.stash.get(_SUITE, None)
     if suite:
         items += suite.items(session)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is left is what the report plans."""
+    """Plan the report: the items that are left are its cases."""
     suite = session.config.stash.get(_SUITE, None)
     if suite and not session.config.option.collectonly:
         suite.plan([item.nodeid for item in session.items])
@@ -94,7 +94,7 @@ def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let the record travel with the test's report, over processes too."""
+    """Attach the record to the test's report, which also crosses processes."""
     report = yield
     suite = item.config.stash.get(_SUITE, None)
     if suite and call.when == "call":
@@ -103,7 +103,7 @@ def pytest_runtest_makereport(
 
 
 class _Reading:
-    """Reads the records out of the tests' reports; there where the report is written.
+    """Reads the records from the tests' reports, in the process that writes the file.
 
     A separate object, as ``pytest_runtest_logreport`` does not get the session.
     """
@@ -118,7 +118,7 @@ class _Reading:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """End the report, also of a session that was cut short."""
+    """End the report, also after a session that was interrupted."""
     suite = session.config.stash.get(_SUITE, None)
     if suite:
         suite.finish(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
@@ -127,7 +127,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Where the report lies."""
+    """Print the place of the report."""
     suite = config.stash.get(_SUITE, None)
     for line in suite.summary if suite else ():
         terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""Place: where ranks come from. The pool of this process, or torchrun's processes."""
+"""Place: the source of ranks, the pool of this process or torchrun's processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Place:
         return self._worlds[world]
 
     def gpu_names(self) -> list[str]:
-        """Names of the GPUs of this machine; empty where none is used."""
+        """Names of the GPUs of this machine; empty if none is used."""
         if self.devices.device == "cpu":
             return []
         try:
@@ -61,22 +61,22 @@ class Place:
         return self.devices.spec(1, self.timeout_s).threads
 
     def check(self, worlds: Iterable[int]) -> None:
-        """Refuse what the devices cannot do.
+        """Refuse a run that the devices cannot do.
 
         Args:
-            worlds: the sizes that the run asks for.
+            worlds: the world sizes of the run.
 
         Raises:
-            ValueError: says what there is and what to choose.
+            ValueError: names the devices found and an alternative.
         """
         raise NotImplementedError
 
     def not_runnable(self, world: int) -> str:
-        """Why a world of this size cannot be had here, or the empty string."""
+        """Why a world of this size cannot run here, or the empty string."""
         raise NotImplementedError
 
     def launcher(self) -> Launcher:
-        """What the report's header says of this place."""
+        """The launcher field of the report's header."""
         raise NotImplementedError
 
     def _make(self, world: int) -> BaseCluster:
@@ -84,7 +84,7 @@ class Place:
 
 
 class Pool(Place):
-    """Ranks of this process's own, as many as a scenario asks for."""
+    """Ranks that this process starts, as many as a scenario has."""
 
     def check(self, worlds: Iterable[int]) -> None:
         """See :meth:`Place.check`."""
@@ -143,7 +143,7 @@ class Torchrun(Place):
 
 
 def place_of(devices: Devices, timeout_s: float, agent: Agent | None) -> Place:
-    """Where the ranks of this process's runs come from."""
+    """The place of this process: torchrun's ranks under torchrun, else a pool."""
     if agent is None:
         return Pool(devices, timeout_s)
     return Torchrun(devices, timeout_s, agent)

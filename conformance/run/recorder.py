@@ -67,9 +67,9 @@ def make_header(
         seed: seed of the run.
         arguments: the command line.
         place: where the ranks come from: device, backend, threads.
-        data: data sets that the run uses; their hashes are recorded. The text depends
-            on the Python version, so a run without it must not claim to.
-        restarts: what was taken over from earlier attempts.
+        data: data sets that the run uses; their hashes are recorded. The text's hash
+            depends on the Python version, so a run without the text must not record it.
+        restarts: one line per restart, on the cases kept from earlier attempts.
     """
     return Header(
         schema=SCHEMA_VERSION,
@@ -97,7 +97,7 @@ def make_header(
 
 
 def _fingerprint(name: str) -> str:
-    """Of a data set the hash of all of it, of a workload that of its first batch."""
+    """Hash of a data set, or of a workload's first batch."""
     if not is_workload(name):
         return DATASETS[name].fingerprint()
     tensors = resolve_workload(name).batch(0, 0).tensors
@@ -105,7 +105,7 @@ def _fingerprint(name: str) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command of a run, as its header has it."""
+    """The command of a run for the header."""
     return shlex.join(["gradparity", *arguments])
 
 
@@ -133,9 +133,9 @@ def replay_command(scaler: str, scenario: str, devices: Devices | None = None) -
 class Recorder:
     """Makes the records of one report.
 
-    The first case in which a scaler breaks a law bears a script that shows it, so that
-    rendering the report need not make one: that takes the code that judges, and
-    may import what a scenario names.
+    The first case in which a scaler breaks a law holds a script that shows it.
+    Rendering cannot make the script: that needs the judge, and may import modules that
+    a scenario names.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -143,21 +143,21 @@ class Recorder:
         self._shown: set[tuple[str, str]] = set()
 
     def record(self, case: Case) -> CaseRecord:
-        """What the report keeps of ``case``."""
+        """The record of ``case``."""
         record = case_record(case, self.devices)
         broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
         if broken <= self._shown:
             return record
         try:
             script = standalone_script(case.scenario, case.scaler)
-        except UsageError:  # scripts are not made for all that a scenario can hold
+        except UsageError:  # not every scenario has a script
             return record
         self._shown |= broken
         return msgspec.structs.replace(record, script=script)
 
 
 def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
-    """What the report keeps of ``case``, which ran on ``devices`` (the CPU)."""
+    """The record of ``case``, which ran on ``devices`` (default: the CPU)."""
     scenario = case.scenario
     return CaseRecord(
         scaler=case.scaler,
@@ -215,7 +215,7 @@ def _curves(evidence: Evidence) -> Curves:
 
 
 def _rows(parts: Sequence[Evidence], world_size: int) -> list[list[StepTrace]]:
-    """Steps by rank; those on another world go round its ranks, few or many."""
+    """Steps by rank; in a phase on fewer ranks the rank numbers wrap around."""
     return [
         [seen for part in parts for seen in part.ranks[rank % len(part.ranks)].steps]
         for rank in range(world_size)

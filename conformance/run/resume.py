@@ -1,8 +1,8 @@
-"""Resume: what a run that torchrun has restarted takes over from the attempt before.
+"""Resume: cases that a run restarted by torchrun keeps from the earlier attempt.
 
-A case that has evidence is kept, pass or not; one without (the harness broke, or there
-were too few ranks) is run again. The header says how often and why the run was
-restarted, so that the report is not taken for that of one undisturbed run.
+A case with evidence is kept, pass or not; a case without evidence (the harness broke,
+or there were too few ranks) runs again. The header says how often and why the run was
+restarted, so that nobody takes the report for one of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Earlier", "earlier_attempt"]
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """The part of an earlier attempt that still counts."""
+    """The cases of an earlier attempt that are kept."""
 
     kept: tuple[CaseRecord, ...] = ()
     restarts: tuple[str, ...] = ()
@@ -25,12 +25,12 @@ class Earlier:
 
 
 def earlier_attempt(path: Path, launcher: Launcher, command: str) -> Earlier:
-    """What the report at ``path`` contributes to a run by ``launcher``.
+    """The cases of the report at ``path`` that a run by ``launcher`` keeps.
 
     Args:
-        path: where the attempt before has written its report.
+        path: the report of the earlier attempt.
         launcher: of the run that begins now.
-        command: its command line; another one's cases are not taken over.
+        command: its command line; cases of another command are not kept.
     """
     if launcher.attempt == 0:
         return Earlier()

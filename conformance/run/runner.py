@@ -50,12 +50,12 @@ TRIES = 3
 Phases = tuple[tuple[RankTrace, ...], ...]
 """One trace a rank, for each world that a run was on."""
 _LOST = {RankState.KILLED, RankState.EXITED}
-# ends of a rank that say nothing about the scaler
+# states of a rank that prove nothing about the scaler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One scaler in one scenario: what was seen and what is said of it."""
+    """One scaler in one scenario: its traces and verdicts."""
 
     scaler: str
     scenario: Scenario
@@ -66,11 +66,11 @@ class Case:
     problem: str = ""
     """Why the harness broke, naming the rank; else empty. No law is judged then."""
     error: Exception | None = None
-    """What ``problem`` is made of."""
+    """The exception behind ``problem``."""
     skipped: bool = False
-    """Whether the workload cannot do what the scenario asks of it."""
+    """Whether the workload cannot run this scenario."""
     location: Location | None = None
-    """Where parity begins to fail, if that was asked for."""
+    """Where parity begins to fail, if it was localised."""
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -89,7 +89,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What the ranks of one case showed, before it is judged."""
+    """The traces of one case, before it is judged."""
 
     spec: str
     scenario: Scenario
@@ -101,27 +101,29 @@ class _Seen:
     problem: str = ""
     error: Exception | None = None
     case: Case | None = None
-    """The case itself, where nothing is left to judge."""
+    """The finished case, if there is nothing to judge."""
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks came to the last step."""
+        """Whether all ranks completed the last step."""
         last = self.scenario.steps - 1
         return all(trace.reached(last) for trace in self.phases[-1])
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Keep what breaks as this case's problem, so that the run goes on."""
+        """Turn an exception into this case's problem, so that the run continues."""
         try:
             yield
-        except WorkloadError as error:  # its layout, seen from all ranks together
+        # a fault of the workload's layout that only all ranks together show
+        except WorkloadError as error:
             self.problem, self.error = str(error), error
         except WorldFailure as failure:
             if cannot := _cannot(failure, self.scenario):
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
             self.problem, self.error = _root_cause(failure), failure
-        except Exception as error:  # the judge's own fault: reported, the run goes on
+        # a fault of the judge: reported, and the run continues
+        except Exception as error:
             _LOGGER.exception("the judge broke in %s", self.scenario.id)
             self.problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
             self.error = error
@@ -144,8 +146,8 @@ class Runner:
             folder: import path of the judged scalers.
             timeout_s: limit of one scenario, where ``place`` has none.
             place: where ranks come from; by default a pool on the CPU.
-            localises: failures of parity of which is said in which module they begin,
-                at most one of a scaler, a topology and a recipe.
+            localises: number of parity failures to localise, at most one for each
+                scaler, topology and recipe.
         """
         self.folder = folder
         self.localises = localises
@@ -174,14 +176,15 @@ class Runner:
         Args:
             spec: ``module:attribute``.
             scenario: what to train.
-            parity: False leaves parity inconclusive, where only other laws are asked
-                for: a scaler with a scale of its own needs references of its own.
+            parity: False leaves parity inconclusive, if only other laws matter: a
+                scaler with other scales needs new references, which cost most of the
+                time.
         """
         case = self._judge(self._observe(spec, scenario), parity)
         return self._localised_where_due(case)
 
     def traces(self, spec: str, scenario: Scenario) -> Phases:
-        """What the ranks show, afresh and unjudged, up to the phase that failed.
+        """Traces of a new run, not judged, up to the phase that failed.
 
         Args:
             spec: ``module:attribute``, or ``none``.
@@ -205,14 +208,13 @@ class Runner:
     ) -> None:
         """Judge all ``pairs`` in order; a case is judged while the next one trains.
 
-        Ranks and references are processes and a thread of their own: in turn they would
-        leave half of two cores idle.
+        Ranks are processes and references train in a thread: one after the other they
+        would leave half of two cores idle.
 
         Args:
             pairs: (``module:attribute``, what to train).
             begin: called with spec and scenario id before its ranks start.
-            end: called with each case as soon as it is judged, in whatever thread that
-                is; True ends the run.
+            end: called with each judged case, in any thread; True ends the run.
         """
 
         def judged(seen: _Seen) -> bool | Case:
@@ -227,7 +229,8 @@ class Runner:
 
         pairs = list(pairs)
         for name in {scenario.model for _, scenario in pairs}:
-            chooses_in_forward(name)  # seeds torch's generator once: not beside a judge
+            # seeds torch's global generator, so not while a judge trains references
+            chooses_in_forward(name)
         last: Future[bool | Case] | None = None
         with ThreadPoolExecutor(1, "judge") as judge:
             for spec, scenario in pairs:
@@ -240,7 +243,7 @@ class Runner:
                 ended(last)
 
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
-        """Run the ranks, and again what bitwise laws compare them with."""
+        """Run the ranks, and the control a second time if they differ from it."""
         seen, start = _Seen(spec=spec, scenario=scenario), time.monotonic()
         ranks = max(phase.world_size for phase in scenario.phases)
         if reason := self.place.not_runnable(ranks):
@@ -258,14 +261,15 @@ class Runner:
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
                 seen.control = self._control_run(scenario)
-                # Only a difference raises the question whether the control is to blame.
+                # A second control is needed only after a difference: it may be the
+                # control's.
                 if first_difference(seen.control, seen.phases):
                     seen.control_differs = self._compare_controls(scenario)
         seen.seconds = time.monotonic() - start
         return seen
 
     def _judge(self, seen: _Seen, parity: bool = True) -> Case:
-        """Hold what was seen against the references and the laws."""
+        """Compare the traces with the references and apply the laws."""
         if seen.case is not None:
             return seen.case
         start = time.monotonic()
@@ -286,10 +290,10 @@ class Runner:
         )
 
     def localise(self, case: Case) -> Location | None:
-        """Run a case again up to its first bad step, and say where it goes wrong.
+        """Run a case again up to its first bad step, and find where it departs.
 
         Args:
-            case: that came to its end, whether it failed or not.
+            case: a complete one, failed or not.
 
         Returns:
             None where the case has no parity to go by.
@@ -305,7 +309,8 @@ class Runner:
             watched = self._watched(case.scaler, scenario, step)
             with self._training, _threads(self.place.threads):
                 found = locate(scenario, phases, evidence.parity, step, watched)
-        except Exception as error:  # it is an answer more; the verdict stands without
+        # localisation is extra: without it the verdict stands
+        except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             found = Location(where="unknown", text=f"it could not be found out: {why}")
@@ -348,9 +353,9 @@ class Runner:
         return evidence
 
     def _stack_fault(self, spec: str, scenario: Scenario) -> Case | None:
-        """The case to report where a user's own workload is wrong without any scaler.
+        """The case to report if a user's workload is wrong without any scaler.
 
-        A scaler is not accused of what its stack does without it.
+        A scaler is not accused of faults that its stack has without it.
         """
         if spec == NO_SCALER or not is_workload(scenario.model):
             return None
@@ -366,9 +371,9 @@ class Runner:
         return self._controls[key]
 
     def _compare_controls(self, scenario: Scenario) -> str:
-        """Where the run without a scaler differs from itself, made again; else empty.
+        """Where two runs without a scaler differ bitwise; else empty.
 
-        Without this a nondeterministic kernel would be held against the scaler.
+        Without this check a nondeterministic kernel would accuse the scaler.
         """
         key = _without_scaler(scenario)
         if key not in self._control_differs:
@@ -377,7 +382,7 @@ class Runner:
         return self._control_differs[key]
 
     def _run_ranks(self, spec: str, scenario: Scenario) -> Phases:
-        """What was seen of each phase, up to the first that failed."""
+        """The traces of each phase, up to the first that failed."""
         if spec != NO_SCALER:
             return self.traces(spec, scenario)
         try:
@@ -388,12 +393,13 @@ class Runner:
     def _followed(
         self, spec: str, scenario: Scenario
     ) -> Iterable[tuple[RankTrace, ...]]:
-        """The phases; learned routers choose in them what they choose in the reference.
+        """The phases; learned routers make the reference's choices in them.
 
-        The reference is trained first, as if no step were skipped. Where that was
-        wrong, the run is made again after the reference that skips as the run did.
+        The reference trains first, as if no step were skipped. If the run then skips
+        steps, it runs again with the choices of a reference that skips the same steps.
         """
-        random = scenario.parsed_recipe.training.random  # and so are the scores
+        # the scores are not finite either
+        random = scenario.parsed_recipe.training.random
         if random or not chooses_in_forward(scenario.model):
             return self._phases(spec, scenario)
         scale = 1.0 if spec == NO_SCALER else scenario.init_scale
@@ -430,7 +436,7 @@ class Runner:
             yield tuple(results)
 
     def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
-        """What passed in ``step``, one a rank of the world that made it."""
+        """The watched ``step`` of each rank of the world that trained it."""
         saved: Saved | None = None
         for phase in scenario.phases:
             ranks, given = (
@@ -444,7 +450,7 @@ class Runner:
 
 
 def _align(traces: Sequence[RankTrace]) -> None:
-    """Give all ranks as many decisions: a rank need not have every optimizer."""
+    """Pad decisions to one per optimizer: a rank need not have every optimizer."""
     most = max((len(t.owned) for t in traces), default=0)
     for trace in traces:
         trace.owned += [[] for _ in range(most - len(trace.owned))]
@@ -454,12 +460,12 @@ def _align(traces: Sequence[RankTrace]) -> None:
 
 
 def _without_scaler(scenario: Scenario) -> Scenario:
-    """The run without a scaler, whose settings then do not matter: one is shared."""
+    """The scenario without scaler settings: all scalers share its control run."""
     return replace(scenario, init_scale=1.0, growth_interval=1, faults="none")
 
 
 def _unjudged(stack: Case) -> Case | None:
-    """The case of any scaler on a stack that is wrong by itself, or None."""
+    """The case of any scaler if the stack itself is wrong, else None."""
     wrong = [v for v in stack.verdicts if v.status == Status.FAIL]
     if not wrong and not stack.problem:
         return None
@@ -489,11 +495,11 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
-    """What can be known of a world that failed because of what is judged.
+    """Traces of a world that failed because of the judged code.
 
     Args:
         failure: of a run.
-        judged: whether there was a scaler, whose a hang then is.
+        judged: whether there was a scaler; then a hang is the scaler's.
 
     Raises:
         WorldFailure: if the failure is neither the scaler's nor a stray collective.
@@ -508,10 +514,10 @@ def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
 
 
 def _ran_out_of_time(phases: Phases) -> str:
-    """What did not come back in time, in words, or the empty string."""
+    """The call that exceeded its time limit, in words, or the empty string."""
     problems = [(t.rank, t.problem) for t in phases[-1] if t.problem is not None]
     if any(not problem.late for _, problem in problems):
-        return ""  # something raised; the ranks that waited for it are late
+        return ""  # a rank raised: the others were late only because they waited for it
     for rank, problem in problems:
         return f"rank {rank}: {problem.error}"
     for trace in phases[-1]:
@@ -539,7 +545,7 @@ def _is_victim(outcome: RankOutcome) -> bool:
 
 
 def _blameless(outcome: RankOutcome) -> RankTrace:
-    """The trace of a rank whose peer failed first; what it raised is not its fault."""
+    """The trace of a rank whose peer failed first, without the error it then raised."""
     assert isinstance(outcome.exception, JudgedError)
     trace = outcome.exception.trace
     trace.problem = None
@@ -547,11 +553,11 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
 
 
 def _cannot(failure: WorldFailure, scenario: Scenario) -> str:
-    """Why a workload could not do what it was asked, or the empty string.
+    """Why a workload could not run the scenario, or the empty string.
 
-    It did not ask itself for a mesh with an axis at size 1, for parameters that do not
-    train, nor for what recomputes or is laid out twice: what ``parallelize`` raises
-    then is no fault, nor what ``train_step`` does with parameters without gradients.
+    Meshes with an axis at size 1, frozen parameters, recomputation and a second layout
+    are the judge's choices. So an exception of ``parallelize`` there is no fault, and
+    neither is one of ``train_step`` on parameters without gradients.
     """
     error, recipe = failure.root.exception, scenario.parsed_recipe
     frozen = recipe.training.frozen

@@ -32,12 +32,12 @@ from .spmd import REPORT_NOTE
 __all__ = ["MAX_LOCALISED", "RunSettings", "run"]
 
 MAX_LOCALISED = 16
-"""Failures of parity of which a run says in which module they begin."""
+"""Number of parity failures that a run localises."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """One run, as the command line or a program asks for it."""
+    """The settings of one run."""
 
     scalers: Sequence[str]
     """Specs ``module:attribute`` of the judged scalers."""
@@ -56,7 +56,7 @@ class RunSettings:
     timeout_s: float = 120.0
     """Limit of one scenario."""
     devices: Devices = field(default_factory=Devices)
-    """What the ranks compute on."""
+    """The devices of the ranks."""
     refuse_unfit: bool = True
     """Whether a scaler that cannot be judged stops the run before its first case."""
     quiet: bool = False

@@ -1,4 +1,4 @@
-"""Under torchrun: rank 0 leads a command, the others look after their ranks."""
+"""Under torchrun: rank 0 leads a command, the other agents follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Command = Callable[[Sequence[str], Agent | None], int]
 ON_RANKS = ("run", "replay")
 """Commands that use torchrun's ranks; rank 0 alone does the others."""
 REPORT_NOTE = "report"
-"""Under this name the leader notes where it writes the report."""
+"""Key of the store under which the leader writes the report's path."""
 _BROKEN = 3
 
 
@@ -27,7 +27,7 @@ def main_on_torchrun(arguments: Sequence[str], command: Command) -> int:
 
     Args:
         arguments: the command line, the same on all ranks.
-        command: does it, on rank 0 alone; it is given the agent to lead.
+        command: runs on rank 0 alone, with its agent as argument.
     """
     leads = os.environ["RANK"] == "0"
     if not arguments or arguments[0] not in ON_RANKS:
@@ -47,7 +47,7 @@ def _lead(agent: Agent, arguments: Sequence[str], command: Command) -> int:
             agent.reported()
             agent.finish(code)
         except HarnessError:
-            pass  # torchrun's agent is gone: the others notice themselves
+            pass  # torchrun's agent is gone: the other agents detect that themselves
     return code
 
 

@@ -1,8 +1,8 @@
-"""The catalogue as pytest items; what ``plugin.py`` does once it is asked for.
+"""The catalogue as pytest items; ``plugin.py`` loads this if its option is set.
 
 Steps: choose the scenarios as ``gradparity run`` does; make one item of each; judge it
-on warm clusters; let its record travel with the test's report to the process that
-writes ``report.jsonl`` (xdist's controller, or the only one there is).
+on warm clusters; send its record with the test's report to the process that writes
+``report.jsonl`` (xdist's controller, or the only process).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Suite:
         self._recorder = Recorder(self.settings.devices)
         self._seen: set[tuple[str, str]] = set()
         self._start = time.monotonic()
-        if self.writes:  # once, and not by every worker of xdist again
+        if self.writes:  # once, not in every worker of xdist
             self._refuse_unfit()
 
     def headline(self) -> str:
@@ -118,20 +118,20 @@ class Suite:
             raise pytest.UsageError(f"gradparity: {error}") from None
 
     def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Put the record on the test's report, as text: it may cross processes."""
+        """Attach the record to the test's report, as text: it may cross processes."""
         record = item.stash.get(_RECORD, None)
         if record is not None:
             report.gradparity = msgspec.json.encode(record).decode()  # type: ignore[attr-defined]  # reports take any attribute
 
     def take(self, text: str) -> None:
-        """Write a record; of a test that is run again, the first one counts."""
+        """Write a record; if a test runs again, its first record counts."""
         record = msgspec.json.decode(text, type=CaseRecord)
         if self._writer is not None and record.key not in self._seen:
             self._seen.add(record.key)
             self._writer.case(record)
 
     def finish(self, *, interrupted: bool) -> None:
-        """End the report; what is missing makes it incomplete."""
+        """End the report; missing cases make it incomplete."""
         if self._writer is None:
             return
         reason = f"interrupted after {len(self._seen)} cases" if interrupted else ""
@@ -149,7 +149,7 @@ class Suite:
             self._runner.__exit__(None, None, None)
 
     def _refuse_unfit(self) -> None:
-        """Refuse scalers that cannot be judged, on a rank that is used afterwards."""
+        """Refuse scalers that cannot be judged, on ranks that the tests then use."""
         device = self.settings.devices.device
         try:
             for spec in self.scalers:
@@ -200,7 +200,7 @@ def _name(scenario: Scenario, spec: str, *, alone: bool) -> str:
 
 
 class _Item(pytest.Item):
-    """One scenario before one scaler."""
+    """One scenario with one scaler."""
 
     def __init__(
         self, *, suite: Suite, scenario: Scenario, scaler: str, **kwargs: Any

@@ -1,9 +1,9 @@
 """The distributed state machine: call histories on all ranks against the oracle.
 
-Steps: hypothesis draws a history, legal and illegal calls as they come; every rank of
-a warm cluster makes the calls on two small optimizers whose parameters are sharded and
-replicated, and holds each result against the oracle; a departure is shrunk to the
-shortest history and printed as a line that runs it again.
+Steps: hypothesis draws a history, legal and illegal calls as they come; every rank of a
+warm cluster makes the calls on two small optimizers whose parameters are sharded and
+replicated, and compares each result with the oracle; a departure is shrunk to the
+shortest history and printed as a command that repeats it.
 
 All numbers are powers of two and small sums of them, so every comparison is exact.
 """
@@ -67,7 +67,7 @@ CALLS = "calls"
 ROUND = 20
 """Histories drawn in one round."""
 SLICE_S = 4.0
-"""Seconds that a family draws before the next one does."""
+"""Seconds of drawing before the search changes to the next family."""
 SHRINK_S = 20.0
 """The least time that shrinking may take."""
 QUICK_S = 4.0
@@ -88,7 +88,7 @@ class _Side:
         world = current_world()
         self.device, self.rank = torch.device(world.device), world.rank
         self.mesh = world.mesh((world.size,), ("dp",))
-        # both orders: what is true of the first gradient must not be taken for all
+        # both orders: a scaler must not generalise from the first gradient
         self.sharded = [self._parameter(Shard(0)) for _ in range(OPTIMIZERS)]
         self.replicated = [self._parameter(Replicate()) for _ in range(OPTIMIZERS)]
         pairs = list(zip(self.replicated, self.sharded, strict=True))
@@ -134,7 +134,7 @@ class _Side:
             )
 
     def make(self, call: Call) -> str:
-        """Make one call and return how it departs from the oracle, or nothing."""
+        """Make one call; return its departure from the oracle, or the empty string."""
         happens, before = self.oracle.can_happen(call), self._gradients()
         legal = self.oracle.after(call)
         try:
@@ -176,10 +176,10 @@ class _Side:
                 )
         return ""
 
-    # - What a call does, and what is wrong with its result
+    # - The calls, each with the check of its result
 
     def scale(self, call: Call, happens: bool) -> str:
-        """Scale a list of losses and look at every product."""
+        """Scale a list of losses and check every product."""
         loss = torch.tensor(3.0, device=self.device)
         one, (two,) = self.scaler.scale([loss, (loss,)])
         want = loss * self.oracle.scale
@@ -187,7 +187,7 @@ class _Side:
         return "" if right else f"3 was scaled to {float(one):g}, {float(two):g}"
 
     def spoil(self, call: Call, happens: bool) -> None:
-        """A gradient becomes bad, or is not there."""
+        """Make a gradient bad or remove it."""
         here = self.rank == call.rank
         if not happens or not (here or call.kind == "both"):
             return
@@ -204,7 +204,7 @@ class _Side:
         )
 
     def unscale(self, call: Call, happens: bool) -> str:
-        """Unscale, and look at the gradients."""
+        """Unscale and check the gradients."""
         self.scaler.unscale_(self.optimizers[call.which])
         held = [p.grad for p in self._held(call.which)]
         got: list[Any] = [local(g).tolist() for g in held if g is not None]
@@ -217,7 +217,7 @@ class _Side:
         self.scaler.step(self.optimizers[call.which])
 
     def closure(self, call: Call, happens: bool) -> None:
-        """Step with a closure, which no skip could undo."""
+        """Step with a closure, which must be refused: a skip could not undo it."""
         self.scaler.step(self.optimizers[call.which], closure=lambda: 1.0)
 
     def update(self, call: Call, happens: bool) -> str:
@@ -256,13 +256,13 @@ def drive(history: History, spec: str, folder: str) -> tuple[int, str] | None:
     """Make the calls on this rank, next to all others, until one of them departs.
 
     Returns:
-        Place of the call at which any rank departed and what this rank saw, which is
-        empty where it saw nothing wrong; None when all calls were made.
+        Index of the call at which any rank departed, with this rank's departure (empty
+        if it has none); None if no rank departed.
     """
     side, world = _Side(load_scaler(spec, folder)), current_world()
     for place, call in enumerate(history):
         wrong = side.make(call)
-        # sent through the store: the process group may be what is broken
+        # sent through the store, because the process group may be broken
         world.store.set(f"call/{place}/{world.rank}", "wrong" if wrong else "right")
         keys = [f"call/{place}/{rank}" for rank in range(world.size)]
         world.store.wait(keys, PATIENCE)
@@ -285,7 +285,7 @@ class CallSearchSettings:
     budget_s: float = 60.0
     """Seconds to draw, for all families together."""
     history: History | Program = ()
-    """Run this one instead of searching."""
+    """Run this history instead of searching."""
     families: Sequence[str] = ()
     """Search only these; all by default."""
     database: str = ".hypothesis/gradparity-machine"
@@ -307,10 +307,10 @@ class CallSearchSettings:
 
 
 class Departure(Exception):
-    """What a search raises before hypothesis where it has found what it looks for.
+    """Raised to hypothesis when a search has found a departure.
 
-    A type of its own: an ``AssertionError`` may be a fault of the judge, which ends
-    the search as such.
+    A separate type, because an ``AssertionError`` may be a fault of the judge, which
+    must end the search.
     """
 
 
@@ -327,7 +327,7 @@ class _Search:
     found_s: float = 0.0
     """When the first departure was found, in this family's own time."""
     smallest: History | Program = ()
-    """The last, and after shrinking the shortest, history that departs."""
+    """The last departing history; after shrinking, the shortest."""
     departure: str = ""
     broken: list[str] = field(default_factory=list)
     """Histories in which the harness broke; they prove nothing."""
@@ -367,7 +367,8 @@ class _Search:
             database=DirectoryBasedExampleDatabase(
                 f"{self.settings_.database}/{self.family}"
             ),
-            derandomize=False,  # its default on CI: every round would draw the same
+            # hypothesis derandomizes on CI by default: every round would draw the same
+            derandomize=False,
             verbosity=Verbosity.quiet,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
@@ -377,16 +378,19 @@ class _Search:
         def search(drawn: History | Program) -> None:
             if drawn not in self.known:
                 if time.monotonic() > self.stop_at:
-                    return  # shrink no further: what is not known to depart does not
+                    # out of time: unknown histories count as not departing, which ends
+                    # shrinking
+                    return
                 self.known[drawn] = self.departure_of(drawn)
-            if self._is_same(drawn):  # the shortest is looked at last, and is known
+            # hypothesis runs the shortest history once more: answer from memory
+            if self._is_same(drawn):
                 self._keep(drawn)
                 raise Departure
 
         return search
 
     def _is_same(self, drawn: History | Program) -> bool:
-        """Whether it departs, and as the first one did: no fault hides another."""
+        """Whether it departs in the same way as the first: no fault hides another."""
         departure = self.known[drawn]
         return bool(departure) and _sort(departure) == _sort(
             self.departure or departure
@@ -396,7 +400,7 @@ class _Search:
         if not self.departure:
             now = time.monotonic()
             self.found_s = self.spent_s + now - (self.stop_at - SLICE_S)
-            # a hang is dear: only the quicker way of shrinking is tried
+            # a hang costs its time limit: only the faster way of shrinking is used
             hangs = HANGS in self.known[drawn]
             self.stop_at = now + (0 if hangs else self._shrink_s())
         self.smallest, self.departure = drawn, self.known[drawn]
@@ -405,7 +409,7 @@ class _Search:
         return max(SHRINK_S, self.settings_.budget_s / 15)
 
     def _trim(self) -> None:
-        """Drop calls and words, many at once first: a run of calls is drawn as one."""
+        """Drop calls and words, many at once first: iterations are drawn as one."""
         self.stop_at = max(self.stop_at, time.monotonic() + self._shrink_s())
         smaller = True
         while smaller and time.monotonic() < self.stop_at:
@@ -421,12 +425,12 @@ class _Search:
                     break
 
     def departure_of(self, drawn: History | Program) -> str:
-        """Run one history: how it departs, or nothing."""
+        """Run one history; return its departure, or the empty string."""
         self.tried += 1
         self.calls += len(_calls_of(drawn))
         found = self._run(drawn, QUICK_S)
         if HANGS in found and HANGS not in self.departure:
-            # load alone is no departure
+            # a timeout under load is no departure: try again with a longer limit
             found = self._run(drawn, self.settings_.timeout_s / 2)
         return found
 
@@ -453,12 +457,12 @@ class _Search:
             return ""
         place = next(at[0] for at in seen if at)
         text = "; ".join(f"rank {rank}: {text}" for rank, text in wrong)
-        if HANGS in text:  # these ranks are of no use any more
+        if HANGS in text:  # these ranks may be blocked: start new ones
             self.clusters.pop(_world_size_of(drawn, self.settings_)).close()
         return f"call {place}, {calls[place]}: {text}"
 
     def _failed(self, failure: WorldFailure, drawn: History | Program) -> str:
-        """A hang is the scaler's; a rank that was killed or raised is the harness's."""
+        """A hang is a departure; a rank that was killed is a harness failure."""
         text = " ".join(failure.root.headline.split())[:300]
         if failure.root.state is RankState.HUNG or "wait timeout" in text.lower():
             return f"a call {HANGS}: {text}"
@@ -483,14 +487,14 @@ class _Search:
 
 
 class _Clusters(dict[int, Cluster]):
-    """Warm ranks by number, made when first asked for."""
+    """Warm clusters by world size, made on first use."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
 
     def __missing__(self, world_size: int) -> Cluster:
         self[world_size] = Cluster(world_size, timeout_s=self.timeout_s)
-        # what it must import is no part of anybody's time
+        # import before the clock of a history starts
         self[world_size].run(
             follow, Program(frozenset(), world_size, ()), TORCH, ".", 1.0
         )
@@ -503,7 +507,7 @@ class _Clusters(dict[int, Cluster]):
 
 
 def _sort(departure: str) -> tuple[bool, ...]:
-    """What sort of departure it is."""
+    """The kind of a departure."""
     if HANGS in departure:
         return (True,)
     words = ("raised", "refused", "accepted", "returned", EITHER)
@@ -519,7 +523,7 @@ def _calls_of(drawn: History | Program) -> History:
 
 
 def _smaller(drawn: History | Program, departure: str) -> Iterator[History | Program]:
-    """The same with fewer calls, or a word less; the most promising first."""
+    """Shorter histories, the most promising first: fewer calls, or one word less."""
     calls = _calls_of(drawn)
     at = re.match(r"call (\d+)", departure)
     cuts = [slice(int(at[1]) + 1, len(calls))] if at else []
@@ -541,7 +545,7 @@ def _text_of(drawn: History | Program) -> str:
 
 
 def parse_drawn(text: str, world_size: int) -> History | Program:
-    """Read what a search has printed.
+    """Read a history that a search has printed.
 
     Raises:
         UsageError: if ``text`` has another form; says what was got and expected.
@@ -558,7 +562,7 @@ def histories(world_size: int) -> st.SearchStrategy[History]:
             st.integers(0, OPTIMIZERS - 1),
             st.integers(0, world_size - 1),
         ),
-        # whole iterations, or growth would hardly ever be reached
+        # whole iterations: single random calls would rarely reach a growth
         st.sampled_from([Call("step"), Call("update"), Call("step", 1)]),
         st.builds(Call, st.just("set"), st.sampled_from(SCALES)),
     )
@@ -568,8 +572,7 @@ def histories(world_size: int) -> st.SearchStrategy[History]:
 def search_histories(settings_: CallSearchSettings, console: Console) -> int:
     """Search every family until the budget is spent.
 
-    A family in which a departure was found and shrunk is closed; each of the others
-    gets an equal share of the time.
+    A family with a shrunk departure is closed; the others get equal shares of the time.
 
     Returns:
         0 nothing found, 1 departures, 3 nothing could be judged.

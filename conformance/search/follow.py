@@ -32,12 +32,12 @@ __all__ = ["EITHER", "follow"]
 TOLERANCE = 1e-4
 """Relative, of a norm and of what a clipped step adds: both are sums in fp32."""
 EITHER = ", or as torch has it "
-"""Between what mathematics and what torch says, where torch is wrong."""
+"""Joins the values of mathematics and torch in a message, if torch is wrong."""
 UNLIMITED = timedelta(minutes=30)
-"""As a group is made: longer than any deadline of the parent."""
+"""Timeout of a process group: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
 WRITE_GRADIENTS = ("handclip", "inf", "clear")
-"""Calls that write to gradients in place, beside backwards."""
+"""Calls that write to gradients in place, besides backwards."""
 
 
 def follow(
@@ -81,13 +81,15 @@ class _Follower:
         self.loose = False  # whether numbers are rounded from here on
         self.own_clip = False
         self.may_refuse = False
-        self.moved: dict[str, float] = {}  # how far each parameter has come
+        # largest element that each parameter has had: tolerances are relative to it
+        self.moved: dict[str, float] = {}
 
     def run(self) -> tuple[int, str] | None:
         """All calls."""
         if self.world.size == 1:
             return self._run()
-        # a rank that waits in a collective for one that raised shall return, too
+        # a finite timeout: a rank must return even if its peer raised before a
+        # collective
         set_timeout(1.5 * self.patience)
         try:
             return self._run()
@@ -103,7 +105,7 @@ class _Follower:
                 self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
             one = self.tracks[0].replicas[0]
             self.may_refuse |= call.kind == "cross" or (
-                # left to a fused kernel, they still carry the scale
+                # gradients left to a fused kernel still carry the scale
                 call.kind in WRITE_GRADIENTS
                 and bool(one.clipped - one.stepped)
                 and not self.program.words.isdisjoint(FUSED)
@@ -137,7 +139,7 @@ class _Follower:
             return [bool(got.raised)]
         try:
             raised = self._exchange(place, "made", got.raised)
-        except RuntimeError:  # the store's: nothing came in time
+        except RuntimeError:  # raised by the store: no answer in time
             world.store.set(f"given up/{place}", "1")
             return None
         return None if world.store.check([f"given up/{place}"]) else raised
@@ -162,10 +164,10 @@ class _Follower:
         raised: list[bool],
         wanted: list[list[Seen]],
     ) -> tuple[str, bool]:
-        """What is wrong, or nothing; and whether there is nothing more to judge."""
+        """The departure or the empty string; and whether the program ends here."""
         mathematics, *torchs = wanted
         rank = self.world.rank
-        # of all ranks: they must come to the same end
+        # over all ranks: they must have the same outcome
         for name, value in (item for m in mathematics for item in m.state.items()):
             if isinstance(value, torch.Tensor):
                 size = float(value.abs().max())
@@ -195,9 +197,9 @@ class _Follower:
         return self._differ(got, [want], self.own_clip), False
 
     def _divides_once(self) -> bool:
-        """Whether torch would divide what this call is about as it should be.
+        """Whether torch divides the gradients of this call correctly.
 
-        If not, an overflow may hide that its outcome is right by chance.
+        If not, an overflow may make its outcome right by chance.
         """
         mathematics, *torchs = (each.facts.unscaled for each in self.tracks)
         slack = TOLERANCE if self.loose else 0.0
@@ -235,7 +237,7 @@ class _Follower:
         return f"raised on ranks {where} only: {got.raised}"
 
     def _changed(self, before: dict[str, Any], got: Seen) -> str:
-        """A refusal changes nothing."""
+        """The first value that a refused call changed, or the empty string."""
         for name, value in before.items():
             if not _same(got.state[name], value, 0.0):
                 return (
@@ -245,7 +247,7 @@ class _Follower:
         return ""
 
     def _torch_departs_later(self, place: int) -> bool:
-        """Whether what follows is a program that torch itself gets wrong."""
+        """Whether torch is wrong in a later call of the program."""
         mathematics, torchs = self.tracks[:2]
         for call in self.program.calls[place + 1 :]:
             if not self._is_made(call):
@@ -257,7 +259,7 @@ class _Follower:
         return False
 
     def _differ(self, got: Seen, wanted: list[Seen], loose: bool) -> str:
-        """How an outcome differs from each of those that are wanted."""
+        """How an outcome differs from each permitted one, in words."""
         for name, value in got.state.items():
             slack = TOLERANCE * self.moved.get(name, 0.0) if loose else 0.0
             if not any(_same(value, want.state[name], slack) for want in wanted):
@@ -284,7 +286,7 @@ def _same(got: Any, want: Any, slack: float) -> bool:
 def _is_wanted(got: Any, wanted: list[Any], loose: bool) -> bool:
     if not isinstance(got, list):
         return any(_same_value(got, want, loose) for want in wanted)
-    # Gradients, each for itself: torch may be wrong in one and right in another.
+    # Gradients are compared one by one: torch may be wrong in some of them only.
     if any(want is None for want in wanted):
         return True
     largest = [max((float(g.abs().max()) for g in w), default=0.0) for w in wanted]

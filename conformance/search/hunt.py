@@ -74,12 +74,12 @@ class HuntSettings:
 
 @dataclass(kw_only=True)
 class Found:
-    """What a hunt came to."""
+    """The result of a hunt."""
 
     tried: int = 0
-    """Scenarios that were run."""
+    """Number of scenarios that ran."""
     case: Case | None = None
-    """The last, and after shrinking the smallest, case with a violation."""
+    """The last case with a violation; after shrinking, the smallest."""
     broken: list[str] = field(default_factory=list)
     """Scenarios in which the harness broke; they prove nothing."""
 
@@ -104,7 +104,7 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
     """Any scenario that torch itself can train."""
     row: dict[str, str] = {"when": "never"}  # faults are drawn more freely below
     for column, values in columns(selection).items():
-        # what fits pair by pair can be completed: the plainest values go with all
+        # pairwise consistent choices can always be completed: default values fit all
         open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
@@ -152,7 +152,7 @@ def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
         search = _search(settings_, runner, found)
         try:
             while time.monotonic() < end:
-                search()  # one round; hypothesis itself knows no budget
+                search()  # one round: hypothesis has no time budget
         except Departure:
             pass  # the violation is in ``found``, shrunk
     return _print_found(settings_, found, console)
@@ -178,7 +178,8 @@ def _search(
     def search(scenario: Scenario) -> None:
         if scenario not in known:
             if time.monotonic() > end:
-                return  # shrink no further: what is not known to fail does not
+                # out of time: unknown scenarios count as passing, which ends shrinking
+                return
             case = runner.run(settings_.scaler, scenario)
             found.tried += 1
             known[scenario] = case.status
@@ -219,6 +220,7 @@ def _script(settings_: HuntSettings, scenario: Scenario) -> list[str]:
         return []
     try:
         write_standalone(settings_.script, scenario, settings_.scaler)
-    except UsageError as error:  # the replay line shows the violation all the same
+    # without a script the replay line still shows the violation
+    except UsageError as error:
         return [str(error)]
     return [f"script: {settings_.script}"]

@@ -1,4 +1,4 @@
-"""The oracle: which call is legal when, and what it leaves, in plain Python.
+"""The oracle: which calls are legal in which state, and their result, in Python.
 
 The rule of order and scale is that of the torch.amp documentation and, where that is
 silent, of ``torch.amp.GradScaler`` on one process: ``unscale_`` once an optimizer and
@@ -32,7 +32,7 @@ KINDS = {
     "set": "update(new_scale)",
     "reload": "go on with a new scaler, loaded from state_dict()",
 }
-"""Calls, and things that happen to gradients between them."""
+"""Calls, and events that change gradients between calls."""
 
 _FORM = re.compile(r"(?P<kind>[a-z]+)(:(?P<which>-?\d+))?(@(?P<rank>\d+))?")
 
@@ -46,7 +46,7 @@ class Call:
     which: int = 0
     """Number of the optimizer; of ``set``, log2 of the new scale."""
     rank: int = 0
-    """Where a gradient becomes bad or is missing."""
+    """The rank on which a gradient becomes bad or is missing."""
 
     def __str__(self) -> str:
         which, rank = self.which, self.rank
@@ -87,7 +87,7 @@ def _parse(text: str, world_size: int) -> Call:
 
 @dataclass(kw_only=True)
 class Oracle:
-    """What a right scaler holds on one rank after each call."""
+    """The state of a correct scaler on one rank after each call."""
 
     rank: int
     world_size: int
@@ -100,11 +100,11 @@ class Oracle:
     absent: dict[int, set[int]] = field(default_factory=dict)
     """Optimizer -> ranks on which it has no gradients; never all of them."""
     found: dict[int, bool] = field(default_factory=dict)
-    """Optimizers that were looked at since the last update, and the verdict."""
+    """Optimizers checked since the last update -> whether they overflowed."""
     stepped: set[int] = field(default_factory=set)
 
     def can_happen(self, call: Call) -> bool:
-        """Whether an event can happen: after a look its outcome is not promised."""
+        """Whether an event is allowed: after the check its outcome is not specified."""
         absent = self.absent.get(call.which, set())
         left = self.world_size - len(absent | {call.rank})
         allowed = {
@@ -114,7 +114,7 @@ class Oracle:
         return allowed and call.which not in self.found
 
     def after(self, call: Call) -> bool:
-        """Take ``call`` in; whether it is legal, else nothing has changed."""
+        """Apply ``call``; return whether it is legal. If not, nothing changes."""
         return bool(getattr(self, f"_{call.kind}")(call))
 
     def _scale(self, call: Call) -> bool:
@@ -171,6 +171,6 @@ class Oracle:
         return self._begin()
 
     def _begin(self) -> bool:
-        """A new iteration: all gradients are there again, and finite."""
+        """A new iteration: all gradients exist again and are finite."""
         self.bad, self.absent, self.found, self.stepped = set(), {}, {}, set()
         return True

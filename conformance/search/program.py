@@ -1,4 +1,4 @@
-"""Programs: what a user's training loop may do to a scaler, as one short line.
+"""Programs: calls that a user's training loop makes, as one short line.
 
 A program is a set-up (words such as ``shared+fused``), a number of ranks and a list of
 calls. Two optimizers train three parameters with linear losses: optimizer 0 has ``e``
@@ -43,7 +43,7 @@ WORDS = {
     "permuted": "one replica lies on ranks 0, 1 and one on ranks 3, 2",
     "idle": "the last rank has no parameters",
 }
-"""What a set-up is made of."""
+"""Words of a set-up."""
 
 ACTS = {
     "back": "backward of a loss of the parameters of optimizer 0 or 1; 2: of both",
@@ -137,7 +137,7 @@ def _parse_call(text: str, world_size: int) -> Call:
 
 
 def _numbers(kind: str) -> tuple[int, ...]:
-    """What may stand behind the colon."""
+    """Numbers permitted after the colon."""
     if kind in ("back", "cback", "gback", "seed", "autograd"):
         return (2, 0, 1)
     if kind == "set":
@@ -149,7 +149,7 @@ def _numbers(kind: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Programs with something in common: a departure is looked for in each."""
+    """Programs with common features; each family is searched for a departure."""
 
     kinds: str
     """Kinds of calls, the first is what calls shrink to."""
@@ -265,7 +265,7 @@ FAMILIES: Mapping[str, Family] = {
     "groups": Family(
         kinds="step back update zero regroup elder inf reload", world_size=2
     ),
-    # what the plainest scalers do not claim to know comes last
+    # last: features that plain scalers do not claim to support
     "sparse": Family(
         kinds=f"{_CORE} clip handclip unscale inf", always="sparse", shapes=(_CLIPPED,)
     ),

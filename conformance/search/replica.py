@@ -58,7 +58,7 @@ class _Interrupted(Exception):
 
 
 class Duck:
-    """What torch's scaler takes for an optimizer, and no more of one."""
+    """The least that torch's scaler accepts as an optimizer."""
 
     __slots__ = ("inner", "param_groups")
     __hash__ = None  # type: ignore[assignment]  # the purpose
@@ -99,7 +99,7 @@ class Replica:
     Attributes:
         params: by name.
         optimizers: two, or none on an idle rank.
-        scaler: what the calls are made on.
+        scaler: the scaler under test.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Replica:
         return torch.float64 if wide else torch.float32
 
     def slope(self, name: str) -> float:
-        """What a backward adds to each element of a gradient."""
+        """The value that a backward adds to each element of a gradient."""
         return SLOPES[name] * (LARGE if "fp64" in self.words else 1.0)
 
     def is_sharded(self, name: str) -> bool:
@@ -157,7 +157,7 @@ class Replica:
         return "permuted" in self.words or ("dtensor" in self.words and name != "a")
 
     def counts(self, name: str) -> bool:
-        """Whether what this rank holds belongs to the global norm."""
+        """Whether this rank's part counts in the global norm."""
         if "permuted" in self.words:
             return self.rank < 2
         return self.is_sharded(name) or self.rank == 0
@@ -219,27 +219,28 @@ class Replica:
     # - Calls
 
     def allows(self, call: Call) -> bool:
-        """Whether a call means anything here, whatever scaler is judged.
+        """Whether a call is meaningful here, for any scaler.
 
         A step or a clip without a backward since the last step has no right result.
         """
         which = call.which
-        if call.kind in BACKWARDS:  # not onto what unscale_ or a clip has divided
+        # not onto gradients that unscale_ or a clip has divided
+        if call.kind in BACKWARDS:
             adds_to_both = which == 2 or "shared" in self.words
             return not (self.looked & ({0, 1} if adds_to_both else {which}))
         if call.kind == "inf" and which in self.looked:
-            return False  # after the look its outcome is not promised
+            return False  # after the check its outcome is not specified
         if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
             return False  # there was no order yet
         if call.kind in STEPS and which not in self.fresh | self.stepped:
             return False
-        if call.kind == "elder":  # its update ends what the rank had begun
+        if call.kind == "elder":  # its update ends the rank's iteration
             return not self.stepped | self.looked | self.clipped
         if call.kind == "unscale":
             return which in self.fresh | self.stepped
         if call.kind in CLIPS:
             return which in self.fresh - self.clipped - self.stepped
-        if "idle" in self.words:  # that rank cannot say which optimizer it means
+        if "idle" in self.words:  # a rank without optimizers cannot name one
             pending = self.clipped - self.stepped
             if call.kind in STEPS:
                 return which not in self.stepped and (which in pending or not pending)
@@ -257,7 +258,7 @@ class Replica:
         """Make one call.
 
         Returns:
-            What it is judged by beside the state: a norm, an answer, gradients.
+            The values that are judged besides the state: a norm, an answer, gradients.
         """
         kind = "clip" if call.kind in CLIPS else call.kind.replace("-", "_")
         if kind in BACKWARDS:
@@ -282,7 +283,7 @@ class Replica:
             self.clipped, self.stepped = set(), set()
             if kind in ("reload", "elder"):
                 self.ordered = set()
-            if kind != "reload":  # the scaler that is left may have left a division
+            if kind != "reload":  # the old scaler may have left a division pending
                 self.looked = set()
         return result
 
@@ -302,7 +303,7 @@ class Replica:
                 self.scaler.scale(self._loss(held)).backward()
         elif call.kind == "gback":
             loss = self._loss(held)
-            for name in held:  # nothing, but with a second derivative
+            for name in held:  # adds zero, but has a second derivative
                 inner = local(self.params[name])
                 loss = loss + (inner - inner.detach()).square().real.sum()
             self.scaler.scale(loss).backward(create_graph=True)
@@ -368,7 +369,8 @@ class Replica:
 
     def gradients(self, which: int) -> list[Any]:
         """The gradients of one optimizer, dense and local, as double precision."""
-        few = self.held(which)[:3]  # without the many, which are all alike
+        # without the 20,000 extra parameters, which are all equal
+        few = self.held(which)[:3]
         return [_wide(local(g.detach())) for p in few if (g := p.grad) is not None]
 
     def held(self, which: int) -> list[Any]:
@@ -453,7 +455,7 @@ class Replica:
         if self.world is not None:
             self._leave()
             if self.rank == call.rank:
-                # one that cannot train without a process group has nothing to forget
+                # one that needs a process group cannot train alone
                 with suppress(Exception):
                     self._train_alone()
             self._join()
@@ -485,10 +487,10 @@ class Replica:
             "gloo", store=store, rank=self.rank, world_size=self.size
         )
 
-    # - What is seen
+    # - Observed values
 
     def state(self) -> dict[str, Any]:
-        """What is judged after each call: name -> value."""
+        """The values that are judged after each call, by name."""
         state: dict[str, Any] = {
             name: _wide(local(p.detach())) for name, p in self.params.items()
         }

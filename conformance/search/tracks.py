@@ -1,11 +1,11 @@
 """The oracle: a program run on plain mathematics and on torch's own class.
 
-`Mathematics` never scales: its gradients are what they should be, in double precision,
-and only the rule of the scale is played through. `AgreedTorch` is torch's class, with
-the ranks' findings joined, since alone it would let ranks disagree. All ranks are
-simulated in one process, call by call. Where torch's outcome is the mathematical one, a
-judged scaler must have the same; where torch is wrong or raises, it may do as
-mathematics or as torch says, or refuse.
+`Mathematics` never scales: it has the correct gradients in double precision and applies
+only the rule of the scale. `AgreedTorch` is torch's class with found_inf shared between
+ranks, because by itself it would let ranks disagree. All ranks are simulated in one
+process, call by call. If torch's outcome is the mathematical one, a judged scaler must
+have the same; if torch is wrong or raises, the scaler may do as mathematics or as
+torch, or refuse.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def first_scale(program: Program) -> float:
 
 @dataclass
 class Facts:
-    """What is true of all ranks before a call."""
+    """Facts over all ranks before a call."""
 
     bad: list[bool]
     """For each optimizer: a gradient on any rank is not finite."""
@@ -159,7 +159,7 @@ class Mathematics:
     def update(self, new_scale: float | None = None) -> None:
         """The rule."""
         facts = self.facts()
-        if self.replica.idle:  # it has heard what the others found
+        if self.replica.idle:  # an idle rank has the others' found_inf
             peers = self.replica.clipped | self.replica.stepped
             self.found = {which: facts.bad[which] for which in peers}
         if new_scale is not None:
@@ -178,7 +178,7 @@ class Mathematics:
 
 
 class AgreedTorch(torch.amp.GradScaler):
-    """torch's class, whose ranks hear of each other's findings."""
+    """torch's class with found_inf shared between ranks."""
 
     def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
         super().__init__(
@@ -311,7 +311,7 @@ def _clip(replica: Replica, which: int, max_norm: float, facts: Facts) -> None:
 
 @dataclass
 class Seen:
-    """What one call came to on one rank."""
+    """The outcome of one call on one rank."""
 
     raised: str
     value: Any
@@ -339,7 +339,7 @@ class Track:
         self.facts = self._facts(call)
         made = [seen(replica, call) for replica in self.replicas]
         if call.kind == "unscale" and self.facts.bad[call.which]:
-            for each in made:  # the step is skipped: what is in them does not matter
+            for each in made:  # the step is skipped: the values do not matter
                 each.value = None
         return made
 
@@ -357,7 +357,8 @@ class Track:
             norm = norm_of(counted, CLIPS[call.kind][1])
             if bad[call.which]:  # perhaps in a replica that is not counted
                 norm = math.inf
-        if call.kind == "update":  # gradients may be gone, or bad since: what was found
+        # gradients may have gone or changed since: use the recorded found_inf
+        if call.kind == "update":
             bad = self._found()
         unscaled = [
             gradient * replica.scaler.factor(call.which)
@@ -384,7 +385,7 @@ def _has_found(scaler: Any, optimizer: Any) -> bool:
 
 
 def seen(replica: Replica, call: Call) -> Seen:
-    """Make one call on one rank and look at what it came to."""
+    """Make one call on one rank and record its outcome."""
     try:
         value = replica.make(call)
     except Exception as error:
