@@ -1,6 +1,6 @@
-"""Statuses, verdicts, exit codes: what laws, reports, commands and gates share.
+"""Statuses, verdicts and exit codes, shared by laws, reports, commands and gates.
 
-This module imports nothing of ours, so that a report is read without torch.
+This module imports nothing of ours, so that reading a report needs no torch.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = [
 
 
 class UsageError(ValueError):
-    """The caller asked for something that cannot be done; the message says what.
+    """The caller's request is invalid; the message says why.
 
-    A command that meets it prints the message on one line and ends with exit code 2.
-    Any other exception is a fault of the harness: traceback, exit code 3.
+    A command prints the message on one line and ends with exit code 2. Any other
+    exception is a fault of the harness: traceback, exit code 3.
     """
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all: what was there stays until all is written."""
+    """Write a file, whole or not at all: the old file stays until all is written."""
     draft = path.with_name(f".{path.name}.draft")
     raw = content.encode() if isinstance(content, str) else content
     draft.write_bytes(raw)
@@ -59,10 +59,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def as_usage(*kinds: type[Exception]) -> Iterator[None]:
-    """Report errors of these kinds as the caller's fault; also a decorator.
+    """Turn errors of these types into :class:`UsageError`; also a decorator.
 
-    Only for what reads the words of a caller by means of functions that know nothing of
-    commands. Nothing is judged under it: there an error of any kind is ours.
+    Only for parsing the caller's input by functions that do not know commands. Never
+    judge inside it: an error there is ours, whatever its type.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def as_usage(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class Status(StrEnum):
-    """What can be said of one law in one run, and of a whole run."""
+    """The result of one law in one run, or of a whole run."""
 
     PASS = "pass"
     """It was checked and holds."""
@@ -104,7 +104,7 @@ def as_number(value: float) -> Number:
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a law finds in a run, in words and numbers."""
+    """The result of a law in a run, in words and numbers."""
 
     status: Word
     message: str
@@ -116,19 +116,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where not all violations of a law are alike: what kind this one is, in words that
     are equal in all runs with that cause."""
     compared: Count = 0
-    """Comparisons that it rests on."""
+    """Number of comparisons made."""
     not_compared: Count = 0
-    """Comparisons that were due and could not be made."""
+    """Number of comparisons that were due and could not be made."""
 
 
 class Verdict(Finding, frozen=True):
-    """A finding with its law: one value from the judge to the report and the gate."""
+    """A finding with its law: the same type in the judge, the report and the gate."""
 
     law: str
 
 
 EXIT_CODES = {"pass": 0, "fail": 1, "error": 3, "inconclusive": 4}
-"""Exit code of a command by the worst status; the gate has the same ones."""
+"""Exit code of a command by the worst status; the same in the gate."""
 USAGE = 2
 """Exit code of bad usage."""
 INTERRUPTED = 130
@@ -138,7 +138,7 @@ INTERRUPTED = 130
 def worst_of(statuses: Iterable[str]) -> str:
     """The worst of ``statuses``; ``skipped`` only where there is nothing else."""
     found = set(statuses) - {Status.SKIPPED}
-    # looked up and not ranked: a report may hold a word that is no status
+    # membership instead of an index: a report may hold a word that is no status
     return next((s for s in reversed(RANKING) if s in found), Status.SKIPPED.value)
 
 
@@ -149,7 +149,7 @@ def case_status(verdicts: Iterable[str]) -> str:
 
 
 def is_worse(now: str, before: str) -> bool:
-    """Whether ``now`` promises less than ``before`` did."""
+    """Whether ``now`` is worse than ``before``."""
     return RANKING.index(now) > RANKING.index(before)
 
 

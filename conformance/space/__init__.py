@@ -1,1 +1,1 @@
-"""What is tried: scenarios, recipes, constraints and the presets that choose them."""
+"""Scenarios, recipes, constraints, and the presets that choose scenarios."""

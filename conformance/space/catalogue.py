@@ -1,16 +1,16 @@
-"""The catalogue: which scenarios a run consists of.
+"""The catalogue: the scenarios of each preset.
 
 ``parity`` is the main job: on both data sets and every topology a clean fp32 run
-(transparency, parity), a half-precision run that starts with a scale so large that
-gradients overflow by themselves, and a run with planted inf and nan on single ranks.
+(transparency, parity), a half-precision run whose initial scale makes gradients
+overflow without planted faults, and a run with planted inf and nan on single ranks.
 
-``layouts`` is the table that reviewers ask for: each topology, a few plain steps, whole
-batches and two parts.
+``layouts`` is the table for a review: each topology, a few plain steps, with whole
+batches and with two parts.
 
 ``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
 faults, model) at least once, ``default`` every pair, ``full`` every triple; each also
-drives the scale to its limits. The laws are the same in all. Scenarios that add most
-new choices for their cost come first, so that a common fault is found early.
+drives the scale to its limits. All presets have the same laws. Scenarios that add most
+new choices for their cost come first, so that a common fault shows early.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ WHEN: dict[str, tuple[str, ...]] = {
 }
 """When gradients are bad -> steps of planted faults; growth takes 2 good steps."""
 TARGETS = ("first", "middle[middle]", "last[last]", "split", "loss", "loss[last]")
-"""The parameter of the fault; ``split`` is one that is sharded where anything is."""
+"""The parameter of the fault; ``split`` is sharded if the topology shards any."""
 RANKS = ("0", "last", "*")
 LOSS_FACTORS = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
 """Factors of the loss: gradients of about 1e-2, 1e-11 and 1e7."""
 NOTHING = "-"
-"""The value of a column that has no meaning in a row."""
+"""The value of a column that does not apply to a row."""
 LONG = 200
-"""Bad steps on end bring any scale to its floor, good ones to 2^110."""
+"""So many bad steps in a row bring any scale to its floor, good ones to 2^110."""
 LIMITS: dict[str, tuple[str, dict[str, float]]] = {
-    # beyond the first growth, to 2^127, there is no fp32 number; a planted fault, since
-    # large gradients of a user's own workload may overflow here in every step
+    # after one growth to 2^127 a second would leave fp32; the fault is planted, because
+    # large gradients of a user's workload may overflow at this scale in every step
     "highest": ("once", {"init_scale": 2.0**126, "growth_interval": 1}),
     # the rule gives 2^-152 at the fourth step, which fp32 rounds to 0
     "lowest": ("always", {"init_scale": 2.0**-100, "backoff_factor": 2.0**-13}),
@@ -151,7 +151,7 @@ def _three_runs(
         optimizer=optimizers[0],
         **OVERFLOWS_OF_ITSELF[bool(selection.workload)],
     )
-    # where tensors are split, this one is: only the ranks that hold it see the fault
+    # a parameter that the topology splits: only the ranks that hold it see the fault
     target, holder = (
         split_parameter(model),
         0 if topology.pipelined else world_size - 1,
@@ -164,7 +164,7 @@ def _three_runs(
 
 
 LAYOUT_STEPS = 3
-"""Gradients of the first step, what is left of them in the second, and one more."""
+"""Gradients of the first step, leftovers of it in the second, and one more step."""
 
 
 def _layouts(selection: Selection) -> Iterator[Scenario]:
@@ -190,7 +190,7 @@ def _layouts(selection: Selection) -> Iterator[Scenario]:
 
 
 def split_parameter(model: str) -> str:
-    """A parameter that is sharded where anything is; of a workload it is not known."""
+    """A parameter that is sharded if any is; for a workload it is not known."""
     return MODELS[model].sharded if model in MODELS else "first"
 
 
@@ -212,13 +212,15 @@ def columns(selection: Selection) -> dict[str, list[str]]:
         "target": [NOTHING, *(t for t in TARGETS if not own or t != "split")],
         "ranks": [NOTHING, *RANKS],
         "kind": [NOTHING, *KINDS],
-        # if the size of a step is unknown, rounding may look the same
+        # the learning rate of a user's workload is unknown: with a small factor its
+        # updates may be no larger than rounding
         "loss_factor": ["usual"] if own else list(LOSS_FACTORS),
         "param_order": list(PARAM_ORDERS),
     }
     if not selection.no_scaler:
         return chosen
-    if not selection.precisions:  # fp16 needs a scaler: ask for it to see how it fails
+    # without a scaler fp16 fails by itself: only on request
+    if not selection.precisions:
         wide = [p.name for p in PRECISIONS.values() if not p.overflows]
         chosen["precision"] = wide
     return chosen | plain | {"kind": [NOTHING]}
@@ -238,7 +240,7 @@ def fits(row: Row, workload: str = "") -> bool:
     )
 
 
-@cache  # asked a hundred thousand times for a few hundred answers
+@cache  # cached: the search asks a hundred thousand times for a few hundred pairs
 def _go_together(pair: tuple[str, str], a: str, b: str, workload: str) -> bool:
     sensible, resolved = (
         _SENSIBLE.get(pair),
@@ -262,7 +264,7 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("precision", "when"): lambda p, w: w != "natural" or PRECISIONS[p].overflows,
     # a disabled scaler has no answer to bad gradients
     ("recipe", "when"): lambda r, when: WORKLOAD_RECIPES[r].enabled or when == "never",
-    # the columns of a planted fault have a meaning where one is planted
+    # the columns of a planted fault apply only if one is planted
     ("when", "target"): _where_planted,
     ("when", "ranks"): _where_planted,
     ("when", "kind"): _where_planted,
@@ -270,9 +272,9 @@ _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("target", "kind"): _both_or_none,
     ("ranks", "kind"): _both_or_none,
     ("topology", "ranks"): lambda t, r: t != "single" or r in (NOTHING, "0"),
-    # of a user's own workload no parameter is known to be split
+    # in a user's workload no parameter is known to be split
     ("topology", "target"): lambda t, x: x != "split" or TOPOLOGIES[t].spreads,
-    # one rank need not hold anything of the half that trains
+    # a rank may hold nothing of the half that trains
     ("recipe", "ranks"): lambda r, x: r != "frozen" or x in (NOTHING, "*"),
     # half precision loses tiny gradients, and plain SGD takes steps of their size
     ("loss_factor", "precision"): lambda m, p: m == "usual" or PRECISIONS[p].is_full,
@@ -329,7 +331,7 @@ def _rules(selection: Selection) -> Callable[[Row], bool]:
 
 
 def _quick(selection: Selection) -> Iterable[Scenario]:
-    """Every topology with every way of going bad; other pairs on the way."""
+    """Every topology with every fault time; other pairs as they come."""
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
     limits = _limits(selection, QUICK_LIMIT_TOPOLOGIES)
     own = [*_narrowed(selection), *_accumulating(selection), *_random_runs(selection)]
@@ -372,7 +374,7 @@ def _narrowed(selection: Selection) -> Iterator[Scenario]:
 
 
 def _accumulating(selection: Selection) -> Iterator[Scenario]:
-    """Where most wrong gradients are, a workload is always tried."""
+    """Accumulation, for every workload: most wrong gradients show there."""
     if selection.workload:
         for name in selection.layouts(selection.resolved.topologies):
             for recipe in ("accumulate", "accumulate-no-sync", "accumulate-uneven"):
@@ -381,7 +383,7 @@ def _accumulating(selection: Selection) -> Iterator[Scenario]:
 
 
 def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
-    """A workload's plainest run with these choices, if they go together."""
+    """A workload's run with these choices and defaults else, if they go together."""
     row = _PLAINEST | {"model": selection.workload, "optimizer": OWN, "when": "never"}
     if not why_not(selection.resolved, row | choices):
         yield to_scenario(row | choices, selection)
@@ -409,7 +411,7 @@ def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:
 
 
 def _long_runs(selection: Selection) -> Iterator[Scenario]:
-    """Down to any floor, and up to any ceiling, by the usual factors."""
+    """Down to any floor and up to any ceiling, with the default factors."""
     for when, usual in _LONG_RUNS.items():
         for row in _plainest(selection, usual, when, "adamw"):
             yield to_scenario(row, selection, steps=LONG)
@@ -418,7 +420,7 @@ def _long_runs(selection: Selection) -> Iterator[Scenario]:
 def _plainest(
     selection: Selection, usual: Sequence[str], when: str, optimizer: str
 ) -> Iterator[Row]:
-    """Rows of the plainest model, on those of the usual topologies asked for."""
+    """Rows of the simplest model on the selected usual topologies."""
     if selection.no_scaler:
         return
     own = selection.workload
@@ -435,7 +437,7 @@ def _plainest(
 QUICK_LIMIT_TOPOLOGIES = ("single", "fsdp", "tp")
 """Plain tensors, DTensors of one mesh, and both at once."""
 _LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
-"""When gradients are bad -> where."""
+"""When gradients are bad -> the place of the fault."""
 _PLAINEST = {
     "recipe": "plain",
     "precision": "fp32",
@@ -448,10 +450,10 @@ _PLAINEST = {
 
 
 def _in_order(selection: Selection, scenarios: Iterable[Scenario]) -> list[Scenario]:
-    """Those first that show most for their cost: common faults are found early.
+    """Order by new choices per cost, so that common faults show early.
 
-    Without a scaler fp32 is first: there a fault stands out of the rounding, and so
-    does the module in which it begins.
+    Without a scaler fp32 is first: there a fault is far above rounding, and the faulty
+    module is clear.
     """
     chosen = most_new_first(list(dict.fromkeys(scenarios)), _words, _cost)
     return sorted(
@@ -460,7 +462,7 @@ def _in_order(selection: Selection, scenarios: Iterable[Scenario]) -> list[Scena
 
 
 def _words(scenario: Scenario) -> set[str]:
-    """What its id consists of: names, settings, and the parts of a fault."""
+    """The words of its id: names, settings, and the parts of a fault."""
     return set(re.split("[/,;@:]", scenario.id))
 
 
@@ -485,14 +487,15 @@ PRESETS: dict[str, Callable[[Selection], Iterable[Scenario]]] = {
 
 
 def select(preset: str, selection: Selection) -> list[Scenario]:
-    """The scenarios of a preset that the selection keeps.
+    """The scenarios of a preset that match the selection.
 
     Raises:
         UsageError: for unknown names, a world size that no chosen topology can take,
             a workload that breaks its protocol, or a selection that leaves nothing.
     """
     check_names("preset", [preset], PRESETS)
-    with as_usage(WorkloadError):  # what goes together may depend on its batches
+    # the constraints may depend on the workload's batches
+    with as_usage(WorkloadError):
         if selection.workload:
             check_workload(selection.workload)
     found = [s for s in PRESETS[preset](selection) if selection.keeps(s)]

@@ -1,7 +1,7 @@
 """Constraints: which choices torch itself can train together, pair by pair.
 
-Pairs, so that a covering set can be built one choice at a time. Each gives the reason
-why two choices do not go together, or the empty string.
+Constraints are pairs, so that a covering set can be built one choice at a time. Each
+function returns the reason why two choices exclude each other, or the empty string.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def _recipe_model(recipe: str, model: str) -> str:
 
 
 def resharded_world(topology: str, world_size: int) -> tuple[str, int]:
-    """Where a training begins that goes on on ``world_size`` ranks of ``topology``.
+    """The first world of a training that resumes on ``world_size`` of ``topology``.
 
-    The same layout on half or on twice as many ranks, up to 4; else another layout
-    that takes all models and precisions of this one.
+    The same layout on half or on twice as many ranks, up to 4; else another layout that
+    supports all models and precisions of this one.
     """
     chosen = TOPOLOGIES[topology]
     for ranks in (world_size // 2, 2 * world_size):
@@ -102,7 +102,7 @@ PAIRS: Mapping[tuple[str, str], Reason] = {
     ("topology", "recipe"): _topology_recipe,
     ("recipe", "model"): _recipe_model,
 }
-"""(field, field) of a scenario -> why two values do not go together."""
+"""(field, field) of a scenario -> why two values exclude each other."""
 
 
 _NEEDS_FIXTURES = {
@@ -110,7 +110,7 @@ _NEEDS_FIXTURES = {
     "compiled": "compiling a user's model may take minutes",
     "resume-resharded": "another world would have to lay the workload out, too",
 }
-"""Recipes that know the models or layouts of fixtures, and why."""
+"""Recipes that need the models or layouts of fixtures, and why."""
 _OPTIMIZERS = "train_step steps the optimizers that parallelize has made"
 _TRAIN_STEP_DECIDES = {
     "unscale": "train_step decides whether it calls unscale_",
@@ -120,12 +120,12 @@ _TRAIN_STEP_DECIDES = {
     "two-optimizers-unscale": _OPTIMIZERS,
     "scheduler": "train_step has a schedule of its own, and the reference has none",
 }
-"""Recipes whose calls are all in ``train_step``, and why the judge cannot ask."""
+"""Recipes that only ``train_step`` could follow, and why the judge cannot."""
 _TRAIN_STEP_NEEDS = {
     "clip-norm": ("clip_norm", "clip_norm, to which its train_step clips"),
     "resume": ("save_checkpoint", "save_checkpoint and load_checkpoint"),
 }
-"""Recipe -> the attribute of a workload without which its ``train_step`` cannot."""
+"""Recipe -> the attribute that it needs in a workload with ``train_step``."""
 
 
 def _workload_precision(
@@ -193,11 +193,11 @@ _WORKLOAD_PAIRS: Mapping[
     ("topology", "precision"): _workload_precision,
     ("topology", "recipe"): _workload_recipe,
 }
-"""As :data:`PAIRS`, for a workload of the user's own."""
+"""Like :data:`PAIRS`, for a user's workload."""
 
 
 def why_not(workload: ResolvedWorkload, choices: Mapping[str, str]) -> str:
-    """The first reason why ``choices`` do not go together, or the empty string.
+    """The first reason why ``choices`` exclude each other, or the empty string.
 
     Args:
         workload: what is trained.

@@ -1,12 +1,12 @@
 """Covering sets: few rows of choices that contain every possible combination of some.
 
-Written here since the usual library leaves combinations out once some are forbidden:
-measured with allpairspy 2.5.1 on this catalogue, 457 of 486 possible pairs and 1622 of
-3516 possible triples were covered.
+This is own code because the usual library leaves out combinations if some are
+forbidden: measured with allpairspy 2.5.1 on this catalogue, 457 of 486 possible pairs
+and 1622 of 3516 possible triples were covered.
 
-A row is begun with a combination that is still missing and filled column by column with
-the value that adds most (as AETG does: Cohen et al., IEEE TSE 23(7), 1997, without its
-random candidates, so that equal arguments give equal rows).
+A row starts with a missing combination and is filled column by column with the value
+that adds most (as AETG does: Cohen et al., IEEE TSE 23(7), 1997, without its random
+candidates, so that equal arguments give equal rows).
 
 :func:`most_new_first` puts scenarios into the order in which they are tried.
 """
@@ -42,8 +42,8 @@ def cover(
     Args:
         choices: the values of each column.
         fits: whether the values chosen so far go together; must stay False once it is.
-        wanted: the sets of columns whose combinations are to be covered; pairs of other
-            columns are covered on the way, as far as that costs no row.
+        wanted: the sets of columns whose combinations must be covered; pairs of other
+            columns are covered as far as that needs no further row.
     """
     asked = dict.fromkeys(tuple(c for c in choices if c in w) for w in wanted)
     missing: Missing = {
@@ -75,14 +75,14 @@ def _fill(
     missing: Missing,
     used: Counter[tuple[str, str]],
 ) -> Row | None:
-    """Complete ``row``, or None where that is impossible."""
+    """Complete ``row``, or return None if that is impossible."""
     if not fits(row):
         return None
     column = next((c for c in choices if c not in row), None)
     if column is None:
         return row
     gains = _gains(row, column, choices[column], missing)
-    # of equal gains the value that came least: what costs nothing is spread evenly
+    # at equal gain take the value used least so far, to spread values evenly
     order = sorted(choices[column], key=lambda v: (-gains[v], used[column, v]))
     filled = (_fill(row | {column: v}, choices, fits, missing, used) for v in order)
     return next((done for done in filled if done is not None), None)
@@ -110,11 +110,11 @@ def most_new_first(
     words: Callable[[Item], Iterable[str]],
     cost: Callable[[Item], float],
 ) -> list[Item]:
-    """Order items: next is always what adds most pairs of words for its cost.
+    """Order items: the next one adds most new pairs of words for its cost.
 
     Args:
         items: in the order that decides between equals.
-        words: what an item shows.
+        words: of an item.
         cost: of an item; more than 0.
     """
     pairs = [set(itertools.combinations(sorted(set(words(i))), 2)) for i in items]
@@ -125,7 +125,8 @@ def most_new_first(
     ordered: list[Item] = []
     while heap:
         index = heapq.heappop(heap)[-1]
-        # gains only fall: an item that still adds more than the others did is next
+        # Gains only decrease, so old gains are upper bounds: an item whose new gain
+        # exceeds all other old gains is next.
         gain = len(pairs[index] - seen) / costs[index]
         entry = (-gain, costs[index], index)
         if heap and entry > heap[0]:

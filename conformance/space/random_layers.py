@@ -1,4 +1,4 @@
-"""Random layers of a workload: whether it has any, and how they are turned off."""
+"""Random layers of a workload: find them and turn them off."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _DROPOUTS = (
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
 _PROBABILITIES = ("drop", "jitter")
-"""What the names of attributes contain that hold a probability or a size of noise."""
+"""Parts of names of attributes that hold a probability or a size of noise."""
 
 
 def turn_off_random_layers(stack: object) -> None:
     """Set the probability of every random layer to 0, so that a run can be compared.
 
-    Taken are torch's dropouts, and every attribute of a module that has ``drop`` or
-    ``jitter`` in its name and a number from 0 to 1 as its value, as those of torch's
-    attention and recurrent layers and of transformers' models.
+    This sets torch's dropouts, and every attribute of a module whose name contains
+    ``drop`` or ``jitter`` and whose value is a number from 0 to 1, as in torch's
+    attention and recurrent layers and in transformers' models.
 
     Args:
         stack: a module, or an object that holds modules.

@@ -1,7 +1,7 @@
-"""Recipes: in which order a training loop makes its calls, as values.
+"""Recipes: the order of calls in a training loop, as values.
 
-What changes the mathematics of a run is apart (:class:`Training`): the reference trains
-by it. All else must leave the result as it is.
+:class:`Training` holds the settings that change the mathematics of a run; the reference
+uses them. All other settings must not change the result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Z_LOSS = 2.0**-6
 
 @dataclass(frozen=True)
 class Training:
-    """What a recipe changes in the mathematics."""
+    """The settings of a recipe that change the mathematics."""
 
     clip: str = ""
     """``value`` or ``norm``: how unscaled gradients are clipped."""
@@ -52,7 +52,7 @@ class Training:
     losses: int = 1
     """Losses; a second one is the z-loss."""
     random: bool = False
-    """Random layers stay on; there is then no reference to compare with."""
+    """Random layers stay on; then no reference can be compared."""
 
     def losses_of(self, first: Tensor, output: Any) -> list[Tensor]:
         """The 0-d losses of a micro-batch.
@@ -84,27 +84,27 @@ class Recipe:
     defer_sync: bool = False
     """Gradients are synchronised in the last pass only."""
     optimizers: int = 1
-    """With 2, experts, or else biases, have one of their own; one ``update``."""
+    """With 2, experts, or else biases, have a separate one; one ``update``."""
     enabled: bool = True
     """The constructor's argument."""
     new_scale: float | None = None
     """Argument of ``update`` at the third step."""
     resume: bool = False
-    """Half-way, scaler and optimizers are made anew from their saved states."""
+    """Half-way, new scaler and optimizers load the saved states."""
     resharded: bool = False
-    """The half before is a run of its own on another world, see ``resharded_world``."""
+    """The first half runs on another world, see ``resharded_world``."""
     primed: bool = False
     """Before the first step every rank calls ``scale`` once, on zero."""
     compile: bool = False
-    """The model is compiled (without code generation, which is not in question)."""
+    """The model is compiled (without code generation, which is not under test)."""
     recompute: bool = False
-    """Parts of the model forget what they compute, and run again in backward."""
+    """Parts of the model drop their activations and run again in backward."""
 
     def sizes(self, rows: int) -> list[int]:
-        """How many of the rows of a rank each backward pass has.
+        """Number of a rank's rows in each backward pass.
 
         Raises:
-            CannotError: if so many rows cannot be cut so.
+            CannotError: if this number of rows cannot be split.
         """
         first = (rows + 1) // 2
         last = max(1, rows // 6)
@@ -212,7 +212,7 @@ WORKLOAD_RECIPES: dict[str, Recipe] = {
         recompute=True,
     ),
 }
-"""Those of a user's own workload."""
+"""Recipes of a user's workload."""
 
 CONTROL_RECIPES = tuple(
     name
@@ -222,14 +222,14 @@ CONTROL_RECIPES = tuple(
     and not recipe.primed
     and not name.endswith("unscale")
 )
-"""Recipes that mean something without a scaler."""
+"""Recipes that apply without a scaler."""
 
 MANUAL_STEP = 2
-"""The step, from 0, whose ``update`` is given a scale where a recipe says so."""
+"""The step, from 0, at which a recipe passes a scale to ``update``."""
 
 
 def recipes_of(workload: ResolvedWorkload) -> dict[str, Recipe]:
-    """The recipes that there are for a workload, built in or not."""
+    """The recipes of a workload, built in or a user's."""
     return WORKLOAD_RECIPES if is_workload(workload.name) else RECIPES
 
 

@@ -26,7 +26,7 @@ __all__ = ["Recomputed", "recompute_in_backward", "why_not_recomputed"]
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 _ROUNDING = 1024 * 2.0**-24
-"""Of the largest element of a gradient: far above rounding, far below another pass."""
+"""Relative to the largest element: far above rounding, far below a wrong pass."""
 
 
 @dataclass(kw_only=True)
@@ -39,25 +39,25 @@ class Recomputed:
     """Forwards that ran a second time."""
 
     def add(self, name: str, part: nn.Module) -> None:
-        """Have one part forget what it computes."""
-        if "forward" not in vars(part):  # else somebody's own wrapper
+        """Make one part drop its activations."""
+        if "forward" not in vars(part):  # else the method is another library's wrapper
             self.parts[name] = part
             part.forward = MethodType(_checkpointed(type(part), self), part)
 
 
 def recompute_in_backward(model: nn.Module) -> Recomputed:
-    """Have the parts of a model forget what they compute until backward asks for it.
+    """Make the parts of a model drop their activations and recompute in backward.
 
     Parts are the members of lists of modules, and beside these the smallest modules
     that hold no list. Only their ``forward`` is replaced: names, types and hooks stay,
-    so that any layout can follow, and its hooks are outside, as in
-    ``fully_shard(checkpoint(block))``.
+    so that any layout can follow. Its hooks then run outside of the recomputation, as
+    in ``fully_shard(checkpoint(block))``.
 
     Args:
         model: not laid out yet.
 
     Returns:
-        What is counted while it trains.
+        The parts, with a count of recomputed forwards.
     """
     counted, parts = Recomputed(parts={}), {*_parts(model)}
     for name, module in model.named_modules():
@@ -67,8 +67,8 @@ def recompute_in_backward(model: nn.Module) -> Recomputed:
 
 
 def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
-    # a method, which a deep copy binds anew; its class may be replaced until it is
-    # called, as fully_shard does
+    # A method: a deep copy binds it to the copy. It reads the class when called,
+    # because fully_shard replaces the class.
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runs = 0
@@ -99,8 +99,8 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 def why_not_recomputed(name: str) -> str:
     """Why a user's own model cannot run again in backward, or the empty string.
 
-    Tried on one process: what goes wrong on ranks is then the layout's. The empty
-    string where it cannot be called at all: ``check_workload`` has the words for that.
+    Tested on one process, so that an error on ranks is the layout's. Also the empty
+    string if the model cannot be called: ``check_workload`` reports that.
     """
     if not is_workload(name):
         return ""

@@ -1,7 +1,7 @@
 """Scenario: one training run to be observed, as a frozen value with a printable id.
 
-The id is the path ``topology/world/precision/optimizer/faults`` and, where a setting
-departs from its default, a sixth part ``key=value,key=value``. Parsing an id gives the
+The id is the path ``topology/world/precision/optimizer/faults`` and, if a setting
+differs from its default, a sixth part ``key=value,key=value``. Parsing an id gives the
 scenario back; that is what ``gradparity replay`` does.
 """
 
@@ -91,7 +91,7 @@ class Scenario:
             raise UsageError(
                 f"recipe {self.recipe!r} trains on two worlds: choose at least 2 steps"
             )
-        assert self.phases  # the run before must be one, too
+        assert self.phases  # the first phase must be a valid scenario, too
 
     @property
     def workload(self) -> ResolvedWorkload:
@@ -168,14 +168,14 @@ class Scenario:
     def resume_step(self) -> int:
         """The step before which a recipe that resumes does so; 0 of a single one.
 
-        Past the middle: after an odd count of steps scale and growth tracker both are
-        other than a new scaler's.
+        It is past the middle: after an odd number of steps both the scale and the
+        growth tracker differ from a new scaler's.
         """
         return min((self.steps + 1) // 2, self.steps - 1)
 
     @property
     def phases(self) -> tuple[Scenario, ...]:
-        """The runs it consists of, each on a world of its own; itself is the last."""
+        """Its runs, each on a separate world; the last one is the scenario itself."""
         if not self.parsed_recipe.resharded:
             return (self,)
         topology, world_size = resharded_world(self.topology, self.world_size)
@@ -193,11 +193,11 @@ class Scenario:
 
     @property
     def trains_alone(self) -> bool:
-        """Whether it means something without a scaler."""
+        """Whether it can train without a scaler."""
         return self.faults == "none" and self.recipe in CONTROL_RECIPES
 
     def not_runnable(self) -> str:
-        """Why the parts do not go together, or the empty string."""
+        """Why the parts exclude each other, or the empty string."""
         if not self.parsed_recipe.enabled and self.faults != "none":
             return "a disabled scaler has no answer to bad gradients: choose no faults"
         choices = {name: getattr(self, name) for name in self._tables()}
@@ -214,7 +214,7 @@ class Scenario:
 
 
 def _faults_before(faults: tuple[Fault, ...], resume_step: int, world_size: int) -> str:
-    """The faults of the first phase; rank numbers wrap around where ranks are fewer."""
+    """The faults of the first phase; rank numbers wrap around if it has fewer ranks."""
     due = [f for f in faults if f.step is None or f.step < resume_step]
     there = [replace(f, rank=f.rank and f.rank % world_size) for f in due]
     return ";".join(map(str, there)) or "none"

@@ -1,4 +1,4 @@
-"""Selection: what a user asked for, and which of the catalogue that leaves."""
+"""Selection: the user's choice among the scenarios of the catalogue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAIN_TOPOLOGIES = ("single", "ddp", "fsdp", "hsdp", "tp", "tp+sp", "fsdp+tp", "p
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What the user asked for; an empty field means everything."""
+    """The user's choice; an empty field means everything."""
 
     topologies: Sequence[str] = ()
     models: Sequence[str] = ()
@@ -35,7 +35,7 @@ class Selection:
     workload: str = ""
     """A user's own workload, ``module:attribute``, in place of the fixtures' models."""
     no_scaler: bool = False
-    """Train without a scaler: nothing that only a scaler could answer is chosen."""
+    """Train without a scaler: only scenarios that need none are chosen."""
 
     @as_usage(ValueError)
     def __post_init__(self) -> None:
@@ -53,26 +53,26 @@ class Selection:
 
     @property
     def resolved(self) -> ResolvedWorkload:
-        """The workload asked for, or any model of the fixtures."""
+        """The chosen workload, or any model of the fixtures."""
         return resolve_workload(self.workload or next(iter(MODELS)))
 
     @property
     def model_names(self) -> list[str]:
-        """What scenarios may have as ``model``."""
+        """Values that scenarios may have as ``model``."""
         if self.workload:
             return [self.workload]
         return [m for m in MODELS if self.trains(m)]
 
     def main_topologies(self) -> list[str]:
-        """Those of the main job that were asked for."""
+        """The chosen topologies of the main job."""
         return self.layouts(
             self.resolved.topologies if self.workload else MAIN_TOPOLOGIES
         )
 
     def layouts(self, usual: Iterable[str]) -> list[str]:
-        """The topologies asked for, or those of ``usual`` that fit the world size.
+        """The chosen topologies, or those of ``usual`` that fit the world size.
 
-        Meshes with an axis at size 1 that no workload asked for are tried apart.
+        Meshes that the judge narrowed to an axis of size 1 are not included.
         """
         if self.topologies:
             return list(self.topologies)
@@ -83,11 +83,11 @@ class Selection:
         return [name for name in usual if made[name].mesh_takes(self.world_size)]
 
     def trains(self, model: str) -> bool:
-        """Whether a model was asked for."""
+        """Whether a model was chosen."""
         return not self.models or model in self.models
 
     def keeps(self, scenario: Scenario) -> bool:
-        """Whether ``scenario`` was asked for."""
+        """Whether ``scenario`` matches the selection."""
         wanted = (
             (self.precisions, scenario.precision),
             (self.optimizers, scenario.optimizer),
@@ -99,7 +99,7 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a name that is unknown.
 
     Raises:
-        UsageError: says what was got, and what is known.
+        UsageError: names the value and the known names.
     """
     for name in names:
         if name not in known:

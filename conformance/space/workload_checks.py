@@ -1,8 +1,8 @@
-"""What a user's own workload must keep on one process, before anything is started.
+"""Checks of a user's workload on one process, before any rank starts.
 
-Bad input ends with exit code 2: the model and its batches are the same each time they
-are made, forward is deterministic once random layers are off, the loss is a mean over
-rows or a sum with its count, the optimizer takes the parameters.
+A failed check ends with exit code 2. The model and its batches must be the same each
+time they are made; forward must be deterministic with random layers off; the loss must
+be a mean over rows or a sum with its count; the optimizer must take all parameters.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .scenario import Scenario
 __all__ = ["PARTS", "ROUNDING", "check_workload", "check_workloads"]
 
 MAX_ELEMENTS = 2**24
-"""Of one parameter: its elements are numbered in fp32."""
+"""Limit for one parameter: its elements are numbered in fp32."""
 PARTS = 4
-"""A batch is split in so many parts to see what rounding does to a correct run."""
+"""Number of parts of a batch in the check that parts make up the whole."""
 ROUNDING = 2.0**-30
-"""What the order of a sum in fp64 may change, by far; what no mean shows is larger."""
+"""Relative: far above fp64 rounding, far below the error of a loss that is no mean."""
 
 
 def check_workloads(scenarios: Iterable[Scenario]) -> None:
@@ -148,7 +148,7 @@ def _objective(
 
 
 def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
-    """A parameter may be left unused, or wait for another batch; not all of them."""
+    """Check that a gradient is not zero: some parameters may be unused, but not all."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if all(p.grad is None or not p.grad.any() for _, p in named):
         text = f"gave no gradient but zero to any of {', '.join(n for n, _ in named)}"
@@ -157,7 +157,7 @@ def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
 
 
 def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
-    """What ranks and micro-batches see must make up the loss of the whole."""
+    """Check that the losses of parts make up the loss of the whole batch."""
     wide = batch.map(lambda t: t.double() if t.is_floating_point() else t)
     model = model.double()
     own = workload.micro_batches
