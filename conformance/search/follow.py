@@ -78,7 +78,7 @@ class _Follower:
         self.tracks = [track(program, name) for name in ("mathematics", "torch")]
         if is_ambiguous(program):
             self.tracks.append(track(program, "plain torch"))
-        self.loose = False  # whether numbers are rounded from here on
+        self.loose = False  # whether values are rounded from here on
         self.own_clip = False
         self.may_refuse = False
         # largest element that each parameter has had: tolerances are relative to it
