@@ -15,7 +15,7 @@ SEQUENCES = {
     "growth": "the growth tracker after",
     "stepped": "whether the parameters changed in",
 }
-"""Curve -> what it says of each rank and step, exactly."""
+"""Curves that are compared exactly for each rank and step -> their words."""
 Rows = Sequence[Sequence[object]]
 """A value a rank and step."""
 
@@ -31,7 +31,7 @@ class Change:
 
 
 def compare(before: Report, after: Report) -> list[Change]:
-    """What has changed from ``before`` to ``after``, worst first."""
+    """Changes from ``before`` to ``after``, worst first."""
     old = {c.key: c for c in before.cases}
     new = {c.key: c for c in after.cases}
     changes = [_missing("gone", c) for k, c in old.items() if k not in new]
@@ -74,7 +74,7 @@ def _verdicts(old: CaseRecord, new: CaseRecord) -> list[Change]:
 
 
 def _broken(old: CaseRecord, new: CaseRecord, where: str) -> Iterator[Change]:
-    """If the harness broke, no law is judged: the change is shown once."""
+    """A change of a broken harness, once: then no law is judged."""
     if old.status != new.status:
         kind = "regression" if is_worse(new.status, old.status) else "fix"
         text = f"{kind}: {old.status} -> {new.status} in {where}: "

@@ -99,7 +99,7 @@ def _more_facts(verdict: Verdict) -> list[str]:
 
 
 def _anchor(record: CaseRecord) -> str:
-    """Of the text and not of what it means: a scenario of tomorrow has one too."""
+    """Made from the text, not from the parsed id: newer scenarios have one, too."""
     digest = hashlib.blake2b(record.scenario.encode(), digest_size=5)
     return f"s-{digest.hexdigest()}"
 
@@ -121,7 +121,7 @@ class Mark:
     link: str
     """Anchor of the run that shows it."""
     words: str
-    """For readers that do not see the colour."""
+    """Text for readers who do not see the colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +176,13 @@ class Story:
     status: str
     """The worst of its records."""
     plots: Sequence[Markup]
-    """What the scalers share."""
+    """Plots that the scalers share."""
     records: Sequence[tuple[CaseRecord, Sequence[Markup]]]
     """Each record with its own plots."""
     traits: dict[str, str]
     """Filter -> value, for the filters of the page."""
     scripts: dict[str, str] = field(default_factory=dict)
-    """Scaler that failed -> a script that shows it with torch alone, where one can."""
+    """Failed scaler -> its script that needs only torch, if there is one."""
     undrawn: bool = False
     """Whether its plots were left out: they are capped."""
 
@@ -227,7 +227,7 @@ def _story(records: Sequence[CaseRecord]) -> Story:
 
 
 def _plots(record: CaseRecord, story: str) -> list[Markup]:
-    """A record's own plots; where no scaler failed, its scale says all."""
+    """A record's own plots; if no scaler failed, only the scale."""
     curves = record.curves
     if curves is None or (record.status == "pass" and story != "pass"):
         return []

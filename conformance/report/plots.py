@@ -1,8 +1,9 @@
 """Plots of a report as small inline SVG: curves, a skip strip, errors against bounds.
 
-Drawn by hand and not by a plotting library: a report of 500 scenarios must render in
-seconds and stay under 3 MB, its text must take the page's colour in light and dark, and
-be read aloud and searched. Shapes carry classes; the page's style sheet colours them.
+They use no plotting library: a report of 500 scenarios must render in seconds and stay
+under 3 MB, and its text must take the page's colour in light and dark, be readable by
+screen readers and be searchable. Shapes carry classes; the page's style sheet colours
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
 
 NAN = math.nan
 WIDTH, HEIGHT = 360, 150
-"""Pixels. As wide as a phone: letters keep their size on every screen."""
+"""Pixels; the width of a phone, so that letters keep their size on every screen."""
 LEFT, TOP, BOTTOM = 52, 22, 22
 ROW = 15
 CHARACTER = 6.2  # upper bound of the mean width of a letter in pixels
@@ -100,7 +101,7 @@ def scale_chart(record: CaseRecord, curves: Curves) -> Markup:
 
 
 def _tick(value: float) -> str:
-    """At most seven characters: so many find room left of a plot."""
+    """A label of at most seven characters, the room left of a plot."""
     for digits in (4, 3, 2, 1):
         text = f"{value:.{digits}g}".replace("e+", "e").replace("e0", "e")
         text = text.replace("e-0", "e-")
@@ -110,7 +111,7 @@ def _tick(value: float) -> str:
 
 
 def _log(value: float, base: int) -> float:
-    """nan, which is not drawn, for what has no logarithm."""
+    """The logarithm, or nan, which is not drawn."""
     return math.log(value, base) if value > 0 else NAN
 
 
@@ -157,7 +158,7 @@ class _Frame:
         return first + last.format(WIDTH, HEIGHT - 8, self.count - 1)
 
     def line(self, series: Series) -> Markup:
-        """Gaps where there is no number; a step between two gaps is a dot."""
+        """The path of a series: nan leaves a gap; a step between two gaps is a dot."""
         pieces, pen = [], "M"
         for step, value in enumerate(series.values):
             if not math.isfinite(value):
@@ -267,7 +268,7 @@ def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
 
 
 def _badness(item: tuple[str, float]) -> float:
-    """Nan hides any error: it is worse than every number."""
+    """Sort key: nan may hide any error, so it is worse than every number."""
     return math.inf if math.isnan(item[1]) else item[1]
 
 
@@ -283,13 +284,13 @@ def _short(text: str, most: int) -> str:
 
 
 def _tail(text: str, most: int) -> str:
-    """Names of parameters differ at their ends more than at their beginnings."""
+    """The end of a name: names of parameters differ most at their ends."""
     text = plain(text)
     return text if len(text) <= most else "…" + text[1 - most :]
 
 
 def _svg(title: str, body: Sequence[Markup], height: float) -> Markup:
-    """``title`` is read aloud whole, and drawn as far as there is room."""
+    """An SVG; screen readers get all of ``title``, the drawing what fits."""
     return Markup(
         '<svg role="img" viewBox="0 0 {0} {1}"><title>{2}</title>'
         '<text class="title" x="0" y="12">{3}</text>{4}</svg>'

@@ -40,7 +40,7 @@ __all__ = [
 
 SCHEMA_VERSION = 2
 HARNESS = "harness"
-"""What stands in place of a law where the harness broke."""
+"""The name in place of a law if the harness broke."""
 
 
 class ReportError(UsageError):
@@ -56,24 +56,24 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Launcher(_Part, frozen=True, kw_only=True):
-    """What made the ranks."""
+    """The launcher of the ranks."""
 
     name: str
     """``pool`` or ``torchrun``."""
     ranks: Count = 0
-    """Ranks that there were; 0 means as many as each scenario asked for."""
+    """Number of ranks; 0 means as many as each scenario has."""
     hosts: Count = 1
-    """Machines, or rather torchrun's agents."""
+    """Number of machines, counted by torchrun's agents."""
     run: str = ""
     """torchrun's id of the run."""
     attempt: Count = 0
-    """How often torchrun had restarted the ranks when this report was begun."""
+    """Restarts by torchrun before this report began."""
     restarts: tuple[str, ...] = ()
-    """One line a restart: what was kept, why the attempt before ended."""
+    """One line per restart: the kept cases, and why the earlier attempt ended."""
 
 
 class LawText(_Part, frozen=True, kw_only=True):
-    """What a law says; a page is written without the code that judges."""
+    """The texts of a law, so that a page needs no code of the judge."""
 
     text: str
     """One sentence."""
@@ -93,14 +93,14 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     device: str
     threads: int
     commit: str
-    """Of the checkout that the run was started in, or the empty string outside of one:
-    it is the judged code that changes from run to run."""
+    """Commit of the current folder's checkout, or the empty string: the judged code is
+    what changes from run to run."""
     command: str
     preset: str
     seed: int
     started: str
     planned: Count
-    """Cases that the run set out to judge."""
+    """Number of planned cases."""
     data: dict[str, str]
     """Data set -> hash of its raw bytes."""
     environment: dict[str, str]
@@ -113,7 +113,7 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
 
 
 class Curves(_Part, frozen=True, kw_only=True):
-    """What the plots are drawn from and a law can be judged from again."""
+    """Numbers for the plots, which also allow to judge some laws again."""
 
     loss: list[Number | None]
     """Mean loss of each step over the ranks that have one."""
@@ -122,8 +122,8 @@ class Curves(_Part, frozen=True, kw_only=True):
     scale: list[list[Number]]
     """Per rank: the scale after each step."""
     growth: list[list[int | None]]
-    """Per rank: the growth tracker after each step; null where the scaler keeps it to
-    itself."""
+    """Per rank: the growth tracker after each step; null if the scaler does not report
+    it."""
     stepped: list[list[bool | None]]
     """Per rank: whether the local parameters changed."""
     bad: list[list[str]]
@@ -135,7 +135,7 @@ class Curves(_Part, frozen=True, kw_only=True):
 
 
 class Comparison(_Part, frozen=True, kw_only=True):
-    """A tensor against the fp64 reference, with what its error may be."""
+    """A tensor against the fp64 reference, with the bound of its error."""
 
     kind: Annotated[str, Meta(pattern="^(gradient|update|loss)$")]
     """An update is a parameter minus its initial value."""
@@ -149,7 +149,7 @@ class Comparison(_Part, frozen=True, kw_only=True):
     absolute: Number
     """The error before it is divided by that size."""
     bound: Number
-    """What the relative error may be."""
+    """Bound of the relative error."""
 
     @property
     def ratio(self) -> float:
@@ -161,7 +161,7 @@ class Comparison(_Part, frozen=True, kw_only=True):
 
 
 class Location(_Part, frozen=True, kw_only=True):
-    """Where a run begins to depart from the reference, found by a second run."""
+    """The place where a run first departs from the reference, found by a second run."""
 
     where: Annotated[
         str, Meta(pattern="^(forward|loss|backward|gradient|update|nowhere|unknown)$")
@@ -182,7 +182,7 @@ class Location(_Part, frozen=True, kw_only=True):
     error: Number | None = None
     """Relative to the size of the tensor."""
     bound: Number | None = None
-    """What the error may be, in the same unit."""
+    """Bound of the error, in the same unit."""
     factor: Number | None = None
     """The one factor by which the loss, or all gradients that depart, are off."""
     collective: str = ""
@@ -192,9 +192,9 @@ class Location(_Part, frozen=True, kw_only=True):
     compared: Count = 0
     """Tensors at the boundaries of modules that were compared."""
     not_compared: Count = 0
-    """Those that could not be."""
+    """Tensors that could not be compared."""
     seconds: float = 0.0
-    """What it took to find out."""
+    """Seconds of the second run."""
 
 
 class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
@@ -238,7 +238,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         if not self.problem:
             return self.verdicts
         broke = Verdict(law=HARNESS, status="error", message=self.problem)
-        # early versions gave every law an error of its own
+        # early versions gave every law a separate error
         return (broke, *(v for v in self.verdicts if v.status != "error"))
 
     @property
@@ -248,7 +248,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
 
 class Footer(_Line, frozen=True, kw_only=True, tag="footer"):
-    """What the run came to."""
+    """The result of the run."""
 
     complete: bool
     """Whether every planned case was judged."""
@@ -294,13 +294,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Line = Header | CaseRecord | Footer
-"""What a line of the file may hold."""
+"""Types of a line of the file."""
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Line)
 
 
 class _Version(msgspec.Struct):
-    """Of a header of any version: what decides whether the rest can be read."""
+    """Version field of any header: it decides whether the rest can be read."""
 
     schema: int
 
@@ -384,7 +384,7 @@ def _free_name(path: Path) -> Path:
 
 
 def append_footer(path: Path, reason: str) -> None:
-    """End the report of a writer that is gone; nothing to do where there is a footer.
+    """End the report of a writer that is gone; do nothing if it has a footer.
 
     Args:
         path: the report.
@@ -401,7 +401,7 @@ def append_footer(path: Path, reason: str) -> None:
         seconds=round(sum(case.seconds for case in report.cases), 3),
         reason=reason,
     )
-    # without the line that the writer did not finish
+    # cut off a line that the writer did not finish
     kept = whole[: whole.rfind(b"\n") + 1]
     write_whole(path, kept + _ENCODER.encode(footer) + b"\n")
 
@@ -433,7 +433,7 @@ def _read_lines(path: Path) -> Iterator[Line]:
         raw = path.read_bytes()
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror or error}") from error
-    # bytes after the last newline are a line that a killed run did not finish
+    # bytes after the last newline are an unfinished line of a killed run
     lines = raw.split(b"\n")[:-1]
     version = _check_version(path, lines)
     for number, line in enumerate(lines, 1):
@@ -447,7 +447,7 @@ def _read_lines(path: Path) -> Iterator[Line]:
 
 
 def _check_version(path: Path, lines: Sequence[bytes]) -> int:
-    """Before anything else: another version may have other fields and other words."""
+    """Check the version first: another one may have other fields and values."""
     try:
         version = msgspec.json.decode(lines[0], type=_Version).schema if lines else 0
     except msgspec.MsgspecError as error:

@@ -1,4 +1,4 @@
-"""The JSON Schema of a line of ``report.jsonl``, as other programs read it.
+"""The JSON Schema of a line of ``report.jsonl``, for other programs.
 
 It follows from the records of :mod:`.report`; the file ``report.schema.json`` that is
 shipped beside this module is its text, and a test holds the two together.

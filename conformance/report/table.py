@@ -17,14 +17,14 @@ from .terminal import plain
 __all__ = ["MAX_LINES", "escape", "render", "row"]
 
 MAX_LINES = 40
-"""Of a table: one that is longer is folded away by readers."""
+"""Limit of a table: code hosts fold longer comments."""
 _MAX_ROWS = 26
 _MAX_STORIES = 5
 _CELL = 90
 _STORY = 240
 _SPECIAL = re.compile(
     r"[^\w ,/=()+;.:'\"%?-]"
-    # emphasis needs an end of a word, an emoji or an address a letter after the colon
+    # emphasis starts at a word boundary, an emoji or an address after a colon
     r"|(?<![^\W_])_|_(?![^\W_])|:(?!\s|$)|(?<=www)\."
 )
 _HEAD = (
@@ -91,7 +91,7 @@ def _groups(report: Report) -> dict[tuple[str, ...], list[CaseRecord]]:
 
 
 def _shown(groups: Sequence[list[CaseRecord]]) -> list[list[CaseRecord]]:
-    """As many as there is room for; what is no pass goes first."""
+    """The rows that fit; rows that did not pass come first."""
     if len(groups) <= _MAX_ROWS:
         return list(groups)
     order = ("error", "fail", "inconclusive", "pass", "skipped")
@@ -148,7 +148,7 @@ def _tensor(found: Comparison) -> str:
 
 
 def _stories(shown: Sequence[list[CaseRecord]]) -> Iterator[str]:
-    """What was seen in the first rows that are no pass, one line each."""
+    """The findings of the first rows that did not pass, one line each."""
     count = 0
     for cases in shown:
         bad = next(

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: live progress, then one table and the evidence.
+"""Terminal output of a run: live progress, then one table and the evidence.
 
 Text from models, tests and exceptions is shown as it is and never read as markup;
 control characters are replaced, so that no report can drive a terminal.
@@ -29,7 +29,7 @@ from .records import CaseRecord, Report
 __all__ = ["cell", "facts", "plain", "print_report", "progress", "worst_status"]
 
 PLACES = 3
-"""Places shown at which runs begin to depart; most have one cause."""
+"""Number of locations that are shown; most have one cause."""
 STYLES = {
     "pass": "green",
     "fail": "bold red",
@@ -40,7 +40,7 @@ STYLES = {
 
 
 class Ticker(Protocol):
-    """Told of every case that begins or ends."""
+    """Receives the begin and the end of every case."""
 
     def begin(self, scaler: str, scenario: str) -> None:
         """A case begins."""
@@ -126,7 +126,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
 
 
 def _undecided(records: Sequence[CaseRecord]) -> str:
-    """Why the first case that is no pass is none, after a space; else empty."""
+    """Why the first case that did not pass is undecided, after a space; else empty."""
     open_ = [r for r in records if r.status == "inconclusive"]
     order = ("inconclusive", "skipped")
     reasons = [
@@ -148,7 +148,7 @@ def _number(value: Number) -> str:
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print the matrix topology x scaler, then where things begin to go wrong."""
+    """Print the matrix topology x scaler, then the locations of parity failures."""
     console.print(_matrix(report))
     places = {c.location.text: c for c in report.cases if c.location}
     for text, case in list(places.items())[:PLACES]:

@@ -1,9 +1,9 @@
 """Bundle: definitions of our modules in one text, each with all that it needs.
 
 A standalone script is made so: it holds the functions that are linted, typed and tested
-here, no others, and imports only what those import from elsewhere. For its reader they
-are trimmed: annotations go, and of each ``if stack.FIELD:`` the branch that is not
-taken, with all that is needed for it alone.
+here, no others, and imports only what those import from elsewhere. They are trimmed for
+the reader: annotations are removed, and from each ``if stack.FIELD:`` the branch that
+is not taken, with the definitions that only it needs.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = ["Bundle", "Code"]
 OURS = __name__.partition(".")[0]
 WIDTH = 88
 Edit = tuple[tuple[int, int], tuple[int, int], str]
-"""(line, column) of the first character and of the one behind the last; new text."""
+"""(line, column) of the first character and after the last one; new text."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """What the script imports from a module that is not ours to copy."""
+    """A name that the script imports from a module that is not ours."""
 
     module: str
     """The empty string: it is a name of the script itself."""
     name: str
     """A dotted name in it; ``()`` may follow."""
     late: bool = False
-    """Look for the module also where the script is run."""
+    """Also look for the module in the current folder of the script."""
 
 
 class Bundle:
-    """A function with all that it needs, and the values of its arguments.
+    """A function with all its dependencies, and the values of its arguments.
 
     Args:
         module: where the function is.
@@ -60,15 +60,15 @@ class Bundle:
         }
         """Variable and field -> whether it is set, where all values agree."""
         self._trimmed: dict[str, _Trimmed] = {}
-        """Name of a definition -> what of it is in the script."""
+        """Name of a definition -> its trimmed source in the script."""
         self._uses: dict[str, dict[str, None]] = {}
         """Module -> modules of ours that its definitions here use."""
         self._imports = {("sys", "", "sys")}
         """(module, attribute, name in the script); no attribute: the module itself."""
         self._late: set[tuple[str, str, str]] = set()
-        """The same of what :class:`Code` names."""
+        """The same for names of :class:`Code`."""
         self._here = False
-        """Whether their modules are looked for where the script runs."""
+        """Whether the current folder of the script is searched for modules."""
         self.need(module, name)
         for values in settings.values():
             self.expression(tuple(values))
@@ -76,7 +76,7 @@ class Bundle:
         self._used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
     def need(self, module: str, name: str) -> str:
-        """Add a definition and all that it needs.
+        """Add a definition and all its dependencies.
 
         Args:
             module: where it is, or where it is imported.
@@ -121,7 +121,7 @@ class Bundle:
         """
         if isinstance(value, Code):
             first = re.split("[.(]", value.name)[0]
-            # what is ours may have the same name
+            # a definition of ours may have the same name
             alias = first + "_" * (first in self._trimmed)
             self._here |= value.late
             if value.module:
@@ -164,7 +164,7 @@ class Bundle:
     def _listed(
         self, begin: str, parts: list[tuple[str, Any]], end: str, indent: int
     ) -> str:
-        """On one line, or each part on its own where that is too long."""
+        """On one line, or one part per line if that is too long."""
         line = ", ".join(name + self.expression(each) for name, each in parts)
         line = f"{begin}{line}{end}"
         if len(line) + indent < WIDTH - 10 or not parts:
@@ -208,7 +208,7 @@ _HERE = 'sys.path.insert(0, "")  # modules are looked for where this is run'
 
 
 class _Trimmed(ast.NodeTransformer):
-    """A definition without annotations, and without what is not set."""
+    """A definition without annotations, and without branches of unset fields."""
 
     def __init__(
         self, module: str, name: str, known: dict[tuple[str, str], bool]
@@ -243,7 +243,7 @@ class _Trimmed(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """The head is written anew."""
+        """Write a new head without annotations."""
         node.returns = None
         for argument in ast.walk(node.args):
             if isinstance(argument, ast.arg):
@@ -259,7 +259,7 @@ class _Trimmed(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _shorten(self, node: ast.FunctionDef | ast.ClassDef) -> None:
-        """Of the docstring the first line."""
+        """Keep the first line of the docstring."""
         text = node.body[0]
         if ast.get_docstring(node) and text.end_lineno != text.lineno:
             begin, end = text.lineno, text.end_lineno or 0
@@ -283,7 +283,7 @@ class _Trimmed(ast.NodeTransformer):
         )
 
     def visit_If(self, node: ast.If) -> Any:
-        """Of one whose test is known, the branch that is taken stays."""
+        """If the test is known, keep only the branch that is taken."""
         tests = [node.test]
         if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And):
             tests = node.test.values
@@ -320,11 +320,11 @@ class _Trimmed(ast.NodeTransformer):
         self._edits.append((*place, _GONE))
 
 
-_GONE = "\0" * 80  # more than dedents take away
+_GONE = "\0" * 80  # deeper than the dedent below removes
 
 
 class _Module:
-    """The definitions and the imports on top of a module."""
+    """The top-level definitions and imports of a module."""
 
     def __init__(self, name: str) -> None:
         source = inspect.getsource(importlib.import_module(name))
@@ -367,7 +367,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _public(module: str) -> str:
-    """Where torch and others offer what they define in private modules."""
+    """The public module of a name that torch and others define in private modules."""
     return module.partition("._")[0]
 
 

@@ -3,9 +3,9 @@
 The script needs torch and the judged scaler's package alone, and the workload's module
 where that is the user's own. It consists of functions of ``runtime`` and of the data of
 a scenario: a model of the same kind (or that model) with the same layout, precision,
-recipe and faults. It judges agreement, skips, the scale rule, the unscaled gradients
+recipe and faults. It checks agreement, skips, the scale rule, the unscaled gradients
 and stray collectives by itself, or, without a scaler, the gradients and the updates of
-a workload. Finer laws are beyond it: exit code 0 then says so.
+a workload. It does not check finer laws and prints that with exit code 0.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         scaler_spec: ``module:attribute`` of the scaler.
 
     Raises:
-        UsageError: if the scenario holds something that scripts are not made for; says
-            which part.
+        UsageError: names the part of the scenario that scripts do not support.
     """
     refusal = _refusal(scenario, scaler_spec)
     if refusal:
@@ -125,7 +124,7 @@ _OF_A_STEP = ("train_step", "weights", "gradients")
 
 
 def _refusal(scenario: Scenario, spec: str) -> str:
-    """What no script is made for, or the empty string."""
+    """The part that scripts do not support, or the empty string."""
     if spec != NO_SCALER and not re.fullmatch(r"[\w.]+:[\w.]+", spec):
         return f"scaler {spec!r}"
     if scenario.parsed_precision.convert is not None:
@@ -161,7 +160,7 @@ def _refusal_of_own(scenario: Scenario, spec: str) -> str:
 
 
 def _of_the_stack(scenario: Scenario, spec: str) -> bool:
-    """Whether the stack alone is in question, in a loop that makes plain steps."""
+    """Whether the script tests the stack alone, in a loop of plain steps."""
     recipe = scenario.parsed_recipe
     passes_alone = replace(recipe, text="", parts=1, uneven=False, defer_sync=False)
     return (
@@ -174,7 +173,7 @@ def _of_the_stack(scenario: Scenario, spec: str) -> bool:
 
 
 def _stack(scenario: Scenario) -> Stack:
-    """What is trained, and by which passes."""
+    """The stack and its passes."""
     recipe, workload = scenario.parsed_recipe, scenario.workload
     trained: Any
     if is_workload(scenario.model):
@@ -216,14 +215,14 @@ def _stack(scenario: Scenario) -> Stack:
 
 
 def _own(spec: str) -> Code:
-    """The workload that a user names."""
+    """The user's workload."""
     module, _, name = spec.partition(":")
     found = named("workload", spec, "mypackage.stack:Workload")
     return Code(module, f"{name}()" if isinstance(found, type) else name, late=True)
 
 
 _CUTS = {1: None, 2: passes.halves, 3: passes.three_unequal}
-"""How many micro-batches recipes make -> how."""
+"""Micro-batches of a recipe -> the function that makes them."""
 
 
 def _passes(scenario: Scenario) -> Callable[..., None] | None:
@@ -245,7 +244,7 @@ def _names(make: Callable[[], nn.Module]) -> list[str]:
 
 
 def _scaled(scenario: Scenario, spec: str, trained: Stack) -> scaler.ScaledStack:
-    """The same with a scaler, and when it is called."""
+    """The stack with a scaler, and the calls of the scaler."""
     recipe, first = scenario.parsed_recipe, parse_faults(scenario.faults)
     module, _, name = spec.partition(":")
     judged: Any = scaler.NoScaler if spec == NO_SCALER else Code(module, name)
@@ -300,7 +299,7 @@ def _phase(scenario: Scenario, begin: int) -> Phase:
 
 
 def _fault(fault: Fault) -> Fault:
-    """The same at a parameter of the model that stands for the scenario's."""
+    """The fault at a parameter of the script's model."""
     if fault.parameter in (LOSS, *PLACES):
         return fault
     *_, layer, kind = ("", *fault.parameter.split("."))

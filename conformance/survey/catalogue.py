@@ -23,7 +23,7 @@ class Plan:
 
     text: str
     promise: str
-    """What the package's documentation lets one expect of gradients."""
+    """The package's documented behaviour of gradients."""
     rules: str
     """The attribute of a configuration class that ships them."""
     mesh: Mapping[str, int]
@@ -144,7 +144,7 @@ def _types_in(path: Path) -> Iterator[ModelType]:
         rules = {
             each
             for each in wanted & set_here.keys()
-            # a subclass without experts takes its parent's plan back
+            # a subclass without experts resets its parent's plan
             if getattr(set_here[each], "value", ...) is not None
         }
         if rules and isinstance(name, ast.Constant):

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         quiet=parsed.quiet,
         command=shlex.join(["gradparity", "survey", "transformers", *arguments]),
     )
-    # bad names are told before anything is made
+    # unknown names are reported before any file is written
     asked = {(plan, kind.name) for plan, kind in settings.chosen()}
     console = Console()
     with writing(settings.out):

@@ -1,10 +1,10 @@
-"""Findings: failures of a survey that have one cause, each with what to send upstream.
+"""Findings: failures of a survey with one cause, each with a report for upstream.
 
 Failures are one family where the same rule of a plan (or, without a rule, the same
 class of module) leaves a gradient wrong in the same kind of run: in any, or only where
-micro-batches are accumulated. Plans have rules in common, so that one cause may show
-under several of them. Of each family one script is kept, that of its smallest model,
-and every failure of it must be confirmed by such a script of its own.
+micro-batches are accumulated. Plans share rules, so one cause may show under several
+plans. Of each family one script is kept, that of its smallest model, and every failure
+of it must be confirmed by such a script of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 SCRIPT_S = 600.0
-"""What a script may take, on a machine that others use as well."""
+"""Time limit of a script, with room for a busy machine."""
 THREADS: Mapping[str, str] = {
     "transformers-tp-checkpoint-conversion": (
         "no thread found for `Chunk` and `Concatenate`; "
@@ -52,7 +52,7 @@ class Failure:
 
     model: ModelRecord
     run: Run
-    """The first in which it departs."""
+    """The first run in which it departs."""
     parameter: str
     error: float
 
@@ -83,12 +83,12 @@ class Family:
 
     @property
     def first(self) -> Failure:
-        """The one that is shown."""
+        """The failure that the page shows."""
         return self.failures[0]
 
     @property
     def misloads(self) -> bool:
-        """Whether weights are wrong, and not their gradients."""
+        """Whether the loaded weights are wrong, not the gradients."""
         return self.first.run.misloaded
 
     @property
@@ -116,7 +116,7 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     """``bug``: its script shows it in fp32 and in fp64."""
     where: str
     judge: str
-    """What the judge says of it."""
+    """The judge's description."""
     thread: str
     script: str
     date: str
@@ -125,7 +125,7 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     machine: str
     output: tuple[str, ...]
-    """What the script printed."""
+    """Output of the script."""
     models: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()
     """Those models whose own script shows it in fp32 and in fp64."""
@@ -164,7 +164,7 @@ def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
     """Each parameter in the first run in which it departs."""
     known = set[str]()
     failed = [run for run in model.runs if run.departed]
-    # one wrong gradient changes the norm, and so all that is clipped by it
+    # one wrong gradient changes the norm and with it every clipped gradient
     plain_runs = [run for run in failed if not run.name.endswith("clipped")]
     for run in plain_runs or failed:
         if run.misloaded:
@@ -173,7 +173,7 @@ def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
             yield found, model.rules[_general(worst)]
             return
         inside = [n for n in run.departed if n.startswith(f"{run.forward}.")]
-        if run.forward and inside:  # what comes behind that module follows from it
+        if run.forward and inside:  # departures after that module are its consequences
             first = inside[0]
             error = run.departed[first]
             found = Failure(model=model, run=run, parameter=first, error=error)
@@ -282,7 +282,7 @@ def run_script(file: Path) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"not done within {SCRIPT_S:g} s"
-    # a script that breaks ends with 1, too, but has not said what it saw
+    # a script that raises also exits with 1, but prints no finding
     shows = done.returncode == 1 and done.stdout.count("relative error") == 2
     if done.returncode and not shows:
         return False, done.stderr[-300:].strip()
@@ -348,7 +348,7 @@ _LOADER = (
 
 
 def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord | None:
-    """Write script, text and record of a finding; None where no script shows it.
+    """Write script, text and record of a finding; None if no script shows it.
 
     Args:
         family: of failures.

@@ -1,4 +1,4 @@
-"""Judging: one model type under one plan, by the judge that judges every workload."""
+"""Judging: one model type under one plan, with the judge of every workload."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LOST = {
 
 
 def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
-    """What is tried with a model: in words, and the id of the scenario."""
+    """The runs of a model: in words, and the id of the scenario."""
     mesh = PLANS[plan].mesh
     topology = "-".join(f"{axis}{size}" for axis, size in mesh.items())
     world = math.prod(mesh.values())
@@ -73,10 +73,10 @@ def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
 
 
 def ranks(limit_s: float) -> Place:
-    """Where the ranks of a survey come from.
+    """The place that makes the ranks of a survey.
 
     Args:
-        limit_s: what one scenario may take.
+        limit_s: time limit of one scenario.
     """
     return _WarmPool(Devices(), limit_s)
 
@@ -92,8 +92,8 @@ class _WarmPool(Pool):
 
     def _make(self, world: int) -> BaseCluster:
         spec = self.devices.spec(world, self.timeout_s)
-        # torch keeps layouts by mesh, and the axes of an equal mesh of an earlier call
-        # have lost their groups; that of one axis alone is the world's
+        # torch caches layouts by mesh, and the axes of an equal mesh of an earlier call
+        # have lost their groups; a mesh of one axis uses the world's group
         isolation: Isolation = "process" if world in _MANY_AXES else "pool"
         spec = replace(spec, preload=_preloaded(), isolation=isolation)
         cluster = Cluster.of(spec)
@@ -101,7 +101,7 @@ class _WarmPool(Pool):
 
 
 def _preloaded() -> tuple[str, ...]:
-    """What saving and loading a model imports, so that it is imported once."""
+    """Modules that saving and loading a model imports, to import them once."""
     found = (
         *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
         *("transformers.distributed", "transformers.modeling_utils"),
@@ -140,7 +140,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
         reason = next(told, "")
         rules = _rules(plan, kind, runs)
         replaced = dict(replaced_rules(kind))
-    except Exception as error:  # the package's own code may raise anything
+    except Exception as error:  # the package's code may raise any exception
         verdict, reason = "not built", f"{type(error).__name__}: {error}"
     return ModelRecord(
         plan=plan,
@@ -162,7 +162,7 @@ def _misloaded(plan: str, model: str, place: Place) -> list[Run]:
     try:
         errors = place.ranks(world).run(misloaded, plan, model)[0]
     except WorldFailure:
-        return []  # the first scenario says why
+        return []  # the first scenario has the reason
     if not errors:
         return []
     worst = max(errors, key=lambda name: errors[name])
@@ -196,7 +196,7 @@ def _rules(plan: str, kind: ModelType, runs: list[Run]) -> dict[str, Rule]:
 def _with_odd_heads(kind: ModelType, runner: Runner) -> list[Run]:
     """The run with 3 heads over 2 ranks, where the model has a number of heads.
 
-    A plan may refuse that; what it takes must be right.
+    A plan may refuse that; if it accepts it, it must be right.
     """
     odd = Stack(kind, PLANS["tp"], odd_heads=True)
     try:

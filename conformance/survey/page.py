@@ -1,4 +1,4 @@
-"""What a survey came to: a table on the terminal, and the page."""
+"""The result of a survey: a table on the terminal, and the page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ modules are kept whole by `DistributedConfig(tp_plan=...)`, and the rest is judg
 
 
 def print_survey(models: Sequence[ModelRecord], console: Console) -> None:
-    """Print how many models came to what, and each that is not right."""
+    """Print the number of models by verdict, and each model that is not right."""
     table = Table(box=box.SIMPLE)
     for name in ("plan", "models", *_VERDICTS):
         table.add_column(name)
@@ -152,7 +152,7 @@ def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
     yield f"## `{plan}`\n\n{PLANS[plan].promise}\n"
     yield row(("model type", "verdict", *names, "why", "seconds"))
     yield "|---" * (4 + len(names)) + "|"
-    # the right ones, which are the most, come last
+    # models that are right come last: they are the most
     order = [*_VERDICTS[1:], _VERDICTS[0]]
     for model in sorted(models, key=lambda m: (order.index(m.verdict), m.model)):
         runs = {run.name: run.status for run in model.runs}

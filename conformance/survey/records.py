@@ -1,4 +1,4 @@
-"""Records of a survey: a header and a line a model, appended as the survey goes on."""
+"""Records of a survey: a header and one line per model, appended during the run."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     command: str
     started: str
     limit_s: float
-    """What a model may take under a plan."""
+    """Time limit of a model under a plan."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """What a package does with a parameter under a plan."""
+    """A package's treatment of a parameter under a plan."""
 
     style: str
     """The rule that its plan has for it, or the empty string."""
@@ -69,13 +69,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     """The first law that is broken, or why there is no verdict."""
     ended: str = ""
-    """How the rank ended that broke the run, a value of ``RankState``."""
+    """End of the rank that broke the run, a value of ``RankState``."""
     law: str = ""
     laws: tuple[str, ...] = ()
     """All that are broken."""
     step: int | None = None
     parameter: str = ""
-    """The one that departs most."""
+    """The parameter with the largest error."""
     error: float = 0.0
     """Of its gradient, relative to the truth's norm."""
     bound: float = 0.0
@@ -127,7 +127,7 @@ class ModelRecord(
 class ScriptRecord(
     msgspec.Struct, frozen=True, kw_only=True, tag="script", tag_field="kind"
 ):
-    """What the script of a failure said when it ran alone."""
+    """The output of a failure's script that ran alone."""
 
     finding: str
     """Id of the finding."""
@@ -143,7 +143,7 @@ class ScriptRecord(
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole survey; of a model that was judged twice the last record."""
+    """A whole survey; if a model was judged twice, its last record."""
 
     headers: tuple[Header, ...]
     """One a call: a survey that was interrupted is gone on with."""
@@ -157,7 +157,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def read_survey(path: Path) -> Survey:
-    """Read what there is; a last line that was cut off is left out.
+    """Read all complete lines; a last line that was cut off is left out.
 
     Raises:
         UsageError: if a line is no record.
@@ -188,8 +188,8 @@ def read_survey(path: Path) -> Survey:
 def append(path: Path, record: Line) -> None:
     """Add a line, after the last whole one.
 
-    What a survey that was killed left of a line is cut off first: with the new one
-    behind it, it would be a line that nobody can read.
+    An unfinished line of a killed survey is cut off first: with the new line appended
+    it could not be parsed.
     """
     with path.open("ab+") as file:
         file.seek(0)

@@ -1,8 +1,8 @@
 """The script of a finding: one parameter's gradient on one process and under the plan.
 
-It needs torch and transformers alone, and is what a maintainer runs. Many models
-compute norms or rotary positions in fp32 whatever their dtype, so that what the
-rounding of fp32 explains is no error in fp64 either.
+It needs only torch and transformers, for the package's maintainers. Many models compute
+norms or rotary positions in fp32 for any dtype, so an error that fp32 rounding explains
+is no error in fp64 either.
 """
 
 from __future__ import annotations

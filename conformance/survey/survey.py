@@ -1,9 +1,9 @@
-"""The survey: every model type under its plans, one after another, whatever they do.
+"""The survey: judges every model type under its plans, one after another.
 
-A child process judges them, since a model may hang or end the process that runs it.
-The survey waits on a pipe: a child that is late or gone is ended, with its ranks, and
-the next model gets a new one. What is known of a model is one line of a file, written
-when it is known, so that a survey can be interrupted and continued.
+A child process judges them, because a model may hang or end its process. The survey
+waits on a pipe: it ends a child that is late or gone, with its ranks, and starts a new
+one for the next model. The record of a model is one line of a file, written at once, so
+that a survey can be interrupted and continued.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .records import Header, ModelRecord, Survey, append, read_survey
 __all__ = ["Judging", "SurveySettings", "conduct", "writing"]
 
 START_S = 180.0
-"""What a child may take to import torch and transformers."""
+"""Time limit of a child to import torch and transformers."""
 GRACE_S = 10.0
-"""What a child may take beyond a model's limit, to say by itself that it is over."""
+"""Extra time in which a child reports a model's time limit by itself."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -107,7 +107,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def conduct(settings: SurveySettings, console: Console) -> Survey:
-    """Judge what has no record yet, and return all that the folder knows.
+    """Judge the models without a record; return all records of the folder.
 
     Raises:
         UsageError: if the folder holds a survey of other versions.
@@ -163,7 +163,7 @@ def _header(settings: SurveySettings) -> Header:
         torch=version("torch"),
         python=platform.python_version(),
         gradparity=__version__,
-        # how long a model takes says little where others use the machine
+        # the load, because times mean little on a busy machine
         machine=f"{os.cpu_count()} cores, CPU, gloo, load {os.getloadavg()[0]:.0f}",
         command=settings.command,
         started=_now(),
@@ -260,7 +260,7 @@ class Judging:
 
 
 def _serve(pipe: Connection, log: str, limit_s: float) -> None:
-    """Judge what is asked for, until the survey hangs up. The child's main function."""
+    """Main function of the child: judge requests until the survey closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the survey ends this process
     with open(log, "ab") as file:
         for fd in (1, 2):

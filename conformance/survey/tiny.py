@@ -1,10 +1,9 @@
 """Tiny: the smallest useful settings of a configuration class of transformers.
 
-A configuration is walked field by field. What a field means follows from its name, as
-names are the same throughout the library (``num_attention_heads``, ``moe_topk``); what
-follows from others (``head_dim`` where it is None) the class works out by itself. Each
-kind of layer that the full model has appears once. A few classes need settings that no
-name gives: ``SPECIAL``.
+A configuration is walked field by field. The name of a field gives its meaning, because
+the library uses the same names throughout (``num_attention_heads``, ``moe_topk``); the
+class derives dependent fields itself (``head_dim`` if it is None). Each kind of layer
+that the full model has appears once. A few classes need further settings: ``SPECIAL``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 8
 FIRST_TOKEN = 24
-"""Tokens from here on are words; those before it have a meaning of their own."""
+"""Tokens from here on are words; those before it are special."""
 MAX_LAYERS = 6
 
 _RULES: tuple[tuple[str, int], ...] = (
@@ -49,7 +48,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"sliding_window_pattern|no_rope_layer_interval", 2),
     (r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_layers", 0),
 )
-"""Name of a field -> what it is at most; the first that fits."""
+"""Pattern of a field's name -> its largest value; the first match counts."""
 _NEEDED = {
     *("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts"),
     *("num_experts_per_tok", "shared_expert_intermediate_size"),
@@ -128,7 +127,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "step3p5": {"sliding_window": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Model type -> settings that its names do not tell."""
+"""Model type -> settings that do not follow from names."""
 
 
 def shrink(kind: Any, **settings: Any) -> dict[str, Any]:

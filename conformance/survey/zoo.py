@@ -5,15 +5,15 @@ model of random weights, made from its own configuration class, saved to a tempo
 folder and loaded from there under its own plan, as users do. Nothing is downloaded.
 
 [Note: Weights]
-What a model is born with hides faults: biases of zero may be added twice, norms of one
-may be swapped, and matrices of 0.02 leave an attention so flat that its norms have no
-gradient to speak of. So matrices are drawn with the size that keeps activations, and
-vectors are moved off what they are.
+Initial weights hide faults: biases of zero may be added twice, norms of one may be
+swapped, and matrices of 0.02 make an attention so flat that its norms have almost no
+gradient. So matrices are drawn with the size that preserves activations, and vectors
+are perturbed.
 
 [Note: fp32 inside]
 Many models compute norms, softmax or routers in fp32 whatever their dtype. In fp64 that
-would leave a truth with the errors of fp32. In the reference's fp64 run a request for
-fp32 is therefore one for fp64: the model's own words, read as "at least fp32".
+would leave a truth with the errors of fp32. So in the reference's fp64 run a request
+for fp32 is taken as "at least fp32" and gives fp64.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 _OUTPUTS = ("logits", "last_hidden_state")
-"""What a model may return that is trained on, the best first."""
+"""Outputs of a model that can be trained on, the best first."""
 
 
 class AtLeastDouble(TorchFunctionMode):
@@ -113,7 +113,7 @@ class Stack:
         return net
 
     def batch(self, step: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Tokens, and what is to follow."""
+        """Tokens and the next tokens."""
         generator = torch.Generator().manual_seed(1000 * seed + step)
         tokens = torch.randint(
             FIRST_TOKEN, VOCAB, (ROWS, TOKENS + 1), generator=generator
@@ -164,7 +164,7 @@ class Stack:
 
 
 def _waves(tokens: Tensor, width: int = HIDDEN) -> Tensor:
-    """A vector for each token, in the place of what another model would compute."""
+    """A vector for each token, in place of another model's output."""
     return torch.sin(tokens[..., None] * torch.arange(1.0, width + 1))
 
 
@@ -185,7 +185,7 @@ _INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
         "t_cond": _waves(tokens[:, :1]),
     },
 }
-"""Model type -> what it takes for a batch, where that is not tokens alone."""
+"""Model type -> its inputs for a batch, if they are not only tokens."""
 
 WRITTEN_INPUTS: Mapping[str, Mapping[str, str]] = {
     "muse_glimmer_assistant": {
@@ -202,7 +202,7 @@ WRITTEN_INPUTS: Mapping[str, Mapping[str, str]] = {
         ).to(model.dtype)"""
     },
 }
-"""Such inputs as a script has them, of the models that need one."""
+"""The same inputs as source code for a script."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     "doge": tuple(
@@ -231,7 +231,7 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
         "model.layers.*.self_attn.output_projection.o_proj",
         "lm_head",
     ),
-    # without a plan beside that of the experts tensor parallel raises
+    # tensor parallel raises if the experts have the only plan
     "openai_privacy_filter": ("norm",),
     "zaya": ("model.norm",),
     "t5gemma2_text": (
@@ -240,7 +240,7 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
         "lm_head.out_proj",
     ),
 }
-"""Model type -> what must stay whole: with the plan's own rules it raises."""
+"""Model type -> modules kept whole, because the plan's own rules raise."""
 
 
 def replaced_rules(kind: ModelType) -> Mapping[str, str]:
@@ -306,7 +306,7 @@ def config_class(kind: ModelType) -> Any:
 
 
 def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
-    """What the package does with a parameter under a plan.
+    """The package's treatment of a parameter under a plan.
 
     Args:
         kind: a model type.
@@ -330,7 +330,7 @@ def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
 
 
 def rule_of_loader() -> Rule:
-    """What the package does with a parameter that it loads under a plan."""
+    """The package's treatment of a parameter that it loads under a plan."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     return Rule(

@@ -1,1 +1,1 @@
-"""What standalone scripts consist of: ordinary modules, of which a script has parts."""
+"""The code of standalone scripts: ordinary modules; a script contains parts of them."""

@@ -1,4 +1,4 @@
-"""What stands for the models, data and layouts of the fixtures, in fewer lines."""
+"""Short versions of the models, data and layouts of the fixtures."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ LIKENESS = {
     "attention_norm": "norm",
     "feed_forward_norm": "norm",
 }
-"""A layer of the scenario's model -> the layer that stands for it."""
+"""A layer of the scenario's model -> the layer of the script's model."""
 
 
 # - Data

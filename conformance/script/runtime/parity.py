@@ -1,4 +1,4 @@
-"""Parity: what ranks have trained beside the same training on one process."""
+"""Parity: the training on ranks against the same training on one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def summed(grad: Tensor) -> Tensor:
 
 
 def alone(stack: Stack, double: bool, steps: int) -> Iterator[dict[str, Any]]:
-    """What one process trains on whole batches: by step, kind and name."""
+    """The training of one process on whole batches: by step, kind and name."""
     workload = stack.workload
     torch.manual_seed(stack.seed)
     model: nn.Module = workload.model()
@@ -80,7 +80,7 @@ def alone(stack: Stack, double: bool, steps: int) -> Iterator[dict[str, Any]]:
         optimizer.step()
         moved = {n: p for n, p in named.items() if n not in idle}
         if type(optimizer) is not torch.optim.SGD:
-            moved = {}  # others divide by what may be rounding
+            moved = {}  # other optimizers divide by values that may be only rounding
         yield {
             "gradient": grads,
             "norm": {"whole": flat(norm.norm())},
@@ -97,7 +97,7 @@ def flat(tensor: Tensor) -> Any:
 
 
 def departures(rows: Rows, stack: Stack) -> Iterator[tuple[int, str]]:
-    """Steps and what errs in them by far more than one process in fp32 does."""
+    """Steps with the tensors whose error is far above that of one process in fp32."""
     noise: dict[tuple[str, str], float] = defaultdict(float)
     runs = (alone(stack, double, len(rows)) for double in (True, False))
     for step, (truth, plain) in enumerate(zip(*runs, strict=True)):

@@ -1,4 +1,4 @@
-"""Ranks: processes that lay a stack out, train it and tell what they saw."""
+"""Ranks: processes that lay a stack out, train it and return observations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Rows = dict[int, dict[int, Row]]  # step -> rank -> what it saw
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """What is trained, and how."""
+    """A workload with its training settings."""
 
     workload: Any  # has model(), batch(step, seed), loss(output, targets), optimizer()
     seed: int = 0
@@ -157,7 +157,7 @@ def differing_replicas(ranks: dict[int, Row]) -> list[str]:
 def train_on_ranks(
     train: Callable[..., Iterator[Row]], stack: Stack, phase: Phase, folder: str
 ) -> tuple[Rows, list[str]]:
-    """What the ranks of a phase saw, and what they raised."""
+    """The observations and errors of the ranks of a phase."""
     fork, world = mp.get_context("fork"), math.prod(phase.mesh.values())
     log = fork.Queue()
     told = world, log, f"file://{folder}/rendezvous-{phase.steps.start}"
@@ -189,7 +189,7 @@ def train_on_ranks(
 def rank_main(
     rank: int, world: int, log: Any, address: str, train: Any, *told: Any
 ) -> None:
-    """One rank: what ``train`` yields, a row a step, goes to ``log``."""
+    """One rank: write the rows that ``train`` yields, one a step, to ``log``."""
     stack, phase, _ = told
     step = phase.steps.start
     try:

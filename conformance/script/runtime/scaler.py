@@ -34,7 +34,7 @@ Names = list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledStack(Stack):
-    """What is trained, and the calls of the scaler."""
+    """A stack with the calls of the scaler."""
 
     scaler: Callable[..., Any]
     init_scale: float
@@ -56,7 +56,7 @@ class ScaledStack(Stack):
 
 
 class NoScaler:
-    """Trains without a scaler: the stack alone is in question."""
+    """Trains without a scaler: the script tests the stack alone."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -105,7 +105,7 @@ def due_faults(
 
 
 def train(stack: ScaledStack, phase: Phase, folder: str) -> Iterator[Row]:
-    """What this rank sees, step by step."""
+    """Train on this rank; yield its observations, step by step."""
     warnings.simplefilter("ignore")  # fully_shard warns of views
     layout = Layout(stack, phase)
     params, places = layout.parameters()
@@ -223,7 +223,7 @@ Held = dict[str, int]
 def clip_value(
     params: dict[str, Any], held: Held, grads: Tensors, expected: Tensors
 ) -> Tensors:
-    """What gradients should be, once they are clipped by value."""
+    """The right gradients after clipping by value."""
     for p in params.values():
         nn.utils.clip_grad_value_(p, CLIP_VALUE, foreach=False)
     return {n: g.clamp(-CLIP_VALUE, CLIP_VALUE) for n, g in expected.items()}
@@ -232,7 +232,7 @@ def clip_value(
 def clip_norm(
     params: dict[str, Any], held: Held, grads: Tensors, expected: Tensors
 ) -> Tensors:
-    """What gradients should be, once they are clipped by the norm of all of them."""
+    """The right gradients after clipping by their global norm."""
     holdings: list[Held] = [{}] * dist.get_world_size()
     dist.all_gather_object(holdings, held)
     square = torch.zeros((), dtype=torch.float64)
@@ -272,7 +272,7 @@ def rule(
 
 
 def violations(stack: ScaledStack, rows: Rows) -> Iterator[str]:
-    """All that is wrong; what comes after the first bad step may follow from it."""
+    """All violations; those after the first bad step may be its consequences."""
     scale, good = 0.0, 0
     left: dict[int, Any] = {}
     for step, ranks in sorted(rows.items()):

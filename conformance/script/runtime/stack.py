@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 
 def given(told: Any, shapes: dict[str, torch.Size]) -> dict[str, tuple[Any, Tensor]]:
-    """What ``weights`` or ``gradients`` gave, with the places of its elements."""
+    """The result of ``weights`` or ``gradients``, with the places of its elements."""
     found = {}
     for key, value in told.items():
         name = full_name(key, shapes)
@@ -52,7 +52,7 @@ def given(told: Any, shapes: dict[str, torch.Size]) -> dict[str, tuple[Any, Tens
 
 
 def train(stack: Stack, phase: Phase, folder: str) -> Iterator[Row]:
-    """What this rank sees, step by step."""
+    """Train on this rank; yield its observations, step by step."""
     warnings.simplefilter("ignore")  # fully_shard warns of views
     layout = Layout(stack, phase)
     module, shapes = layout.module, layout.shapes
@@ -105,7 +105,7 @@ def train(stack: Stack, phase: Phase, folder: str) -> Iterator[Row]:
 
 
 def watched(params: dict[str, Any]) -> dict[str, Tensor]:
-    """The gradients that optimizers will have been called with."""
+    """Collects the gradients of every optimizer call."""
     used: dict[str, Tensor] = {}
     names = {id(p): n for n, p in params.items()}
 
@@ -119,7 +119,7 @@ def watched(params: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def violations(stack: Stack, rows: Rows) -> Iterator[str]:
-    """All that is wrong; what comes after the first bad step may follow from it."""
+    """All violations; those after the first bad step may be its consequences."""
     departed = [*departures(rows, stack)]
     for step, ranks in sorted(rows.items()):
         totals = {rank: row["total"] for rank, row in sorted(ranks.items())}
