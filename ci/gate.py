@@ -122,6 +122,8 @@ def _gate(parsed: argparse.Namespace) -> int:
     try:
         decision = decide(read_report(parsed.report), terms)
     except ReportError as error:
+        # a reason of the gate and no usage error: CI must see an invalid report as exit
+        # 3
         decision = _unreadable(error)
     decision = _with_the_way_out(decision, parsed)
     if parsed.json is not None:

@@ -137,6 +137,7 @@ def expected_choices(
     for step, choices in enumerate(truth.choices):
         for kind, known in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
+            # scores near 0 have the rounding of the sums that they are made of
             floor = _roundoff(scenario) * float(np.abs(known.scores).max())
             worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
         expected.append(
@@ -197,6 +198,7 @@ def _hidden(truth: Reference) -> list[Tensors]:
     """Errors of updates that the rounding of the stored fp32 parameters explains."""
     return [
         {
+            # half the distance to the next fp32 number at the value that is stored
             n: np.spacing(np.abs(truth.start[n] + update).astype(np.float32)) / 2.0
             for n, update in updates.items()
         }
@@ -228,8 +230,10 @@ def _weights(
         due = gradients.keys() - skipped[step] - matrices
         for n in due if adaptive else ():
             size = np.abs(gradients[n])
+            # written so that a nan bound counts as too large
             size[~(size > bounds[step][n][1])] = 0.0
             smallest[n] = np.minimum(smallest.get(n, np.inf), size)
+        # relative to the largest, so that an update's weight is at most 1
         steps.append(ones | {n: s / (s.max() or 1.0) for n, s in smallest.items()})
     return steps
 

@@ -73,6 +73,8 @@ def observe_modules(
             module: name
             for root in modules_in(engine.module)
             for module, name in names_of(root, model, engine.parameters).items()
+            # a part of a module, as a pipeline stage is of the model, has other inputs
+            # and outputs
             if is_whole(module, name, model)
         }
         # a loss may be a module, too
@@ -123,6 +125,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
         (n for n in range(len(called)) if sum(called[n:]) == due),
         max(0, len(called) - len(batches)),
     )
+    # a pipeline's first call infers shapes: it belongs to no micro-batch
     log.without_calls(extra)
     rows = called[extra:]
     if sum(rows) != due or rows == given:
@@ -166,6 +169,7 @@ def locate(
     boundaries = Boundaries(scenario, schedule, step, watched)
     gradients = _Gradients(scenario, phases, schedule, step, parity)
     found = boundaries.first_departure(FORWARD)
+    # forward, loss, backward, gradients, update: the order in which a fault spreads
     if found is None and gradients.departed["loss"]:
         found = gradients.loss()
     if found is None and gradients.departed["gradient"]:

@@ -154,6 +154,7 @@ def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
 def _steps(phases: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
     """Each step that all ranks of its world have."""
     for traces in phases:
+        # not strict: a rank that stopped early has fewer steps
         for seen in zip(*(t.steps for t in traces), strict=False):
             yield list(zip(traces, seen, strict=True))
 
@@ -299,6 +300,7 @@ def _gradient_rows(
     places = trace.places(at, name)
     bound = (0.0, 0.0) if true is None else parity_bounds.gradient[step][name]
     whole = np.zeros(len(parity_bounds.weights[step][name])) if true is None else true
+    # a gradient of zeros may also be None
     nothing = None if whole.any() else np.zeros(len(places))
     yield from _compare(
         ("gradient", step, name, trace.rank),
@@ -321,6 +323,7 @@ def _clip_rows(
             for name, true in parity_bounds.truth.gradients[step].items():
                 if name not in at.gradients:
                     continue
+                # the reference records clipped gradients: this undoes its factor
                 whole = true[trace.places(at, name)] / due
                 size = float(np.linalg.norm(whole))
                 noise, _ = parity_bounds.gradient[step][name]
@@ -338,6 +341,7 @@ def _clip_rows(
                     factor=factor,
                     due=due,
                     bound=noise / size,
+                    # with a larger bound even half the due factor would pass
                     above_noise=parallel and noise / size < due / 2,
                 )
 
@@ -403,6 +407,7 @@ def _compare(
     if not len(index):
         return
     if values is None or not all(np.isfinite(bounds)):  # not comparable
+        # add() counts rows with an infinite bound as not compared
         errors = bounds = (float("inf"), float("inf"))
     else:
         errors = sizes(values.astype(np.float64) - whole[index])

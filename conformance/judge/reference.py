@@ -196,6 +196,8 @@ def _train(
     run = ReferenceRun(key, precision_name, variant)
     if chooses_in_forward(key.model) and variant != TRUTH:
         ones = (1.0,) * key.steps
+        # noisy runs choose as the truth does: another expert is another model, not
+        # noise
         truth = _train(key, "fp32", skipped, ones, idle, TRUTH)
         run.replayed = truth.choices
     for step in range(key.steps):
@@ -271,6 +273,7 @@ class ReferenceRun:
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
         )
+        # after recording: the gradients of this step are compared unflipped
         self._flip_signs(named, step)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:

@@ -119,11 +119,15 @@ class Engine:
         if defers and not defers_gradient_sync(self.module):
             raise CannotError(_NO_SYNC)
         parts = self.micro_batches(batch)
+        # the first backward already divides by the total, so all parts are counted
+        # before it
         self.count = self._counted(parts) if len(parts) > 1 else None
         losses = []
         for number, part in enumerate(parts):
             deferred = defers and number + 1 < len(parts)
             with without_gradient_sync(self.module) if deferred else nullcontext():
+                # data parallel training divides by its ranks afterwards: the factor
+                # cancels that
                 weight = self._ranks_of_data * part.elements / batch.elements
                 where = (number, len(parts))
                 losses.append(self._pass(part, prepare, where, weight))
@@ -165,6 +169,7 @@ class Engine:
         """
         if self.recomputed is None:
             return
+        # over all ranks: one rank may hold no such part, and all must raise together
         again = torch.tensor(float(self.recomputed.again), device=self.device)
         dist.all_reduce(again)
         if not again:
@@ -201,6 +206,7 @@ class Engine:
         Raises:
             WorkloadError: if it is 0, because the loss is divided by it.
         """
+        # fp64 holds any count of tokens exactly
         total = torch.tensor(count, dtype=torch.float64, device=self.device)
         for axis in self._data_axes:
             dist.all_reduce(total, group=self.mesh.get_group(axis))
@@ -285,6 +291,7 @@ class Engine:
 
     def _clip_norm(self) -> None:
         """Clip by the exact global norm, each element counted once."""
+        # fp64, so that the order in which ranks are added hardly matters
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         # each rank counts its elements; an empty shard has none
         clipped = [
@@ -294,6 +301,7 @@ class Engine:
         ]
         for name, parameter in clipped:
             gradient = local(_gradient_as_its_parameter(parameter))
+            # each of n replicas adds 1/n
             squares += gradient.double().square().sum() / self.replicas[name]
         dist.all_reduce(squares)
         # as torch.nn.utils.clip_grad_norm_ computes the factor
@@ -395,6 +403,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
         seed: seed of the weights.
         training: says which parameters train.
     """
+    # the caller's generator continues as if no model had been made
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = resolve_workload(spec).model()
@@ -413,6 +422,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     model = initial_model(scenario.model, scenario.seed, training).to(device)
     if is_workload(scenario.model):
         same_everywhere(workload, "model", dict(model.named_parameters()))
+    # clones: element numbers overwrite the parameters below
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     parallel = scenario.parsed_topology.parallel
@@ -424,6 +434,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     if precision.convert is not None:
         model = precision.convert(model)
     recomputes = scenario.parsed_recipe.recompute
+    # before the layout, so that its wrappers and hooks go around the replaced forward
     recomputed = recompute_in_backward(model) if recomputes else None
     module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
     if not training.random:  # parallelize may have replaced them
@@ -445,6 +456,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         for name, parameter in parameters.items():
             write_values(parameter, values[name], index[name])
     if scenario.parsed_recipe.compile:
+        # traced without code generation, which takes minutes and is not under test
         module.compile(backend="aot_eager")
     if training.frozen:
         _check_frozen(parameters, trained)
@@ -493,6 +505,7 @@ def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
         for root in modules_in(stack)
         for name, module in root.named_modules()
     ]
+    # no part survived the layout: the replaced forwards are gone, too
     if parts.isdisjoint(module for _, module in found):
         for name, module in found:
             if name in names:

@@ -37,6 +37,7 @@ def same_everywhere(
         WorkloadError: on every rank, so that none waits for another.
     """
     mine = {name: f"{tuple(t.shape)} {t.dtype} {digest(t)}" for name, t in made.items()}
+    # digests of all ranks on all ranks: each raises the same error by itself
     all_: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_, mine)
     for rank, theirs in enumerate(all_):
@@ -73,6 +74,7 @@ def check_layout(
         raise workload.refuse("parallelize", text)
     held = {full_name(n, whole): p for n, p in module.named_parameters()}
     unknown = [n for n in held if n not in whole]
+    # first the likely cause: a plan that replaces one of two tied parameters
     if unknown and full_name(unknown[0], tied) in tied:
         name = full_name(unknown[0], tied)
         raise workload.refuse(
@@ -97,6 +99,7 @@ def _check_numbers(
         text = f"made {name} {parameter.dtype}: parameters stay torch.float32"
         raise workload.refuse("parallelize", text)
     flat = local(parameter.detach()).reshape(-1).cpu().numpy()
+    # distinct integers below count: element numbers that nothing has changed
     right = (flat >= 0) & (flat < count) & (flat == np.floor(flat))
     if not right.all() or len(np.unique(flat)) != len(flat):
         raise workload.refuse(
@@ -148,9 +151,12 @@ def _content(batch: Batch) -> int:
     total = 0
     for tensor in batch.counted:
         bits = tensor.detach().cpu().double().reshape(-1).numpy().view(np.uint64)
+        # mixed, because sums of plain bits are equal for many different tensors
+        # (splitmix64)
         mixed = (bits ^ (bits >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
         total += int((mixed ^ (mixed >> np.uint64(32))).sum().view(np.int64))
+    # into the range of int64, as all_reduce wraps its sum
     return (total + 2**63) % 2**64 - 2**63
 
 

@@ -208,6 +208,7 @@ def names_of(
         }
         if len(owners) == 1:
             found[name] = owners.pop()
+    # a stage that numbers layers from 0 has names that belong to other layers
     renamed = any(full_name(n, whole) != f for n, f in found.items())
     for name in reversed(local_names):  # children first
         if name in found:
@@ -235,6 +236,7 @@ def names_of(
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     part = local(tensor.detach())
+    # empty tensors all have the null pointer
     return (part.data_ptr(), part.numel()) if part.numel() else (id(tensor), 0)
 
 
@@ -289,6 +291,8 @@ class _Watch:
 
     def hook(self, module: nn.Module, name: str | None) -> list[Any]:
         found = [
+            # disabled in the compiler: hooks copy data, which would break compiled
+            # graphs
             module.register_forward_pre_hook(
                 torch.compiler.disable(self._begin), prepend=True, with_kwargs=True
             )
@@ -302,6 +306,7 @@ class _Watch:
                 module.register_forward_hook(leave, with_kwargs=True),
             ]
         end = torch.compiler.disable(self._end)
+        # always_call: if forward raises, depth must still return to 0
         return [*found, module.register_forward_hook(end, always_call=True)]
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -359,6 +364,7 @@ class _Watch:
     ) -> None:
         if self._ignored():
             return
+        # calls that raised never left: drop them
         while self.open:
             entered, (micro_batch, _, number) = self.open.pop()
             if entered is module:
@@ -387,6 +393,7 @@ class _Watch:
             if self.room < 0:
                 self.log.left_out += 1
                 return
+            # numpy has no bf16
             wide = part.double() if part.dtype == torch.float64 else part.float()
             known: dict[str, Any] = {}
             if isinstance(tensor, DTensor):

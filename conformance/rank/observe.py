@@ -140,6 +140,7 @@ def numbers_laid_out_as(tensor: Tensor) -> Places:
     """Place of each local element of ``tensor`` in the flat full one."""
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
     if sharding := _sharding(tensor):
+        # src_data_rank=None: every rank has the numbers, so no collective is sent
         numbers = local(distribute_tensor(numbers, *sharding, src_data_rank=None))
     return numbers.reshape(-1).cpu().numpy()
 
@@ -156,6 +157,7 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
     mesh, placements = gradient.device_mesh, gradient.placements
     here = mesh.get_coordinate()
     kinds = [p.reduce_op if isinstance(p, Partial) else "" for p in placements]
+    # other reductions, such as of a norm's partial, are no sums of gradients
     if here is None or not {"sum", "avg"} & {*kinds}:
         return (), 1
     along = tuple(

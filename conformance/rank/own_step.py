@@ -405,8 +405,10 @@ class OwnStep:
                 raise CannotError(f"without a scaler: {error}") from error
             raise
         loaded = self._weights()
+        # moved: weights that training had changed; back: those that the load restored
         moved = [name for name in held if held[name] != made[name]]
         back = [name for name in moved if loaded[name] != made[name]]
+        # over all ranks: one may hold nothing, and all must raise together
         counts = torch.tensor([len(moved), len(back)], device=engine.device)
         dist.all_reduce(counts)
         if counts[0] and not counts[1]:
@@ -422,6 +424,7 @@ class OwnStep:
         save, load = self.workload.save_checkpoint, self.workload.load_checkpoint
         assert save is not None and load is not None
         first = dist.get_rank() == 0
+        # one folder for all: its name is random, so rank 0 chooses it
         folder = [tempfile.mkdtemp(prefix="gradparity-") if first else ""]
         dist.broadcast_object_list(folder)
 
@@ -469,6 +472,7 @@ class OwnStep:
     def _before_scaler_call(self, optimizer: Any) -> None:
         """Inject faults and read the raw gradients, once a step."""
         names = self._enter(optimizer)
+        # by identity: two optimizers may have equal lists of names
         if not any(names is known for known in self.handed):
             self.handed.append(names)
         if self.non_finite is None:
@@ -495,8 +499,10 @@ class OwnStep:
             if owned == names and owned is not self.unknown:
                 return owned
         for owned in self.handed:
+            # inside of an optimizer that the scaler was handed: it skips with that one
             if set(names) < set(owned) and owned is not self.unknown:
                 return owned
+        # in place: engine.owned[0] is this very list
         self.unknown[:] = [n for n in self.unknown if n not in names]
         engine.owned.append(names)
         return names
@@ -510,6 +516,7 @@ class OwnStep:
             return
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
         for name in names:
+            # once: a container and the optimizer inside of it use the same gradient
             if name in gradients and name not in seen.gradients:
                 record_gradient(engine, seen, name, gradients[name], scale)
 

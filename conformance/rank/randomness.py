@@ -106,10 +106,12 @@ class DrawLog(TorchDispatchMode):
             read = []  # of these only the shape matters
         applied, varied = _applied(read)
         found = func(*args, **kwargs)
+        # of several results, as of a fused dropout, the mask is the last
         drawn = written or [*_tensors(found)][-1:]
         if not drawn or not drawn[0].numel() or drawn[0].is_meta:
             return found
         recomputes = in_backward()
+        # a hook or an optimizer in backward, and no forward that runs again
         if recomputes and not torch.is_grad_enabled():
             return found
         draw = Draw(
@@ -147,6 +149,7 @@ class DrawLog(TorchDispatchMode):
             draw.used = digest(numbers[0])
             draw.applied, draw.varied = _applied(others)
             draw.by_row = _by_row(numbers[0], others[0])
+        # the numbers are used now: what is computed from them are no draws any more
         if others:
             kept = self._pending.items()
             self._pending = {k: v for k, v in kept if v[1] is not draw}
@@ -158,6 +161,7 @@ class DrawLog(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor, draw: Draw) -> None:
         if tensor.numel() and not tensor.is_meta:
+            # by storage, so that views of the numbers are followed, too
             self._pending[tensor.untyped_storage().data_ptr()] = tensor, draw
 
     def _draw_of(self, tensor: Tensor) -> Draw | None:
@@ -210,6 +214,7 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
         return "", False
     largest = max(tensors, key=Tensor.numel).detach()
     values = largest[largest != 0].reshape(-1)[:VARIED]
+    # a third of the values differ, and at least three do
     varied = 3 * values.unique().numel() >= max(values.numel(), 8)
     return "-".join(map(digest, tensors)), varied
 

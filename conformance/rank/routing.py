@@ -130,6 +130,7 @@ class ChoiceLog(TorchDispatchMode):
         self, kind: str, reference: Choices, scores: Tensor, mine: Tensor
     ) -> Tensor:
         theirs = torch.from_numpy(reference.chosen)
+        # the noise bounds single scores, so rows are as far apart as their worst score
         apart = torch.cdist(scores, torch.from_numpy(reference.scores), p=torch.inf)
         error, nearest = apart.min(1)
         if reference.limit == torch.inf:  # a reference, whose errors are the noise

@@ -107,6 +107,7 @@ def observe_rank(
                 judged.resume(saved) if own is None else own.resume()
             with nullcontext() if around is None else around(engine, step):
                 _observe_step(engine, judged, trace, faults, own)
+        # with a train_step, optimizers are found while it trains
         trace.owned = engine.owned
         engine.check_recomputed()
         if own is not None:
@@ -123,6 +124,7 @@ def _resolved_faults(engine: Engine, trace: RankTrace) -> tuple[ResolvedFault, .
     """Exchange which elements each rank holds, and resolve the faults."""
     held = {n: s for n, s in trace.shards.items() if engine.trains(n)}
     holdings: list[Any] = [None] * dist.get_world_size()
+    # ranks with the same rows share a loss: a fault of the loss hits all of them
     dist.all_gather_object(holdings, held | {LOSS: engine.rows})
     engine.replicas = {
         name: sum(other.get(name) == shard for other in holdings)
@@ -143,9 +145,11 @@ def _observe_step(
         _run_step(engine, judged, seen, faults)
     else:
         own.run(seen, faults)
+    # also after a skipped step, like most loops; the reference does the same
     for scheduler in engine.schedulers:
         scheduler.step()
     seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
+    # complete even if the check below ends the run: laws may use this step
     seen.complete = True
     if not all_say_right(seen):
         raise JudgedError(trace)

@@ -321,6 +321,7 @@ class ReportWriter:
         self._lock = FileLock(path.with_name(f".{path.name}.lock"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # before the rename: an earlier report moves only if no run still writes it
             self._lock.acquire(blocking=False)
             if path.exists():
                 path.rename(_free_name(path))
@@ -375,6 +376,7 @@ class ReportWriter:
 
     def _write(self, line: Line) -> None:
         self._file.write(_ENCODER.encode(line) + b"\n")
+        # a killed run leaves every finished case
         self._file.flush()
 
 

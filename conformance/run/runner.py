@@ -218,6 +218,7 @@ class Runner:
         """
 
         def judged(seen: _Seen) -> bool | Case:
+            # localising needs the ranks, which train the next case now: ended() does it
             case = self._judge(seen)
             return case if self._is_localised(case) else end(case)
 
@@ -258,6 +259,8 @@ class Runner:
                 # Time alone proves nothing: the machine may have been busy. The world
                 # that failed was ended, so the second try has ranks of its own.
                 seen.phases, seen.first_try = self._run_ranks(spec, scenario), late
+            # bitwise laws need fp32, where scaling is exact, and a run whose control
+            # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
                 seen.control = self._control_run(scenario)
@@ -386,6 +389,7 @@ class Runner:
         if spec != NO_SCALER:
             return self.traces(spec, scenario)
         try:
+            # without a scaler the judged run is the control: it trains once
             return self._control_run(scenario)
         except WorldFailure as failure:
             return (_traces_of(failure, judged=False),)
@@ -398,7 +402,7 @@ class Runner:
         The reference trains first, as if no step were skipped. If the run then skips
         steps, it runs again with the choices of a reference that skips the same steps.
         """
-        # the scores are not finite either
+        # with random layers on, scores are random, too: no choice to make again
         random = scenario.parsed_recipe.training.random
         if random or not chooses_in_forward(scenario.model):
             return self._phases(spec, scenario)

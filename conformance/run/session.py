@@ -114,6 +114,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
     scalers = list(dict.fromkeys(settings.scalers))
     folder = os.getcwd()
     for spec in scalers:
+        # before any rank starts: a wrong name is bad usage, exit code 2
         load_scaler(spec, folder)
     pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
     path = settings.path
@@ -121,6 +122,8 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
         place.check(
             [phase.world_size for scenario in scenarios for phase in scenario.phases]
         )
+        # before the report is opened: a refused scaler must not replace an earlier
+        # report
         for spec in scalers if settings.refuse_unfit else ():
             refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
         if agent is not None:
@@ -154,6 +157,7 @@ def _judge(
 ) -> int:
     start = time.monotonic()
     records = list(earlier.kept)
+    # into the new report at once, so that a second restart keeps them, too
     for record in records:
         writer.case(record)
     done = {record.key for record in records}
@@ -211,6 +215,7 @@ def _show(settings: RunSettings, console: Console) -> None:
         if r.status == "skipped"
     ]
     left_out = [] if settings.scenarios else not_tried(settings.selection)
+    # a pass of what was tried must not look like a pass of everything
     lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
     lines.append(f"report: {path}")
     if settings.report is None or settings.out is not None:
