@@ -65,7 +65,7 @@ class Provenance(
 
 
 class Exact(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be the same again."""
+    """Values that must be equal in later reports."""
 
     status: str
     laws: dict[str, str]
@@ -81,7 +81,7 @@ class Exact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What may move within its noise."""
+    """Values that may change within their noise."""
 
     ratio: Spread | None
     """Worst error / bound of the case; None where parity was not measured."""
@@ -118,7 +118,7 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 def make_baseline(reports: Sequence[Report]) -> Baseline:
-    """The baseline that the first report meets, with the spread over all of them.
+    """The baseline of the first report, with the spread over all reports.
 
     Raises:
         BaselineError: if the reports differ in their cases or in an exact field.
@@ -156,6 +156,7 @@ def _provenance(header: Header, runs: int, cases: int) -> Provenance:
 def _case(runs: Sequence[CaseRecord]) -> BaselineCase:
     first = runs[0]
     exact = _exact(first)
+    # exact fields that differ between runs of one code would fail the gate at random
     for number, run in enumerate(runs[1:], 2):
         if _exact(run) != exact:
             raise BaselineError(
@@ -228,7 +229,7 @@ def _line(path: Path, number: int, line: bytes) -> Line:
 
 
 def _current(case: BaselineCase) -> BaselineCase:
-    """A case in the names of today: a baseline outlives them."""
+    """A case in current names: a baseline may be older than a renaming."""
     exact = case.exact
     return msgspec.structs.replace(
         case,
@@ -249,6 +250,7 @@ def _current_laws(by_law: Mapping[str, T]) -> dict[str, T]:
 def _check(
     path: Path, head: Provenance, cases: Sequence[BaselineCase], lines: int
 ) -> None:
+    # cut files and merge conflicts show as a wrong count or as doubled cases
     distinct: Mapping[tuple[str, str], BaselineCase] = {c.key: c for c in cases}
     if not head.cases == lines == len(distinct):
         raise BaselineError(

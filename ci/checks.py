@@ -1,7 +1,7 @@
-"""Checks: what a report owes to a baseline, case by case; pure functions.
+"""Checks of a report against a baseline, case by case; pure functions.
 
-Verdicts of laws are checked as they are. What is compared beside them is a verdict,
-too, with an id of the chapter ``baseline``, so that an expectation can name it.
+Verdicts of laws are checked directly. The other comparisons become verdicts with an id
+of the chapter ``baseline``, so that an expectation can name them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .reasons import Reason, at
 __all__ = ["DECIDED", "Checked", "check_cases", "check_vanished", "check_whole"]
 
 DECIDED = "baseline.decided"
-"""Id of the demand that a case decides something."""
+"""Id of the check that a case decides at least one law."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A verdict in its case, and the reason to close the gate that it may be."""
+    """A verdict in its case, with the reason to fail, if any."""
 
     case: CaseRecord
     verdict: Verdict
     reason: Reason | None
     better: bool = False
-    """Whether it is better than the baseline knows."""
+    """Whether it is better than in the baseline."""
 
 
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
@@ -59,7 +59,7 @@ def _verdict(case: CaseRecord, verdict: Verdict, old: BaselineCase | None) -> Ch
 def _reason(
     case: CaseRecord, verdict: Verdict, before: str, *, known: bool
 ) -> Reason | None:
-    """Why this verdict closes the gate.
+    """Why this verdict fails the gate, or None.
 
     A new case must pass or skip. A law that the baseline of a known case lacks must
     pass: a later change to skipped would be invisible.
@@ -87,11 +87,10 @@ def _reason(
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:
-    """A case that no baseline knows owes a decision: skipped by all proves nothing.
+    """Check that a new case decides a law: all skipped proves nothing.
 
-    Where a law is inconclusive or broken, its own verdict says so; where a baseline
-    knows the case, so does each law that got worse. What a workload cannot do is
-    skipped.
+    An inconclusive or broken law has its own reason, and in a known case so has each
+    law that got worse. A scenario that a workload cannot run is skipped.
     """
     if case.status != "skipped" and {v.status for v in case.verdicts} <= {"skipped"}:
         why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
@@ -110,7 +109,8 @@ def _step(verdict: Verdict) -> str:
 
 
 def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:
-    """Sequences, counts, ratios of cases that passed: a failure promises none."""
+    """Check sequences, counts and ratios of cases that passed in the baseline."""
+    # numbers of a failing run depend on where it failed
     if old.exact.status != "pass":
         return
     for law, (kind, check) in _NUMBERS.items():
@@ -144,7 +144,7 @@ def _skip(case: CaseRecord, old: BaselineCase) -> str:
 
 
 def _differs(name: str, before: Rows | None, case: CaseRecord) -> str:
-    """The first difference from what the baseline has of a curve, in words."""
+    """The first difference of a curve from the baseline, in words."""
     if before is None:
         return ""
     if case.curves is None:
@@ -159,6 +159,7 @@ def _counts(case: CaseRecord, old: BaselineCase) -> str:
             continue  # reported under its own law
         if verdict.compared < before:
             return f"{law} rests on {verdict.compared} comparisons, was {before}"
+        # a baseline of an earlier version lacks this number: then nothing is demanded
         missed = old.exact.not_compared.get(law, verdict.not_compared)
         if verdict.not_compared > missed:
             text = f"could not make {verdict.not_compared} comparisons"
@@ -179,6 +180,7 @@ def _ratio(case: CaseRecord, old: BaselineCase) -> str:
 
 def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
     """The ratio furthest beyond its limit in words, or the empty string."""
+    # first: a ratio that is no longer measured cannot exceed its limit
     gone = [name for name, (_, values) in series.items() if not values]
     if gone:
         return f"{gone[0]} error / bound is no longer measured"
@@ -234,11 +236,11 @@ def check_whole(
     *,
     any_torch: bool = False,
 ) -> Iterator[Reason]:
-    """What concerns the report as a whole: was anything compared, and where was it.
+    """Check the report as a whole: cases judged, and the environment.
 
     Args:
         report: all of it.
-        baseline: what it is held to, if anything.
+        baseline: the baseline, if any.
         min_cases: judged cases that were promised.
         any_torch: whether the baseline holds for other minor versions of torch, too.
     """
@@ -260,7 +262,7 @@ def _decided(case: CaseRecord) -> bool:
 
 
 def _other_environment(now: Header, then: Provenance) -> Iterator[tuple[str, str]]:
-    """What of the place is another, and the sentence.
+    """The parts of the environment that differ, each with a sentence.
 
     A baseline of another platform or of other data says nothing about this one.
     """

@@ -1,9 +1,9 @@
 """Decision: report + baseline + expectations -> outcome, reasons and notes; pure.
 
-1. A report that contradicts itself is refused, and nothing else is said.
+1. A report that contradicts itself is refused, without further reasons.
 2. Every verdict, sequence and ratio is judged against the baseline.
-3. Expectations excuse what they name; those that match nothing give notes.
-4. What vanished and what concerns the whole cannot be excused.
+3. Expectations excuse the verdicts they name; those that match nothing give notes.
+4. Vanished cases and reasons on the whole report cannot be excused.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = ["Decision", "Terms", "decide"]
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a report is held to."""
+    """The conditions that a report must meet."""
 
     today: date
     """The day by which expectations expire."""
     baseline: Baseline | None = None
-    """None holds every law to a pass."""
+    """None means that every law must pass."""
     expectations: Sequence[Expectation] = ()
     strict: bool = False
-    """Whether an expectation that does nothing closes the gate."""
+    """Whether an expectation without effect fails the gate."""
     min_cases: int = 0
     """Cases with at least one decided law that were promised."""
     any_torch: bool = False
@@ -56,15 +56,15 @@ class Terms:
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gate says of one report."""
+    """The result of the gate for one report."""
 
     outcome: Outcome
     reasons: tuple[Reason, ...]
     """All of them."""
     causes: tuple[Cause, ...]
-    """The same folded: what is shown to people."""
+    """The reasons grouped by cause, as printed."""
     notes: tuple[str, ...]
-    """One line each: what is excused, better, or left over. None closes the gate."""
+    """One line each: excused, better or unused entries. Notes never fail the gate."""
     cases: int
     """Cases that were looked at."""
     judged: int
@@ -72,7 +72,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(report: Report, terms: Terms) -> Decision:
-    """Hold ``report`` to ``terms``. Order, dates and timings do not matter."""
+    """Check ``report`` against ``terms``. Order, dates and timings do not matter."""
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
         return _decision(report, broken, [], 0)
@@ -82,6 +82,7 @@ def decide(report: Report, terms: Terms) -> Decision:
         for e in terms.expectations
         if e.applies(report.header) and not e.expired(terms.today)
     ]
+    # sorted, because of several equal notes the first is printed
     checked.sort(key=lambda c: (at(c.case), c.verdict.law))
     reasons, notes = _excuse(checked, live)
     notes += folded(_better(c) for c in checked if c.better)
@@ -103,7 +104,7 @@ def decide(report: Report, terms: Terms) -> Decision:
 def _decision(
     report: Report, reasons: Sequence[Reason], notes: Sequence[str], judged: int
 ) -> Decision:
-    """Sorted, so that the order of the cases in the report does not show."""
+    """The decision, sorted: it does not depend on the order of the cases."""
     order = list(KINDS)  # worst first
     ordered = sorted(reasons, key=lambda r: (order.index(r.kind), r.line))
     return Decision(
@@ -148,7 +149,7 @@ def _expired(terms: Terms, report: Report) -> Iterator[str]:
 
 
 def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[str]:
-    """Entries that match nothing, or nothing that is as they say."""
+    """Entries that match no verdict, or none with an expected status."""
     for entry in live:
         matched = [c for c in checked if entry.matches(c.case, c.verdict)]
         if not matched:

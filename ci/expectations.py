@@ -80,7 +80,7 @@ class Expectation(
         return self.expires is not None and today > self.expires
 
     def matches(self, case: CaseRecord, verdict: Verdict) -> bool:
-        """Whether patterns and world size fit, whatever the status."""
+        """Whether patterns and world size match, for any status."""
         sizes = (
             [self.world_size] if isinstance(self.world_size, int) else self.world_size
         )
@@ -90,11 +90,13 @@ class Expectation(
             (verdict.law, self.law),
         )
         return (not sizes or case.world_size in sizes) and all(
-            text == pattern or fnmatchcase(text, pattern) for text, pattern in texts
+            # equality first: ids contain [ and *, which a pattern would interpret
+            text == pattern or fnmatchcase(text, pattern)
+            for text, pattern in texts
         )
 
     def expects(self, case: CaseRecord, verdict: Verdict) -> bool:
-        """Whether the entry speaks of exactly this verdict."""
+        """Whether the entry matches this verdict and expects its status."""
         return verdict.status in self.statuses and self.matches(case, verdict)
 
 
@@ -138,7 +140,7 @@ def read_expectations(path: Path) -> list[Expectation]:
 
 
 def _current(entry: Any) -> Any:
-    """An entry in the names of today."""
+    """An entry in current names."""
     if not isinstance(entry, dict):
         return entry
     entry = {"world_size" if key == "world" else key: entry[key] for key in entry}
@@ -164,7 +166,7 @@ def version_holds(condition: str, version: str) -> bool:
     """Whether ``version`` meets every clause of ``condition``.
 
     Only as many numbers are compared as a clause gives: 2.13.1 meets ``==2.13`` and
-    ``<=2.13``. What follows the numbers (``+cpu``, ``.dev0``) does not count.
+    ``<=2.13``. Suffixes (``+cpu``, ``.dev0``) do not count.
     """
     release = tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
     return all(

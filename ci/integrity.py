@@ -1,7 +1,7 @@
 """Integrity: a report that contradicts itself is refused before anything is compared.
 
-Reading a report checks its schema, its footer and its counts. Here is what a hand that
-edits single lines would forget: every rule derives one field from others.
+Reading a report checks its schema, its footer and its counts. The rules here find edits
+of single lines: each rule derives one field from others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _status_follows(case: CaseRecord) -> Iterator[str]:
 
 
 def _id_agrees(case: CaseRecord) -> Iterator[str]:
-    """The id is what replays the case: its fields must be the ones that are shown."""
+    """The id replays the case, so it must agree with the case's other fields."""
     seen = f"{case.topology}/{case.world_size}/{case.precision}"
     if not f"{case.scenario}/".startswith(f"{seen}/"):
         yield f"the case says {seen}, which is not how its scenario id begins"
@@ -60,7 +60,7 @@ def _a_row_a_rank(case: CaseRecord) -> Iterator[str]:
 
 
 def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
-    """Every step has its ratio, and what the steps hold is what the parameters hold."""
+    """Every step has a ratio, and steps and parameters have the same largest one."""
     curves = case.curves
     if curves is None or not curves.parity:
         return
@@ -75,7 +75,7 @@ def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
 
 
 def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
-    """The table shows the tensors, the gate judges the ratios: they are one number."""
+    """The worst tensors (of the table) and the ratios (of the gate) must agree."""
     if case.worst and case.curves:
         largest = max(each.ratio for each in case.worst)
         if largest != worst(case.curves.parameters.values()):
@@ -83,7 +83,7 @@ def _worst_tensors_agree(case: CaseRecord) -> Iterator[str]:
 
 
 def _passes_are_borne_out(case: CaseRecord) -> Iterator[str]:
-    """A pass whose own curves show a violation has been painted over."""
+    """A pass must not contradict the case's own curves."""
     if case.curves is None:
         return
     passed = {v.law for v in case.verdicts if v.status == "pass"}
@@ -111,13 +111,13 @@ def _rows_differ(rows: Sequence[Sequence[object]]) -> bool:
 
 
 def _beyond_bound(curves: Curves) -> bool:
-    """Whether any error is beyond its bound; nan hides one."""
+    """Whether any error is beyond its bound; nan counts, as it may hide one."""
     ratios = [*curves.parity, *curves.parameters.values()]
     return not all(float(value) <= 1 for value in ratios)
 
 
 def _decisions_differ(curves: Curves) -> bool:
-    """None is a rank without parameters: it has no decision to differ."""
+    """Whether decisions differ; None is a rank without parameters, which has none."""
     steps = zip(*curves.stepped, strict=False)
     return any({True, False} <= set(step) for step in steps)
 

@@ -1,4 +1,4 @@
-"""Reason: why the gate closes, in one line and as data; outcome: the exit code."""
+"""Reason: why the gate fails, in one line and as data; outcome: the exit code."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = [
 
 
 class Outcome(Enum):
-    """What the gate says, with its exit code. 2, bad usage, is no outcome."""
+    """The result of the gate as exit code. 2, bad usage, is no outcome."""
 
     PASS = 0
-    """Nothing that was promised is broken."""
+    """No law and no part of the baseline is broken."""
     REGRESSION = 1
-    """Something that was promised is broken."""
+    """A law or a part of the baseline is broken."""
     INVALID = 3
-    """The report cannot be believed or does not speak for the whole run."""
+    """The report contradicts itself or is incomplete."""
     INCONCLUSIVE = 4
-    """Nothing is known to be broken, and what was promised is not known to hold."""
+    """No known violation, but too little was compared for a pass."""
 
     @property
     def word(self) -> str:
@@ -54,13 +54,13 @@ KINDS = {
     "nothing": Outcome.INCONCLUSIVE,
     "environment": Outcome.INCONCLUSIVE,
 }
-"""Kind of reason -> what it makes of the whole."""
+"""Kind of reason -> outcome of the gate."""
 
 _FIRST = (Outcome.INVALID, Outcome.REGRESSION, Outcome.INCONCLUSIVE)
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One cause for which the gate closes."""
+    """One reason for which the gate fails."""
 
     kind: str
     """A key of :data:`KINDS`."""
@@ -76,7 +76,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: int | None = None
     ranks: tuple[int, ...] = ()
     cause: str = ""
-    """Where not all violations of a law are alike: what kind this one is."""
+    """If a law has several kinds of violations: the kind of this one."""
     replay: str = ""
     """The command that shows it again."""
 
@@ -120,12 +120,12 @@ PRECEDENCE = (
     "parity.loss",
     "misuse.refused",
 )
-"""Of two laws that break at one step, the one that stands first here is the cause:
-ranks that disagree take other steps, and other steps make other weights."""
+"""Of two laws that break at one step, the one listed first is the cause: ranks that
+disagree take different steps, and different steps give different weights."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong, in one case or in many."""
+    """One cause of failures, in one case or in many."""
 
     reason: Reason
     """The first reason of its kind."""
@@ -149,13 +149,14 @@ def causes_of(reasons: Sequence[Reason]) -> tuple[Cause, ...]:
     """``reasons`` folded: one cause a case, and equal causes of many cases into one."""
     cases: dict[tuple[object, ...], list[Reason]] = {}
     for number, reason in enumerate(reasons):
-        # what concerns no case stands for itself
+        # a reason without a case is its own group
         key = (reason.scaler, reason.scenario) if reason.scenario else (number,)
         cases.setdefault(key, []).append(reason)
     alike: dict[tuple[str, ...], list[tuple[Reason, int]]] = {}
     for group in cases.values():
         root = min(group, key=_precedence)
         what = (root.kind, root.scaler, root.law, root.before, root.now, root.cause)
+        # reasons without a case have only their text to distinguish them
         same = what if root.scenario else (*what, root.text)
         alike.setdefault(same, []).append((root, len(group) - 1))
     causes = [
@@ -170,15 +171,16 @@ def causes_of(reasons: Sequence[Reason]) -> tuple[Cause, ...]:
 
 
 def _precedence(reason: Reason) -> tuple[object, ...]:
-    """Sorts the reasons of one case: what comes first is the cause of the others."""
+    """Sort key for the reasons of one case: the first is the cause of the others."""
     known = reason.law in PRECEDENCE
     place = PRECEDENCE.index(reason.law) if known else len(PRECEDENCE)
+    # without a step (counts, ratios) a reason is the consequence of one with a step
     step = float("inf") if reason.step is None else reason.step
     return list(KINDS).index(reason.kind), step, place, reason.law, reason.line
 
 
 def _order(reason: Reason) -> tuple[int, str]:
-    """Sorts what is shown: worst kind first."""
+    """Sort key of the output: worst kind first."""
     return list(KINDS).index(reason.kind), reason.line
 
 
@@ -198,11 +200,11 @@ def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
 
 
 def at(case: CaseRecord) -> str:
-    """Where a case is, in words that begin with its topology."""
+    """A case in words that begin with its topology."""
     return f"{case.scenario}  {case.scaler}"
 
 
 def outcome_of(reasons: Iterable[Reason]) -> Outcome:
-    """What ``reasons`` come to: invalid before regression before inconclusive."""
+    """The outcome of ``reasons``: invalid before regression before inconclusive."""
     found = {KINDS[reason.kind] for reason in reasons}
     return next((each for each in _FIRST if each in found), Outcome.PASS)
