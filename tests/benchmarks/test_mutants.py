@@ -40,7 +40,7 @@ def row(**changes: object) -> Row:
         ({"law": ""}, False),
     ],
 )
-def test_what_is_as_it_should_be(changes: dict[str, object], good: bool) -> None:
+def test_a_row_is_as_expected(changes: dict[str, object], good: bool) -> None:
     assert row(**changes).as_it_should_be is good
 
 

@@ -19,7 +19,7 @@ def test_the_page_shows_the_record(name: str) -> None:
     assert f"<!-- recorded: {name} -->\n\n{table}\n\n<!-- end -->" in PAGE.read_text()
 
 
-def test_a_twin_that_is_accused_is_said(tmp_path: Any) -> None:
+def test_an_accused_twin_is_reported(tmp_path: Any) -> None:
     row = {**ROWS["W01"], "fixed_accused": ["seed 3: tp2/2/fp32/own/none"]}
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())

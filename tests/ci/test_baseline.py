@@ -131,7 +131,7 @@ def test_update_shows_the_difference_and_asks(
     assert main([str(report), "--baseline", str(target), "--strict"]) == 0
 
 
-def test_a_changed_sequence_is_told_where_it_begins() -> None:
+def test_a_changed_sequence_is_reported_with_its_first_step() -> None:
     old = make_baseline([sample()])
     moved = with_curves(sample().cases[0], scale=[[8.0, 4.0, 2.0]] * 2)
     new = make_baseline([report_of([moved, *sample().cases[1:]])])

@@ -100,7 +100,7 @@ def test_what_the_baseline_holds_can_be_expected_by_its_id() -> None:
     assert held(report, known(law="baseline.scale")).outcome is Outcome.PASS
 
 
-def test_what_vanished_cannot_be_expected() -> None:
+def test_a_vanished_case_cannot_be_expected() -> None:
     report = report_of(sample().cases[1:])
     entry = known(scenario="*", law="*", scaler="mine.*", status=["fail", "error"])
     assert held(report, entry).outcome is Outcome.REGRESSION
@@ -114,7 +114,7 @@ IDLE: dict[str, tuple[Expectation, str]] = {
 
 
 @pytest.mark.parametrize("name", IDLE)
-def test_an_idle_expectation_is_told_and_fails_in_strict(name: str) -> None:
+def test_an_idle_expectation_is_reported_and_fails_in_strict(name: str) -> None:
     entry, words = IDLE[name]
     lenient, strict = held(sample(), entry), held(sample(), entry, strict=True)
     assert lenient.outcome is Outcome.PASS
@@ -123,12 +123,12 @@ def test_an_idle_expectation_is_told_and_fails_in_strict(name: str) -> None:
     assert [words in r.text for r in strict.reasons] == [True]
 
 
-def test_an_expectation_for_elsewhere_is_not_idle() -> None:
+def test_an_expectation_for_another_environment_is_not_idle() -> None:
     decision = held(sample(), known(torch=">=3"), known(backend="nccl"), strict=True)
     assert (decision.outcome, decision.notes) == (Outcome.PASS, ())
 
 
-def test_an_unexpected_pass_is_told() -> None:
+def test_an_unexpected_pass_is_reported() -> None:
     decision = held(failing(), known(scenario="*"), strict=True)
     assert decision.outcome is Outcome.PASS
     told = [n for n in decision.notes if n.startswith("unexpected pass")]

@@ -141,7 +141,7 @@ def failing_report(count: int, message: str = "why") -> Report:
     return report_of([*sample().cases, *bad])
 
 
-def test_markdown_tells_failures_first() -> None:
+def test_markdown_lists_failures_first() -> None:
     made = markdown.render(failing_report(1))
     lines = [line for line in made.splitlines() if line]
     assert lines[0] == "## gradparity: violations"

@@ -237,7 +237,7 @@ def test_the_gate_reads_no_numbers_out_of_words(
         assert gate(told, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
 
 
-def test_a_law_that_the_baseline_does_not_know_is_told(
+def test_a_law_that_the_baseline_lacks_is_reported(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = report_of(new_law(c) for c in sample().cases)
@@ -248,7 +248,7 @@ def test_a_law_that_the_baseline_does_not_know_is_told(
     assert note.endswith("--update-baseline makes it a promise (and 2 more)")
 
 
-def test_a_baseline_of_another_torch_is_told_with_the_command_that_renews_it(
+def test_a_baseline_of_another_torch_names_the_command_that_renews_it(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newer = header(torch="2.14.0")(sample())
@@ -346,7 +346,7 @@ def test_every_law_has_its_place_among_the_causes() -> None:
         ("transparency.gradient", ["transparency.bitwise", "parity.gradient"]),
     ],
 )
-def test_of_laws_that_break_at_one_step_the_cause_is_told(
+def test_the_cause_is_reported_of_laws_that_break_at_one_step(
     cause: str, others: list[str]
 ) -> None:
     reasons = [
@@ -398,7 +398,7 @@ def test_growth_within_the_noise_passes(
     assert gate(grown, tmp_path, capsys, "--baseline", str(baseline))[0] == 0
 
 
-def test_a_known_failure_stays_and_a_fix_is_told(
+def test_a_known_failure_is_accepted_and_a_fix_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = relabel("scale.rule", "fail")(sample())

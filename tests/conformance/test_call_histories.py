@@ -89,7 +89,7 @@ def test_a_wrong_scaler_departs(tmp_path: Path, scaler: str) -> None:
     assert "departure from the oracle: " in output
 
 
-def test_a_departure_is_found_shrunk_and_told_as_a_command(tmp_path: Path) -> None:
+def test_a_departure_is_shrunk_and_printed_as_a_command(tmp_path: Path) -> None:
     code, output = searched(
         tmp_path, scaler=f"{MODULE}:AcceptsASecondStep", budget_s=60
     )
@@ -99,7 +99,7 @@ def test_a_departure_is_found_shrunk_and_told_as_a_command(tmp_path: Path) -> No
     assert [call.kind for call in history] == ["step", "step"]
 
 
-def test_on_ci_every_round_draws_anew(tmp_path: Path) -> None:
+def test_on_ci_every_round_draws_new_histories(tmp_path: Path) -> None:
     """There hypothesis derandomizes by default, and one round would be all."""
     settings.register_profile("as-on-ci", derandomize=True, database=None)
     before = settings.get_current_profile_name()

@@ -74,7 +74,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_gpu_is_told_with_its_cause(
+def test_a_missing_gpu_is_reported_with_its_cause(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -188,7 +188,7 @@ def test_on_cuda_the_same_bits_come_each_time(
 
 # experts read on the host how many rows each has, which a meta tensor cannot tell
 @pytest.mark.parametrize("name", [name for name in MODELS if "experts" not in name])
-def test_models_make_no_tensor_elsewhere(name: str) -> None:
+def test_models_make_no_tensor_on_another_device(name: str) -> None:
     """On the meta device, as on CUDA, an operation on tensors of two devices raises."""
     device = torch.device("meta")
     model = MODELS[name].make().to(device)

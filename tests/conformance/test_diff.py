@@ -186,7 +186,7 @@ def test_models_with_other_parameters_differ() -> None:
         ({"steps": (), "start": {}}, {}, "undecided", "0 of 0 comparisons"),
     ],
 )
-def test_what_did_not_come_to_its_end(
+def test_a_run_without_an_end(
     a: dict[str, object], b: dict[str, object], result: str, words: str
 ) -> None:
     first, second = Side(), Side()

@@ -140,7 +140,7 @@ def test_the_smaller_group_is_the_one_that_departs() -> None:
     assert found.numbers == {"rank 0": 3.0, "rank 1": 16.0, "rank 2": 16.0}
 
 
-def test_who_stepped_and_who_skipped() -> None:
+def test_ranks_that_stepped_and_ranks_that_skipped() -> None:
     of = evidence(bad=True, size=3)
     of.ranks[0].steps[BAD_STEP].decisions[0].parameters_changed = True
     assert finding(of, "agreement.skip").message == (
@@ -176,7 +176,7 @@ def test_empty_shards_are_no_replicas() -> None:
 # - Collectives
 
 
-def test_both_sequences_are_told() -> None:
+def test_both_sequences_are_reported() -> None:
     of = evidence()
     of.ranks[1].steps[2].collectives = []
     assert finding(of, "collectives.same-sequence").message == (
@@ -229,7 +229,7 @@ def test_a_rank_without_a_checked_collective_hides_no_other() -> None:
         ((2, 1), "step 1: step raised on rank 1: E: no", 1, (1,)),
     ],
 )
-def test_the_earliest_problem_is_told(
+def test_the_earliest_problem_is_reported(
     steps: tuple[int, int], words: str, step: int, ranks: tuple[int, ...]
 ) -> None:
     of = evidence()
@@ -298,7 +298,7 @@ def test_parity_over_less_than_half_is_no_pass(
         assert found.message.startswith(f"3 of 7 comparisons of the {kind} could be")
 
 
-def test_a_departure_is_told_however_little_was_compared() -> None:
+def test_a_departure_is_reported_even_after_few_comparisons() -> None:
     of = parity_of(evidence(), ("gradient", 2.0))
     assert of.parity is not None
     for _ in range(9):
@@ -425,7 +425,7 @@ def untold(of: Evidence) -> Evidence:
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_scaler_may_keep_its_growth_tracker_to_itself(bad: bool) -> None:
+def test_a_scaler_need_not_report_its_growth_tracker(bad: bool) -> None:
     of = untold(evidence(bad=bad))
     assert finding(of, "agreement.growth").status is Status.SKIPPED
     told = finding(of, "agreement.growth").message
@@ -454,7 +454,7 @@ def test_where_one_rank_alone_trains_there_is_no_decision_to_disagree_on() -> No
     ("bad", "step", "factor"),
     [(False, 0, 2.0), (False, 1, 0.5), (True, BAD_STEP, 2.0), (True, 2, 2.0)],
 )
-def test_a_tracker_that_is_not_told_is_counted(
+def test_a_tracker_that_is_not_reported_is_counted(
     bad: bool, step: int, factor: float
 ) -> None:
     of = untold(evidence(bad=bad))
@@ -493,7 +493,7 @@ def test_any_scale_above_zero_is_positive() -> None:
     assert finding(of, "scale.positive").status is Status.PASS
 
 
-def test_what_the_rule_says_is_told() -> None:
+def test_the_rules_value_is_reported() -> None:
     of = evidence(bad=True)
     of.ranks[1].steps[BAD_STEP].scale_after = 8.0
     found = finding(of, "scale.rule")
@@ -569,7 +569,7 @@ def planted(plan: str, *, injected: str = "") -> Evidence:
         ("inf@r0s1:loss", "no loss was on rank 0"),
     ],
 )
-def test_a_planted_fault_that_did_not_strike_is_told(
+def test_a_planted_fault_that_was_not_injected_is_reported(
     law: str, plan: str, why: str
 ) -> None:
     found = finding(planted(plan), law)
@@ -621,7 +621,7 @@ def test_the_border_of_what_is_compared(got: float, want: float, equal: bool) ->
     assert finding(of, "transparency.gradient").status is expected
 
 
-def test_the_element_that_differs_is_told() -> None:
+def test_the_element_that_differs_is_reported() -> None:
     of = evidence()
     of.ranks[1].steps[2].gradients["w"][1] = 0.5
     found = finding(of, "transparency.gradient")

@@ -60,7 +60,7 @@ def _line(output: str, word: str) -> list[str]:
     return shlex.split(next(line for line in output.splitlines() if word in line))
 
 
-def test_call_histories_are_hunted_too_and_told_as_a_line(tmp_path: Path) -> None:
+def test_call_histories_are_hunted_and_printed_as_a_line(tmp_path: Path) -> None:
     code, output = hunted("UnscalesTwice", 12, tmp_path)
     assert code == 1, output
     words = _line(output, " hunt --calls ")

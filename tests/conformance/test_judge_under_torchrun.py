@@ -253,7 +253,7 @@ def test_a_restart_keeps_what_is_judged_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bad_usage_is_told_once(tmp_path: Path) -> None:
+def test_bad_usage_is_reported_once(tmp_path: Path) -> None:
     code, output = ended(start(tmp_path, "--topology", "ring"))
     assert code == 1 and exit_codes(output) == {2}, output
     assert output.count("unknown topology 'ring'") == 1

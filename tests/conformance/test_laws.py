@@ -321,7 +321,7 @@ def test_what_was_compared_passes_and_what_was_not_is_skipped(bad: bool) -> None
     assert statuses(evidence(bad=bad)) == expected
 
 
-def test_one_rank_has_nobody_to_agree_with() -> None:
+def test_one_rank_has_no_other_to_agree_with() -> None:
     e = evidence()
     alone = Evidence(
         scenario=SCENARIO, ranks=e.ranks[:1], control=e.control, parity=e.parity

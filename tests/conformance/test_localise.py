@@ -99,7 +99,7 @@ def test_the_module_is_named(
     assert found.parameters
 
 
-def test_what_is_told_of_a_wrong_forward(runner: Runner) -> None:
+def test_the_report_on_a_wrong_forward(runner: Runner) -> None:
     found = located(runner, own(misplaced.MaskOnRank1))
     assert found.text.startswith(
         "forward of blocks.0.attention on rank 1, step 0, micro-batch 0: what came in "
@@ -119,7 +119,7 @@ def test_a_wrong_micro_batch_is_named(runner: Runner) -> None:
     assert (found.module, found.micro_batch) == ("blocks.0.norm_1", 1)
 
 
-def test_a_factor_of_all_gradients_is_told(runner: Runner) -> None:
+def test_a_factor_of_all_gradients_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.AveragedTwice, "dp2/2/fp32"))
     assert found.where == "gradient"
     assert found.factor == pytest.approx(0.5)
@@ -127,7 +127,7 @@ def test_a_factor_of_all_gradients_is_told(runner: Runner) -> None:
     assert "averaged once too often over dp (2 ranks)" in found.text
 
 
-def test_a_factor_is_told_where_a_stack_owns_its_step(runner: Runner) -> None:
+def test_a_factor_is_reported_for_a_stack_with_train_step(runner: Runner) -> None:
     found = located(runner, own(misplaced.ChunksAddedUp, "stages2/2/fp32"))
     assert found.where == "gradient"
     assert found.factor == pytest.approx(4.0)
@@ -142,20 +142,20 @@ def test_a_stack_without_modules_is_judged_by_its_gradients(runner: Runner) -> N
     assert "the stack shows no modules" in found.text
 
 
-def test_a_factor_of_the_updates_is_told(runner: Runner) -> None:
+def test_a_factor_of_the_updates_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.SteppedTwice, "dp2/2/fp32"))
     assert found.module == "head"
     assert found.factor == pytest.approx(2.0, rel=1e-3)
     assert "the update of head.weight is 2.000 x the truth" in found.text
 
 
-def test_a_loss_that_each_rank_normalises_by_itself_is_told(runner: Runner) -> None:
+def test_a_loss_that_each_rank_normalises_by_itself_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.OwnCount, "cp2/2/fp32"))
     assert found.where in ("loss", "backward")
     assert found.module == ""
 
 
-def test_a_factor_of_the_loss_is_told(runner: Runner) -> None:
+def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.LossOfBothRanks))
     assert found.where == "loss"
     assert found.factor == pytest.approx(2.0)
@@ -171,7 +171,7 @@ def test_a_factor_of_the_loss_is_told(runner: Runner) -> None:
         (misplaced.SteppedTwice, "dp2/2", "all gradients of step 0 are right"),
     ],
 )
-def test_the_kind_of_fault_is_told(
+def test_the_kind_of_fault_is_reported(
     runner: Runner, stack: type, place: str, words: str
 ) -> None:
     assert words in located(runner, own(stack, f"{place}/fp32")).text

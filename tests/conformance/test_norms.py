@@ -80,7 +80,7 @@ def test_a_finding_says_which_factor_came_and_which_was_due(runner: Runner) -> N
 @pytest.mark.parametrize(
     "stack", [stacks.LeavesReplicasUnclipped, stacks.CompressesGradients]
 )
-def test_the_cause_is_told_before_what_follows_from_it(
+def test_the_cause_is_reported_before_its_consequences(
     runner: Runner, stack: type[Any]
 ) -> None:
     broken = FAULTY_STACKS[stack]
@@ -141,7 +141,7 @@ def test_a_norm_may_be_off_by_its_bound(norm: float, right: bool) -> None:
     assert found.ranks == (() if right else (1,))
 
 
-def test_who_reports_another_norm_is_named_and_who_is_right() -> None:
+def test_the_rank_with_another_norm_is_named_and_the_right_one() -> None:
     found = norms({1: 1.0}, size=3)
     assert found.message == (
         "step 1: rank 1 wrong: rank 1 reports the norm 1, that of the whole gradient "
@@ -256,13 +256,13 @@ def factors(gradients: float, *rows: float, due: float = 0.5) -> Finding:
         (0.2, (0.4, 0.8, 0.4, 0.8), "inconclusive"),
     ],
 )
-def test_wrong_factors_are_told_from_wrong_gradients(
+def test_wrong_factors_are_distinguished_from_wrong_gradients(
     used: float, rows: tuple[float, ...], status: str
 ) -> None:
     assert factors(used, *rows).status == status
 
 
-def test_where_nothing_is_to_be_clipped_a_factor_is_a_wrong_gradient() -> None:
+def test_without_clipping_a_factor_is_a_wrong_gradient() -> None:
     assert factors(0.2, 1.0, 1.0, 1.0, 1.0, due=1.0).status is Status.PASS
     assert factors(0.2, 0.5, 0.5, 0.5, 0.5, due=1.0).status is Status.INCONCLUSIVE
 

@@ -34,7 +34,7 @@ def test_state_of_another_parameter_is_another_state() -> None:
     assert optimizer_digest(optimizer) != digest
 
 
-def test_a_judge_that_breaks_is_told_and_ends_no_run(
+def test_an_error_of_the_judge_is_reported_and_ends_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:

@@ -297,7 +297,7 @@ def test_where_chance_turns_elements_a_reference_has_them_turned(
     assert all(len(steps) == 4 and min(map(len, steps)) > 0 for steps in found)
 
 
-def test_one_weight_that_went_the_other_way_accuses_nobody() -> None:
+def test_one_flipped_weight_accuses_no_scaler() -> None:
     """As in fsdp+tp/4/fp16-reduce/adagrad on the text, whose scaler was right."""
     scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/model=text,steps=4")
     truth = train_reference(scenario, WHOLE, Variant(double=True))

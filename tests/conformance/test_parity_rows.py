@@ -157,7 +157,7 @@ def test_a_part_that_a_rank_has_not_is_not_in_the_sum() -> None:
     assert measure_parity(ONE, traces).first_bad == {}
 
 
-def test_of_equal_rows_the_first_is_told() -> None:
+def test_the_first_of_equal_rows_is_reported() -> None:
     parity = Parity(per_step=[0.0] * 3)
     rows = [row("gradient", error=2.0) for _ in range(2)]
     for each in rows:
@@ -166,7 +166,7 @@ def test_of_equal_rows_the_first_is_told() -> None:
     assert parity.first_bad["gradient"] is rows[0]
 
 
-def test_a_parameter_is_told_with_its_own_ratio() -> None:
+def test_a_parameter_is_reported_with_its_own_ratio() -> None:
     parity = Parity(per_step=[0.0] * 3)
     parity.add(row("gradient", error=0.5))
     assert parity.per_parameter == {"w": 0.5}

@@ -46,13 +46,13 @@ def test_no_law_accuses_a_right_run(bad: bool) -> None:
     assert made_up.accused(parts(bad=bad)) == {}
 
 
-def test_what_both_parts_compared_is_told() -> None:
+def test_comparisons_of_both_phases_are_reported() -> None:
     message = found(parts(), "agreement.scale").message
     text = "4 rank-steps compared by their scale (ddp/2, where it began), then 8"
     assert message.startswith(text)
 
 
-def test_a_fault_before_the_seam_is_told_with_its_place() -> None:
+def test_a_fault_before_the_resume_is_reported_with_its_place() -> None:
     evidence = parts()
     assert evidence.before is not None
     evidence.before.ranks[1].steps[1].scale_after = 3.0
@@ -61,7 +61,7 @@ def test_a_fault_before_the_seam_is_told_with_its_place() -> None:
     assert finding.message.endswith("(ddp/2, where it began)")
 
 
-def test_a_fault_behind_the_seam_is_told_with_its_step() -> None:
+def test_a_fault_after_the_resume_is_reported_with_its_step() -> None:
     evidence = parts()
     evidence.ranks[3].steps[1].scale_after = 3.0
     finding = found(evidence, "agreement.scale")
@@ -107,7 +107,7 @@ def test_the_schedule_of_both_parts() -> None:
     assert schedule.scales == (8.0, 8.0, 4.0, 4.0)
 
 
-def test_of_the_first_part_only_its_last_state_is_gone_on_from() -> None:
+def test_a_resume_uses_only_the_last_state_of_the_first_phase() -> None:
     """2 ranks have 1 pair of steps there, 4 ranks have 2 here."""
     text = "2 pairs of steps (ddp/2, where it began), then 8 pairs of steps"
     assert found(parts(), "scale.continuity").message == text

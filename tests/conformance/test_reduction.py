@@ -249,7 +249,7 @@ def written(where: str) -> Seen:
         ("flat activation", []),
     ],
 )
-def test_where_a_reduction_is_written_tells_whose_it_is(
+def test_the_place_of_a_reduction_shows_whose_gradient_it_is(
     two: Cluster, where: str, expected: Seen
 ) -> None:
     for seen in two.run(written, where):
@@ -329,7 +329,7 @@ def law(of: Evidence) -> tuple[str, int]:
     return found.status, found.compared
 
 
-def test_a_narrower_dtype_is_told_with_what_was_promised() -> None:
+def test_a_narrower_dtype_is_reported_with_the_declared_one() -> None:
     found = finding(promised(("float32", 64), ("bfloat16", 64)), "dtype.reduction")
     assert found.status is Status.FAIL
     assert found.message == (

@@ -191,13 +191,15 @@ def tampered(path: Path, old: bytes, new: bytes) -> Path:
         (b'"seconds":', b'"seconds":}', "line 2"),
     ],
 )
-def test_tampering_is_told(tmp_path: Path, old: bytes, new: bytes, words: str) -> None:
+def test_tampering_is_reported(
+    tmp_path: Path, old: bytes, new: bytes, words: str
+) -> None:
     path = write(tmp_path / "r.jsonl", case("a:B"), case("c:D"))
     with pytest.raises(ReportError, match=words):
         read_report(tampered(path, old, new))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="No such file"):
         read_report(tmp_path / "nosuch.jsonl")
 
@@ -206,7 +208,7 @@ def report_of(*cases: CaseRecord) -> Report:
     return Report(header=header(len(cases)), cases=cases, footer=None)
 
 
-def test_compare_tells_regressions_fixes_new_and_gone() -> None:
+def test_compare_reports_regressions_fixes_new_and_gone() -> None:
     before = report_of(case("a:B"), case("c:D", "fail"), case("gone:X"))
     after = report_of(case("a:B", "fail", "step 2"), case("c:D"), case("new:X"))
     kinds = [change.kind for change in compare(before, after)]
@@ -221,7 +223,7 @@ def with_scale(scale: list[list[float]]) -> CaseRecord:
     return msgspec.structs.replace(made, curves=curves)
 
 
-def test_compare_tells_changed_numbers() -> None:
+def test_compare_reports_changed_numbers() -> None:
     before = report_of(with_scale([[2.0, 4.0], [2.0, 4.0]]))
     after = report_of(with_scale([[2.0, 4.0], [2.0, 2.0]]))
     (change,) = compare(before, after)
@@ -352,7 +354,7 @@ def test_where_no_script_can_be_made_there_is_none() -> None:
     assert Recorder(Devices()).record(strange).script == ""
 
 
-def test_a_broken_harness_is_told_once() -> None:
+def test_a_broken_harness_is_reported_once() -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
     record = Recorder(Devices()).record(broke)
     assert (record.status, record.verdicts) == ("error", ())
@@ -370,7 +372,7 @@ def test_a_broken_harness_is_told_once() -> None:
     assert markdown.render(report).count("rank 1: gone") == 2
 
 
-def test_compare_tells_a_broken_harness_once() -> None:
+def test_compare_reports_a_broken_harness_once() -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
     good = failing("ddp/2/fp32/sgd/none", "scale.rule", "agreement.scale")
     broken_, judged = (

@@ -100,7 +100,7 @@ def test_the_folder_would_notice_an_import(folder: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_usage_is_told_before_torch_is_imported(
+def test_usage_errors_are_reported_before_torch_is_imported(
     arguments: tuple[str, ...], folder: Path
 ) -> None:
     done = run(folder, *arguments)

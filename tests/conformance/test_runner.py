@@ -148,7 +148,7 @@ def test_what_did_not_run_out_of_time_is_not_tried_again(run: Run) -> None:
 BITWISE = ("transparency.gradient", "transparency.bitwise")
 
 
-def test_a_control_that_differs_from_itself_accuses_nobody() -> None:
+def test_two_different_controls_accuse_no_scaler() -> None:
     case = judged(MadeUp(scaler=[moved], control=[right, drifts]))
     for law in BITWISE:
         status, message = said(case, law)

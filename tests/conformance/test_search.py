@@ -299,7 +299,7 @@ def test_a_right_scaler_passes_there(text: str, tmp_path: Path) -> None:
     assert code == 0, output
 
 
-def test_a_scaler_may_keep_its_growth_tracker_to_itself(tmp_path: Path) -> None:
+def test_a_scaler_need_not_report_its_growth_tracker(tmp_path: Path) -> None:
     spec = "gradparity.fixtures.faulty:KeepsItsTrackerToItself"
     program = parse_program("@2/back,step,inf,update,back,step,update,reload,back,step")
     code, output = judged(spec, tmp_path, history=program)

@@ -140,7 +140,7 @@ SPECIMENS = {
     "name",
     [pytest.param(n, marks=[] if n < "W18" else pytest.mark.slow) for n in SPECIMENS],
 )
-def test_the_script_of_a_specimen_tells_the_twins_apart(
+def test_the_script_of_a_specimen_distinguishes_the_twins(
     scripts: Scripts, name: str
 ) -> None:
     place, words = SPECIMENS[name]

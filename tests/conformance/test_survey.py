@@ -183,7 +183,7 @@ def _hangs(pipe: Connection, log: str, limit_s: float) -> None:
         (_hangs, 0.1, "too slow", "not judged within 0.1 s"),
     ],
 )
-def test_a_model_that_ends_or_delays_the_judge_is_told(
+def test_a_model_that_ends_or_delays_the_judge_is_reported(
     child: object,
     limit_s: float,
     verdict: str,

@@ -58,7 +58,7 @@ def test_a_mesh_knows_its_axes_that_split_the_data(
         (stacks.DeclaresBoth, "'dp' is in data_axes and in model_axes"),
     ],
 )
-def test_axes_of_which_nobody_knows_are_usage_errors(
+def test_unknown_axes_are_usage_errors(
     stack: type, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = f"{MODULE}:{stack.__name__}"

@@ -95,7 +95,7 @@ def test_so_does_its_script(scripts: Scripts) -> None:
     assert scripts("none", SCENARIO) == (0, "no violation\n")
 
 
-def test_a_state_that_cannot_be_loaded_is_told_as_that(runner: Runner) -> None:
+def test_a_state_that_cannot_be_loaded_is_reported_as_such(runner: Runner) -> None:
     scenario = Scenario.parse("single/1/fp32/sgd/none/recipe=resume,steps=4")
     found = runner.run(f"{MODULE}:KeepsAnObject", scenario)
     told = {v.law: v.message for v in found.verdicts if v.status == "fail"}

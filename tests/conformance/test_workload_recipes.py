@@ -72,7 +72,7 @@ def test_a_train_step_is_skipped_only_for_what_it_decides_itself() -> None:
         (f"{__name__}:Flat", "recompute", "calls no module of its own"),
     ],
 )
-def test_what_a_workload_cannot_do_is_told_before_anything_starts(
+def test_unsupported_scenarios_of_a_workload_are_reported_before_the_start(
     model: str, recipe: str, reason: str
 ) -> None:
     choices = {"topology": "dp2", "recipe": recipe, "model": model}

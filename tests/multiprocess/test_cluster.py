@@ -150,7 +150,7 @@ def test_threads_of_a_rank_do_not_preempt_one_another(cluster: Cluster) -> None:
     assert cluster.run(policies) == [{os.SCHED_BATCH}] * 2
 
 
-def test_a_destroyed_group_is_made_anew(cluster: Cluster) -> None:
+def test_a_destroyed_group_is_recreated(cluster: Cluster) -> None:
     cluster.run(dist.destroy_process_group)
     assert cluster.run(ranks_sum, 0) == [1.0, 1.0]
 

@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_a_fault_has_its_outcome_and_hurts_nobody_else(
+def test_a_fault_has_its_outcome_and_affects_no_other_rank(
     cluster: Cluster, name: str
 ) -> None:
     fault = MATRIX[name]

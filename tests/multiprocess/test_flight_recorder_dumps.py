@@ -84,7 +84,7 @@ def every_collective() -> None:
     gathered[0].wait()
 
 
-def test_of_ranks_that_agree_nothing_is_said(cluster: Cluster, tmp_path: Path) -> None:
+def test_ranks_that_agree_are_not_mentioned(cluster: Cluster, tmp_path: Path) -> None:
     outcomes = cluster.outcomes(every_collective)
     assert write_flight_records(outcomes, tmp_path / "records")
     found = analysed(tmp_path / "records").collectives

@@ -52,7 +52,7 @@ def test_an_import_that_never_ends_is_given_up(tmp_path: Path) -> None:
     assert forkserver_client.forkserver().pid != before
 
 
-def test_a_failed_import_is_told_each_time_and_harms_nobody() -> None:
+def test_a_failed_import_is_reported_each_time_and_affects_no_other_rank() -> None:
     absent = Cluster(1, preload=("no_such_module",))
     for _ in range(2):
         with pytest.raises(ForkserverError, match="cannot preload no_such_module"):

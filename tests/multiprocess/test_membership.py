@@ -73,7 +73,7 @@ def test_one_that_was_only_late_is_not_named_with_the_silent(clock: Clock) -> No
     assert clock.pass_time(1, seconds=1) == [[2]]
 
 
-def test_a_leader_that_slept_accuses_nobody(clock: Clock) -> None:
+def test_a_leader_that_was_suspended_accuses_no_agent(clock: Clock) -> None:
     clock.pass_time(1, 2, seconds=5)
     clock.now += 100.0
     assert clock.monitor.silent() == []

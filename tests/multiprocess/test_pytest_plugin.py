@@ -211,7 +211,7 @@ def test_innocent(world):
         ("size=0", "size must be at least 1, got 0"),
     ],
 )
-def test_a_wrong_marker_is_told_at_collection(
+def test_a_wrong_marker_is_a_collection_error(
     session: Session, marker: str, says: str
 ) -> None:
     done = session(f"""

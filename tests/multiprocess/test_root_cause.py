@@ -85,7 +85,7 @@ def test_the_first_fault_is_the_root(
     assert found == root
 
 
-def test_only_the_main_thread_tells_where_a_rank_waits() -> None:
+def test_only_the_main_thread_shows_where_a_rank_waits() -> None:
     assert waits_in_collective(IN_COLLECTIVE)
     assert not waits_in_collective(ELSEWHERE)
     assert not waits_in_collective("")
@@ -114,7 +114,7 @@ def call(rank: int, op: str, number: int = 1) -> Collective:
         (["allreduce", "allreduce"], 0, "waiting in a collective after 0.0 s"),
     ],
 )
-def test_of_ranks_that_all_wait_the_odd_one_is_the_root(
+def test_the_odd_one_of_waiting_ranks_is_the_root(
     ops: list[str], root: int, says: str
 ) -> None:
     facts = [

@@ -240,7 +240,7 @@ def test_where_it_is_not_safe_there_is_a_fresh_one(
         ("fresco", "", "must be one of auto, fresh, fork; got 'fresco'"),
     ],
 )
-def test_who_asks_for_a_fork_is_told_why_not(
+def test_a_required_fork_that_fails_says_why(
     tmp_path: Path, mode: str, before: str, says: str
 ) -> None:
     (tmp_path / "conftest.py").write_text(before)

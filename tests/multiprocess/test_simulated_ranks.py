@@ -159,7 +159,7 @@ def sleeps() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_fault_is_told_as_of_processes(
+def test_a_fault_is_reported_as_for_processes(
     threads: SimulatedCluster,
     body: Callable[[], None],
     root: int,
@@ -177,7 +177,7 @@ def test_a_fault_is_told_as_of_processes(
     assert threads.run(rank) == [0, 1, 2, 3]
 
 
-def test_the_end_of_the_process_is_told(threads: SimulatedCluster) -> None:
+def test_the_end_of_the_process_is_reported(threads: SimulatedCluster) -> None:
     def crash() -> None:
         import ctypes
 

@@ -100,7 +100,7 @@ def test_hosts_with_one_home_do_not_share_slots(
             assert held == ("cpu0", "cpu1")
 
 
-def test_who_waits_in_vain_is_told_the_way_out(
+def test_a_timeout_for_slots_names_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

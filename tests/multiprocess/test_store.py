@@ -85,7 +85,7 @@ def test_a_value_is_signed_for_its_key_and_its_run(
         store.read("message/1/", 0.0)
 
 
-def test_hosts_with_other_secrets_are_told_what_to_do(
+def test_hosts_with_other_secrets_get_the_way_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store = SignedStore(HashStore())

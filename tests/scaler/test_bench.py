@@ -25,7 +25,7 @@ def test_the_page_shows_the_record(name: str) -> None:
     assert f"<!-- recorded: {name} -->\n\n{table}\n\n<!-- end -->" in PAGE.read_text()
 
 
-def test_a_missed_goal_is_said(tmp_path: Path) -> None:
+def test_a_missed_goal_is_reported(tmp_path: Path) -> None:
     seconds = {name: dict(times) for name, times in RECORD["seconds"].items()}
     goal = GOALS[0]
     seconds[goal.size][goal.under] *= 100

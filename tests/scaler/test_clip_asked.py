@@ -47,7 +47,7 @@ def test_ranks_that_clip_differently_all_raise(four: Cluster, what: str) -> None
         assert "max_norm and norm_type" in message
 
 
-def test_a_bad_bound_on_one_rank_alone_leaves_nobody_waiting(four: Cluster) -> None:
+def test_a_bad_bound_on_one_rank_leaves_no_rank_waiting(four: Cluster) -> None:
     def clip() -> str:
         max_norm = math.nan if current_world().rank == 1 else 1.0
         params = parameters_with([torch.ones(3) * SCALE])

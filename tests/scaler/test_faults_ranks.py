@@ -255,7 +255,7 @@ def told(two: Cluster, fused: bool, clip: bool) -> list[tuple[str, str, list[str
     return two.run(run, timeout_s=SOON_S)
 
 
-def test_f11_fused_users_are_told_of_no_private_name(two: Cluster) -> None:
+def test_f11_errors_on_fused_steps_name_no_private_name(two: Cluster) -> None:
     for message, call, fields in told(two, fused=True, clip=False):
         assert "scale" in fields
         assert call == "step"

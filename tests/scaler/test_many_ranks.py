@@ -96,7 +96,7 @@ def test_ranks_that_issue_something_else_are_found(
     assert str(found[0]).startswith(f"{situation.__name__}: rank ")
 
 
-def test_a_rank_that_raises_in_its_thread_is_told() -> None:
+def test_a_rank_that_raises_in_its_thread_is_reported() -> None:
     def make() -> Any:
         if dist.get_rank() == 3:
             raise LookupError("planted")

@@ -130,7 +130,7 @@ def test_f02_two_fused_optimizers_share_parameters(make: Any) -> None:
 
 
 @PLAIN
-def test_a_fused_optimizer_after_unscale_is_told_no_scale(make: Any) -> None:
+def test_a_fused_optimizer_after_unscale_gets_no_scale(make: Any) -> None:
     model = nn.Linear(4, 1)
     optimizer, scaler = IsTold(model.parameters(), {}), make(init_scale=8.0)
     scaler.scale(model(torch.ones(4, 4)).mean()).backward()
