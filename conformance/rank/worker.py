@@ -7,8 +7,10 @@ their effect, and one checked collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ from ...fixtures import (
 )
 from ...multiprocess import current_world
 from ..space.scenario import Scenario
-from .checked import all_say_right, checked_collective
 from .devices import set_deterministic
 from .engine import Engine, build_engine, shard_id
 from .judged import Judged, JudgedError
@@ -51,6 +52,8 @@ __all__ = ["JudgedError", "observe_rank"]
 
 Around = Callable[[Engine, int], AbstractContextManager[None]]
 """(engine, step) -> a context in which the step is made."""
+CHECK_TIMEOUT = timedelta(seconds=10)
+"""How long the checked collective may take before it counts as lost."""
 
 
 def observe_rank(
@@ -151,7 +154,7 @@ def _observe_step(
     seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
     # complete even if the check below ends the run: laws may use this step
     seen.complete = True
-    if not all_say_right(seen):
+    if not _all_say_right(seen):
         raise JudgedError(trace)
 
 
@@ -182,3 +185,35 @@ def _run_step(
     seen.collectives = log.collectives
     seen.scale_after, seen.growth_after = judged.state()
     record_effect(engine, seen, before, range(len(engine.optimizers)))
+
+
+def checked_collective(
+    rank: int, step: int, device: torch.device
+) -> tuple[float, float]:
+    """All-reduce with a known sum; a stray collective would pair with it."""
+    ranks = dist.get_world_size()
+    value = torch.tensor([(rank + 1.0) * (step + 1.0)], device=device)
+    want = (step + 1.0) * ranks * (ranks + 1) / 2
+    work = dist.all_reduce(value, async_op=True)
+    try:
+        assert work is not None  # None only for ranks outside of the group
+        work.wait(CHECK_TIMEOUT)
+    except RuntimeError:  # lost: recorded as nan, which no expectation equals
+        return math.nan, want
+    return value.item(), want
+
+
+def _all_say_right(seen: StepTrace) -> bool:
+    """Whether the checked sum is right on every rank.
+
+    Ranks exchange this through the store, because the process group may be broken; so
+    no rank continues alone and hangs.
+    """
+    assert seen.checked_sum is not None
+    world = current_world()
+    right = seen.checked_sum[0] == seen.checked_sum[1]
+    world.store.set(f"checked/{seen.step}/{world.rank}", "right" if right else "wrong")
+    keys = [f"checked/{seen.step}/{rank}" for rank in range(world.size)]
+    world.store.wait(keys, 2 * CHECK_TIMEOUT)
+    answers = [world.store.get(key) for key in keys]
+    return all(answer == b"right" for answer in answers)

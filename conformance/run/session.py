@@ -16,7 +16,14 @@ from ...multiprocess.elastic.agent import Agent, Ended
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_mixed, refuse_unfit
 from ..report.page import write_page
-from ..report.records import CaseRecord, ReportWriter, read_report
+from ..report.records import (
+    CaseRecord,
+    Launcher,
+    Report,
+    ReportError,
+    ReportWriter,
+    read_report,
+)
 from ..report.terminal import plain, print_report, progress
 from ..space.catalogue import Selection, not_tried, select
 from ..space.recipes import CONTROL_RECIPES
@@ -25,7 +32,6 @@ from ..space.workload_checks import check_workloads
 from ..status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
 from .launcher import place_of
 from .recorder import Recorder, command_line, make_header
-from .resume import Earlier, earlier_attempt
 from .runner import Case, Runner
 from .spmd import REPORT_NOTE
 
@@ -128,7 +134,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
         if agent is not None:
             agent.note(REPORT_NOTE, str(path.absolute()))
-        earlier = earlier_attempt(
+        earlier = _earlier_attempt(
             path, place.launcher(), command_line(settings.arguments)
         )
         header = make_header(
@@ -150,7 +156,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
 def _judge(
     settings: RunSettings,
     pairs: Sequence[tuple[str, Scenario]],
-    earlier: Earlier,
+    earlier: _Earlier,
     writer: ReportWriter,
     console: Console,
     runner: Runner,
@@ -223,3 +229,53 @@ def _show(settings: RunSettings, console: Console) -> None:
         lines.append(f"page:   {page}")
     if not settings.quiet:
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+# - After a restart by torchrun
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Earlier:
+    """The cases of an earlier attempt that are kept, after a restart by torchrun.
+
+    A case with evidence is kept, pass or not; a case without evidence (the harness
+    broke, or there were too few ranks) runs again. The header says how often and why
+    the run was restarted, so that the report is not taken for an uninterrupted run's.
+    """
+
+    kept: tuple[CaseRecord, ...] = ()
+    restarts: tuple[str, ...] = ()
+    """One line a restart, for the header."""
+
+
+def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
+    """The cases of the report at ``path`` that a run by ``launcher`` keeps.
+
+    Args:
+        path: the report of the earlier attempt.
+        launcher: of the run that begins now.
+        command: its command line; cases of another command are not kept.
+    """
+    if launcher.attempt == 0:
+        return _Earlier()
+    this = f"restart {launcher.attempt}"
+    try:
+        report = read_report(path)
+    except ReportError as error:
+        return _Earlier(restarts=(f"{this}: nothing taken over: {error}",))
+    before = report.header.launcher
+    if (before.run, report.header.command) != (launcher.run, command):
+        text = f"{this}: nothing taken over: {path} is the report of another run"
+        return _Earlier(restarts=(text,))
+    kept = tuple(case for case in report.cases if case.curves is not None)
+    text = _restart_text(this, report, kept)
+    return _Earlier(kept=kept, restarts=(*before.restarts, text))
+
+
+def _restart_text(this: str, report: Report, kept: tuple[CaseRecord, ...]) -> str:
+    again = [case.scenario for case in report.cases if case.curves is None]
+    text = (
+        f"{this}: {len(kept)} of {report.header.planned} cases kept from the attempt "
+        f"before, which ended: {report.incomplete or 'complete'}"
+    )
+    return f"{text}; run again: {', '.join(again)}" if again else text
