@@ -202,6 +202,7 @@ def _stages(
         )
     ]
     for number, (one, other) in enumerate(zip(a.steps, b.steps, strict=False)):
+        # in the order of a step: a later difference may follow from an earlier one
         yield _loss_rows(number, one, other, tally)
         yield _step_tensors("gradient", number, one, other, arrays, tally)
         yield _norm_rows(number, one, other, tally)
@@ -253,6 +254,7 @@ def _numbers(
     tally: Outcome,
 ) -> list[Difference]:
     a, b = (np.array([float(value)]) for value in values)
+    # bytes, so that two equal nans are equal
     if a.tobytes() == b.tobytes():
         tally.compared += 1
         tally.equal += 1
@@ -371,6 +373,7 @@ def _on_ranks(
             known = held[places]
             own = arrays[1 - side][part.values][known]
             theirs = full[places[known]]
+            # compared in the dtype of the rank: the full tensor is in fp64
             if own.tobytes() == theirs.astype(own.dtype).tobytes():
                 yield part.rank, None, nothing, True
             else:
@@ -421,6 +424,7 @@ def _measured(
 
 def _counted(rows: list[Difference], tally: Outcome) -> list[Difference]:
     """The values that can be compared, after counting the tensor."""
+    # equal values count as compared even where no bound is known
     if all(row.absolute == 0.0 for row in rows):
         tally.compared += 1
         return rows

@@ -126,6 +126,7 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
     arrays: Arrays = {}
     try:
         phases = runner.traces(scaler, scenario)
+        # twice: what differs between two runs of one side is no difference of the sides
         again = runner.traces(scaler, scenario)
         writer = _Writer(scenario, phases, again, arrays)
         return writer.written(run), arrays
@@ -189,6 +190,7 @@ class _Writer:
         """(ranks, one step of each, the same of the second run), completed by all."""
         found = []
         for phase, twin in zip(self.phases, self.again, strict=False):
+            # a run that stopped early has fewer steps
             done = min(t.completed for t in (*phase, *twin))
             for n in range(done):
                 seen = [t.steps[n] for t in phase], [t.steps[n] for t in twin]

@@ -389,6 +389,7 @@ class Boundaries:
                         own[at] = factor
         wholes = {
             (each.rows, batch): own[rank, batch]
+            # reversed, so that the lowest of the ranks with the same rows decides
             for rank, each in reversed(self.ranks.items())
             for batch in {b.micro_batch for b in self.order}
             if (rank, batch) in own
@@ -411,6 +412,8 @@ class Boundaries:
             for part in self._parts(rank, boundary, known.truth)
         ]
         ratio, rest = min(found, key=lambda f: f[1], default=(0.0, 1.0))
+        # with more left over it is no multiple of the truth, and its ratio means
+        # nothing
         return ratio if rest < 0.5 else None
 
 
@@ -465,6 +468,7 @@ def _cuts(
                 if len(cut) == size:
                     found = True
                     yield cut
+    # no mesh axis gives this size: try every equal part
     if (any_ or not found) and whole % size == 0:
         yield from np.split(places, whole // size)
 
@@ -513,6 +517,7 @@ class _References:
         batches = [self._of_whole_rows(batch) for batch in batches]
         truth = self._watched(self.truth, batches)
         noisy = [self._watched(self.plain, batches)]
+        # a second noisy run: rounding of the weights stands for another order of sums
         with _jittered(self.plain.model, self.roundoff):
             noisy.append(self._watched(self.plain, batches))
         return _bounded(truth, noisy, self.roundoff), truth
@@ -570,6 +575,7 @@ def _bounded(
             for n in seen
             if n is not None and n.values.shape == value.shape
         ]
+        # a noisy run without this tensor leaves its noise unknown
         unknown = [(np.inf, np.inf)] * (len(errors) < len(noisy))
         noise[boundary] = tuple(map(max, zip(*errors, *unknown, strict=True)))
     known = {}

@@ -437,7 +437,7 @@ def _plainest(
 QUICK_LIMIT_TOPOLOGIES = ("single", "fsdp", "tp")
 """Plain tensors, DTensors of one mesh, and both at once."""
 _LONG_RUNS = {"always": MAIN_TOPOLOGIES, "never": ("single", "fsdp")}
-"""When gradients are bad -> the place of the fault."""
+"""When gradients are bad -> topologies of the run."""
 _PLAINEST = {
     "recipe": "plain",
     "precision": "fp32",

@@ -55,6 +55,7 @@ def check_workload(spec: str) -> None:
 
 
 def _model(workload: ResolvedWorkload) -> nn.Module:
+    # made twice: ranks and references make it separately and must get the same values
     model, again = (_seeded(workload) for _ in range(2))
     if not isinstance(model, nn.Module):
         raise workload.refuse(
@@ -158,6 +159,7 @@ def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
 
 def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
     """Check that the losses of parts make up the loss of the whole batch."""
+    # in fp64, where rounding cannot hide a loss that is no mean
     wide = batch.map(lambda t: t.double() if t.is_floating_point() else t)
     model = model.double()
     own = workload.micro_batches
@@ -208,6 +210,7 @@ def _check_made_up(
 
 def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    # with all parameters and with one, as the reference makes one optimizer for each
     for some in (named, named[:1]):
         for make in workload.optimizers.values():
             made = make(some)

@@ -172,6 +172,7 @@ def _header(settings: SurveySettings) -> Header:
 
 
 def _same_versions(path: Path, known: Survey, header: Header) -> None:
+    # records of other versions may have other verdicts
     for earlier in known.headers[-1:]:
         was = (earlier.package, earlier.version, earlier.torch)
         now = (header.package, header.version, header.torch)
@@ -216,6 +217,8 @@ class Judging:
             pipe = self._started()
             begun = time.monotonic()
             pipe.send_bytes(msgspec.json.encode((plan, kind.name)))
+            # the grace lets the child report the limit itself, with what it knows of
+            # the model
             if pipe.poll(self.limit_s + GRACE_S):
                 record = msgspec.json.decode(pipe.recv_bytes(), type=ModelRecord)
             else:
@@ -236,6 +239,7 @@ class Judging:
         process, self._process, self._pipe = self._process, None, None
         if process is None:
             return None
+        # a child that is ending by itself gets a second, so that its exit code is known
         process.join(1.0)
         code = process.exitcode
         process.kill()
@@ -246,12 +250,14 @@ class Judging:
         if self._pipe is not None:
             return self._pipe
         os.environ.update(QUIET)  # the child's, and its ranks'
+        # spawn: a fork would inherit this process's threads and modules
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, str(self.log), self.limit_s)
         )
         self._process.start()
+        # else this process holds both ends, and a child that dies gives no end of file
         theirs.close()
         if not self._pipe.poll(START_S):
             raise ConnectionError(f"no answer within {START_S:g} s")
@@ -264,7 +270,9 @@ def _serve(pipe: Connection, log: str, limit_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the survey ends this process
     with open(log, "ab") as file:
         for fd in (1, 2):
+            # by descriptor: native code and ranks print there, too
             os.dup2(file.fileno(), fd)
+    # imported only in the child: it imports torch and transformers
     from .judging import judge_model, ranks
 
     with ranks(limit_s) as place:
