@@ -39,6 +39,7 @@ def commands(report: Report, root: Path) -> list[str]:
     lines += [_violation(found, root) for found in _groups(report)]
     if len(lines) <= SHOWN:
         return lines
+    # one of the lines that GitHub shows is this one
     more = len(lines) - SHOWN + 1
     return [*lines[: SHOWN - 1], _whole(f"{more} more broken laws are in the report")]
 

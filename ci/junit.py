@@ -15,6 +15,7 @@ from ..conformance.status import Verdict
 
 __all__ = ["render", "xml_text"]
 
+# ElementTree writes such characters unescaped, and no parser reads the file then
 _INVALID = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ELEMENTS = {
     "fail": "failure",

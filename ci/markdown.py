@@ -77,6 +77,7 @@ def _finding(verdict: Verdict) -> str:
 def _fitting(stories: Sequence[str], room: int) -> str:
     """As many stories as there is room for, and how many are left out."""
     kept: list[str] = []
+    # reserved first: the line that counts what is left out must always fit
     spare = room - len(_left_out(len(stories)))
     for story in stories:
         spare -= len(story.encode()) + 1

@@ -107,6 +107,7 @@ def _changes(old: BaselineCase, new: BaselineCase) -> Iterator[tuple[str, str]]:
     yield from _table("{}", was.laws, now.laws)
     yield from _table("comparisons of {}", was.compared, now.compared)
     lacking = "comparisons that {} could not make"
+    # a baseline of an earlier version lacks these numbers: that is no change
     both = was.not_compared.keys() & now.not_compared.keys()
     lacked, lacks = (
         {law: exact.not_compared[law] for law in both} for exact in (was, now)

@@ -197,6 +197,7 @@ def _stories(report: Report) -> list[Story]:
 def _capped(stories: Sequence[Story]) -> list[Story]:
     """The stories in their order; plots and scripts beyond the caps are left out."""
     plot_bytes, script_bytes, kept = MAX_PLOT_BYTES, MAX_SCRIPT_BYTES, {}
+    # failing stories first: they keep their plots when the caps are reached
     for story in sorted(stories, key=lambda s: s.status == "pass"):
         own = [plot for _, plots in story.records for plot in plots]
         plot_bytes -= sum(map(len, [*story.plots, *own]))

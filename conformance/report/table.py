@@ -96,6 +96,7 @@ def _shown(groups: Sequence[list[CaseRecord]]) -> list[list[CaseRecord]]:
         return list(groups)
     order = ("error", "fail", "inconclusive", "pass", "skipped")
     ranked = sorted(groups, key=lambda cases: order.index(_status(cases)))
+    # by identity: the rows stay in the order of the report
     kept = [id(cases) for cases in ranked[:_MAX_ROWS]]
     return [cases for cases in groups if id(cases) in kept]
 

@@ -63,6 +63,7 @@ class Suite:
         self.scalers = list(dict.fromkeys(self.settings.scalers))
         for spec in self.scalers:
             load_scaler(spec, os.getcwd())
+        # under xdist only the controller writes; its workers have a workerinput
         self.writes = not hasattr(config, "workerinput")
         self.summary: list[str] = []
         self._runner: Runner | None = None
@@ -115,6 +116,7 @@ class Suite:
         try:
             self._writer = ReportWriter(self._path(), header)
         except UsageError as error:
+            # inside of pytest its own type gives one line and exit code 4
             raise pytest.UsageError(f"gradparity: {error}") from None
 
     def attach(self, item: pytest.Item, report: pytest.TestReport) -> None:

@@ -221,6 +221,7 @@ class _Trimmed(ast.NodeTransformer):
         self.node: ast.AST = self.visit(deepcopy(original))
         decorators = getattr(original, "decorator_list", [])
         self._first = min(n.lineno for n in (original, *decorators)) - 1
+        # comments right above a definition belong to it
         while self._lines[self._first - 1].startswith("# "):
             self._first -= 1
         self._end = original.end_lineno
@@ -228,6 +229,7 @@ class _Trimmed(ast.NodeTransformer):
     def text(self) -> str:
         """Its lines."""
         lines = [*self._lines]
+        # from the end, so that earlier positions stay valid
         for (line, column), (end, behind), new in sorted(self._edits, reverse=True):
             rest = lines[end - 1][behind:] if end <= len(lines) else ""
             lines[line - 1 : end] = [lines[line - 1][:column] + new + rest]
@@ -299,6 +301,7 @@ class _Trimmed(ast.NodeTransformer):
             return None
         first, last = taken[0].lineno, taken[-1].end_lineno or 0
         self._remove(node.lineno, first - 1)
+        # the branch moves out of its if: four columns to the left
         self._edits += [((line, 0), (line, 4), "") for line in range(first, last + 1)]
         if other and other[0].lineno > last:
             self._remove(last + 1, node.end_lineno or 0)

@@ -371,6 +371,7 @@ class _Search:
             derandomize=False,
             verbosity=Verbosity.quiet,
             report_multiple_bugs=False,
+            # a history takes seconds: hypothesis would call the strategy too slow
             suppress_health_check=list(HealthCheck),
             phases=(Phase.reuse, Phase.generate, Phase.shrink),
         )
@@ -526,6 +527,7 @@ def _smaller(drawn: History | Program, departure: str) -> Iterator[History | Pro
     """Shorter histories, the most promising first: fewer calls, or one word less."""
     calls = _calls_of(drawn)
     at = re.match(r"call (\d+)", departure)
+    # first everything after the call that departed
     cuts = [slice(int(at[1]) + 1, len(calls))] if at else []
     size = len(calls) // 2
     while size:
@@ -595,6 +597,8 @@ def search_histories(settings_: CallSearchSettings, console: Console) -> int:
         end = time.monotonic() + settings_.budget_s
         open_ = list(searches)
         while open_ and time.monotonic() < end:
+            # the family with the least time so far: equal shares, whatever a history
+            # costs
             search = min(open_, key=lambda each: each.spent_s)
             search.round()
             if search.departure:
