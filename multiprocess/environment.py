@@ -1,4 +1,4 @@
-"""What this process runs in, found out without importing torch."""
+"""The environment of this process, without importing torch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def unsupported() -> str:
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for what runs keep: slots, and the key of the store."""
+    """Return this user's folder for files that stay: slots, and the store's key."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "gradparity"

@@ -19,7 +19,7 @@ from .report import render_failure
 
 
 class HarnessError(RuntimeError):
-    """The harness itself could not work; says nothing about the function."""
+    """The harness itself failed; the function was not judged."""
 
 
 class ForkserverError(HarnessError):

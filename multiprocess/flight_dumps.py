@@ -110,7 +110,7 @@ def write_flight_records(outcomes: Sequence[RankOutcome], folder: Path) -> bool:
 
 
 def how_to_analyse(folder: Path) -> str:
-    """Return what the report of a failed world says of its files."""
+    """Return the lines of a failed world's report on its files."""
     return f"flight records of all ranks: {folder}\n  {ANALYSER} {folder}"
 
 

@@ -1,4 +1,4 @@
-"""The few kernel calls that Python has no name for; silent where there is no prctl."""
+"""Kernel calls that Python does not wrap; they do nothing where prctl is missing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Asked after, not before: a parent that ended in between would not be noticed.
+    # Checked after the call: a parent that ended before it would not be noticed.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -43,7 +43,7 @@ def be_first_out_of_memory() -> None:
 
 
 def wait_for_turn() -> None:
-    """Have this process's threads, when they wake, not preempt one another.
+    """Make threads of this process not preempt each other when they wake.
 
     gloo's event loop wakes as soon as a peer answers, often on the core of the thread
     that is still sending with the connection locked. It then asks for the lock in a
@@ -103,8 +103,8 @@ def signal_process(pid: int, pidfd: int | None, number: int) -> None:
 def kill_tree(pid: int) -> None:
     """Kill the process and everything in its process group.
 
-    Only for a process that nobody but the caller can wait for: else the number may be
-    another one's by now.
+    Only for a process that only the caller can wait for: otherwise its number may
+    already belong to another process.
     """
     for kill in (os.killpg, os.kill):
         try:
@@ -186,7 +186,7 @@ def shut_sockets(kept: frozenset[str]) -> None:
 
 
 def give_up_unacknowledged(limit_s: float, kept: frozenset[str]) -> None:
-    """Have TCP connections fail if sent data is not acknowledged within a limit.
+    """Make TCP connections fail if sent data is not acknowledged within a limit.
 
     Args:
         limit_s: The kernel's own limit is about a quarter of an hour.

@@ -1,4 +1,4 @@
-"""What parent and ranks send each other: values, how they are pickled, how framed.
+"""Messages between parent and ranks: values, pickling and framing.
 
 A message is an eight-byte length and that many bytes of pickle. What a user hands in
 (functions, arguments, results, exceptions) is pickled by cloudpickle inside of it, so
@@ -33,7 +33,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a rank takes over from the parent, where Python finds its modules."""
+    """Settings that a rank copies from the parent, such as the import path."""
 
     cwd: str
     path: tuple[str, ...]
@@ -145,7 +145,7 @@ class Simulation:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What became of one simulated rank."""
+    """The outcome of one simulated rank."""
 
     reply: Reply | None
     """None of a rank that waits, or had its turn when the limit was over."""
@@ -158,7 +158,7 @@ class Simulated:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """What became of all."""
+    """The outcomes of all simulated ranks."""
 
     ranks: tuple[Simulated, ...]
     took_s: float
@@ -213,7 +213,7 @@ class Inbox:
         self.closed = False
 
     def poll(self) -> list[Any]:
-        """Read what is there; return the messages that are complete."""
+        """Read available data; return the messages that are complete."""
         # MSG_DONTWAIT and not a socket that never blocks: sending must block, up to the
         # socket's own limit.
         while not self.closed:

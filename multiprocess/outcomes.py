@@ -1,4 +1,4 @@
-"""What became of one rank in one call, and what it did last."""
+"""The outcome of one rank in one call, with its last collectives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Agent: a process of torchrun that starts, watches and ends one rank of each world.
 
-The rank itself is a child, forked as those of a ``Cluster`` are: whatever becomes of
-it, even in native code, the agent sees it end or ends it, and can report that.
+The rank itself is a child, forked like those of a ``Cluster``: even if it crashes or
+hangs in native code, the agent sees it end or ends it, and can report that.
 
 1. All agents join in torchrun's store. Rank 0's leads: its ``AgentCluster`` takes
    calls; the others ``follow``.
@@ -98,7 +98,7 @@ class Agent:
         self._membership.join(gpus, local_size)
         env[AGENT_VARIABLE] = str(os.getpid())
         self._began = current_context()
-        forkserver()  # it imports torch while this process goes on
+        forkserver()  # it imports torch while this process continues
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -117,7 +117,7 @@ class Agent:
 
     @contextlib.contextmanager
     def handling_sigterm(self) -> Iterator[None]:
-        """Have SIGTERM end a call in order; for a process that goes on afterwards."""
+        """Make SIGTERM end a call in order, in a process that continues afterwards."""
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             yield
@@ -213,7 +213,7 @@ class Agent:
             self._store.wait(f"bye/{rank}", max(0.0, until - time.monotonic()))
 
     def note(self, name: str, text: str) -> None:
-        """Leave a note for the agent that may have to take the leader's place."""
+        """Leave a note for an agent that may replace the leader."""
         self._store.put(f"note/{name}", text.encode())
 
     def reported(self) -> None:
@@ -278,7 +278,7 @@ class Agent:
         self._membership.report_error(text)
 
     def read_note(self, name: str) -> str:
-        """What the leader noted, or the empty string."""
+        """The leader's note, or the empty string."""
         found = self._store.read(f"note/{name}", 0.0)
         return "" if found is None else found.decode()
 
@@ -370,7 +370,7 @@ class AgentCluster(BaseCluster):
         warm = self._world > 0 and options.isolation != "process"
         try:
             ready, facts = self._attempt(options, payload, new=not warm)
-            if warm and not ready:  # lost between two calls: nobody's fault
+            if warm and not ready:  # lost between two calls: no call caused it
                 _, facts = self._attempt(options, payload, new=True)
         except BaseException:
             self._world = 0

@@ -15,12 +15,12 @@ from ..spec import CallOptions, WorldSpec
 from .store import SignedStore
 
 _MAX_WORLDS = 6
-"""So many worlds an agent keeps a rank of; the latest used ones."""
+"""Number of worlds of which an agent keeps a rank; the latest used ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextChange:
-    """What has changed in the leader since it became one, for the ranks of all hosts.
+    """Changes in the leader since it became one, for the ranks of all hosts.
 
     Only what has changed: folders and variables may differ from host to host.
     """
@@ -64,7 +64,7 @@ class ContextChange:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequest:
-    """What the leader asks of the agents whose rank is in that world."""
+    """A request of the leader to the agents whose rank is in that world."""
 
     spec: WorldSpec
     options: CallOptions
@@ -108,7 +108,7 @@ class LocalRanks:
         self._worlds: dict[WorldSpec, _World] = {}
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
-        """Have the rank ready; return that, or what became of it."""
+        """Start the rank; return that it is ready, or how it ended."""
         spec = request.spec
         world = self._worlds.pop(spec, None)
         if world is not None and world.number == request.world:
@@ -144,7 +144,7 @@ class LocalRanks:
         return self._watched(processes, spec.start_timeout_s, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
-        """Have the rank do what is asked; return what was seen."""
+        """Run the request on the rank; return the observed fact."""
         world = self._worlds[request.spec]
         processes, context = (
             world.processes,
@@ -181,7 +181,7 @@ class LocalRanks:
         ahead_s = time.time() - time.monotonic()
         reply = fact.reply
         if reply is None:
-            self.end(spec)  # nobody will ask for a rank that hangs
+            self.end(spec)  # a rank that hangs is not used again
         else:
             processes.preload_for_later(reply.imported)
             reply = replace(reply, ended_at_s=reply.ended_at_s + ahead_s)
@@ -189,7 +189,7 @@ class LocalRanks:
 
 
 class RemoteRanks:
-    """The ranks of the other agents, as far as the store shows them."""
+    """The ranks of the other agents, as the store shows them."""
 
     def __init__(self, store: SignedStore, key: str, check: Callable[[], None]) -> None:
         self._store = store

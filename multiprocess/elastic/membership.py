@@ -1,4 +1,4 @@
-"""Which agents of a run are there, which are gone, and what is known of either.
+"""The agents of a run: which are present, which are gone, and why.
 
 Each agent leaves a ``Member`` record when it joins, sends a heartbeat once a second
 from then on, flags ``here/RANK`` when it is asked to end, and leaves its error under
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 MEET_S = 600.0
-"""How long the agents wait for each other at the start."""
+"""Seconds that agents wait for each other at the start."""
 
 ANSWER_S = 2.0
-"""How long an agent may take to say that it is still here."""
+"""Seconds in which an agent must answer that it is still present."""
 
 SILENCE_S = 15.0
-"""How long an agent may be silent: many heartbeats, also on a busy machine."""
+"""Seconds without a heartbeat after which an agent counts as lost."""
 
 _TOGETHER_S = 5.0
-"""How far apart the last heartbeats of agents may be that fell silent at once."""
+"""Largest distance of the last heartbeats of agents that were lost together."""
 
 _INTERVAL_S = 1.0
 _MAX_BETWEEN_POLLS_S = 2.0
-"""The leader may have slept, or have been stopped: no agent was silent then."""
+"""A longer gap means that the leader itself was suspended: no agent is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What an agent reports of itself when it joins."""
+    """An agent's record, written when it joins."""
 
     place: str
     """Agents with the same place can see each other's processes."""
@@ -65,7 +65,7 @@ class Member:
     """Ranks on its machine."""
 
     host: str = "?"
-    """What torchrun and the kernel call its machine."""
+    """The name of its machine for torchrun and the kernel."""
 
 
 class Membership:
@@ -116,13 +116,14 @@ class Membership:
         ]
         if not silent:
             return "ended by torchrun (SIGTERM) on all ranks"
-        # Known to be gone comes before silent: another host may hear of SIGTERM later.
+        # Agents known to be gone come first: a silent one may be on a host that gets
+        # SIGTERM later.
         found = sorted(silent, key=lambda rank: not self.is_gone(rank))
         causes = [f"rank {rank}: {self.state(rank)}" for rank in found]
         return f"{'; '.join(causes[:4])} (torchrun then ended the others)"
 
     def first_left(self) -> int:
-        """The first agent that has said that it is here."""
+        """The first agent that has reported that it is present."""
         return next(rank for rank in range(self._size) if self._is_here(rank, 0.0))
 
     def report_error(self, cause: str) -> None:
@@ -130,7 +131,7 @@ class Membership:
         self._store.put(f"cause/{self._rank}", cause.encode())
 
     def state(self, rank: int) -> str:
-        """What is known of the agent of ``rank``, in words."""
+        """The state of the agent of ``rank``, in words."""
         cause = self._store.read(f"cause/{rank}", 0.0)
         if cause is not None:
             return cause.decode()
@@ -142,11 +143,11 @@ class Membership:
         """Whether its process has ended, as far as this machine can see."""
         member = self._member(rank, 0.0)
         if member is None or member.place != _place():
-            return False  # not to be seen from here
+            return False  # on another machine: not visible from here
         return linux.process_state(member.pid) in ("", "Z")
 
     def describe_silent(self, silent: Sequence[int]) -> str:
-        """Say that these ranks are not heard any more, host by host."""
+        """Describe ranks without heartbeats, host by host."""
         by_host: dict[str, list[int]] = {}
         for rank in silent:
             member = self._member(rank, 0.0)

@@ -2,10 +2,11 @@
 
 torch's ``TCPStore`` drops a connection over which more than 8 MiB are sent at once.
 
-Whoever reaches its port can read and write it, and some of what crosses it is pickled:
-functions, their results, exceptions. So each value bears an HMAC-SHA256 of itself and
-of its key, and one that is not signed with this run's secret is refused unread. What
-need not be pickled is MessagePack, checked against its type when it is read.
+Any process that reaches its port can read and write it, and some of its values are
+pickled: functions, their results, exceptions. So each value bears an HMAC-SHA256 of
+itself and of its key, and one that is not signed with this run's secret is refused
+unread. What need not be pickled is MessagePack, checked against its type when it is
+read.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def torchrun_store(name: str) -> SignedStore:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Say what it means when the store does not answer.
+    """Turn errors of the store into errors that name their cause.
 
     Raises:
         HarnessError: The process that holds it is gone, or its host is cut off.
@@ -115,7 +116,7 @@ class SignedStore:
         Args:
             key: Under which name.
             limit_s: How long to wait.
-            check: Called again and again meanwhile; what it raises ends the waiting.
+            check: Called repeatedly while waiting; an exception ends the wait.
             readers: How many processes read it, the last of which removes it; 0 leaves
                 it there.
 
@@ -162,7 +163,8 @@ class SignedStore:
 
     def _parts(self, key: str) -> list[str]:
         count = self.raw.get(key).partition(b" ")[0]
-        known = int(count) if count.isdigit() else 0  # the signature says if it is true
+        # the signature shows whether it is true
+        known = int(count) if count.isdigit() else 0
         return [f"{key}/{number}" for number in range(known)]
 
 

@@ -1,1 +1,1 @@
-"""The process that watches the ranks: it has them forked, sends calls, and judges."""
+"""The process that watches the ranks: it requests them, sends calls, and judges."""

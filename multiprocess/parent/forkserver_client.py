@@ -1,4 +1,4 @@
-"""The parent's end of the forkserver: start it, have ranks forked, end it.
+"""The parent's end of the forkserver: start it, request ranks, end it.
 
 There is one forkserver per parent process, started on first use.
 """
@@ -40,7 +40,7 @@ _MAX_ERRORS = 64 * 1024
 
 
 class Server(Protocol):
-    """The forkserver's process, as its parent has it."""
+    """The forkserver's process, as its parent sees it."""
 
     pid: int
     returncode: int | None
@@ -182,7 +182,7 @@ class ForkserverClient:
             return
         serial, names = self._pending
         answer, _ = self._answer(serial, limit_s, f"importing {', '.join(names)}")
-        self._pending = None  # answered: nobody may wait for it again
+        self._pending = None  # answered: it must not be awaited again
         if "error" in answer:
             self._imported.difference_update(names)
             raise ForkserverError(_with_hiding_files(answer["error"]))
@@ -239,7 +239,7 @@ _client_lock = threading.Lock()
 
 
 def forkserver() -> ForkserverClient:
-    """Return this process's forkserver; start it when there is none that works."""
+    """Return this process's forkserver; start one if none works."""
     global _client
     with _client_lock:
         if _client is None or not _client.usable:

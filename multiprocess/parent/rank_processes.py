@@ -1,4 +1,4 @@
-"""The processes of one world, as the parent holds them.
+"""The processes of one world, as the parent sees them.
 
 Each rank has a socket for messages and three pipes: its exit status (written by the
 forkserver, which is its parent), its output and its stacks.
@@ -36,7 +36,7 @@ _PRIVATE = ("PYTEST_CURRENT_TEST",)
 
 
 def current_context() -> Context:
-    """Return what ranks take over from this process, as it is now."""
+    """Return the current settings that ranks copy from this process."""
     cwd = os.getcwd()
     return Context(
         cwd=cwd,
@@ -50,7 +50,7 @@ def current_context() -> Context:
 
 
 class Capture:
-    """What a rank writes, read from a pipe, bounded in memory: its head and its tail.
+    """A rank's output, read from a pipe, bounded in memory: its head and its tail.
 
     A pipe and not a file: a full disk loses nothing, and nothing is left to clean up.
     """
@@ -128,7 +128,7 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not been seen to end."""
+        """Whether the end of the process was not observed yet."""
         return self.exit_code is None
 
     def send(self, message: object, limit_s: float) -> None:
@@ -160,7 +160,7 @@ class RankProcess:
                 pass  # its status is on the way
 
     def close(self) -> None:
-        """Close what the parent holds."""
+        """Close the parent's descriptors."""
         self.sock.close()
         self.output.close()
         self.stacks.close()
@@ -207,7 +207,7 @@ class RankProcesses:
         return flight_records.read(self._records_fd, rank)
 
     def preload_for_later(self, modules: Iterable[str]) -> None:
-        """Have the forkserver import what these ranks had to import themselves."""
+        """Make the forkserver import the modules that these ranks had to import."""
         found = set(modules)
         if found:
             forkserver().preload(sorted(found), self.spec.start_timeout_s)
@@ -240,7 +240,7 @@ class RankProcesses:
             os.close(self._shared.pop())
 
     def dump_stacks(self, ranks: list[RankProcess], limit_s: float = 0.4) -> None:
-        """Have ranks write their stacks, also stopped ones, into their captures."""
+        """Make ranks, also stopped ones, write their stacks into their captures."""
         for rank in ranks:
             # The handler is faulthandler's, in C: it runs although the interpreter is
             # stuck in native code. A stopped process handles signals only once it is

@@ -1,4 +1,4 @@
-"""Which rank failed first, and which only suffered: from facts to outcomes, pure."""
+"""Root cause and victims: from facts to outcomes, pure functions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     root = _root(first)
     if root is None:
         return tuple(first), None
-    # So all that hang do: find the odd one.
+    # All ranks that hang wait in a collective: find the odd one.
     if waits_in_collective(first[root].stacks) and not _stopped(first[root]):
         found = find_odd_rank({o.rank: o.collectives for o in first})
         if found is not None and _hangs(first[found[0]]):

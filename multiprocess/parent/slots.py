@@ -116,8 +116,8 @@ class SlotPool:
 def cpu_slots() -> SlotPool:
     """Return this machine's CPU slots.
 
-    They make runs quicker, not right: a full disk or a home that cannot be written
-    costs the slots and no test.
+    They only make runs faster: with a full disk or a home that cannot be written there
+    are no slots, and no test fails.
     """
     count = int(
         os.environ.get(SLOTS_VARIABLE, len(os.sched_getaffinity(0)) * _RANKS_PER_CORE)
@@ -134,7 +134,7 @@ def gpu_slots(visible: Sequence[str]) -> SlotPool:
 
     Args:
         visible: Their names, as in ``CUDA_VISIBLE_DEVICES``: a slot is a device, not a
-            position in anybody's list.
+            position in one caller's list.
     """
     return SlotPool(
         names=[f"gpu-{name}" for name in visible],

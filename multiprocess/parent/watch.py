@@ -1,4 +1,4 @@
-"""Watch a world until every rank has answered or it is clear that one never will.
+"""Watch a world until every rank has answered or one certainly will not.
 
 The parent waits on the ranks' messages, exits and output at once. The first fault
 starts a short grace in which the others may end by themselves; one deadline holds for
@@ -39,7 +39,7 @@ _BOTTOM = re.compile(r'  File ".*/multiprocess/rank/forkserver\.py", line \d+ in
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """What was seen of one rank."""
+    """The observations of one rank."""
 
     rank: int
     reply: Reply | None = None
@@ -53,13 +53,13 @@ class Fact:
 
 
 class OtherRanks(Protocol):
-    """The ranks of this world that other processes look after."""
+    """The ranks of this world that other processes watch."""
 
     def failed(self) -> bool:
         """Whether one of them has failed."""
 
     def report_fault(self) -> None:
-        """Have them know that one of ours has failed."""
+        """Report to them that one of our ranks has failed."""
 
 
 class Watch:
@@ -87,7 +87,7 @@ class Watch:
                 self._selector.register(fd, selectors.EVENT_READ, rank)
 
     def facts(self) -> tuple[Fact, ...]:
-        """Wait for the end of the call; return what was seen, in rank order."""
+        """Wait for the end of the call; return the facts, in rank order."""
         with self._selector:
             self._wait()
         left = self._unfinished()
@@ -102,7 +102,7 @@ class Watch:
     def _wait(self) -> None:
         while self._unfinished():
             left_s = self._until - time.monotonic()
-            if self._debugged:  # a rank is in the debugger: the clock stands
+            if self._debugged:  # a rank is in the debugger: its time does not count
                 left_s = _LONG_S
             if left_s <= 0:
                 return
@@ -162,7 +162,7 @@ class Watch:
         ]
 
     def _fact(self, rank: RankProcess) -> Fact:
-        # What came after the last look, or while nobody looked at the pipe.
+        # Output that came after the last read, or while no process read the pipe.
         rank.output.drain()
         rank.stacks.drain()
         return Fact(

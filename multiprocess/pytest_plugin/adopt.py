@@ -1,9 +1,9 @@
-"""``--gradparity-adopt``: tests written for others run on our ranks, unchanged.
+"""``--gradparity-adopt``: tests of other harnesses run on our ranks, unchanged.
 
-torch's test classes have a few methods that start processes, tell them what to run and
-wait for them. Those methods are replaced while the session lasts; a test, its
-decorators and its class stay as they are. ``@pytest.mark.parallel``, of mpi-pytest,
-is taken for ``@pytest.mark.world``.
+torch's test classes have a few methods that start processes, send them work and wait
+for them. Those methods are replaced while the session lasts; a test, its decorators and
+its class stay as they are. ``@pytest.mark.parallel``, of mpi-pytest, is taken for
+``@pytest.mark.world``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DEFAULT_NPROCS = 3
 
 
 class Adoption:
-    """The part of the plugin that a session with the option has."""
+    """The part of the plugin for sessions with the option."""
 
     def __init__(self, isolation: Isolation) -> None:
         """Prepare.
@@ -69,7 +69,7 @@ class Adoption:
     def pytest_pycollect_makeitem(
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> None:
-        """Be there before a class's instances; mark what mpi-pytest would run."""
+        """Patch a class before its instances exist; mark tests of mpi-pytest."""
         # Its module has just been imported. An instance keeps the method that waits
         # for its processes: made earlier, it would wait for none, and so pass.
         if not self._replaced and (bases := _torch_bases()):
@@ -104,7 +104,7 @@ class Adoption:
         def set_up(self: Any) -> None:
             process_set_up(self)
             if os.path.exists(self.file_name):
-                os.remove(self.file_name)  # nobody else would
+                os.remove(self.file_name)  # no other code would
             self.file_name = new_file()
 
         def join(self: Any, fn: Any) -> None:
@@ -220,7 +220,7 @@ class Adoption:
 
 
 def _ends_as_expected(test: Any, fn: Any, failure: WorldFailure) -> bool:
-    """Whether ranks ended as a test of torch's says that its processes will."""
+    """Whether ranks ended as a test of torch's classes expects of its processes."""
     ended = (RankState.EXITED, RankState.KILLED, RankState.VICTIM, RankState.OK)
     if any(outcome.state not in ended for outcome in failure.outcomes):
         return False
@@ -264,7 +264,7 @@ def explain(
 
 
 def submit_by(runner: Callable[[], Runner]) -> None:
-    """Have the tests of classes run where the session's marked tests do."""
+    """Make the tests of classes run where the session's marked tests run."""
 
     def submit(
         spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
@@ -285,7 +285,7 @@ def unregister_mpi_pytest(manager: pytest.PytestPluginManager) -> None:
 
 
 def nprocs_of(marker: pytest.Mark) -> Any:
-    """Return what ``@pytest.mark.parallel`` asks for: a number, or several.
+    """Return the numbers of ranks of ``@pytest.mark.parallel``: one or several.
 
     Raises:
         UsageError: Other arguments than mpi-pytest takes.

@@ -1,4 +1,4 @@
-"""One marked test: what the ranks get, and what their outcomes mean to pytest."""
+"""One marked test: the call on the ranks, and their outcomes as pytest's result."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def rank_fixture(
 
 
 def forget_parents_values(item: pytest.Function) -> None:
-    """End what the parent has of fixtures that the ranks evaluate for this test."""
+    """End the parent's values of fixtures that the ranks evaluate for this test."""
     for fixturedefs in item._fixtureinfo.name2fixturedefs.values():
         for fixturedef in fixturedefs:
             if fixturedef.cached_result is not None and _is_of_project(fixturedef):
@@ -193,7 +193,7 @@ def explain(
 def show(
     item: pytest.Item, failure: WorldFailure, text: str, report: pytest.TestReport
 ) -> None:
-    """Have a report say ``text`` of a failed world."""
+    """Show ``text`` in the report of a failed world."""
     path, line, _ = item.location
     where = ReprFileLocation(path, (line or 0) + 1, failure.root.headline)
     entries = [ReprEntryNative([text + "\n"])]
@@ -283,7 +283,7 @@ def durations_of(item: pytest.Item) -> list[tuple[str, object]]:
 
 
 def artifacts_of(item: pytest.Function, spec: WorldSpec) -> Path:
-    """Return the folder for what a test leaves; by default one that pytest prunes."""
+    """Return the folder for a test's files; by default one that pytest prunes."""
     chosen = item.config.getoption("gradparity_artifacts") or spec.artifacts
     if chosen is None:
         parent = item._request.getfixturevalue("tmp_path_factory").getbasetemp()

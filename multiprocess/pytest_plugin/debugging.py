@@ -26,7 +26,7 @@ BeforeEnd = Callable[[RankProcesses, WorldFailure], None]
 
 
 def before_end_of(config: pytest.Config) -> BeforeEnd | None:
-    """Return what to do with a failed world before its ranks end."""
+    """Return the action on a failed world before its ranks end."""
     attach_s = config.getoption("gradparity_attach")
     wants_pdb = bool(config.option.usepdb)
     if attach_s is None and not wants_pdb:
@@ -136,7 +136,7 @@ def _may_trace() -> bool:
 
 @contextlib.contextmanager
 def _visible(config: pytest.Config) -> Iterator[TextIO]:
-    """Have what is printed seen now, past pytest's capture."""
+    """Print at once, past pytest's capture."""
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
         yield sys.stdout

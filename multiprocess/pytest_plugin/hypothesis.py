@@ -50,5 +50,5 @@ def draw_and_call(
 
 
 def reject() -> NoReturn:
-    """Have hypothesis discard this example, which the ranks did not accept."""
+    """Make hypothesis discard this example, which the ranks did not accept."""
     hypothesis.reject()

@@ -1,7 +1,7 @@
 """The pytest plugin: ``@pytest.mark.world`` runs a test's body on every rank.
 
 It is loaded in every pytest session of the environment, so it imports nothing heavy:
-what runs worlds is imported when the first test asks for one.
+the code that runs worlds is imported with the first test that needs one.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Under torchrun rank 0 runs the session, and the others look after their ranks.
+    """Under torchrun rank 0 runs the session, and the others serve as agents.
 
-    A session without tests for ranks is left alone: each process of torchrun may run
-    it for itself, and meet the others in tests and fixtures of its own.
+    A session without tests for ranks is not changed: each process of torchrun runs it,
+    and its own tests and fixtures may use the other processes.
     """
     if not needs_agent() or not _speaks_of_ranks(config):
         return None
@@ -170,7 +170,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
-    """Have the import of torch, by this module or a later one, serve the ranks too."""
+    """Make the import of torch, by this module or a later one, serve the ranks too."""
     config = parent.config
     if not (config.option.collectonly or _AGENT in config.stash):
         config.stash[_TORCH_HOOK].watch_module(module_path)
@@ -190,7 +190,7 @@ def world(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Prepare for the worlds to come, while pytest goes on."""
+    """Prepare the worlds while pytest continues."""
     config = session.config
     worlds = any(item.get_closest_marker(_MARK) for item in session.items)
     if _has_classes(session):
@@ -207,7 +207,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse what cannot run on ranks, rather than run it here."""
+    """Refuse tests that cannot run on ranks, instead of running them here."""
     if item.get_closest_marker(_MARK) is not None:
         from .controller import forget_parents_values, prepare
 

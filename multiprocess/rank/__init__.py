@@ -1,1 +1,1 @@
-"""What runs in the forkserver and in the ranks that it forks."""
+"""The code of the forkserver and of the ranks that it forks."""

@@ -1,4 +1,4 @@
-"""A rank imports with pytest's assert the modules that the parent imported so.
+"""Ranks import with pytest's assert the modules that the parent imported with it.
 
 Without this a failing assert on a rank would say "AssertionError" and no numbers, and a
 test module that only pytest knows how to find could not be imported at all.

@@ -1,4 +1,4 @@
-"""Coverage in ranks: where the parent is measured by coverage.py, its ranks are too.
+"""Coverage in ranks: if coverage.py measures the parent, it measures its ranks.
 
 1. The parent's settings travel to the ranks with the context of each call.
 2. A rank measures from when it joins its world, into a data file of its own beside the
@@ -30,7 +30,7 @@ Settings = tuple[tuple[str, Any], ...]
 
 
 def current_settings() -> Settings:
-    """Return how this process is measured; empty when it is not."""
+    """Return the coverage settings of this process; empty if it is not measured."""
     coverage = sys.modules.get("coverage")
     current = coverage and coverage.Coverage.current()
     if not current:
@@ -48,7 +48,7 @@ class RankCoverage:
         self._coverage: Any = None
 
     def apply(self, settings: Settings) -> None:
-        """Start, go on, or end, as the parent has."""
+        """Start, continue or end measuring, as the parent does."""
         if settings == self._settings:
             return
         self.save()  # what was measured by the settings so far

@@ -1,7 +1,7 @@
 """pdb on a rank, at the terminal of the session.
 
 A rank has no terminal of its own, but it may open the session's. Ranks take turns
-there. While one is at its prompt the clock of the call stands.
+there. The time at a prompt does not count for the limit of the call.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def stop(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Do what ``breakpoint()`` asks for, in ``frame``.
+    """Stop in ``frame``, for ``breakpoint()``.
 
     Raises:
         RuntimeError: There is no terminal at ``path``.

@@ -1,4 +1,4 @@
-"""Notes each collective that a rank issues: 20 microseconds, twice that when cold.
+"""Records each collective that a rank issues: 20 microseconds, twice that when cold.
 
 Wraps the methods of ``ProcessGroup``, where every function of ``torch.distributed``
 ends, and the functional collectives (DTensor), which never pass there.
@@ -84,7 +84,7 @@ class _Nesting(threading.local):
 
 
 def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
-    """Note every later collective of this process in ``writer``.
+    """Record every later collective of this process in ``writer``.
 
     Args:
         writer: Where to.
@@ -107,7 +107,7 @@ def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
 
 
 def uninstall() -> None:
-    """Note no more: for what is timed, and runs without a harness elsewhere."""
+    """Stop recording: for timed code that otherwise runs without a harness."""
     while _wrapped:
         setattr(*_wrapped.pop())
 
@@ -116,7 +116,7 @@ def uninstall() -> None:
 def redirected(
     writer: RecordWriter, *groups: type[dist.ProcessGroup]
 ) -> Iterator[None]:
-    """Note collectives in another writer meanwhile."""
+    """Record collectives in another writer inside this context."""
     before = _writer
     uninstall()
     install(writer, *groups)
@@ -134,7 +134,7 @@ _wrapped: list[tuple[Any, str, Any]] = []
 
 
 class _Kind(NamedTuple):
-    """What of a call to note, for methods of a group and for functions."""
+    """The recorded parts of a call, for methods of a group and for functions."""
 
     group_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     shapes_of: Callable[[str, tuple[Any, ...]], tuple[list[TensorShape], ...]]
@@ -217,7 +217,7 @@ def _put(owner: Any, name: str, wrapper: Any) -> None:
 
 
 def _what_pends(result: Any, waited: bool) -> Any:
-    """Return what is waited for later, or None where the call itself has waited."""
+    """Return the object to wait for, or None if the call itself has waited."""
     if isinstance(result, list | tuple):  # all of one collective: any says when
         result = result[-1] if result else None
     if isinstance(result, functional.AsyncCollectiveTensor):

@@ -1,6 +1,6 @@
 """The last collectives of each rank, in memory that outlives the rank.
 
-A rank writes, the parent reads whenever it wants: also from a rank that hangs, was
+A rank writes, and the parent can read at any time, also from a rank that hangs, was
 killed or stopped. Layout of a rank's region: number of records, then a ring of records.
 A record is two times, when it was issued and when it had ended, and its text.
 """

@@ -1,6 +1,6 @@
 """The server that imports torch once and forks ranks from itself.
 
-It runs in a process of its own, knows its client by one socket only, and:
+It runs in a separate process, is connected to its client by one socket, and:
 
 1. takes the client's import path, imports the modules to preload, says "ready";
 2. forks one rank per request; the rank's pipes travel with the request;
@@ -59,7 +59,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the client's to handle
-        # From a client that waited in vain: the stack says what for.
+        # From a client whose wait timed out: the stack shows where this process is.
         faulthandler.register(signal.SIGTERM, chain=True)
         # A daemon that a rank leaves behind becomes our child, so it can be found.
         linux.adopt_orphans()

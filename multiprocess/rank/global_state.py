@@ -42,7 +42,7 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
 
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Put the process-wide settings back as they were before."""
+    """Restore the process-wide settings afterwards."""
     before = [get() for get, _ in _SETTINGS]
     with warnings.catch_warnings():
         try:
@@ -97,7 +97,7 @@ def taken_state() -> State:
 
 
 def put_state(state: State) -> None:
-    """Put settings and generators as they were when they were taken."""
+    """Restore settings and generators from :func:`taken_state`."""
     settings, filters, python, cpu, of_numpy = state
     for (get, put), value in zip(_SETTINGS, settings, strict=True):
         if get() != value:

@@ -1,7 +1,8 @@
 """Ranks that are parts of one tensor: torch's ``LocalTensor``.
 
 The body runs once, and every tensor holds the values of all ranks. So nothing in Python
-may depend on the rank; what torch would answer wrongly without a word is refused here.
+may depend on the rank; operations for which torch would silently give a wrong result
+are refused here.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ _refuse_send = refusing("send", "the body runs once, for all ranks", _OTHERS)
 def _compared(name: str) -> Callable[..., Any]:
     """Return a comparison that answers for all ranks or not at all.
 
-    torch's own says False where the ranks differ: ``if rank == 0`` would be skipped for
-    every rank, without a word.
+    torch's own returns False if the ranks differ: ``if rank == 0`` would silently be
+    skipped for every rank.
     """
     real = getattr(local.LocalIntNode, name)
     compare: Callable[[Any, Any], bool] = getattr(operator, name)

@@ -55,7 +55,7 @@ class _Ranks:
         self.turns = Turns([self._state_of(rank) for rank in range(plan.size)])
 
     def run(self) -> SimulatedRun:
-        """Run all ranks; return what became of them."""
+        """Run all ranks; return their outcomes."""
         took_s = self.turns.run(self._body, self._plan.limit_s)
         return SimulatedRun(
             ranks=tuple(self._outcome(thread) for thread in self.turns.ranks),
@@ -87,7 +87,7 @@ class _Ranks:
         )
 
     def _body(self, rank: int) -> None:
-        """Be one rank; what it raises becomes its reply."""
+        """Run one rank; an exception becomes its reply."""
         plan = self._plan
         excepthook = sys.excepthook
         world._of_thread.world = world.World(
@@ -149,7 +149,7 @@ class _Ranks:
         self._writers[self.turns.current.rank].ended(record)
 
     def _never(self) -> None:
-        """Wait for ever, as real ranks do; once all wait, the report comes."""
+        """Wait forever, as real ranks do; once all ranks wait, the world ends."""
         self.turns.wait(lambda: False)
 
     @staticmethod
