@@ -2,6 +2,15 @@
 
 The gradients still carry the scale, so the factor is the clip factor over the scale. It
 multiplies the gradients, or goes into the divisor of a fused kernel.
+
+[Note: A clip left to a kernel]
+A fused optimizer divides by ``grad_scale`` while it steps, which saves a write of all
+gradients. Until then they carry the scale; the scaler remembers them (``folded``) and
+the divisor (``fused_grad_scale``). `step` hands the divisor over and forgets both,
+unless the optimizer raised. What comes instead of that step divides those that are
+unchanged: a step that goes past the kernel, another optimizer that shares a gradient,
+`update`. `step` refuses gradients that were changed or replaced in between, because
+nothing shows whether they carry the scale.
 """
 
 from __future__ import annotations

@@ -950,7 +950,7 @@ def _refuse_changed(state: OptimizerState) -> None:
 
 
 def _divide_folded(state: OptimizerState) -> None:
-    # What a fused kernel was to divide, and will not.
+    # See [Note: A clip left to a kernel] in clip.py.
     if state.fused_grad_scale is not None:
         state.divided = divide_(state.folded, state.fused_grad_scale)
         state.folded, state.fused_grad_scale = (), None
