@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -87,12 +87,13 @@ class GradsOfMesh(NamedTuple):
 
 
 class GradsByMesh(dict[Layout, GradsOfMesh]):
-    """Local gradients by where they lie."""
+    """Local gradients by where they lie.
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all of them."""
-        for some in self.values():
-            yield from chain.from_iterable(some.gradients.values())
+    Attributes:
+        gradients: all of them, as the parameters have them.
+    """
+
+    gradients: Sequence[Any] = ()
 
 
 class Places(NamedTuple):
@@ -125,7 +126,9 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
     if locals_ is gradients and gradients:  # no DTensor among them
         elements = sum(map(torch.Tensor.numel, gradients))
         grouped = by_device_and_dtype(gradients)
-        return GradsByMesh({alone: GradsOfMesh(grouped, elements)})
+        by_mesh = GradsByMesh({alone: GradsOfMesh(grouped, elements)})
+        by_mesh.gradients = gradients
+        return by_mesh
     found, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
     if (
@@ -136,12 +139,13 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         or not all(map(is_, places.specs, found))
     ):
         if locals_ is None or any(map(_is_partial, found)):
-            found, locals_ = _one_by_one(optimizer)
+            gradients, found, locals_ = _one_by_one(optimizer)
         places = _places(found, locals_, alone)
         # How many elements a plain tensor has follows from no spec.
         is_plain = any(spec is None for spec in found)
         record.places = None if is_plain else places
     by_mesh = GradsByMesh()
+    by_mesh.gradients = gradients
     for layout, indices in places.members.items():
         some = locals_
         if len(indices) < len(locals_):
@@ -165,7 +169,8 @@ def _is_partial(spec: Any) -> bool:
     return spec is not None and any(p.is_partial() for p in spec.placements)
 
 
-def _one_by_one(optimizer: Any) -> tuple[list[Any], list[torch.Tensor]]:
+def _one_by_one(optimizer: Any) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
+    gradients: list[Any] = []
     found: list[Any] = []
     locals_: list[torch.Tensor] = []
     with torch.no_grad():
@@ -181,7 +186,8 @@ def _one_by_one(optimizer: Any) -> tuple[list[Any], list[torch.Tensor]]:
                 [spec] = specs([parameter.grad])
             found.append(spec)
             locals_.append(local_tensor(parameter, coalesce=True))
-    return found, locals_
+            gradients.append(parameter.grad)
+    return gradients, found, locals_
 
 
 # - This rank's part of the norm
@@ -232,7 +238,10 @@ def local_norms(grads: GradsByMesh, norm_type: float, scale: Number) -> LocalNor
         entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
         bad = not all(math.isfinite(value) for value in values)
         # A norm may leave the range of fp64.
-        bad = bad and not all(bool(t.isfinite().all()) for t in grads.tensors())
+        every = chain.from_iterable(
+            chain.from_iterable(some.gradients.values()) for some in grads.values()
+        )
+        bad = bad and not all(bool(tensor.isfinite().all()) for tensor in every)
         found = torch.full((), float(bad), device="cpu")
         return LocalNorms(entries, found if parts else None)
     entries = torch.tensor(rows, dtype=torch.float64, device="cpu")

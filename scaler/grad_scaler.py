@@ -14,7 +14,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
@@ -46,6 +45,7 @@ from .grads import (
     local_dense,
     local_gradients,
     number_in,
+    parameters_of,
     unchanged,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
@@ -359,9 +359,9 @@ class GradScaler(_TorchGradScaler):
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
-                state.divided, state.folded = (), divided_gradients(grads.tensors())
+                state.divided, state.folded = (), divided_gradients(grads.gradients)
             elif self._records.may_share:
-                state.divided = divided_gradients(grads.tensors())
+                state.divided = divided_gradients(grads.gradients)
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)
@@ -597,8 +597,8 @@ class GradScaler(_TorchGradScaler):
         if state is not None:
             state.divided = ()
             if self._records.may_share:
-                tensors = chain.from_iterable(gradients.values())
-                state.divided = divided_gradients(tensors)
+                held = [p.grad for p in parameters_of(state.optimizer)]
+                state.divided = divided_gradients([g for g in held if g is not None])
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf.clone()
         return found

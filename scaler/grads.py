@@ -8,7 +8,9 @@ property of that gradient, not of an optimizer: after a division the tensor itse
 weak reference) and its version are written down, and another optimizer of the same
 iteration checks such a gradient without dividing it again. A new gradient is another
 tensor, or has another version after a backward added to it or ``zero_grad`` cleared it,
-and is divided like any other. A gradient that was changed in place after it was
+and is divided like any other. A DTensor and its local tensor each count the writes that
+go through them, so its version here is the sum of both; foreach functions on DTensors
+are counted by neither. A gradient that was changed in place after it was
 divided (clipped by hand) has another version, too: it is divided again, as by torch.
 Writing down costs a fifth of a microsecond a gradient, so it is done only in the first
 iteration and where the one before had several optimizers.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import add, attrgetter, is_
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ Number = float | torch.Tensor
 Arithmetic with Python's numbers costs a tenth of that with such tensors."""
 
 Divided = Sequence[tuple["weakref.ref[torch.Tensor]", int]]
-"""Local gradients and their versions. See [Note: A gradient divided twice]."""
+"""Gradients and their versions. See [Note: A gradient divided twice]."""
 
 FP16_REFUSED = (
     "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
@@ -208,13 +210,28 @@ def check_and_unscale_(
     return found
 
 
-def divided_gradients(gradients: Iterable[torch.Tensor]) -> Divided:
-    """Write down local gradients that have just been divided.
+def divided_gradients(gradients: Sequence[Any]) -> Divided:
+    """Write down gradients that have just been divided.
 
-    See [Note: A gradient divided twice]. The values of a sparse gradient are a new
-    tensor each time, and are forgotten at once.
+    See [Note: A gradient divided twice].
+
+    Args:
+        gradients: as the parameters have them.
     """
-    return [(weakref.ref(gradient), version_of(gradient)) for gradient in gradients]
+    try:
+        return list(zip(map(weakref.ref, gradients), _versions(gradients), strict=True))
+    except RuntimeError:  # one made in inference mode has no version: as in torch then
+        normal = [gradient for gradient in gradients if not gradient.is_inference()]
+        return list(zip(map(weakref.ref, normal), _versions(normal), strict=True))
+
+
+def _versions(gradients: Sequence[Any]) -> list[int]:
+    # See [Note: A gradient divided twice]; both only ever grow.
+    versions = map(version_of, gradients)
+    locals_ = local_tensors(gradients)
+    if all(map(is_, gradients, locals_)):
+        return list(versions)
+    return list(map(add, versions, map(version_of, locals_)))
 
 
 def local_dense(optimizer: Any) -> list[torch.Tensor]:
@@ -224,24 +241,23 @@ def local_dense(optimizer: Any) -> list[torch.Tensor]:
 
 def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
     """Divide those gradients that are as they were written down; return them anew."""
-    still = [
-        gradient
-        for ref, version in gradients
-        if (gradient := ref()) is not None and version_of(gradient) == version
-    ]
+    still = _unchanged(gradients)
     with torch.no_grad():
-        for gradient in still:
-            gradient.div_(moved_to(divisor, gradient.device))
+        for local in local_tensors(still):
+            local.div_(moved_to(divisor, local.device))
     return divided_gradients(still)
 
 
 def unchanged(divided: Divided) -> set[int]:
-    """Return the ids of the gradients that are as they were written down."""
-    return {
-        id(gradient)
-        for ref, version in divided
-        if (gradient := ref()) is not None and version_of(gradient) == version
-    }
+    """Return the ids of the local tensors of those that are as they were."""
+    return set(map(id, local_tensors(_unchanged(divided))))
+
+
+def _unchanged(divided: Divided) -> list[Any]:
+    alive = [(gradient, v) for ref, v in divided if (gradient := ref()) is not None]
+    gradients = [gradient for gradient, _ in alive]
+    now = _versions(gradients)
+    return [gradient for (gradient, v), n in zip(alive, now, strict=True) if v == n]
 
 
 # - Readings of found_inf

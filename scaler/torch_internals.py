@@ -7,7 +7,7 @@ signature that is used here, so that a new torch fails there and not in a norm.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -75,7 +75,7 @@ def dtensor_type() -> type[Any] | None:
     return kind
 
 
-def local_tensors(gradients: list[Any]) -> list[torch.Tensor]:
+def local_tensors(gradients: Iterable[Any]) -> list[torch.Tensor]:
     """Return the local tensor of each DTensor; others as they are.
 
     The attribute is a tenth of the price of ``to_local``.

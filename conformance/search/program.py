@@ -172,7 +172,7 @@ _CORE = "step back zero update"
 
 FAMILIES: Mapping[str, Family] = {
     "shared": Family(
-        kinds=f"{_CORE} unscale inf",
+        kinds=f"{_CORE} unscale inf clear",
         always="shared",
         maybe="fused fused-second",
         shapes=(_GAN, _ACTOR_CRITIC),
@@ -244,7 +244,7 @@ FAMILIES: Mapping[str, Family] = {
         shapes=(_GAN, _ITERATION, _CLIPPED),
     ),
     "meshes": Family(  # torch has no fused SGD for DTensors
-        kinds=f"{_CORE} unscale clip inf set",
+        kinds=f"{_CORE} unscale clip inf set clear",
         always="dtensor",
         maybe="shared",
         world_size=2,

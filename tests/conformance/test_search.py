@@ -278,7 +278,11 @@ def test_a_skipped_kernel_may_or_may_not_have_divided(
     assert code == 0, output
 
 
-LEFT_TO_A_KERNEL = [
+DIVIDED_ONCE = [
+    # backwards write through a DTensor, not through its local tensor
+    "dtensor+shared@2/back:2,step,back:2,unscale:1",
+    "dtensor+shared@2/back:2,step,clear,back:2,step:1",
+    # left to a kernel
     "fused@1/back:2,clip,clear,back:2,update,step",
     "fused+wrapped@1/back:2,clip-inner,step",
     "fused@1/back:2,clip,retry",
@@ -286,8 +290,8 @@ LEFT_TO_A_KERNEL = [
 ]
 
 
-@pytest.mark.parametrize("text", LEFT_TO_A_KERNEL)
-def test_a_clip_that_is_left_to_a_kernel(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", DIVIDED_ONCE)
+def test_each_gradient_is_divided_once(text: str, tmp_path: Path) -> None:
     code, output = judged(OURS, tmp_path, history=parse_program(text))
     assert code == 0, output
 

@@ -290,3 +290,41 @@ print(sorted(name for name in heavy if name in set(sys.modules) - before))
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["[]"]
+
+
+# - Shared DTensors, written to in different ways
+
+
+@pytest.mark.parametrize("write", ["autograd", "local", "new"])
+def test_f50_a_shared_dtensor_with_a_fresh_gradient(two: Cluster, write: str) -> None:
+    """Autograd adds through the DTensor, ``fully_shard`` to its local tensor."""
+
+    def train() -> list[list[float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        shared, own = (
+            nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+            for _ in range(2)
+        )
+        first = torch.optim.SGD([shared], lr=1.0)
+        second = torch.optim.SGD([shared, own], lr=1.0)
+        scaler = GradScaler("cpu", init_scale=1024.0)
+
+        def backward() -> None:
+            before: Any = shared.grad
+            if write != "local" or before is None:
+                total: Any = (shared * 0.25).sum()
+                scaler.scale(total.to_local()).backward()
+                return
+            before.to_local().add_(scaler.scale(torch.tensor(0.25)))
+
+        backward()
+        scaler.step(first)
+        second.zero_grad(set_to_none=write == "new")
+        backward()
+        own.grad = DTensor.from_local(torch.full((2,), 256.0), mesh, [Shard(0)])
+        scaler.step(second)
+        scaler.update()
+        parts: list[Any] = [shared.detach(), own.detach()]
+        return [part.to_local().tolist() for part in parts]
+
+    assert two.run(train) == [[[0.5, 0.5], [0.75, 0.75]]] * 2
