@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["row", "write_between"]
 
-_BETWEEN = re.compile(r"(<!-- recorded: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+_BETWEEN = re.compile(r"(<!-- recorded: (\w+) -->\n).*?\n(<!-- end -->)", re.DOTALL)
 
 
 def row(*cells: object) -> str:
@@ -18,7 +18,7 @@ def row(*cells: object) -> str:
 
 def write_between(page: Path, tables: Mapping[str, str]) -> None:
     """Put tables, by name, in the place of those between the marks of a page."""
-    text = _BETWEEN.sub(lambda m: m[1] + tables[m[2]] + m[3], page.read_text())
+    text = _BETWEEN.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n\n{m[3]}", page.read_text())
     new = page.with_suffix(".new")
     new.write_text(text)
     new.replace(page)
