@@ -1,5 +1,7 @@
 """What several test files share, most of it made once a session for all workers."""
 
+import importlib
+import itertools
 import os
 import shutil
 import signal
@@ -7,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -71,6 +74,24 @@ def four() -> Iterator[Cluster]:
         yield cluster
 
 
+LOOK_S = {"hunt": 1.0, "call_histories": 0.1}
+
+
+@pytest.fixture
+def counted_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches that count: their clock moves with each look at it, and only then.
+
+    A scenario takes one look and a call history too, so a budget is a number of draws,
+    and of attempts to shrink, however busy the machine is.
+    """
+    for name, look_s in LOOK_S.items():
+        module = importlib.import_module(f"gradparity.conformance.search.{name}")
+        clock = SimpleNamespace(
+            monotonic=map(look_s.__mul__, itertools.count()).__next__
+        )
+        monkeypatch.setattr(module, "time", clock)
+
+
 @pytest.fixture(scope="session")
 def on_two_hosts() -> tuple[str, ...]:
     """How a command line begins that hosts.py is to run, in namespaces of its own."""
@@ -122,7 +143,7 @@ def _install(folder: Path) -> None:
 
 
 def _call(command: list[str], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=250)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="session")

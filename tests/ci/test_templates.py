@@ -46,7 +46,6 @@ def gate(site: Path, folder: Path, *options: str, **settings: str) -> tuple[int,
         env={**os.environ, **variables, **settings},
         capture_output=True,
         text=True,
-        timeout=250,
     )
     return done.returncode, done.stdout + done.stderr
 

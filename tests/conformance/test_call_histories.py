@@ -40,6 +40,7 @@ def _tried(output: str) -> int:
     return int(output.splitlines()[-1].split()[0])
 
 
+@pytest.mark.usefixtures("counted_budget")
 @pytest.mark.parametrize(
     ("scaler", "world_size"),
     [
@@ -53,7 +54,7 @@ def _tried(output: str) -> int:
 def test_a_right_scaler_follows_the_oracle(
     tmp_path: Path, scaler: str, world_size: int
 ) -> None:
-    code, output = searched(tmp_path, scaler=scaler, world_size=world_size, budget_s=2)
+    code, output = searched(tmp_path, scaler=scaler, world_size=world_size, budget_s=5)
     assert code == 0, output
     assert _tried(output) > 5
 
@@ -89,9 +90,10 @@ def test_a_wrong_scaler_departs(tmp_path: Path, scaler: str) -> None:
     assert "departure from the oracle: " in output
 
 
+@pytest.mark.usefixtures("counted_budget")
 def test_a_departure_is_shrunk_and_printed_as_a_command(tmp_path: Path) -> None:
     code, output = searched(
-        tmp_path, scaler=f"{MODULE}:AcceptsASecondStep", budget_s=60
+        tmp_path, scaler=f"{MODULE}:AcceptsASecondStep", budget_s=600
     )
     assert code == 1, output
     words = shlex.split(output.splitlines()[-2])
@@ -99,6 +101,7 @@ def test_a_departure_is_shrunk_and_printed_as_a_command(tmp_path: Path) -> None:
     assert [call.kind for call in history] == ["step", "step"]
 
 
+@pytest.mark.usefixtures("counted_budget")
 def test_on_ci_every_round_draws_new_histories(tmp_path: Path) -> None:
     """There hypothesis derandomizes by default, and one round would be all."""
     settings.register_profile("as-on-ci", derandomize=True, database=None)
@@ -106,7 +109,7 @@ def test_on_ci_every_round_draws_new_histories(tmp_path: Path) -> None:
     settings.load_profile("as-on-ci")
     try:
         _, output = searched(
-            tmp_path, scaler="gradparity.scaler:GradScaler", world_size=1, budget_s=2
+            tmp_path, scaler="gradparity.scaler:GradScaler", world_size=1, budget_s=5
         )
     finally:
         settings.load_profile(before)

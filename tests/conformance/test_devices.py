@@ -231,7 +231,6 @@ def run_on_gpu(folder: Path, *arguments: str) -> tuple[str, ...]:
         [*command, "--device", "cuda", "--out", str(folder), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = read_report(folder / "report.jsonl")

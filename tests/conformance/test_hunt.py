@@ -46,6 +46,7 @@ def test_what_is_drawn_is_a_scenario(scenario: Scenario) -> None:
     assert Scenario.parse(scenario.id) == scenario
 
 
+@pytest.mark.usefixtures("counted_budget")
 def test_a_planted_fault_is_found_and_shrunk_to_one_step(tmp_path: Path) -> None:
     code, output = hunted("ForgetsToUnscale", 20, tmp_path)
     assert code == 1, output
@@ -60,8 +61,9 @@ def _line(output: str, word: str) -> list[str]:
     return shlex.split(next(line for line in output.splitlines() if word in line))
 
 
+@pytest.mark.usefixtures("counted_budget")
 def test_call_histories_are_hunted_and_printed_as_a_line(tmp_path: Path) -> None:
-    code, output = hunted("UnscalesTwice", 12, tmp_path)
+    code, output = hunted("UnscalesTwice", 24, tmp_path)
     assert code == 1, output
     words = _line(output, " hunt --calls ")
     (scaler, history) = (

@@ -28,7 +28,6 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=60,
         env={**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "400"},
     )
 

@@ -319,6 +319,7 @@ UNKNOWN_TO_PLAIN = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("counted_budget")
 def test_torchs_own_class_is_never_accused_on_one_rank(tmp_path: Path) -> None:
     families = [name for name in ALONE if name not in ("many", "autograd", "compiled")]
     code, output = judged(TORCH, tmp_path, families=families, budget_s=25)
@@ -327,6 +328,7 @@ def test_torchs_own_class_is_never_accused_on_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("counted_budget")
 def test_a_plain_scaler_is_never_accused(tmp_path: Path) -> None:
     families = [name for name in FAMILIES if name not in UNKNOWN_TO_PLAIN]
     code, output = judged(PLAIN, tmp_path, families=families, budget_s=25)
@@ -334,9 +336,10 @@ def test_a_plain_scaler_is_never_accused(tmp_path: Path) -> None:
     assert int(output.splitlines()[-1].split()[0]) > 100, output
 
 
+@pytest.mark.usefixtures("counted_budget")
 def test_a_fault_is_found_by_itself_and_shrunk(tmp_path: Path) -> None:
     code, output = judged(
-        "DividesEachParameterOnce", tmp_path, families=["shared"], budget_s=60
+        "DividesEachParameterOnce", tmp_path, families=["shared"], budget_s=600
     )
     assert code == 1, output
     text = output.splitlines()[1].rpartition("--history ")[2]

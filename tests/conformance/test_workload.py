@@ -199,7 +199,6 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=250,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -228,7 +227,7 @@ def test_the_example_runs_and_replays(tmp_path: Path) -> None:
 
 
 def test_a_hunt_finds_a_fault_in_a_stack(tmp_path: Path) -> None:
-    words = ["-m", "gradparity.conformance", "hunt", "--scaler=none", "--budget=20s"]
+    words = ["-m", "gradparity.conformance", "hunt", "--scaler=none", "--budget=2s"]
     words += ["--workload=stacks:SumsForMean", "--world-size=2"]
     (tmp_path / "stacks.py").write_text((HERE / "stacks.py").read_text())
     done = command(tmp_path, *words)

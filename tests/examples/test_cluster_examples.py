@@ -62,7 +62,6 @@ def slurm(
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=200,
     )
 
 

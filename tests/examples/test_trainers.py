@@ -55,7 +55,6 @@ def train_under_torchrun(name: str, folder: Path, *runs: list[str]) -> None:
         env={**os.environ, "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 

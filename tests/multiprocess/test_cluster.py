@@ -289,6 +289,5 @@ def test_works_from_a_program_without_a_main_guard(how: str, tmp_path: Path) -> 
         input=given,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert "[3.0, 3.0]" in done.stdout, done.stderr

@@ -50,7 +50,6 @@ def run(folder: Path, *command: str) -> None:
         env={**env, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -14,7 +14,6 @@ def run(folder: Path) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

@@ -152,7 +152,6 @@ def on_a_full_disk(
         env={**os.environ, **homes},
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

@@ -42,7 +42,6 @@ def check(program: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(CHECK), sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

@@ -52,7 +52,6 @@ def session(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

@@ -389,7 +389,6 @@ def test_it():
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert "1 passed" in done.stdout, done.stdout
 

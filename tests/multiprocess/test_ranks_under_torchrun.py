@@ -156,8 +156,8 @@ def slow():
 first = TorchrunCluster(timeout_s=1)
 store = first._agent._store.raw
 first.run(slow, timeout_s=30)
-first.run(lambda: b"x" * (9 << 20))
-first.run(dist.get_rank)  # every process has read all of the call before
+first.run(lambda: b"x" * (9 << 20), timeout_s=30)
+first.run(dist.get_rank, timeout_s=30)  # every process has read all of the call before
 keys = [f"{what}/{n}/{end}" for n in (1, 3) for what in ("start", "fact")
         for end in ("1", "1/0")]
 keys += [f"message/{n}/{end}" for n in range(1, 5) for end in ("", "/0", "/1", "/2")]
@@ -196,7 +196,6 @@ def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 
