@@ -19,10 +19,10 @@ import gradparity
 from gradparity.conformance.report.records import Report, read_report
 from gradparity.multiprocess import Cluster
 from gradparity.multiprocess.parent.slots import visible_gpus
-from gradparity.tests.script_server import Scripts, serving
 
-if TYPE_CHECKING:  # it imports torch, which not every session needs
+if TYPE_CHECKING:  # they import torch, which xdist's controller does not need
     from gradparity.conformance import Runner
+    from gradparity.tests.script_server import Scripts
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 JUDGED = ("gradparity.scaler:GradScaler", "torch.amp:GradScaler")
@@ -45,8 +45,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Scripts"]:
     """A server of standalone scripts for the tests of one module."""
+    from gradparity.tests.script_server import serving
+
     with serving(tmp_path_factory.mktemp("scripts")) as made:
         yield made
 

@@ -1,19 +1,23 @@
 """The page in a real browser: Chromium of the system, driven by Playwright."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]  # ships no types
 from msgspec.structs import replace
-from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 from gradparity.conformance.report.page import write_page
 from gradparity.conformance.report.records import Report
 from gradparity.conformance.status import Verdict
 from gradparity.tests.conformance.test_report import HOSTILE
+
+if TYPE_CHECKING:  # each worker collects this module, and one or two drive a browser
+    from playwright.sync_api import Browser, Page, Request
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -26,6 +30,8 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run"]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium
@@ -276,6 +282,8 @@ def test_axe_finds_no_barrier(
 ) -> None:
     page = visit(any_page, width=width, dark=dark, script=True)
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]  # ships no types
+
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
 

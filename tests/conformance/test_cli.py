@@ -21,16 +21,6 @@ DRIFTING = "gradparity.fixtures.faulty:NeverAgrees"
 FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PROGRAM, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "400"},  # no line of the table is broken
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -201,26 +191,31 @@ def test_run_judges_scalers_side_by_side(
     assert (tmp_path / "parity-report" / "index.html").stat().st_size > 10_000
 
 
-def test_require_decides_the_exit_code_and_json_names_the_file(tmp_path: Path) -> None:
-    done = run(
-        "run", "--scenario", FAULTY_CASE, "--scaler", PLAIN, "--scaler", DRIFTING,
-        "--require", PLAIN, "--report", "out.json", "--quiet", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
+def test_require_decides_the_exit_code_and_json_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    judged = ["--scaler", PLAIN, "--scaler", DRIFTING, "--require", PLAIN]
+    told = ["--report", "out.json", "--quiet"]
+    code = main(["run", "--scenario", FAULTY_CASE, *judged, *told])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert printed.out == ""
     assert len(read_report(tmp_path / "out.json").cases) == 2
     assert {p.name for p in tmp_path.iterdir()} == {"out.json", ".out.json.lock"}
 
 
-def test_a_scaler_of_the_current_folder_and_fail_fast(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+def test_a_scaler_of_the_current_folder_and_fail_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scaler_of_mine.py").write_text(
         "from gradparity.fixtures.faulty import NeverAgrees as Mine\n"
     )
-    done = run(
-        "run", "--topology", "fsdp", "--model", "digits", "--scaler", "mine:Mine",
-        "--fail-fast", "--report", "r.jsonl", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder is put on it
+    options = ["--topology", "fsdp", "--model", "digits", "--report", "r.jsonl"]
+    code = main(["run", *options, "--scaler", "scaler_of_mine:Mine", "--fail-fast"])
+    assert code == 1, capsys.readouterr().err
     report = read_report(tmp_path / "r.jsonl")
     assert report.cases[-1].status == "fail"
     assert "stopped at the first violation" in report.incomplete or (

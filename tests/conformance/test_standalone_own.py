@@ -83,14 +83,15 @@ def test_a_wrong_scaler_is_shown(scripts: Scripts) -> None:
 
 
 def test_the_workload_is_looked_for_where_the_script_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"from {MODULE} import Right, SumsForMean\nright = Right()\n"
-    (tmp_path / "stack_of_mine.py").write_text(text)
+    for folder in (tmp_path, scripts.path.parent):
+        (folder / "stack_of_mine.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     place = "dp2/2/fp32/own/none/steps=2,model=stack_of_mine"
     assert alone(tmp_path, "none", f"{place}:right") == (0, "no violation\n")
-    code, output = alone(tmp_path, OURS, f"{place}:SumsForMean")
+    code, output = scripts(OURS, f"{place}:SumsForMean")
     assert (code, "not those of one process" in output) == (1, True), output
 
 

@@ -251,6 +251,7 @@ def test_the_catalogue_is_that_of_the_package() -> None:
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_a_right_and_a_wrong_model(tmp_path: Path, capsys: object) -> None:
     """Judged by the command; what is judged already is not judged again."""
     out = tmp_path / "out"

@@ -267,6 +267,7 @@ def test_never_reached():
 """
 
 
+@pytest.mark.slow
 def test_a_session_ends_when_another_process_is_gone(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(AGENT_KILLED)
     arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "test_it.py")
@@ -276,6 +277,7 @@ def test_a_session_ends_when_another_process_is_gone(tmp_path: Path) -> None:
     assert "passed" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "says"), [(CLOSED, "[0, 1] []"), (AGENTS, "3 []")])
 def test_nothing_is_kept_of_what_is_done(
     tmp_path: Path, program: str, says: str
