@@ -275,8 +275,16 @@ def test_the_keyboard_reaches_all_in_order(failing: Path, visit: Visitor) -> Non
 WHO = "e => e.tagName + '|' + e.textContent + '|' + e.getAttribute('href')"
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        (DESKTOP, False),
+        # each takes a second and more of CPU for each page
+        pytest.param(DESKTOP, True, marks=pytest.mark.slow),
+        pytest.param(PHONE, False, marks=pytest.mark.slow),
+        pytest.param(PHONE, True, marks=pytest.mark.slow),
+    ],
+)
 def test_axe_finds_no_barrier(
     any_page: Path, width: int, dark: bool, visit: Visitor
 ) -> None:

@@ -151,9 +151,8 @@ def test_quick_is_the_quick_preset_of_run(pytester: pytest.Pytester) -> None:
     assert full.count("gradparity::") > len(wanted)
 
 
-@pytest.mark.parametrize(
-    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_an_interrupt_leaves_a_report_and_no_process(
     workers: tuple[str, ...], tmp_path: Path
 ) -> None:

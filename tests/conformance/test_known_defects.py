@@ -57,7 +57,21 @@ SCENARIOS = [row for row in rows() if not row.history]
 HISTORIES = [row for row in rows() if row.history]
 
 
-@pytest.mark.parametrize("row", SCENARIOS, ids=lambda r: f"{r.id}-{r.scaler[-12:]}")
+LONG = ("B01d", "B05b")
+"""200 steps, or many of a larger model: more than half of the time of all rows."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            id=f"{row.id}-{row.scaler[-12:]}",
+            marks=[pytest.mark.slow] * (row.id in LONG),
+        )
+        for row in SCENARIOS
+    ],
+)
 def test_the_scaler_breaks_the_law_and_ours_none(runner: Runner, row: Row) -> None:
     scenario = Scenario.parse(row.scenario.strip("`"))
     case = runner.run(row.scaler, scenario)

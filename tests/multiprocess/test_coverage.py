@@ -67,7 +67,13 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("isolation", "options"), [("pool", ()), ("process", ()), ("pool", ("-n", "2"))]
+    ("isolation", "options"),
+    [
+        ("pool", ()),
+        ("process", ()),
+        # three sessions import torch
+        pytest.param("pool", ("-n", "2"), marks=pytest.mark.slow),
+    ],
 )
 def test_pytest_cov_measures_the_ranks(
     tmp_path: Path, isolation: str, options: tuple[str, ...]
