@@ -379,6 +379,7 @@ def _become_server(before: Snapshot, sock_fd: int, errors_fd: int) -> NoReturn:
         # go; what it ends is the session's.
         atexit._clear()
         gc.callbacks.clear()
+        gc.enable()  # a session may do without while it collects its tests
         for finalizer in before.finalizers:
             finalizer.detach()  # type: ignore[attr-defined]
         _reset_streams()

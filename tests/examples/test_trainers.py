@@ -146,6 +146,7 @@ def test_fsdp2_tp_resumes_and_equals_torch_where_torch_is_right(
         assert_learns_and_skips(curve(whole, 0))
 
 
+@pytest.mark.slow
 def test_fsdp2_tp_where_torch_lets_ranks_disagree(
     four: Cluster, tmp_path: Path
 ) -> None:

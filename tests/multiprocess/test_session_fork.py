@@ -11,7 +11,7 @@ HERE = Path(__file__).parents[1]
 ALONE = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", "-q", "-rP")
 
 CONFTEST = """
-import atexit, logging, os, signal, tempfile, warnings, weakref
+import atexit, gc, logging, os, signal, tempfile, warnings, weakref
 
 class Holder: pass
 
@@ -22,10 +22,11 @@ atexit.register(print, "exit handler")
 signal.signal(signal.SIGUSR1, lambda *_: print("the session's"))
 signal.signal(signal.SIGTERM, lambda *_: print("the session's"))
 logging.basicConfig()  # to what is stderr now: pytest's capture
+gc.disable()  # as some do while tests are collected
 """
 
 TEST = """
-import importlib, logging, os, signal, sys, threading, warnings, weakref
+import gc, importlib, logging, os, signal, sys, threading, warnings, weakref
 import pytest, torch, torch.distributed as dist
 
 RANK = os.environ.get("RANK")
@@ -53,6 +54,7 @@ def test_what_was_the_sessions_is_reset(world, tmp_path):
     assert sys.breakpointhook.__module__ == "gradparity.multiprocess.rank.worker"
     assert sys.unraisablehook is sys.__unraisablehook__
     assert "conftest" not in sys.modules
+    assert gc.isenabled()
     assert not hasattr(sys.modules["__main__"], "__file__")
     kinds = {type(finder).__module__ for finder in sys.meta_path}
     assert not any(kind.startswith("_pytest.") for kind in kinds)
