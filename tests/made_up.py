@@ -58,7 +58,8 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         ]
         seen.reported_norm = 0.5
         seen.schedule = (f"{taken}", f"{taken + (not skip)}")
-        seen.average = (f"{taken}", f"{taken + (not skip)}")
+        before, after = ({"w": (2, f"{n}")} for n in (taken, taken + (not skip)))
+        seen.average = (before, after)
         seen.skips = (step - taken, step - taken + skip)
         taken += not skip
         seen.checked_sum = (3.0, 3.0)

@@ -234,7 +234,8 @@ def _weights(
             size[~(size > bounds[step][n][1])] = 0.0
             smallest[n] = np.minimum(smallest.get(n, np.inf), size)
         # relative to the largest, so that an update's weight is at most 1
-        steps.append(ones | {n: s / (s.max() or 1.0) for n, s in smallest.items()})
+        largest = {n: s.max(initial=0.0) or 1.0 for n, s in smallest.items()}
+        steps.append(ones | {n: s / largest[n] for n, s in smallest.items()})
     return steps
 
 

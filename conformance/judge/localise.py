@@ -245,12 +245,14 @@ class _Gradients:
         row = self.departed["loss"][0]
         losses = [at.loss for _, at in self.seen if at.loss is not None]
         factor = sum(losses) / len(losses) / (self.truth_loss or 1.0)
-        text = (
-            f"the loss of step {self.step} departs: it is {factor:.3f} x the truth; "
-            f"{self.also}"
-        )
+        finite = bool(np.isfinite(factor))
+        size = f"{factor:.3f} x the truth" if finite else "not finite"
         return Location(
-            where="loss", text=text, factor=factor, error=row.error, bound=row.bound
+            where="loss",
+            text=f"the loss of step {self.step} departs: it is {size}; {self.also}",
+            factor=factor if finite else None,
+            error=row.error,
+            bound=row.bound,
         )
 
     def own(self, boundaries: Boundaries) -> Location:
@@ -324,7 +326,7 @@ class _Gradients:
                 multiple_of(mine, whole)[1] < TELLING
                 for _, mine, whole in self._values(name)
             )
-            for name in self.truth
+            for name in {*self.truth, *self.names}
         )
 
     def _all_of_them(self) -> str:
@@ -386,7 +388,7 @@ class _Gradients:
         if not ratios or max(rest for *_, rest in ratios) > self.rest:
             return ""
         alike = max(
-            float(np.abs(group[0][1] - mine).max())
+            float(np.abs(group[0][1] - mine).max(initial=0.0))
             for group in replicas.values()
             for _, mine, _ in group
         )

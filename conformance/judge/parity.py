@@ -228,13 +228,19 @@ def _idle(seen: Seen) -> Idle:
     names = dict.fromkeys(name for trace, _ in seen for name in trace.index)
     zeros, absent = set(), set()
     for name in names:
-        held = [at for trace, at in seen if len(trace.index.get(name, ()))]
-        had = [at.gradients[name] for at in held if name in at.gradients]
+        held = [pair for pair in seen if len(pair[0].index.get(name, ()))]
+        held = [pair for pair in held if _hands_over(pair[0], name)] or held
+        had = [at.gradients[name] for _, at in held if name in at.gradients]
         if not had:
             absent.add(name)
         elif len(had) == len(held) and not any(values.any() for values in had):
             zeros.add(name)
     return Idle(zeros=frozenset(zeros), absent=frozenset(absent))
+
+
+def _hands_over(trace: RankTrace, name: str) -> bool:
+    """Whether an optimizer of this rank is ever given the gradient of a parameter."""
+    return any(name in at.gradients for at in trace.steps)
 
 
 def _check_counts(
@@ -293,9 +299,13 @@ def _gradient_rows(
     name: str,
     parity_bounds: ParityBounds,
 ) -> Iterator[ParityRow]:
-    """Rows of gradients; where none is due, None and zeros are both right."""
+    """Rows of gradients; where none is due, None and zeros are both right.
+
+    None is due on a rank that leaves the parameter to another rank's optimizer and
+    receives the new weights.
+    """
     true, had = parity_bounds.truth.gradients[step].get(name), name in at.gradients
-    if true is None and not had:
+    if not had and (true is None or _left_to_another(seen, trace, name)):
         return
     places = trace.places(at, name)
     bound = (0.0, 0.0) if true is None else parity_bounds.gradient[step][name]
@@ -307,6 +317,13 @@ def _gradient_rows(
         gradient_of(seen, trace, at, name) if had else nothing,
         (whole, places),
         bound,
+    )
+
+
+def _left_to_another(seen: Seen, trace: RankTrace, name: str) -> bool:
+    return not _hands_over(trace, name) and any(
+        name in at.gradients and other.shards.get(name) == trace.shards[name]
+        for other, at in seen
     )
 
 

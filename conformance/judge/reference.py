@@ -309,6 +309,8 @@ class ReferenceRun:
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:
             gradient = named[name].grad
+            if not named[name].requires_grad:
+                continue  # with zeros an optimizer would move it: decay, momentum
             if gradient is None or not gradient.any():
                 zeros = torch.zeros_like(named[name])
                 named[name].grad = zeros if name in idle.zeros else None

@@ -41,7 +41,7 @@ from ..space.recipes import CLIP_NORM
 from ..space.scenario import Scenario
 from .engine import Engine
 from .judged import Judged, JudgedError
-from .local_parts import read_local_parts
+from .local_parts import full_name, read_local_parts
 from .observe import CallLog, digest, non_finite, optimizer_digest, partial_ranks
 from .recording import (
     digests_of,
@@ -54,7 +54,7 @@ from .recording import (
     recording_draws,
     recording_reductions,
 )
-from .trace import Decision, RankTrace, Restored, StepTrace
+from .trace import Average, Decision, RankTrace, Restored, StepTrace
 
 __all__ = [
     "OptimizerCalls",
@@ -118,6 +118,8 @@ class OptimizerCalls:
         self.seen = 0
         self._depth: Counter[int] = Counter()
         self._stepped: set[int] = set()
+        self._last: dict[int, Any] = {}
+        """Optimizers in the midst of a step -> the hook that is called last."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -132,8 +134,9 @@ class OptimizerCalls:
         try:
             yield
         finally:
-            for hook in hooks:
+            for hook in [*hooks, *self._last.values()]:
                 hook.remove()
+            self._last.clear()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth[id(optimizer)] += 1
@@ -149,10 +152,32 @@ class OptimizerCalls:
                 "train_step", f"{text} again for the same parameters"
             )
         self._stepped |= used
-        self.before_step(optimizer)
+        # a hook of the stack's own may wait for gradients that are still on their way
+        last = optimizer.register_step_pre_hook(self._about_to_step)
+        self._last[id(optimizer)] = last
+
+    def _about_to_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Have ``before_step`` called, where a closure makes the gradients in there."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self.before_step(optimizer)
+            return None
+
+        def observed() -> Any:
+            found = closure()
+            self.before_step(optimizer)
+            return found
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": observed}
+        return (args[0], observed, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth[id(optimizer)] -= 1
+        if not self._depth[id(optimizer)] and id(optimizer) in self._last:
+            self._last.pop(id(optimizer)).remove()
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -336,7 +361,18 @@ class OwnStep:
             raise workload.refuse("train_step", f"{text} changed in step {seen.step}")
 
     def check_gradients(self, trace: RankTrace) -> None:
-        """See that the gradients of a whole run were not out of sight."""
+        """See that the gradients of a whole run were not out of sight.
+
+        Raises:
+            CannotError: if a stack that makes its parameters anew trains those that the
+                recipe has frozen.
+        """
+        engine, frozen = self.engine, self.engine.scenario.parsed_recipe.training.frozen
+        for name in engine.index if frozen and engine.gives_weights else ():
+            found = [s.gradients[name] for s in trace.steps if name in s.gradients]
+            if name not in engine.trained and any(g.any() for g in found):
+                text = "frozen parameters train again once parallelize is done"
+                raise CannotError(f"{text}: {name}")
         called = any(d.optimizer_called for s in trace.steps for d in s.decisions)
         hidden = self.workload.gradients is None and not any(
             seen.gradients for seen in trace.steps
@@ -359,14 +395,17 @@ class OwnStep:
         with _scaler_at_fault(), recording_reductions(self.engine, self.seen):
             return self.workload.train_step(self.engine.module, micro_batches, scaler)
 
-    def _says(self) -> tuple[str | None, str | None, int | None]:
+    def _says(self) -> tuple[str | None, Average | None, int | None]:
         """The stack's schedule, average and count of skips, where it gives them."""
         workload, stack = self.workload, self.engine.module
         schedule = workload.lr_schedule and repr(workload.lr_schedule(stack))
         average = None
         if workload.ema is not None:
-            parts = workload.ema(stack)
-            average = repr({n: digest(local(p.detach())) for n, p in parts.items()})
+            parts = {n: local(p.detach()) for n, p in workload.ema(stack).items()}
+            average = {
+                full_name(n, self.engine.whole): (part.numel(), digest(part))
+                for n, part in parts.items()
+            }
         count = workload.skipped_steps
         skips = None if count is None else int(count(stack))
         return schedule, average, skips

@@ -120,6 +120,10 @@ class Decision:
     """Whether the optimizer's state changed."""
 
 
+Average = dict[str, tuple[int, str]]
+"""Parameter name -> how many elements of its running average are here, and a digest."""
+
+
 @dataclass(kw_only=True)
 class StepTrace:
     """One rank, one step. Built up as the step goes on."""
@@ -137,8 +141,8 @@ class StepTrace:
     """The norm of the whole unscaled gradient before clipping, as the stack reports."""
     schedule: tuple[str, str] | None = None
     """Digest of the learning rate's schedule before and after the step, if given."""
-    average: tuple[str, str] | None = None
-    """The same of the running average of the weights."""
+    average: tuple[Average, Average] | None = None
+    """The running average of the weights before and after the step, if given."""
     skips: tuple[int, int] | None = None
     """Skipped steps that the stack has counted, before and after the step, if given."""
     scale_before: float = 1.0

@@ -118,7 +118,7 @@ class _Seen:
         except WorkloadError as error:
             self.problem, self.error = str(error), error
         except WorldFailure as failure:
-            if cannot := _cannot(failure, self.scenario):
+            if cannot := _cannot(failure, self.spec, self.scenario):
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
             self.problem, self.error = _root_cause(failure), failure
@@ -470,6 +470,8 @@ def _without_scaler(scenario: Scenario) -> Scenario:
 
 def _unjudged(stack: Case) -> Case | None:
     """The case of any scaler if the stack itself is wrong, else None."""
+    if stack.skipped and stack.scenario.parsed_topology.narrowed:
+        return stack
     wrong = [v for v in stack.verdicts if v.status == Status.FAIL]
     if not wrong and not stack.problem:
         return None
@@ -556,23 +558,29 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
     return trace
 
 
-def _cannot(failure: WorldFailure, scenario: Scenario) -> str:
+def _cannot(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
     """Why a workload could not run the scenario, or the empty string.
 
     Meshes with an axis at size 1, frozen parameters, recomputation and a second layout
     are the judge's choices. So an exception of ``parallelize`` there is no fault, and
-    neither is one of ``train_step`` on parameters without gradients.
+    neither is one of ``train_step`` on parameters without gradients or on such a mesh,
+    where a schedule written by hand may wait for a stage that does not exist.
     """
     error, recipe = failure.root.exception, scenario.parsed_recipe
     frozen = recipe.training.frozen
-    unasked = scenario.parsed_topology.narrowed or recipe.resume or recipe.recompute
+    narrowed = scenario.parsed_topology.narrowed
+    unasked = narrowed or recipe.resume or recipe.recompute
     text = " ".join(str(error).split())[:600]
     if isinstance(error, CannotError):
         return text
+    own_step = spec == NO_SCALER and scenario.workload.train_step is not None
+    if narrowed and own_step and failure.root.state is RankState.HUNG:
+        return f"its train_step: {_root_cause(failure)}"
     if not isinstance(error, WorkloadError):
         return ""
     laid_out = error.call == "parallelize" and (unasked or frozen)
-    trained = error.call == "train_step" and frozen and "train_step: raised" in text
+    tried = frozen or (narrowed and own_step)
+    trained = error.call == "train_step" and tried and "train_step: raised" in text
     return text if laid_out or trained else ""
 
 

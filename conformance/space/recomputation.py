@@ -130,7 +130,8 @@ def why_not_recomputed(name: str) -> str:
         return f"on one process its model cannot run again in backward: {error}"
     if not counted.again:
         return "its model calls no module of its own that has parameters"
-    largest = max((float(g.abs().max()) for g in plain.values()), default=0.0)
+    sizes = (float(g.abs().max()) for g in plain.values() if g.numel())
+    largest = max(sizes, default=0.0)
     for parameter, gradient in plain.items():
         again = found.get(parameter)
         off = gradient if again is None else gradient - again
@@ -163,4 +164,4 @@ def _gradients(
     with workload.calling("backward"):
         value.backward()
     named = model.named_parameters()
-    return {name: p.grad for name, p in named if p.grad is not None}
+    return {name: p.grad.to_dense() for name, p in named if p.grad is not None}

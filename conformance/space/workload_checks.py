@@ -111,15 +111,27 @@ def _batch(workload: ResolvedWorkload) -> Batch:
 
 
 def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
+    before = {name: b.detach().clone() for name, b in model.named_buffers()}
     (value, count), again = (_objective(workload, model, [batch]) for _ in range(2))
     if not bool(torch.isfinite(value)):
         raise workload.refuse("loss", f"is {value.item()} on the first batch")
     if count == 0:
         raise workload.refuse("loss", "the count of the whole first batch is 0")
     if (value.item(), count) != (again[0].item(), again[1]):
+        losses = f"gave the losses {value.item():g} and {again[0].item():g}"
+        now = dict(model.named_buffers())
+        moved = [n for n, b in before.items() if n in now and not _same_bits(b, now[n])]
+        if moved:
+            raise workload.refuse(
+                "forward",
+                f"{losses} for one batch, and changed the buffers {', '.join(moved)}: "
+                "what a forward computes with a state that earlier ones have left "
+                "depends on how a batch is split, and cannot be compared. Keep the "
+                "state as it is in forward",
+            )
         raise workload.refuse(
             "forward",
-            f"gave the losses {value.item():g} and {again[0].item():g} for one batch, "
+            f"{losses} for one batch, "
             "with every probability of dropout set to 0: what a random forward "
             "computes cannot be compared. Keep the probability, or size, of other "
             "noise in an attribute with 'drop' or 'jitter' in its name, and draw "
@@ -151,6 +163,13 @@ def _objective(
 def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
     """Check that a gradient is not zero: some parameters may be unused, but not all."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in named:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise workload.refuse(
+                "model",
+                f"{name} gets a gradient of layout {parameter.grad.layout}, which "
+                "cannot be compared: expected a dense one (sparse=False)",
+            )
     if all(p.grad is None or not p.grad.any() for _, p in named):
         text = f"gave no gradient but zero to any of {', '.join(n for n, _ in named)}"
         raise workload.refuse("backward", text)

@@ -1,11 +1,12 @@
 """Laws of what a trainer does beside its step, on real ranks and at their edges."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance import Case, Evidence, Runner, Scenario, Status
 from gradparity.conformance.status import Finding
 from gradparity.fixtures import WorkloadError, resolve_workload
 from gradparity.fixtures.faulty import trainers
@@ -59,14 +60,62 @@ def test_a_step_that_only_some_optimizers_take_is_not_judged() -> None:
         trace.steps[BAD_STEP].decisions[0].parameters_changed = True
         trace.steps[BAD_STEP].schedule = ("1", "2")
         trace.steps[BAD_STEP].skips = (0, 0)
-        trace.steps[BAD_STEP].average = ("1", "2")
+        trace.steps[BAD_STEP].average = ({"w": (2, "1")}, {"w": (2, "2")})
     assert finding(e, "skip.all-ranks-skip").status is Status.FAIL
     for law in LAWS[:3]:
         assert finding(e, f"trainer.{law}").status is not Status.FAIL
 
 
-def test_a_run_without_a_skip_says_nothing_of_the_average() -> None:
-    assert finding(evidence(), "trainer.average").status is Status.SKIPPED
+def averages(e: Evidence, rank: int, *digests: str, elements: int = 2) -> None:
+    """Give a rank an average that goes on from digest to digest."""
+    for at, (was, now) in zip(e.ranks[rank].steps, pairwise(digests), strict=True):
+        at.average = ({"w": (elements, was)}, {"w": (elements, now)})
+
+
+def test_one_rank_without_a_skip_says_nothing_of_the_average() -> None:
+    alone = evidence(size=1)
+    assert finding(alone, "trainer.average").status is Status.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("digests", "elements"),
+    [
+        ("00000", 2),  # rank 0 alone keeps one
+        ("0abcd", 1),  # each rank has a part of its own of the same weights
+        ("zabcd", 2),  # other bits from the start: not the same average
+    ],
+)
+def test_an_average_that_need_not_be_equal_is_not_compared(
+    digests: str, elements: int
+) -> None:
+    e = evidence()
+    averages(e, 1, *digests, elements=elements)
+    assert finding(e, "trainer.average").status is not Status.FAIL
+
+
+def test_averages_that_drift_apart_are_told_at_the_first_step() -> None:
+    e = evidence()
+    averages(e, 1, *"01abc")
+    found = finding(e, "trainer.average")
+    assert (found.status, found.step, found.ranks) == (Status.FAIL, 1, (1,))
+    assert "the running average of w on rank 1 differs from that on rank 0" in (
+        found.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "law"), [("average", "trainer.average"), ("schedule", "trainer.schedule")]
+)
+def test_what_a_checkpoint_loses_is_told(what: str, law: str) -> None:
+    id = "ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2,recipe=resume"
+    e = evidence(scenario=Scenario.parse(id))
+    assert finding(e, law).status is Status.PASS
+    at = e.ranks[1].steps[e.scenario.resume_step]
+    first = getattr(e.ranks[1].steps[0], what)
+    setattr(at, what, (first[0], getattr(at, what)[1]))
+    found = finding(e, law)
+    assert (found.status, found.step, found.ranks) == (Status.FAIL, 2, (1,))
+    assert "not the one that was saved" in found.message
 
 
 def test_a_saved_state_that_a_new_scaler_has_anyway_proves_nothing() -> None:

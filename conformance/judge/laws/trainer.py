@@ -66,17 +66,42 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
                 )
 
 
+def _lost(evidence: Evidence, what: str, subject: str) -> Finding | None:
+    """What is not loaded again where the stack goes on from its own checkpoint."""
+    scenario = evidence.scenario
+    if not scenario.parsed_recipe.resume:
+        return None
+    for trace in evidence.ranks:
+        at = {s.step: getattr(s, what) for s in trace.steps}
+        saved, loaded = at.get(scenario.resume_step - 1), at.get(scenario.resume_step)
+        if saved and loaded and saved[1] != loaded[0]:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {scenario.resume_step}: {subject} on rank {trace.rank} "
+                "is not the one that was saved, once the stack is loaded from its own "
+                "checkpoint",
+                step=scenario.resume_step,
+                ranks=(trace.rank,),
+                cause="lost in the checkpoint",
+                compared=1,
+            )
+    return None
+
+
 @law(
     "trainer.schedule",
     "The schedule of the learning rate moves on every step that is taken, and on no "
-    "step that is skipped.",
+    "step that is skipped; a checkpoint of the stack holds it.",
     "A warm-up that counts skipped steps is shorter than planned, and fp16 runs skip "
     "most steps at their start. Step the scheduler only if the scaler says that the "
     "optimizer has stepped. A call of the optimizer is no proof: a fused optimizer is "
     "called on skipped steps, too.",
+    of_stack=True,
 )
 def schedule(evidence: Evidence) -> Finding:
     """Compare the schedule's state before and after each step."""
+    if lost := _lost(evidence, "schedule", "the schedule"):
+        return lost
     compared = 0
     for at in _beside(evidence, "schedule"):
         compared += 1
@@ -95,13 +120,22 @@ def schedule(evidence: Evidence) -> Finding:
 
 @law(
     "trainer.average",
-    "The running average of the weights does not move on a step that is skipped.",
+    "The running average of the weights does not move on a step that is skipped, and "
+    "is equal on ranks that hold the same weights; a checkpoint of the stack holds it.",
     "If a skipped step counts, the weights before it count twice, and the warm-up of "
-    "the average is shorter than planned. Ranks that count differently drift apart.",
+    "the average is shorter than planned. Ranks that count differently drift apart: "
+    "which model is evaluated then depends on the rank that saves it. An average that "
+    "moves on one rank only is compared with none.",
+    of_stack=True,
 )
 def average(evidence: Evidence) -> Finding:
-    """Compare the average's bits before and after each skipped step."""
-    compared = seen = 0
+    """Compare the average's bits over each skipped step, and over ranks."""
+    if lost := _lost(evidence, "average", "the running average"):
+        return lost
+    compared, torn = _torn(evidence)
+    if torn is not None:
+        return torn
+    seen = 0
     for at in _beside(evidence, "average"):
         seen += 1
         if at.taken:
@@ -116,10 +150,44 @@ def average(evidence: Evidence) -> Finding:
     if not seen and evidence.scenario.workload.ema is None:
         return skipped("the workload has no ema")
     if not compared and evidence.unseen == 0:
-        return skipped("no step was skipped")
+        return skipped("no step was skipped, and no two ranks move the same average")
     return count_or_inconclusive(
-        compared, "averages untouched by a skip", evidence.unseen
+        compared, "averages untouched by a skip, or equal on two ranks", evidence.unseen
     )
+
+
+def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
+    """Averages of equal weights that were equal and are not after a step.
+
+    An average may be laid out otherwise than the weights, or be kept on one rank: only
+    one of as many elements as the weight, which moves on both ranks, is compared.
+    """
+    compared = 0
+    for step, seen in evidence.steps():
+        known: dict[tuple[str, str, str, str], tuple[int, str]] = {}
+        for s, trace in zip(seen, evidence.ranks, strict=True):
+            before, after = s.average or ({}, {})
+            for name in before.keys() & after.keys() & trace.shards.keys():
+                elements, was = before[name]
+                moved = was != after[name][1]
+                if not moved or elements != len(trace.index[name]):
+                    continue
+                key = (name, trace.shards[name], s.digests.get(name, ""), was)
+                rank, now = known.setdefault(key, (trace.rank, after[name][1]))
+                compared += rank != trace.rank
+                if now != after[name][1]:
+                    return compared, Finding(
+                        status=Status.FAIL,
+                        message=f"step {step}: the running average of {name} on rank "
+                        f"{trace.rank} differs from that on rank {rank}, which has the "
+                        "same weights and had the same average before",
+                        step=step,
+                        ranks=(trace.rank,),
+                        parameter=name,
+                        cause="differs on ranks",
+                        compared=compared,
+                    )
+    return compared, None
 
 
 @law(
@@ -129,6 +197,7 @@ def average(evidence: Evidence) -> Finding:
     "Schedules, averages, checkpoints and alarms depend on this number. A trainer that "
     "infers a skip from a missing call or from a smaller scale is wrong with fused "
     "optimizers and wherever the scale is at its limit.",
+    of_stack=True,
 )
 def skips(evidence: Evidence) -> Finding:
     """Compare the count before and after each step."""
