@@ -12,6 +12,7 @@ from gradparity.conformance.judge import laws as laws
 from gradparity.conformance.judge.law import LAWS, Law
 from gradparity.conformance.status import write_whole
 from gradparity.fixtures.faulty import FAULTY
+from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
 from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
 
@@ -72,8 +73,8 @@ def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
     yield f"{law.text}\n"
     yield f"*Why:* {law.reason}\n"
-    every = [*FAULTY.items(), *FAULTY_STACKS.items(), *FAULTY_TRAINERS.items()]
-    faulty = [f"`{made.__name__}`" for made, how in every if how.law == law.id]
+    every = FAULTY | FAULTY_STACKS | FAULTY_TRAINERS | FAULTY_STEPS
+    faulty = [f"`{made.__name__}`" for made, how in every.items() if how.law == law.id]
     if faulty:
         yield f"*Broken on purpose by:* {', '.join(faulty)}\n"
 

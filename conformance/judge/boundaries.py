@@ -154,7 +154,9 @@ class Boundaries:
         if not any(w.log.modules for w in self.ranks.values()):
             return "the stack shows no modules, so activations were not compared"
         if not self.compared:
-            return "no activation could be compared"
+            why = [f" on rank {r}: {w.log.unpaired}" for r, w in self.ranks.items()]
+            unpaired = next((text for text in why if not text.endswith(": ")), "")
+            return f"no activation could be compared{unpaired}"
         missed = f", {self.not_compared} could not be" if self.not_compared else ""
         modules = {boundary.module for _, boundary in self.found}
         return (

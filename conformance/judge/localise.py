@@ -116,19 +116,22 @@ def _micro_batches(engine: Engine, step: int) -> list[Batch]:
 def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     """The batches as the modules received them.
 
-    A pipeline cuts its batch into chunks, and its first call only infers shapes.
+    A pipeline cuts what it is given, and its first call infers shapes. Where calls have
+    other rows than the batches, and are more, nothing says which call is of which rows.
     """
     called = next(iter(log.rows), [])
     given = [batch.tensors[0].shape[0] for batch in batches]
     due = sum(given)
-    extra = next(
-        (n for n in range(len(called)) if sum(called[n:]) == due),
-        max(0, len(called) - len(batches)),
-    )
-    # a pipeline's first call infers shapes: it belongs to no micro-batch
+    if not any(sum(called[n:]) == due for n in range(len(called))):
+        if len(called) > len(batches):
+            log.without_calls(len(called))
+            log.unpaired = f"it was called with {sum(called)} rows in {len(called)} "
+            log.unpaired += f"calls, and was given {due} rows in {len(batches)}"
+        return list(batches)
+    extra = next(n for n in range(len(called)) if sum(called[n:]) == due)
     log.without_calls(extra)
     rows = called[extra:]
-    if sum(rows) != due or rows == given:
+    if rows == given:
         return list(batches)
     cut: list[Batch] = []
     left = list(batches)

@@ -105,6 +105,8 @@ class ModuleLog:
     """Modules that were watched; 0 where the stack shows none."""
     rows: list[list[int]] = field(default_factory=list)
     """Of each module that is called from outside: the rows of each of its calls."""
+    unpaired: str = ""
+    """Why it is not known which call was of which rows, where it is not."""
 
     def without_calls(self, count: int) -> None:
         """Leave out the first outermost calls and renumber the others."""

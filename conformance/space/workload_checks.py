@@ -112,15 +112,16 @@ def _batch(workload: ResolvedWorkload) -> Batch:
 
 def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
-    (value, count), again = (_objective(workload, model, [batch]) for _ in range(2))
+    value, count = _objective(workload, model, [batch])
+    now = dict(model.named_buffers())
+    moved = [n for n, b in before.items() if n in now and not _same_bits(b, now[n])]
+    again = _objective(workload, model, [batch])
     if not bool(torch.isfinite(value)):
         raise workload.refuse("loss", f"is {value.item()} on the first batch")
     if count == 0:
         raise workload.refuse("loss", "the count of the whole first batch is 0")
     if (value.item(), count) != (again[0].item(), again[1]):
         losses = f"gave the losses {value.item():g} and {again[0].item():g}"
-        now = dict(model.named_buffers())
-        moved = [n for n, b in before.items() if n in now and not _same_bits(b, now[n])]
         if moved:
             raise workload.refuse(
                 "forward",

@@ -354,7 +354,19 @@ def test_where_no_script_can_be_made_there_is_none() -> None:
     assert Recorder(Devices()).record(strange).script == ""
 
 
-def test_a_broken_harness_is_reported_once() -> None:
+def test_a_cell_names_the_law_that_is_broken_first() -> None:
+    """Later steps follow: wrong weights have wrong gradients."""
+    late, soon = (
+        Verdict(
+            law=f"parity.{what}", status="fail", message=f"step {n}: {what}", step=n
+        )
+        for n, what in ((1, "gradient"), (0, "update"))
+    )
+    record = msgspec.structs.replace(case(TORCH, "fail"), verdicts=(late, soon))
+    assert cell([record]).endswith("step 0: update")
+
+
+def test_a_broken_harness_is_told_once() -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
     record = Recorder(Devices()).record(broke)
     assert (record.status, record.verdicts) == ("error", ())

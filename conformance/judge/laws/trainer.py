@@ -167,8 +167,9 @@ def _torn(evidence: Evidence) -> tuple[int, Finding | None]:
         known: dict[tuple[str, str, str, str], tuple[int, str]] = {}
         for s, trace in zip(seen, evidence.ranks, strict=True):
             before, after = s.average or ({}, {})
-            for name in before.keys() & after.keys() & trace.shards.keys():
-                elements, was = before[name]
+            for name, (elements, was) in before.items():
+                if name not in after or name not in trace.shards:
+                    continue
                 moved = was != after[name][1]
                 if not moved or elements != len(trace.index[name]):
                     continue

@@ -1,0 +1,216 @@
+"""Steps of unusual form: right ones are not accused, faults in them are found."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance.judge.localise import _as_called
+from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
+from gradparity.conformance.run.runner import _cannot
+from gradparity.conformance.space.recomputation import why_not_recomputed
+from gradparity.conformance.space.workload_checks import check_workload
+from gradparity.fixtures import Batch, WorkloadError
+from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS, RIGHT_STEPS, Steps
+from gradparity.fixtures.faulty.plain import Broken
+from gradparity.fixtures.faulty.stacks import Base
+from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
+
+
+def at(workload: type, where: str) -> Scenario:
+    path, _, more = where.partition(",")
+    settings = f"model={__name__}:{workload.__name__},steps=2{more and ',' + more}"
+    return Scenario.parse(f"{path}/own/none/{settings}")
+
+
+def judged(runner: Runner, scenario: Scenario) -> Case:
+    case = runner.run("none", scenario)
+    assert not case.problem
+    return case
+
+
+RIGHT = [  # three ranks take longer
+    pytest.param(at, id=stack.__name__, marks=[pytest.mark.slow] * (at[:3] == "dp3"))
+    for stack, at in RIGHT_STEPS.items()
+]
+
+
+@pytest.mark.parametrize("where", RIGHT)
+def test_a_right_step_breaks_no_law(runner: Runner, where: str) -> None:
+    found = {v.law: v for v in judged(runner, Scenario.parse(where)).verdicts}
+    assert {v.status for v in found.values()} <= {Status.PASS, Status.SKIPPED}
+    for law in ("parity.gradient", "parity.update"):
+        assert found[law].status is Status.PASS, found[law]
+        assert found[law].compared > found[law].not_compared
+
+
+@pytest.mark.parametrize(
+    "broken", [pytest.param(b, id=s.__name__) for s, b in FAULTY_STEPS.items()]
+)
+def test_a_faulty_step_is_caught_by_its_law(runner: Runner, broken: Broken) -> None:
+    case = judged(runner, Scenario.parse(broken.at))
+    failed = [v.law for v in case.verdicts if v.status is Status.FAIL]
+    assert broken.law in failed
+
+
+# - What the workload cannot do
+
+
+class OneProcess(Base):
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return model
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for _, p in parameters], lr=1e-2)
+
+
+class NeedsTwoRanks(Steps):
+    def train_step(self, stack: Any, micro_batches: Any, scaler: Any) -> Any:
+        if stack.ranks == 1:
+            raise ValueError("there is no next stage")
+        return super().train_step(stack, micro_batches, scaler)
+
+
+def test_a_step_that_needs_two_ranks_is_not_tried_on_one(runner: Runner) -> None:
+    case = judged(runner, at(NeedsTwoRanks, "dp1/1/fp32"))
+    assert case.status is Status.SKIPPED
+    assert "train_step: raised ValueError: there is no next stage" in (
+        case.verdicts[0].message
+    )
+
+
+@pytest.mark.parametrize(
+    ("workload", "spec", "where", "tried"),
+    [
+        (NeedsTwoRanks, "none", "dp1/1/fp32", False),
+        (NeedsTwoRanks, "none", "dp2/2/fp32", True),  # it asked for this mesh itself
+        (NeedsTwoRanks, "made.up:Scaler", "dp1/1/fp32", True),
+        (OneProcess, "none", "dp1/1/fp32", True),
+    ],
+)
+def test_a_step_that_hangs_on_one_rank_is_not_tried_there(
+    workload: type, spec: str, where: str, tried: bool
+) -> None:
+    hung = RankOutcome(rank=0, state=RankState.HUNG, message="waiting")
+    scenario = at(workload, where)
+    found = _cannot(WorldFailure((hung,), hung), spec, scenario)
+    assert found == ("" if tried else "its train_step: rank 0: hung, waiting")
+
+
+class MakesParametersAnew(Steps):
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        for name, parameter in list(model.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            anew = nn.Parameter(parameter.detach().clone())
+            setattr(model.get_submodule(owner), leaf, anew)
+        return super().parallelize(model, mesh)
+
+    def weights(self, stack: Any) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in stack.module.named_parameters()}
+
+    def gradients(self, stack: Any) -> dict[str, Tensor | None]:
+        return {n: p.grad for n, p in stack.module.named_parameters()}
+
+
+def test_a_stack_whose_frozen_parameters_train_again_is_not_tried_frozen(
+    runner: Runner,
+) -> None:
+    case = judged(runner, at(MakesParametersAnew, "dp1/1/fp32,recipe=frozen"))
+    assert case.status is Status.SKIPPED
+    assert "frozen parameters train again" in case.verdicts[0].message
+
+
+# - On one process
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.none = nn.Linear(8, 16), nn.Linear(8, 1, bias=False)
+        self.none.weight = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.first(x) + self.none(x).sum(-1, keepdim=True)
+        return found
+
+
+class HasAnEmptyParameter(OneProcess):
+    def model(self) -> nn.Module:
+        return Empty()
+
+
+def test_a_parameter_without_elements_is_no_error(runner: Runner) -> None:
+    assert not why_not_recomputed(f"{__name__}:HasAnEmptyParameter")
+    assert judged(runner, at(HasAnEmptyParameter, "single/1/fp32")).status is (
+        Status.PASS
+    )
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 16, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.rows(x.argmax(-1))
+        return found
+
+
+class HasASparseGradient(OneProcess):
+    def model(self) -> nn.Module:
+        return Table()
+
+
+class Balanced(nn.Linear):
+    """Moves a bias that it adds, as routers do that balance their experts."""
+
+    load: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 16)
+        self.register_buffer("load", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x) + self.load
+        self.load = 0.1 - self.load  # every second time it is what it was
+        return found
+
+
+class ChangesABuffer(OneProcess):
+    def model(self) -> nn.Module:
+        return Balanced()
+
+
+@pytest.mark.parametrize(
+    ("workload", "told"),
+    [
+        (HasASparseGradient, r"rows.weight gets a gradient of layout torch.sparse_coo"),
+        (ChangesABuffer, r"for one batch, and changed the buffers load: "),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_its_name(
+    workload: type, told: str
+) -> None:
+    spec = f"{__name__}:{workload.__name__}"
+    why_not_recomputed(spec)  # is asked first, and must not raise
+    with pytest.raises(WorkloadError, match=told) as caught:
+        check_workload(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_calls_with_other_rows_than_were_given_are_not_compared() -> None:
+    """A pipeline that leaves out the rest of a division: four calls with two rows."""
+    batch = Batch(inputs=torch.zeros(11, 2), targets=torch.zeros(11))
+    log = ModuleLog(rows=[[2, 2, 2, 2]])
+    for call in range(4):
+        log.passed[Boundary(call, "", 0, INPUT, 0)] = Passed(
+            values=torch.zeros(2).numpy()
+        )
+    assert _as_called([batch], log) == [batch]
+    assert not log.passed
+    assert log.unpaired == (
+        "it was called with 8 rows in 4 calls, and was given 11 rows in 1"
+    )
