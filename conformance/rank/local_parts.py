@@ -91,6 +91,9 @@ def read_local_parts(
             raise workload.refuse(call, f"{text}, such as {', '.join([*whole][:4])}")
         if name in found:
             raise workload.refuse(call, f"gave {name} twice")
+        pair = isinstance(value, tuple | list) and len(value) == 2
+        if call == "gradients" and pair and value[0] is None:
+            continue  # no gradient, of these slices
         if value is not None:
             found[name] = _local_part(workload, call, name, value, whole[name].shape)
     return found

@@ -319,6 +319,8 @@ class OwnStep:
         self.found: list[str] = []
         """Digests of optimizers that were first seen in this step, before they step."""
         self.scaled = self.parts = 0
+        self.excused = False
+        """Whether some step has moved weights, or had a gradient that is not finite."""
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
         engine, judged, workload = self.engine, self.judged, self.workload
@@ -356,9 +358,17 @@ class OwnStep:
         before = before[0], [*before[1], *self.found]
         record_effect(engine, seen, before, deciding)
         changed = [d.parameters_changed for d in seen.decisions]
-        if judged.scaler is None and not self.calls.seen and False in changed:
-            text = "stepped never: no optimizer of torch was called and no weight has"
-            raise workload.refuse("train_step", f"{text} changed in step {seen.step}")
+        # a loss scaling of the stack's own may skip, for what only other ranks see
+        moved = self.calls.seen > 0 or False not in changed
+        self.excused |= judged.scaler is not None or moved or bool(seen.non_finite)
+
+    def check_stepped(self) -> None:
+        """See that the stack has stepped, or had a reason not to, in some step."""
+        excused = torch.tensor(float(self.excused), device=self.engine.device)
+        dist.all_reduce(excused)
+        if not excused:
+            text = "stepped never: no optimizer of torch was called, no weight has"
+            raise self.workload.refuse("train_step", f"{text} changed in any step")
 
     def check_gradients(self, trace: RankTrace) -> None:
         """See that the gradients of a whole run were not out of sight.

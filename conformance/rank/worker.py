@@ -114,6 +114,7 @@ def observe_rank(
         trace.owned = engine.owned
         engine.check_recomputed()
         if own is not None:
+            own.check_stepped()
             own.check_gradients(trace)
             if last is None:
                 trace.restored = own.restored()

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...fixtures import Batch, ResolvedWorkload, is_workload, resolve_workload
+from ...fixtures import (
+    OWN,
+    Batch,
+    ResolvedWorkload,
+    is_workload,
+    resolve_workload,
+)
 from .random_layers import turn_off_random_layers
 from .scenario import Scenario
 
@@ -243,6 +249,46 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
                 raise workload.refuse(
                     "optimizer", f"was given {lost[0]} and left it out"
                 )
+    _check_alone(workload, named)
+
+
+def _check_alone(
+    workload: ResolvedWorkload, named: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """An optimizer must move a parameter alone as it does beside others."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {name: p.shape for name, p in named}
+    steps = [
+        {
+            name: torch.randn(size, generator=generator, dtype=torch.float64)
+            for name, size in sizes.items()
+        }
+        for _ in range(2)
+    ]
+
+    def moved(names: Iterable[str]) -> dict[str, Tensor]:
+        some = {
+            n: nn.Parameter(torch.ones(sizes[n], dtype=torch.float64)) for n in names
+        }
+        with workload.calling("optimizer"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made = workload.optimizers[OWN]([*some.items()])
+            for gradients in steps:
+                for name, parameter in some.items():
+                    parameter.grad = gradients[name].clone()
+                made.step()
+        return {name: p.detach() - 1 for name, p in some.items()}
+
+    for name, beside in moved(sizes).items():
+        off = float((moved([name])[name] - beside).norm())
+        if off > ROUNDING * float(beside.norm()):
+            raise workload.refuse(
+                "optimizer",
+                f"moves {name} otherwise beside other parameters than alone, by "
+                f"{off / float(beside.norm() or 1):.2g} of the update: the reference "
+                "has an optimizer for each parameter, and what one takes from all "
+                "together (a common norm, an estimate of the step) cannot be compared",
+            )
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -184,9 +184,32 @@ class ChangesABuffer(OneProcess):
         return Balanced()
 
 
+class OfOneLength(torch.optim.SGD):
+    """Divides all gradients by the norm of the whole one."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for p in self.param_groups[0]["params"]]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient /= norm
+        return super().step(closure)
+
+
+class CouplesParameters(OneProcess):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return OfOneLength([p for _, p in parameters], lr=1e-2)
+
+
+class NeedsAClosure(OneProcess):
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([p for _, p in parameters])
+
+
 @pytest.mark.parametrize(
     ("workload", "told"),
     [
+        (CouplesParameters, "optimizer: moves first.weight otherwise beside other"),
+        (NeedsAClosure, "optimizer: raised TypeError: .*'closure'"),
         (HasASparseGradient, r"rows.weight gets a gradient of layout torch.sparse_coo"),
         (ChangesABuffer, r"for one batch, and changed the buffers load: "),
     ],
