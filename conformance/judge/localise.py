@@ -129,6 +129,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
             log.unpaired += f"calls, and was given {due} rows in {len(batches)}"
         return list(batches)
     extra = next(n for n in range(len(called)) if sum(called[n:]) == due)
+    # a pipeline's first call infers shapes: it belongs to no micro-batch
     log.without_calls(extra)
     rows = called[extra:]
     if rows == given:

@@ -366,7 +366,7 @@ def test_a_cell_names_the_law_that_is_broken_first() -> None:
     assert cell([record]).endswith("step 0: update")
 
 
-def test_a_broken_harness_is_told_once() -> None:
+def test_a_broken_harness_is_reported_once() -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
     record = Recorder(Devices()).record(broke)
     assert (record.status, record.verdicts) == ("error", ())
