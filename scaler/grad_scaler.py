@@ -35,6 +35,7 @@ from .errors import TooManySkipsError
 from .global_norm import GradsByMesh, global_norm, grads_by_mesh, local_norms
 from .grads import (
     FP16_REFUSED,
+    Divided,
     FoundInf,
     Number,
     any_of,
@@ -44,6 +45,7 @@ from .grads import (
     is_true,
     local_dense,
     local_gradients,
+    local_ids,
     number_in,
     parameters_of,
     unchanged,
@@ -359,7 +361,8 @@ class GradScaler(_TorchGradScaler):
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
-                state.divided, state.folded = (), divided_gradients(grads.gradients)
+                state.divided = Divided()
+                state.folded = divided_gradients(grads.gradients)
             elif self._records.may_share:
                 state.divided = divided_gradients(grads.gradients)
         if not self._enabled:
@@ -430,7 +433,7 @@ class GradScaler(_TorchGradScaler):
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        if state.folded:
+        if state.folded.refs:
             _refuse_changed(state)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_fused(optimizer, state, *args, **kwargs)
@@ -489,7 +492,7 @@ class GradScaler(_TorchGradScaler):
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         # Not after an exception: whoever catches it may step again.
-        state.folded, state.fused_grad_scale = (), None
+        state.folded, state.fused_grad_scale = Divided(), None
         return result
 
     @no_compile
@@ -595,7 +598,7 @@ class GradScaler(_TorchGradScaler):
             gradients, inv_scale, found_inf, divided, is_own=state is not None
         )
         if state is not None:
-            state.divided = ()
+            state.divided = Divided()
             if self._records.may_share:
                 held = [p.grad for p in parameters_of(state.optimizer)]
                 state.divided = divided_gradients([g for g in held if g is not None])
@@ -611,9 +614,9 @@ class GradScaler(_TorchGradScaler):
         for other in self._states.values():
             if other is state or other.record is None:
                 continue
-            if mine & unchanged(other.folded):
+            if mine & local_ids(unchanged(other.folded)):
                 _divide_folded(other)
-            divided |= mine & unchanged(other.divided)
+            divided |= mine & local_ids(unchanged(other.divided))
         return divided
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
@@ -939,8 +942,8 @@ class GradScaler(_TorchGradScaler):
 
 
 def _refuse_changed(state: OptimizerState) -> None:
-    intact = unchanged(state.folded)
-    if len(intact) < len(state.folded) and not intact.issuperset(
+    still = unchanged(state.folded)
+    if len(still) < len(state.folded.refs) and not local_ids(still).issuperset(
         map(id, local_dense(state.optimizer))
     ):
         raise RuntimeError(
@@ -953,7 +956,7 @@ def _divide_folded(state: OptimizerState) -> None:
     # See [Note: A clip left to a kernel] in clip.py.
     if state.fused_grad_scale is not None:
         state.divided = divide_(state.folded, state.fused_grad_scale)
-        state.folded, state.fused_grad_scale = (), None
+        state.folded, state.fused_grad_scale = Divided(), None
 
 
 def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:

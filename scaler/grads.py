@@ -21,8 +21,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import add, attrgetter, is_
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,18 @@ Number = float | torch.Tensor
 """A number that the host knows, or a tensor, (), on the device that knows it.
 Arithmetic with Python's numbers costs a tenth of that with such tensors."""
 
-Divided = Sequence[tuple["weakref.ref[torch.Tensor]", int]]
-"""Gradients and their versions. See [Note: A gradient divided twice]."""
+
+class Divided(NamedTuple):
+    """Gradients as the parameters have them. See [Note: A gradient divided twice].
+
+    Attributes:
+        refs: weak references.
+        versions: of the gradients, then of their local tensors.
+    """
+
+    refs: Sequence[weakref.ref[Any]] = ()
+    versions: Sequence[int] = ()
+
 
 FP16_REFUSED = (
     "Attempting to unscale FP16 gradients. Dividing them in place flushes to zero what "
@@ -219,19 +229,17 @@ def divided_gradients(gradients: Sequence[Any]) -> Divided:
         gradients: as the parameters have them.
     """
     try:
-        return list(zip(map(weakref.ref, gradients), _versions(gradients), strict=True))
+        versions = _versions(gradients)
     except RuntimeError:  # one made in inference mode has no version: as in torch then
-        normal = [gradient for gradient in gradients if not gradient.is_inference()]
-        return list(zip(map(weakref.ref, normal), _versions(normal), strict=True))
+        gradients = [gradient for gradient in gradients if not gradient.is_inference()]
+        versions = _versions(gradients)
+    return Divided(list(map(weakref.ref, gradients)), versions)
 
 
 def _versions(gradients: Sequence[Any]) -> list[int]:
-    # See [Note: A gradient divided twice]; both only ever grow.
-    versions = map(version_of, gradients)
-    locals_ = local_tensors(gradients)
-    if all(map(is_, gradients, locals_)):
-        return list(versions)
-    return list(map(add, versions, map(version_of, locals_)))
+    with DisableTorchFunctions():  # half the price for DTensors
+        locals_ = map(version_of, local_tensors(gradients))
+        return [*map(version_of, gradients), *locals_]
 
 
 def local_dense(optimizer: Any) -> list[torch.Tensor]:
@@ -241,23 +249,30 @@ def local_dense(optimizer: Any) -> list[torch.Tensor]:
 
 def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
     """Divide those gradients that are as they were written down; return them anew."""
-    still = _unchanged(gradients)
+    still = unchanged(gradients)
     with torch.no_grad():
         for local in local_tensors(still):
             local.div_(moved_to(divisor, local.device))
     return divided_gradients(still)
 
 
-def unchanged(divided: Divided) -> set[int]:
-    """Return the ids of the local tensors of those that are as they were."""
-    return set(map(id, local_tensors(_unchanged(divided))))
+def unchanged(divided: Divided) -> list[Any]:
+    """Return those gradients that are as they were written down."""
+    refs, versions = divided
+    gradients = [gradient for ref in refs if (gradient := ref()) is not None]
+    if len(gradients) == len(refs) and _versions(gradients) == versions:
+        return gradients
+    return [
+        gradient
+        for index, ref in enumerate(refs)
+        if (gradient := ref()) is not None
+        and _versions([gradient]) == versions[index :: len(refs)]
+    ]
 
 
-def _unchanged(divided: Divided) -> list[Any]:
-    alive = [(gradient, v) for ref, v in divided if (gradient := ref()) is not None]
-    gradients = [gradient for gradient, _ in alive]
-    now = _versions(gradients)
-    return [gradient for (gradient, v), n in zip(alive, now, strict=True) if v == n]
+def local_ids(gradients: Iterable[Any]) -> set[int]:
+    """Return the ids of the local tensors of gradients."""
+    return set(map(id, local_tensors(gradients)))
 
 
 # - Readings of found_inf

@@ -41,8 +41,8 @@ class OptimizerState(dict[str, Any]):
 
     optimizer: Any = None
     record: OptimizerRecord | None = None
-    divided: Divided = ()
-    folded: Divided = ()
+    divided: Divided = Divided()
+    folded: Divided = Divided()
     clips: int = 0
     fused_grad_scale: torch.Tensor | None = None
     result: SyncResult | None = None
