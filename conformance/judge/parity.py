@@ -322,7 +322,7 @@ def _gradient_rows(
 
 def _left_to_another(seen: Seen, trace: RankTrace, name: str) -> bool:
     return not _hands_over(trace, name) and any(
-        name in at.gradients and other.shards.get(name) == trace.shards[name]
+        name in at.gradients and other.shards.get(name) == trace.shards.get(name)
         for other, at in seen
     )
 

@@ -80,7 +80,7 @@ class _Follower:
             self.tracks.append(track(program, "plain torch"))
         self.loose = False  # whether values are rounded from here on
         self.own_clip = False
-        self.may_refuse = False
+        self.crossed = self.overwritten = False
         # largest element that each parameter has had: tolerances are relative to it
         self.moved: dict[str, float] = {}
 
@@ -104,7 +104,8 @@ class _Follower:
             if call.kind in CLIPS or call.kind == "handclip":
                 self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
             one = self.tracks[0].replicas[0]
-            self.may_refuse |= call.kind == "cross" or (
+            self.crossed |= call.kind == "cross"
+            self.overwritten |= (
                 # gradients left to a fused kernel still carry the scale
                 call.kind in WRITE_GRADIENTS
                 and bool(one.clipped - one.stepped)
@@ -182,6 +183,8 @@ class _Follower:
         if not is_right:
             if got.raised:
                 return self._changed(before, got), True
+            if self.overwritten:  # wrong in torch, too, and no promise of ours
+                return "", True
             choices = [each[rank] for each in wanted]
             kind = self.program.calls[place].kind
             if kind in CLIPS and self._is_mixed_norm(got.value, CLIPS[kind][1]):
@@ -189,7 +192,8 @@ class _Follower:
             return self._differ(got, choices, True), True
         want = torchs[0][rank]
         if got.raised and not want.raised:
-            if self.may_refuse or self._torch_departs_later(place):
+            may_refuse = self.crossed or self.overwritten
+            if may_refuse or self._torch_departs_later(place):
                 return self._changed(before, got), True
             return f"a legal call raised {got.raised}", True
         if want.raised and not got.raised:
