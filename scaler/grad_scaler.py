@@ -471,7 +471,12 @@ class GradScaler(_TorchGradScaler):
             _divide_folded(state)
             return optimizer.step(*args, grad_scaler=self, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
-        if self._must_unscale_first(state, scale):
+        try:
+            unscales_first = self._must_unscale_first(state, scale)
+        except Exception:
+            self._report_failure(self._find_group(state), "step")
+            raise
+        if unscales_first:
             self._check_and_sync(optimizer, state, "step", allow_fp16=True)
         elif state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
@@ -615,6 +620,7 @@ class GradScaler(_TorchGradScaler):
             if other is state or other.record is None:
                 continue
             if mine & local_ids(unchanged(other.folded)):
+                _refuse_changed(other)  # those would keep the scale
                 _divide_folded(other)
             divided |= mine & local_ids(unchanged(other.divided))
         return divided

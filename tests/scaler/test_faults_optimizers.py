@@ -103,6 +103,22 @@ def test_f51_clipping_for_a_fused_kernel_divides_nothing(make: Any) -> None:
         assert [value(p) for p in (e, a, b)] == [0.875, 1.0, 0.875]
 
 
+@OURS
+def test_f51_a_gradient_changed_before_another_optimizer_reads_its_neighbour(
+    make: Any,
+) -> None:
+    e, a, b = parameter(), parameter(), parameter()
+    first, second = sgd(e, a, fused=True), sgd(e, b)
+    scaler = make(init_scale=1024.0)
+    scaler.scale(((e + a + b) / 8).sum()).backward()
+    scaler.clip_grad_norm_(first, 1e9)
+    assert a.grad is not None
+    a.grad.mul_(0.5)  # it carries the scale, and will not be divided in the kernel
+    with pytest.raises(RuntimeError, match="changed after clip_grad_norm_"):
+        scaler.step(second)
+    assert [value(p) for p in (e, a, b)] == [1.0, 1.0, 1.0]
+
+
 # - A fused optimizer's grad_scale
 
 
