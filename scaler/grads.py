@@ -9,8 +9,8 @@ weak reference) and its version are written down, and another optimizer of the s
 iteration checks such a gradient without dividing it again. A new gradient is another
 tensor, or has another version after a backward added to it or ``zero_grad`` cleared it,
 and is divided like any other. A DTensor and its local tensor each count the writes that
-go through them, so its version here is the sum of both; foreach functions on DTensors
-are counted by neither. A gradient that was changed in place after it was
+go through them, so both versions are written down; foreach functions on DTensors are
+counted by neither. A gradient that was changed in place after it was
 divided (clipped by hand) has another version, too: it is divided again, as by torch.
 Writing down costs a fifth of a microsecond a gradient, so it is done only in the first
 iteration and where the one before had several optimizers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import timedelta
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -209,14 +210,7 @@ class _Follower:
         slack = TOLERANCE if self.loose else 0.0
         return all(
             len(mathematics) == len(each)
-            and all(
-                bool(
-                    ((m - t).abs() <= slack * m.abs())[
-                        m.isfinite() & t.isfinite()
-                    ].all()
-                )
-                for m, t in zip(mathematics, each, strict=True)
-            )
+            and all(map(_same_where_finite, mathematics, each, repeat(slack)))
             for each in torchs
         )
 
@@ -276,6 +270,11 @@ class _Follower:
             texts = _texts([want.value for want in wanted])
             return f"returned {_text(got.value)} and should have {texts}"
         return ""
+
+
+def _same_where_finite(want: torch.Tensor, got: torch.Tensor, slack: float) -> bool:
+    finite = want.isfinite() & got.isfinite()
+    return bool(((want - got).abs() <= slack * want.abs())[finite].all())
 
 
 def _same(got: Any, want: Any, slack: float) -> bool:

@@ -81,7 +81,7 @@ LOSS_FACTORS = {"usual": 1.0, "tiny": 2.0**-30, "huge": 2.0**30}
 NOTHING = "-"
 """The value of a column that does not apply to a row."""
 LONG = 200
-"""So many bad steps in a row bring any scale to its floor, good ones to 2^110."""
+"""Bad steps in a row that bring any scale to its floor; good ones, to 2^110."""
 LIMITS: dict[str, tuple[str, dict[str, float]]] = {
     # after one growth to 2^127 a second would leave fp32; the fault is planted, because
     # large gradients of a user's workload may overflow at this scale in every step

@@ -4,7 +4,7 @@ Failures are one family where the same rule of a plan (or, without a rule, the s
 class of module) leaves a gradient wrong in the same kind of run: in any, or only where
 micro-batches are accumulated. Plans share rules, so one cause may show under several
 plans. Of each family one script is kept, that of its smallest model, and every failure
-of it must be confirmed by such a script of its own.
+of it must be confirmed by its own script.
 """
 
 from __future__ import annotations

@@ -262,24 +262,9 @@ FOLLOWED = [
     "@1/back:2,clip:1,zero:1,back:2,inf:1,handclip:1,step:1",
     "fused@2/back:2,set:-4,retry",
 ]
-
-
-@pytest.mark.parametrize("text", FOLLOWED)
-def test_histories_that_the_oracle_once_misjudged(text: str, tmp_path: Path) -> None:
-    code, output = judged(OURS, tmp_path, history=parse_program(text))
-    assert code == 0, output
-
-
-@pytest.mark.parametrize("scaler", [PLAIN, TORCH, OURS])
-def test_a_skipped_kernel_may_or_may_not_have_divided(
-    scaler: str, tmp_path: Path
-) -> None:
-    """A shared gradient, which torch's kernel leaves as it is only if it skips."""
-    history = parse_program("fused+shared@1/back:2,inf,step,step:1")
-    code, output = judged(scaler, tmp_path, history=history)
-    assert code == 0, output
-
-
+# torch's kernel leaves a shared gradient as it is only if it skips
+SKIPPED_KERNEL = "fused+shared@1/back:2,inf,step,step:1"
+# histories in which our scaler once divided a gradient twice or never
 DIVIDED_ONCE = [
     # backwards write through a DTensor, not through its local tensor
     "dtensor+shared@2/back:2,step,back:2,unscale:1",
@@ -292,9 +277,17 @@ DIVIDED_ONCE = [
 ]
 
 
-@pytest.mark.parametrize("text", DIVIDED_ONCE)
-def test_each_gradient_is_divided_once(text: str, tmp_path: Path) -> None:
-    code, output = judged(OURS, tmp_path, history=parse_program(text))
+@pytest.mark.parametrize(
+    ("scaler", "text"),
+    [
+        *((OURS, text) for text in [*FOLLOWED, *DIVIDED_ONCE]),
+        *((scaler, SKIPPED_KERNEL) for scaler in (PLAIN, TORCH, OURS)),
+    ],
+)
+def test_a_right_scaler_follows_what_once_departed(
+    scaler: str, text: str, tmp_path: Path
+) -> None:
+    code, output = judged(scaler, tmp_path, history=parse_program(text))
     assert code == 0, output
 
 

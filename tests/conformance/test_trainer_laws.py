@@ -81,7 +81,7 @@ def test_one_rank_without_a_skip_says_nothing_of_the_average() -> None:
     ("digests", "elements"),
     [
         ("00000", 2),  # rank 0 alone keeps one
-        ("0abcd", 1),  # each rank has a part of its own of the same weights
+        ("0abcd", 1),  # each rank has its own part of the same weights
         ("zabcd", 2),  # other bits from the start: not the same average
     ],
 )
