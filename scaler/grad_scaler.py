@@ -485,12 +485,16 @@ class GradScaler(_TorchGradScaler):
             grad_scale = scale if grad_scale is None else scale * grad_scale
         elif (clipped := state.fused_grad_scale) is not None:
             grad_scale = clipped if grad_scale is None else clipped * grad_scale
-        found_inf = any_of(state["found_inf_per_device"].values(), scale.device)
+        flags = state["found_inf_per_device"].values()
+        # The int 0, as torch's sum, where nothing was checked: a kernel that finds
+        # gradients made since raises, where a tensor would let it step on scaled ones.
+        found_inf: Any = any_of(flags, scale.device) if flags else 0
         optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
         try:
             # bool synchronises, until an SGD with momentum has taken its first step.
-            if is_true(found_inf) or (
-                makes_momentum(state.optimizer) and bool(found_inf)
+            if flags and (
+                is_true(found_inf)
+                or (makes_momentum(state.optimizer) and bool(found_inf))
             ):
                 return None
             result = optimizer.step(*args, **kwargs)

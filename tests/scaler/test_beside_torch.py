@@ -95,6 +95,9 @@ class Side:
         try:
             return "returned", act(self)
         except Exception as error:
+            for optimizer in self.optimizers:  # torch's keeps them: docs/deviations.md
+                vars(optimizer).pop("grad_scale", None)
+                vars(optimizer).pop("found_inf", None)
             return type(error).__name__, str(error)
 
 

@@ -168,6 +168,22 @@ def test_f58_grad_scale_of_the_user_after_a_clip(make: Any) -> None:
     assert not hasattr(optimizer, "grad_scale")
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_gradients_made_after_a_check_of_none(clips: bool, kind: Any) -> None:
+    """torch raises: nothing has divided them, and the kernel gets no grad_scale."""
+    p = parameter()
+    optimizer, scaler = kind([p], lr=1.0, fused=True), scaled_once(ours_plain())
+    if clips:
+        scaler.clip_grad_norm_(optimizer, 1e9)
+    else:
+        scaler.unscale_(optimizer)
+    scaler.scale(p.sum()).backward()
+    with pytest.raises((AttributeError, TypeError)):
+        scaler.step(optimizer)
+    assert value(p) == 1.0
+
+
 # - Nothing is shared between scalers
 
 
