@@ -11,6 +11,10 @@ unless the optimizer raised. What comes instead of that step divides those that 
 unchanged: a step that goes past the kernel, another optimizer that shares a gradient,
 `update`. `step` refuses gradients that were changed or replaced in between, because
 nothing shows whether they carry the scale.
+
+Under FSDP2 and DDP gradients are views of one buffer and have one version: clipping
+those of another optimizer changes it. So where there may be several optimizers, views
+are not left to a kernel.
 """
 
 from __future__ import annotations

@@ -91,9 +91,12 @@ class GradsByMesh(dict[Layout, GradsOfMesh]):
 
     Attributes:
         gradients: all of them, as the parameters have them.
+        locals: the local tensor of each, ``gradients`` itself if none is a DTensor;
+            None if one was made for the norm: summed up, or the values of a sparse one.
     """
 
     gradients: Sequence[Any] = ()
+    locals: Sequence[torch.Tensor] | None = None
 
 
 class Places(NamedTuple):
@@ -127,9 +130,9 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         elements = sum(map(torch.Tensor.numel, gradients))
         grouped = by_device_and_dtype(gradients)
         by_mesh = GradsByMesh({alone: GradsOfMesh(grouped, elements)})
-        by_mesh.gradients = gradients
+        by_mesh.gradients = by_mesh.locals = gradients
         return by_mesh
-    found, places = specs(gradients), record.places
+    found, places, held = specs(gradients), record.places, locals_
     # fully_shard gives the same spec to a parameter's gradient in every step.
     if (
         locals_ is None
@@ -140,12 +143,13 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
     ):
         if locals_ is None or any(map(_is_partial, found)):
             gradients, found, locals_ = _one_by_one(optimizer)
+            held = None
         places = _places(found, locals_, alone)
         # How many elements a plain tensor has follows from no spec.
         is_plain = any(spec is None for spec in found)
         record.places = None if is_plain else places
     by_mesh = GradsByMesh()
-    by_mesh.gradients = gradients
+    by_mesh.gradients, by_mesh.locals = gradients, held
     for layout, indices in places.members.items():
         some = locals_
         if len(indices) < len(locals_):

@@ -62,7 +62,7 @@ from .scale_update import advance, set_scale
 from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
 from .sync_message import LocalState
-from .torch_internals import no_compile
+from .torch_internals import is_view, local_tensors, no_compile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -357,14 +357,16 @@ class GradScaler(_TorchGradScaler):
         skips = self._enabled and is_true(any_of(found.values(), scale.device))
         if optimizer is not None and not skips:
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+            if fused and self._records.may_share:
+                fused = not any(map(is_view, local_tensors(grads.gradients)))
             fused = fused and self._enabled
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
                 state.divided = Divided()
-                state.folded = divided_gradients(grads.gradients)
+                state.folded = divided_gradients(grads.gradients, grads.locals)
             elif self._records.may_share:
-                state.divided = divided_gradients(grads.gradients)
+                state.divided = divided_gradients(grads.gradients, grads.locals)
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)

@@ -51,7 +51,7 @@ class Divided(NamedTuple):
 
     Attributes:
         refs: weak references.
-        versions: of the gradients, then of their local tensors.
+        versions: of the gradients, then, unless all are plain, of their local tensors.
     """
 
     refs: Sequence[weakref.ref[Any]] = ()
@@ -220,26 +220,32 @@ def check_and_unscale_(
     return found
 
 
-def divided_gradients(gradients: Sequence[Any]) -> Divided:
+def divided_gradients(
+    gradients: Sequence[Any], locals_: Sequence[torch.Tensor] | None = None
+) -> Divided:
     """Write down gradients that have just been divided.
 
     See [Note: A gradient divided twice].
 
     Args:
         gradients: as the parameters have them.
+        locals_: the local tensor of each if they are known, ``gradients`` itself if
+            none is a DTensor.
     """
+    if locals_ is None:
+        locals_ = local_tensors(gradients)
     try:
-        versions = _versions(gradients)
+        versions = _versions(gradients, locals_)
     except RuntimeError:  # one made in inference mode has no version: as in torch then
         gradients = [gradient for gradient in gradients if not gradient.is_inference()]
-        versions = _versions(gradients)
+        versions = _versions(gradients, local_tensors(gradients))
     return Divided(list(map(weakref.ref, gradients)), versions)
 
 
-def _versions(gradients: Sequence[Any]) -> list[int]:
+def _versions(gradients: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[int]:
     with DisableTorchFunctions():  # half the price for DTensors
-        locals_ = map(version_of, local_tensors(gradients))
-        return [*map(version_of, gradients), *locals_]
+        found = list(map(version_of, gradients))
+        return found if locals_ is gradients else [*found, *map(version_of, locals_)]
 
 
 def local_dense(optimizer: Any) -> list[torch.Tensor]:
@@ -259,14 +265,19 @@ def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
 def unchanged(divided: Divided) -> list[Any]:
     """Return those gradients that are as they were written down."""
     refs, versions = divided
+    has_locals = len(versions) > len(refs)
+
+    def is_as_it_was(some: list[Any], written: Sequence[int]) -> bool:
+        return _versions(some, local_tensors(some) if has_locals else some) == written
+
     gradients = [gradient for ref in refs if (gradient := ref()) is not None]
-    if len(gradients) == len(refs) and _versions(gradients) == versions:
+    if len(gradients) == len(refs) and is_as_it_was(gradients, versions):
         return gradients
     return [
         gradient
         for index, ref in enumerate(refs)
         if (gradient := ref()) is not None
-        and _versions([gradient]) == versions[index :: len(refs)]
+        and is_as_it_was([gradient], versions[index :: len(refs)])
     ]
 
 

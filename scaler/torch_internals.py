@@ -65,7 +65,11 @@ sparse_values = torch.Tensor._values
 """(tensor): the values of a sparse tensor, coalesced or not, without a copy."""
 
 version_of = attrgetter("_version")
-"""(tensor): how often it was written in place, as autograd counts it."""
+"""(tensor): how often it was written in place, as autograd counts it; views of one
+buffer have one count."""
+
+is_view = torch.Tensor._is_view
+"""(tensor): whether it is a view of another tensor."""
 
 
 def dtensor_type() -> type[Any] | None:

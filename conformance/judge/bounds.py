@@ -20,7 +20,9 @@ which five references are too few. So each element of an update is multiplied by
 smallest gradient it had, which makes the errors of all elements similar. If the true
 gradient of an element was smaller than the bound on gradient errors, rounding decided
 the direction of a full step: the weight of the element is 0 from that step on. Its
-gradient is still compared. Under SGD all weights are 1.
+gradient is still compared. Where a gradient is exactly 0 in the truth and in all noisy
+runs (behind a layer that begins at zero, a row of an embedding without tokens), nothing
+was rounded, and the weight stays as it is. Under SGD all weights are 1.
 
 [Note: Sign flips]
 Such a step also changes later gradients, by far more than rounding: one weight that
@@ -101,7 +103,7 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     runs, gradient = _noisy_runs(scenario, schedule, truth)
     adaptive = scenario.workload.adaptive(scenario.optimizer)
     matrices = not_elementwise(scenario.model, scenario.optimizer)
-    weights = _weights(truth, gradient, skipped, matrices, adaptive=adaptive)
+    weights = _weights(truth, runs, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
     return ParityBounds(
@@ -216,6 +218,7 @@ def _norms(run: Reference) -> list[Tensors]:
 
 def _weights(
     truth: Reference,
+    runs: Sequence[Reference],
     bounds: Sequence[dict[str, Pair]],
     skipped: Sequence[frozenset[str]],
     matrices: frozenset[str],
@@ -232,10 +235,17 @@ def _weights(
             size = np.abs(gradients[n])
             # written so that a nan bound counts as too large
             size[~(size > bounds[step][n][1])] = 0.0
+            others = sum(np.abs(run.gradients[step].get(n, 0.0)) for run in runs)
+            size[(gradients[n] == 0.0) & (others == 0.0)] = np.inf
             smallest[n] = np.minimum(smallest.get(n, np.inf), size)
-        # relative to the largest, so that an update's weight is at most 1
-        largest = {n: s.max(initial=0.0) or 1.0 for n, s in smallest.items()}
-        steps.append(ones | {n: s / largest[n] for n, s in smallest.items()})
+        # relative to the largest, so that an update's weight is at most 1; infinite
+        # where there was no gradient yet
+        largest = {
+            n: s.max(initial=0.0, where=np.isfinite(s)) or 1.0
+            for n, s in smallest.items()
+        }
+        weights = {n: np.minimum(s / largest[n], 1.0) for n, s in smallest.items()}
+        steps.append(ones | weights)
     return steps
 
 

@@ -1,4 +1,4 @@
-"""Follow a program on a rank: the judged scaler beside the two tracks of the oracle."""
+"""Follow a program on a rank: the judged scaler beside the tracks of the oracle."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from .tracks import (
     INTERVAL,
     Seen,
     first_scale,
-    is_ambiguous,
     seen,
-    track,
+    tracks_of,
 )
 
 __all__ = ["EITHER", "follow"]
@@ -76,9 +75,8 @@ class _Follower:
             ),
             world=self.world,
         )
-        self.tracks = [track(program, name) for name in ("mathematics", "torch")]
-        if is_ambiguous(program):
-            self.tracks.append(track(program, "plain torch"))
+        self.tracks = tracks_of(program)
+        self.is_fused = bool(program.words & FUSED)
         self.loose = False  # whether values are rounded from here on
         self.own_clip = False
         self.crossed = self.overwritten = False
@@ -106,12 +104,10 @@ class _Follower:
                 self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
             one = self.tracks[0].replicas[0]
             self.crossed |= call.kind == "cross"
-            self.overwritten |= (
-                # gradients left to a fused kernel still carry the scale
-                call.kind in WRITE_GRADIENTS
-                and bool(one.clipped - one.stepped)
-                and not self.program.words.isdisjoint(FUSED)
-            )
+            # gradients left to a fused kernel still carry the scale
+            left = one.clipped - one.stepped if self.is_fused else set()
+            written = {0, 1} if "shared" in self.program.words else {call.which}
+            self.overwritten |= call.kind in WRITE_GRADIENTS and bool(left & written)
             wanted = [each.make(call) for each in self.tracks]
             got = seen(self.replica, call)
             raised = self._raised(place, got)
@@ -169,11 +165,7 @@ class _Follower:
         """The departure or the empty string; and whether the program ends here."""
         mathematics, *torchs = wanted
         rank = self.world.rank
-        # over all ranks: they must have the same outcome
-        for name, value in (item for m in mathematics for item in m.state.items()):
-            if isinstance(value, torch.Tensor):
-                size = float(value.abs().max())
-                self.moved[name] = max(self.moved.get(name, 0.0), size)
+        self._note_sizes(mathematics)
         if any(raised) and not all(raised):
             return self._raised_partly(got, raised), True
         is_right = self._divides_once() and all(
@@ -200,6 +192,13 @@ class _Follower:
         if want.raised and not got.raised:
             return f"accepted, where torch raises {want.raised}", True
         return self._differ(got, [want], self.own_clip), False
+
+    def _note_sizes(self, outcomes: list[Seen]) -> None:
+        # over all ranks: they must have the same outcome
+        for name, value in (item for each in outcomes for item in each.state.items()):
+            if isinstance(value, torch.Tensor):
+                size = float(value.abs().max())
+                self.moved[name] = max(self.moved.get(name, 0.0), size)
 
     def _divides_once(self) -> bool:
         """Whether torch divides the gradients of this call correctly.
@@ -250,8 +249,9 @@ class _Follower:
         for call in self.program.calls[place + 1 :]:
             if not self._is_made(call):
                 continue
-            pairs = zip(mathematics.make(call), torchs.make(call), strict=True)
-            for m, t in pairs:
+            wanted = mathematics.make(call)
+            self._note_sizes(wanted)
+            for m, t in zip(wanted, torchs.make(call), strict=True):
                 if bool(m.raised) != bool(t.raised) or self._differ(t, [m], True):
                     return True
         return False

@@ -37,6 +37,7 @@ WORDS = {
     "many": "optimizer 0 holds 20,000 parameters more",
     "scale-20": "the first scale is 2^20",
     "scale-120": "the first scale is 2^120",
+    "buckets": "the new gradients of a backward are views of one buffer, as with FSDP2",
     "duck": "optimizer 0 is no torch optimizer: unhashable, with slots",
     "wrapped": "optimizer 0 is stepped through a wrapper that shares its param_groups",
     "dtensor": "parameters are DTensors: sharded, replicated, sharded",
@@ -204,6 +205,12 @@ FAMILIES: Mapping[str, Family] = {
         kinds=f"{_CORE} clip clip-loose clip-order clip-tiny inf retry",
         maybe="fused scale-20",
         shapes=(_CLIPPED,),
+    ),
+    "buckets": Family(
+        kinds=f"{_CORE} unscale clip clip-loose handclip inf clear retry",
+        always="buckets",
+        maybe="fused fused-second shared",
+        shapes=(_GAN, _CLIPPED, "back:2,clip,clip:1,step,step:1,update"),
     ),
     "graph": Family(
         kinds="step gback clip unscale handclip update zero", maybe="fused shared"

@@ -289,6 +289,7 @@ class Replica:
 
     def _backward(self, call: Call) -> None:
         held = [n for n in self._names(call.which) if n in self.params]
+        new = [p for name in held if (p := self.params[name]).grad is None]
         if call.kind == "seed":
             torch.autograd.backward(
                 [self._loss(held)], [self.scaler.scale(torch.ones(()))]
@@ -309,6 +310,11 @@ class Replica:
             self.scaler.scale(loss).backward(create_graph=True)
         else:
             self.scaler.scale(self._loss(held)).backward()
+        if "buckets" in self.words:
+            # one version for all: a write to one of them looks like one to any
+            buffer = torch.cat([p.grad for p in new] or [torch.zeros(0)])
+            for parameter, view in zip(new, buffer.split(3), strict=False):
+                parameter.grad = view
         if call.which != 1 and self.many:
             scaled = self.scaler.scale(torch.tensor(SLOPES["b"])).item()
             for parameter in self.many:

@@ -29,8 +29,7 @@ __all__ = [
     "INTERVAL",
     "Track",
     "first_scale",
-    "is_ambiguous",
-    "track",
+    "tracks_of",
 ]
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2
@@ -298,6 +297,20 @@ class PlainTorch(AgreedTorch):
         return norm
 
 
+class TidyTorch(AgreedTorch):
+    """The same, but a step that raises leaves nothing on a fused optimizer."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except Exception:
+            for name in ("grad_scale", "found_inf"):
+                if hasattr(optimizer, name):
+                    delattr(optimizer, name)
+            raise
+
+
 def _clip(replica: Replica, which: int, max_norm: float, facts: Facts) -> None:
     # after an overflow there is nothing to clip: step will skip
     factor = min(1.0, max_norm / (facts.norm + 1e-6))
@@ -394,30 +407,28 @@ def seen(replica: Replica, call: Call) -> Seen:
     return Seen("", value, replica.state())
 
 
-def track(program: Program, name: str) -> Track:
-    """One of the oracle's tracks: ``mathematics``, ``torch`` or ``plain torch``.
+def tracks_of(program: Program) -> list[Track]:
+    """The oracle's tracks: mathematics, torch, and torch where it is right by rule.
 
-    The last one is torch only where it is right by rule, not by chance. Of an optimizer
-    in a wrapper torch makes two. A fused step divides gradients in its kernel, and
-    leaves them as they are after an overflow: what another optimizer then does to a
-    gradient of both is right where it would not be without the overflow. A fused step
-    that raised leaves ``grad_scale`` behind, which the next one multiplies. Whether a
-    clip that overflows divides gradients is nobody's promise.
+    Torch may be right by chance, so where it is wrong a scaler may also do as torch
+    without the cause. Of an optimizer in a wrapper torch makes two. A fused step
+    divides gradients in its kernel, and leaves them as they are after an overflow: what
+    another optimizer then does to a gradient of both is right where it would not be
+    without the overflow. A fused step that raised leaves ``grad_scale`` behind, which
+    the next one multiplies. Whether a clip that overflows divides gradients is nobody's
+    promise.
     """
-    if name == "mathematics":
-        return Track(program, Mathematics, exact=True)
-    if name == "torch":
-        return Track(program, AgreedTorch, exact=False)
-    return Track(replace(program, words=_plain_words(program)), PlainTorch, exact=False)
-
-
-def is_ambiguous(program: Program) -> bool:
-    """Whether ``plain torch`` may differ from ``torch``."""
-    clips = any(call.kind in CLIPS for call in program.calls)
-    return clips or _plain_words(program) != program.words
-
-
-def _plain_words(program: Program) -> frozenset[str]:
-    words = program.words - {"wrapped"}
-    retries = any(call.kind == "retry" for call in program.calls)
-    return words - FUSED if "shared" in words or retries else words
+    tracks = [
+        Track(program, Mathematics, exact=True),
+        Track(program, AgreedTorch, exact=False),
+    ]
+    kinds = {call.kind for call in program.calls}
+    words, retries = program.words - {"wrapped"}, "retry" in kinds
+    if "shared" in words or retries:
+        words -= FUSED
+    if words != program.words or not kinds.isdisjoint(CLIPS):
+        plain = replace(program, words=words)
+        tracks.append(Track(plain, PlainTorch, exact=False))
+    if retries and program.words & FUSED:
+        tracks.append(Track(program, TidyTorch, exact=False))
+    return tracks

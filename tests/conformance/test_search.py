@@ -24,7 +24,7 @@ from gradparity.conformance.search.program import (
     programs,
 )
 from gradparity.conformance.search.replica import norm_of
-from gradparity.conformance.search.tracks import Track, track
+from gradparity.conformance.search.tracks import Track, tracks_of
 from gradparity.fixtures.faulty import PlainScaler
 
 TORCH = "torch.amp:GradScaler"
@@ -274,6 +274,9 @@ DIVIDED_ONCE = [
     "fused+wrapped@1/back:2,clip-inner,step",
     "fused@1/back:2,clip,retry",
     "fused@2/back:2,clip,clip:1,retry,update,back:2,step",
+    # views of one buffer, of which one is written to
+    "buckets+fused@1/back:2,clip,clip:1,step,step:1",
+    "buckets+fused@1/back:2,clip,unscale:1,handclip:1,step,step:1",
 ]
 
 
@@ -349,7 +352,7 @@ def test_a_fault_is_found_by_itself_and_shrunk(tmp_path: Path) -> None:
 def outcomes(text: str) -> tuple[list[Any], list[Any]]:
     """What mathematics and torch come to in a program of one rank."""
     program = parse_program(text)
-    tracks = [track(program, name) for name in ("mathematics", "torch")]
+    tracks = tracks_of(program)[:2]
     seen: dict[int, list[Any]] = defaultdict(list)
     for call in program.calls:
         for number, each in enumerate(tracks):
@@ -396,7 +399,7 @@ def test_mathematics_moves_the_scale_as_torch_does() -> None:
 )
 def test_the_norm_counts_each_element_once(words: str, world: int, want: float) -> None:
     program = parse_program(f"{words}@{world}/back,clip-loose")
-    sides: Track = track(program, "mathematics")
+    sides: Track = tracks_of(program)[0]
     for call in program.calls:
         seen = sides.make(call)
     assert [each.value for each in seen] == pytest.approx([want] * world)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -193,6 +194,46 @@ def test_cpu_offload(four: Cluster, make: Any) -> None:
 
     assert four.run(run, -1) == [([-1.0], 4.0)] * 4
     assert four.run(run, 2) == [([], 2.0)] * 4
+
+
+@BOTH
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_two_optimizers_clip_in_one_module(
+    two: Cluster, make: Any, iterations: int
+) -> None:
+    """Muon beside AdamW, say: FSDP2's gradients are views with one version."""
+
+    def run(make: Any, clips: Any) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        layer: Any = nn.Linear(8, 8)
+        fully_shard(layer)
+        scaler = make(device="cpu", init_scale=4.0)
+        optimizers = [
+            torch.optim.AdamW([layer.weight], lr=0.5, fused=True),
+            torch.optim.SGD([layer.bias], lr=0.5),
+        ]
+        for _ in range(iterations):
+            scaler.scale(layer(torch.ones(1, 8)).sum()).backward()
+            for optimizer in optimizers:
+                clips(scaler, optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        return [p.full_tensor().tolist() for p in layer.parameters()]
+
+    def by_hand(scaler: Any, optimizer: Any) -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+
+    def whole(scaler: Any, optimizer: Any) -> None:
+        scaler.clip_grad_norm_(optimizer, 0.5)
+
+    theirs = two.run(run, TorchGradScaler, by_hand)
+    for clips in (by_hand, whole):
+        torch.testing.assert_close(two.run(run, make, clips), theirs)
 
 
 # - One process

@@ -113,6 +113,16 @@ def test_versions_count_writes_and_not_the_division() -> None:
     assert internals.version_of(tensor) == before + 1
 
 
+def test_views_of_one_buffer_have_one_version() -> None:
+    # [Note: A clip left to a kernel] rests on it.
+    first, second = torch.zeros(4).split(2)
+    before = internals.version_of(second)
+    internals.foreach_mul_([first], torch.tensor(0.5))
+    assert internals.version_of(second) == before + 1
+    assert internals.is_view(first)
+    assert not internals.is_view(torch.zeros(4))
+
+
 def test_grad_mode_and_torch_functions() -> None:
     internals.set_grad_enabled(False)
     assert not torch.is_grad_enabled()
