@@ -41,7 +41,7 @@ def test_cover_contains_every_combination_that_can_occur(strength: int) -> None:
     assert len(rows) < len(valid)
 
 
-def test_what_adds_most_for_its_cost_comes_first() -> None:
+def test_scenarios_are_ordered_by_new_pairs_for_their_cost() -> None:
     cost = {"ab": 1.0, "abc": 1.0, "bcd": 4.0, "xy": 3.0, "abd": 1.5}
     # abc adds 3 pairs for 1, abd then 2 for 1.5, xy 1 for 3, bcd 1 for 4, ab nothing
     ordered = most_new_first(list(cost), tuple, cost.__getitem__)

@@ -90,7 +90,7 @@ def test_bad_usage_is_one_line_and_exit_2(
         "scenarios",
     ],
 )
-def test_list(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_prints_every_table(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", what]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
 

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_options_that_cannot_work_are_refused_before_any_rank_starts(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

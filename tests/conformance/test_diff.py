@@ -103,7 +103,7 @@ def test_other_layouts_of_equal_values_are_the_same() -> None:
     assert compared(Side(WHOLE), Side(((1, 0), (3, 2)))).result == "equal"
 
 
-def test_what_both_bounds_allow_is_noise_and_more_is_not() -> None:
+def test_differences_within_both_bounds_are_noise() -> None:
     b = Side()
     b.updates[1][2] += 1.9 * BOUND
     found = compared(Side(), b)
@@ -186,7 +186,7 @@ def test_models_with_other_parameters_differ() -> None:
         ({"steps": (), "start": {}}, {}, "undecided", "0 of 0 comparisons"),
     ],
 )
-def test_a_run_without_an_end(
+def test_runs_that_stopped_are_told_apart_from_differences(
     a: dict[str, object], b: dict[str, object], result: str, words: str
 ) -> None:
     first, second = Side(), Side()

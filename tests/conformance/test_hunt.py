@@ -42,7 +42,9 @@ def hunted(
 
 @settings(max_examples=300, database=None)
 @given(scenarios(Selection()))
-def test_what_is_drawn_is_a_scenario(scenario: Scenario) -> None:
+def test_drawn_scenarios_survive_a_round_trip_through_their_id(
+    scenario: Scenario,
+) -> None:
     assert Scenario.parse(scenario.id) == scenario
 
 

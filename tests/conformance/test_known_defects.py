@@ -92,6 +92,6 @@ def test_the_scaler_departs_from_the_oracle_and_ours_does_not(row: Row) -> None:
     assert codes == [1, 0]
 
 
-def test_what_the_issue_of_torch_was_is_found() -> None:
+def test_known_defects_of_every_family_are_listed() -> None:
     families = {row.id[:3] for row in rows()}
     assert families >= {"B01", "B02", "B03", "B04", "B05", "B06", "B09", "B13", "B14"}

@@ -227,7 +227,7 @@ def test_disagreement_names_both_sides() -> None:
     assert finding.numbers == {"rank 0": 16.0, "rank 1": 99.0}
 
 
-def test_nothing_compared_is_never_a_pass() -> None:
+def test_a_run_that_compared_nothing_is_no_pass() -> None:
     empty = evidence()
     for trace in empty.ranks:
         trace.steps[0].complete = False
@@ -294,7 +294,7 @@ def test_one_bit_of_one_gradient_is_seen(
     assert finding.ranks == (rank,)
 
 
-def test_what_the_bare_run_may_have_rounded_is_not_compared() -> None:
+def test_gradients_that_the_control_may_have_rounded_to_zero_are_not_compared() -> None:
     e = evidence()
     e.ranks[0].steps[1].gradients["w"][0] = 2.0**-101
     assert e.control is not None
@@ -318,7 +318,7 @@ NEEDS_A_BAD_STEP = {
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_what_was_compared_passes_and_what_was_not_is_skipped(bad: bool) -> None:
+def test_laws_without_a_comparison_are_skipped(bad: bool) -> None:
     expected = {law: Status.PASS for law in LAWS}
     expected |= {x: Status.SKIPPED for x in LAWS if x.startswith(OF_STACKS)}
     if not bad:

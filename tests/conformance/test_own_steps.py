@@ -214,7 +214,7 @@ class NeedsAClosure(OneProcess):
         (ChangesABuffer, r"for one batch, and changed the buffers load: "),
     ],
 )
-def test_what_cannot_be_compared_is_refused_by_its_name(
+def test_workloads_that_cannot_be_compared_are_refused_in_one_line(
     workload: type, told: str
 ) -> None:
     spec = f"{__name__}:{workload.__name__}"

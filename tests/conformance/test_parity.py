@@ -253,7 +253,7 @@ WHOLE = Schedule(skipped=(NONE,) * 4, scales=(1024.0,) * 4)
 TURNED = "blocks.1.feed_forward.down.weight"
 
 
-def test_a_contrary_run_turns_small_elements_alone() -> None:
+def test_a_sign_flip_run_flips_small_elements_only() -> None:
     scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
     schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
     plain = train_reference(scenario, schedule, Variant())
@@ -280,7 +280,7 @@ def test_a_contrary_run_turns_small_elements_alone() -> None:
         ("fp32", "adamw", 0),
     ],
 )
-def test_where_chance_turns_elements_a_reference_has_them_turned(
+def test_adaptive_optimizers_in_half_precision_get_a_sign_flip_reference(
     monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, sign_flip: int
 ) -> None:
     variants: list[Variant] = []
@@ -341,7 +341,9 @@ def test_references_cut_rows_where_gradients_are_sums_over_them(
     assert rows_apart(model) == apart
 
 
-def test_what_cutting_changes_hides_no_fault(runner: Runner) -> None:
+def test_references_cut_into_parts_hide_no_fault_of_an_embedding(
+    runner: Runner,
+) -> None:
     """An embedding that divides by how often a token occurs on one rank."""
     text = f"tp2/2/fp32/own/none/model={FREQUENCY},steps=1"
     case = runner.run("none", Scenario.parse(text))
@@ -349,7 +351,7 @@ def test_what_cutting_changes_hides_no_fault(runner: Runner) -> None:
     assert (found.status, found.parameter) == ("fail", "0.weight")
 
 
-def test_a_layer_that_looks_at_a_ranks_rows_is_not_accused(runner: Runner) -> None:
+def test_a_layer_with_batch_statistics_is_not_accused(runner: Runner) -> None:
     text = f"dp2/2/fp32/own/none/model={STATISTICS},steps=1"
     case = runner.run("none", Scenario.parse(text))
     found = next(v for v in case.verdicts if v.law == "parity.gradient")

@@ -50,7 +50,7 @@ def parity_bounds(monkeypatch: pytest.MonkeyPatch) -> ParityBounds:
 
 
 @pytest.mark.usefixtures("parity_bounds")
-def test_all_is_compared_and_nothing_is_found() -> None:
+def test_right_ranks_are_compared_completely_and_pass_parity() -> None:
     parity = measure_parity(ONE, [rank(0), rank(1)])
     # by norm and by element: a loss, and on two ranks two gradients and two updates
     assert parity.compared.total() == 2 * (1 + 2 * 4)
@@ -83,7 +83,7 @@ def test_without_a_bound_nothing_is_compared(
 
 
 @pytest.mark.usefixtures("parity_bounds")
-def test_what_follows_an_empty_shard_is_compared() -> None:
+def test_parameters_after_an_empty_shard_are_compared() -> None:
     trace = rank(0)
     trace.index["a"] = np.array([], np.int64)
     trace.steps[0].gradients["b"] *= 2
@@ -92,7 +92,7 @@ def test_what_follows_an_empty_shard_is_compared() -> None:
     assert {first[kind].parameter for kind in ("gradient", "update")} == {"b"}
 
 
-def test_what_follows_an_update_without_weight_is_compared(
+def test_parameters_after_an_update_of_weight_zero_are_compared(
     parity_bounds: ParityBounds,
 ) -> None:
     parity_bounds.weights[0]["a"][:] = 0.0

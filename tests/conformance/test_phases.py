@@ -71,7 +71,9 @@ def test_a_fault_after_the_resume_is_reported_with_its_step() -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("what", ["scale_before", "growth_before"])
-def test_the_state_goes_on_across_the_seam(rank: int, what: str) -> None:
+def test_a_state_changed_across_the_resume_breaks_continuity(
+    rank: int, what: str
+) -> None:
     evidence = parts()
     seen = evidence.ranks[rank].steps[0]
     setattr(seen, what, getattr(seen, what) + 1)
@@ -96,7 +98,7 @@ def test_transparency_compares_the_same_step() -> None:
     assert finding.status is Status.FAIL and finding.step == 3
 
 
-def test_the_schedule_of_both_parts() -> None:
+def test_the_demanded_schedule_covers_both_phases() -> None:
     evidence = parts(bad=True)
     assert evidence.before is not None
     first, second = evidence.before.ranks, evidence.ranks

@@ -27,7 +27,7 @@ PRIVATE = {
 """Names that only ``torch_internals`` may say."""
 
 
-def test_signatures() -> None:
+def test_signatures_of_private_names_are_as_expected() -> None:
     timeout = inspect.signature(distributed_c10d._set_pg_timeout)
     assert list(timeout.parameters) == ["timeout", "group"]
     mode = inspect.signature(internals.TorchDispatchMode.__torch_dispatch__)
@@ -36,7 +36,7 @@ def test_signatures() -> None:
     assert internals.AsyncCollectiveTensor is collectives.AsyncCollectiveTensor
 
 
-def test_names_of_autograd() -> None:
+def test_private_names_of_autograd_work() -> None:
     seen: list[Any] = []
 
     def hook(gradient: Tensor) -> None:
@@ -52,7 +52,7 @@ def test_names_of_autograd() -> None:
     assert not internals.in_backward()
 
 
-def test_names_of_operators() -> None:
+def test_private_names_of_operators_work() -> None:
     bernoulli, view = torch.ops.aten.bernoulli.p, torch.ops.aten.view.default
     assert internals.overload_of(bernoulli) == "p"
     declared = internals.arguments_of(bernoulli)

@@ -146,7 +146,7 @@ def test_the_recipe_needs_random_layers() -> None:
 
 
 @pytest.mark.parametrize("preset", ["parity", "quick", "default"])
-def test_every_layout_is_tried_with_random_layers_on(preset: str) -> None:
+def test_presets_try_every_layout_with_random_layers_on(preset: str) -> None:
     chosen = select(preset, Selection(workload=f"{MODULE}:Dropout", no_scaler=True))
     on = {s.topology for s in chosen if s.recipe == "random"}
     assert on >= {"single", "dp2", "tp2", "dp2-tp2"}
@@ -273,7 +273,7 @@ def uniform_attention(_: Tensor) -> Tensor:
         lambda _: nn.functional.dropout(torch.ones(8, 8)),
     ],
 )
-def test_what_is_equal_on_ranks_by_accident_says_nothing(
+def test_activations_that_do_not_vary_are_recognised(
     forward: Callable[[Tensor], Tensor],
 ) -> None:
     (seen,) = draws(forward)
@@ -287,7 +287,7 @@ def test_few_numbers_and_rare_ones_have_few_bits() -> None:
     assert tiny.bits < 64 and rare.bits < 64
 
 
-def test_what_is_drawn_without_being_recomputed_in_backward_is_left_out() -> None:
+def test_draws_in_backward_hooks_are_left_out() -> None:
     """Noise on gradients, stochastic rounding and compression draw in hooks."""
     weight = activation().requires_grad_()
     weight.register_hook(lambda g: g + torch.randn_like(g))
@@ -383,7 +383,9 @@ def test_made_up_right_draws_pass() -> None:
         ({"used": "others", "varied": False}, None),
     ],
 )
-def test_replicas(change: dict[str, Any], law: str | None) -> None:
+def test_random_replicas_fails_if_replicas_draw_differently(
+    change: dict[str, Any], law: str | None
+) -> None:
     of = made_up(RIGHT, RIGHT, RIGHT, {**change, "bits": 0.0})
     status = finding(of, "random.replicas").status
     assert status == ("fail" if law else "pass")
@@ -403,7 +405,9 @@ def test_replicas(change: dict[str, Any], law: str | None) -> None:
         ({"module": "else"}, "pass"),
     ],
 )
-def test_data(change: dict[str, Any], status: str) -> None:
+def test_random_data_fails_if_different_rows_draw_alike(
+    change: dict[str, Any], status: str
+) -> None:
     ranks = [{**RIGHT}, {**RIGHT}, {**change}, {**change}]
     of = made_up(*ranks)
     for trace, twin in zip(of.ranks[2:], of.ranks[:2], strict=True):
@@ -449,7 +453,9 @@ def recomputed(numbers: str, applied: str) -> Evidence:
         ("n2", "first", "fail"),  # the mask of the other forward
     ],
 )
-def test_recompute(numbers: str, applied: str, status: str) -> None:
+def test_random_recompute_fails_if_recomputation_draws_differently(
+    numbers: str, applied: str, status: str
+) -> None:
     assert finding(recomputed(numbers, applied), "random.recompute").status == status
 
 

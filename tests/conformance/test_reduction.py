@@ -80,12 +80,12 @@ def under_ddp(narrow: bool) -> Seen:
     return logged(model)
 
 
-def test_buckets_of_ddp(two: Cluster) -> None:
+def test_ddp_buckets_are_recorded_in_fp32(two: Cluster) -> None:
     for seen in two.run(under_ddp, False):
         assert seen == [("float32", ALL)] * 2
 
 
-def test_a_hook_that_compresses(two: Cluster) -> None:
+def test_the_dtype_of_a_compression_hook_is_recorded(two: Cluster) -> None:
     for seen in two.run(under_ddp, True):
         assert seen == [("float16", ALL)] * 2
 
@@ -274,7 +274,7 @@ def after_backward() -> Seen:
     return [(r.dtype, r.elements) for r in log.reductions]
 
 
-def test_what_an_engine_reduces_after_backward(two: Cluster) -> None:
+def test_reductions_of_an_engine_after_backward_are_recorded(two: Cluster) -> None:
     for seen in two.run(after_backward):
         assert seen == [("bfloat16", ALL)]
 
@@ -361,7 +361,9 @@ def test_a_narrower_dtype_is_reported_with_the_declared_one() -> None:
         ([("bfloat16", 64)], "", ("skipped", 0)),
     ],
 )
-def test_what_the_law_says(seen: Seen, dtype: str, expected: tuple[str, int]) -> None:
+def test_dtype_reduction_fails_if_the_dtype_cannot_hold_the_promised(
+    seen: Seen, dtype: str, expected: tuple[str, int]
+) -> None:
     assert law(promised(*seen, dtype=dtype)) == expected
 
 

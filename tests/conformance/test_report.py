@@ -347,7 +347,7 @@ def test_the_first_case_of_each_broken_law_has_a_script() -> None:
     assert there == [True, False, True, False, False]
 
 
-def test_where_no_script_can_be_made_there_is_none() -> None:
+def test_the_page_and_the_record_have_no_script_for_unknown_names() -> None:
     odd = msgspec.structs.replace(case(TORCH, "fail"), scenario="no id")
     assert SCRIPT not in render_page(report_of(odd))
     strange = dataclasses.replace(failing("ddp/2/fp32/sgd/none", "x.y"), scaler="a-b:c")

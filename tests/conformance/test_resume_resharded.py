@@ -37,7 +37,7 @@ MOVED = Scenario.parse(plain.MOVED)
         ("fsdp/2", "fsdp/3"),
     ],
 )
-def test_where_a_run_begins(begins: str, goes_on: str) -> None:
+def test_a_resharded_run_begins_on_another_world(begins: str, goes_on: str) -> None:
     recipe = "steps=5,recipe=resume-resharded"
     scenario = Scenario.parse(f"{goes_on}/fp32/sgd/none/{recipe}")
     first, second = scenario.phases
@@ -46,7 +46,7 @@ def test_where_a_run_begins(begins: str, goes_on: str) -> None:
     assert f"begins as: {first.id}" in explain(scenario.id)
 
 
-def test_every_topology_begins_somewhere_else() -> None:
+def test_every_topology_resumes_from_another_world() -> None:
     for t in TOPOLOGIES.values():
         names = f"{t.name}/{t.default_world_size}", f"model={t.models[-1]}"
         text = f"{names[0]}/fp32/sgd/none/{names[1]},recipe=resume-resharded"
@@ -57,7 +57,7 @@ def test_every_topology_begins_somewhere_else() -> None:
         )
 
 
-def test_faults_before_the_seam_strike_where_the_run_begins() -> None:
+def test_faults_before_the_resume_belong_to_the_first_phase() -> None:
     plan = "inf@r3s1:up.weight;nan@r2s*:first;inf@r0s4:last;-inf@r*s0:last[last]"
     settings = "steps=5,recipe=resume-resharded"
     first, _ = Scenario.parse(f"fsdp/4/fp32/sgd/{plan}/{settings}").phases
@@ -69,7 +69,7 @@ def test_one_step_is_refused() -> None:
         Scenario.parse("fsdp/2/fp32/sgd/none/steps=1,recipe=resume-resharded")
 
 
-def test_other_recipes_have_one_leg() -> None:
+def test_a_plain_recipe_has_one_phase() -> None:
     alone = Scenario.parse(plain.CLEAN)
     assert alone.phases == (alone,)
 
@@ -156,7 +156,7 @@ def test_a_run_that_stops_where_it_began_is_judged_there(runner: Runner) -> None
 LONGER = replace(MOVED, steps=8)
 
 
-def test_more_ranks_than_there_are(
+def test_a_resume_that_needs_too_many_ranks_is_not_run(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_few(world: int) -> str:

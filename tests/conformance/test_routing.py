@@ -223,7 +223,7 @@ def test_a_vocabulary_is_no_set_of_experts() -> None:
     assert not log.choices
 
 
-def test_what_may_come_of_a_choice_that_is_not_known_is_no_violation() -> None:
+def test_a_departure_after_an_unclear_routing_choice_is_inconclusive() -> None:
     of = evidence()
     assert of.parity is not None
     of.parity.add(row("gradient", error=1.5))

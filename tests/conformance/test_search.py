@@ -370,7 +370,9 @@ def outcomes(text: str) -> tuple[list[Any], list[Any]]:
         ("@1/back,inf,step,update,zero,back,step", -0.5, -0.5),
     ],
 )
-def test_what_the_oracle_says(text: str, e: float, of_torch: float) -> None:
+def test_the_two_oracles_give_the_expected_weights(
+    text: str, e: float, of_torch: float
+) -> None:
     mathematics, torchs = outcomes(text)
     assert mathematics[-1].state["e"].tolist() == [e] * 3
     assert torchs[-1].state["e"].tolist() == [of_torch] * 3

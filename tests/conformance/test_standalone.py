@@ -228,7 +228,7 @@ def test_a_script_of_all_that_is_set_is_our_function_without_types(name: str) ->
     assert len(mine) > 30
 
 
-def test_what_is_saved_is_laid_out_anew_to_the_bit(
+def test_saved_state_is_resharded_bitwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _trained(torch.arange(5.0))
@@ -281,7 +281,7 @@ def test_only_torch_is_imported() -> None:
     assert names - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_what_no_script_is_made_for_is_named() -> None:
+def test_a_scaler_without_a_standalone_script_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match="no standalone script for scaler 'a b:c'"):
         standalone_script(Scenario.parse("single/1/fp32/sgd/none"), "a b:c")
 

@@ -66,7 +66,9 @@ def test_a_wrong_stack_is_shown_without_a_scaler(
         ),
     ],
 )
-def test_what_is_right_passes(scripts: Scripts, scaler: str, scenario: str) -> None:
+def test_scripts_of_right_runs_find_no_violation(
+    scripts: Scripts, scaler: str, scenario: str
+) -> None:
     assert scripts(scaler, scenario) == (0, "no violation\n")
 
 
@@ -118,7 +120,7 @@ def test_gradients_are_compared_where_nothing_spoils_them(
 @pytest.mark.parametrize(
     ("precision", "scaler"), [("fp32", OURS), ("bf16-autocast", "none")]
 )
-def test_what_needs_the_own_loop_is_refused_in_one_line(
+def test_a_script_of_a_workload_with_train_step_is_refused(
     precision: str, scaler: str
 ) -> None:
     text = f"dp2/2/{precision}/own/none/model={STEPS}:Trains"

@@ -150,7 +150,7 @@ def test_weights_loaded_wrong_are_one_failure() -> None:
         ("", "raises"),
     ],
 )
-def test_how_a_rank_ended_decides_and_not_what_it_said(
+def test_the_verdict_follows_the_exit_of_a_rank_not_its_message(
     ended: str, verdict: str
 ) -> None:
     from gradparity.conformance.survey.judging import _verdict
@@ -252,7 +252,9 @@ def test_the_catalogue_is_that_of_the_package() -> None:
 
 @needs_transformers
 @pytest.mark.slow
-def test_a_right_and_a_wrong_model(tmp_path: Path, capsys: object) -> None:
+def test_the_survey_passes_a_right_and_fails_a_wrong_model(
+    tmp_path: Path, capsys: object
+) -> None:
     """Judged by the command; what is judged already is not judged again."""
     out = tmp_path / "out"
     command = ["survey", "transformers", "--plan", "tp", "--out", str(out)]
@@ -313,7 +315,7 @@ def test_a_script_shows_what_is_there_and_nothing_else(
 
 @needs_transformers
 @pytest.mark.slow
-def test_a_model_that_is_loaded_wrong(tmp_path: Path) -> None:
+def test_a_model_with_wrongly_loaded_weights_is_reported(tmp_path: Path) -> None:
     """Its checkpoint has projections fused; the script needs nothing of ours."""
     out = tmp_path / "out"
     command = ["survey", "transformers", "--plan", "tp", "--model", "hrm_text"]

@@ -63,13 +63,13 @@ def test_a_row_has_verdict_worst_tensor_errors_and_bound() -> None:
     assert table.startswith("**gradparity: violations**, 3 cases\n")
 
 
-def test_what_was_not_measured_is_a_dash_and_an_incomplete_report_says_so() -> None:
+def test_the_table_shows_dashes_and_marks_incomplete_reports() -> None:
     report = report_of([case()])
     assert rows(render(report))[0][3:] == ["pass", "-", "-", "-", "-"]
     assert "incomplete" in render(Report(header=report.header, cases=(), footer=None))
 
 
-def test_it_fits_a_comment_and_drops_no_failure() -> None:
+def test_the_table_fits_a_comment_and_drops_no_failure() -> None:
     many = [case(f"mesh{n}/2/fp32/sgd/none") for n in range(60)]
     bad = [failed(f"broken{n}/2/fp32/sgd/none") for n in range(20)]
     table = render(report_of([*many, *bad]))
@@ -86,7 +86,7 @@ def test_names_are_shown_as_they_are() -> None:
     assert {line.count("|") for line in table.splitlines() if line[:1] == "|"} == {10}
 
 
-def test_the_command_prints_it(
+def test_the_command_prints_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of([failed("tp/2/fp32/sgd/none")])

@@ -100,7 +100,7 @@ def test_gradients_of_the_first_step_are_held_as_tightly_as_ever(
     assert row.step or row.bound < 1e-5
 
 
-def test_which_optimizers_look_at_whole_matrices() -> None:
+def test_whole_matrix_optimizers_are_recognised_by_their_updates() -> None:
     assert not_elementwise(f"{MODULE}:Matrices", "own") == {"0.weight", "2.weight"}
     right = f"{Right.__module__}:{Right.__name__}"
     nested = "gradparity.tests.stacks:Nested"  # AdamW

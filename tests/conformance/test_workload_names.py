@@ -79,7 +79,9 @@ WHOLE = ("text_module.weight", "module.head.weight", "a.module.b.weight", "c.wei
         ("inner.c.weight", "inner.c.weight"),
     ],
 )
-def test_only_what_wrappers_put_in_is_left_out(name: str, full: str) -> None:
+def test_only_path_segments_of_wrappers_are_removed_from_names(
+    name: str, full: str
+) -> None:
     assert full_name(name, WHOLE) == full
 
 
@@ -91,7 +93,7 @@ def test_a_stack_keeps_its_names_and_the_type_of_its_batches(runner: Runner) -> 
     assert found.status == "pass", found.problem
 
 
-def test_so_does_its_script(scripts: Scripts) -> None:
+def test_the_script_of_a_renaming_workload_passes(scripts: Scripts) -> None:
     assert scripts("none", SCENARIO) == (0, "no violation\n")
 
 

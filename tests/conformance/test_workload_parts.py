@@ -535,7 +535,7 @@ def test_parts_that_are_not_the_batch_are_an_error(
         (ReducesInText, "reduce_dtype: got 'bf16', expected a dtype"),
     ],
 )
-def test_what_is_known_before_the_run_is_a_usage_error(
+def test_faults_of_a_workload_known_before_the_run_are_usage_errors(
     stack: type, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = f"{MODULE}:{stack.__name__}"
@@ -574,7 +574,7 @@ def test_six_rows_of_three_a_rank_cannot_be_halved() -> None:
     assert f"accumulate-uneven: {why} 3 unequal parts" in told
 
 
-def test_what_the_layout_cannot_do_is_skipped_with_its_reason(
+def test_recipes_and_meshes_that_a_layout_refuses_are_skipped_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", "--scaler=none", f"--out={tmp_path}"]
@@ -600,7 +600,7 @@ def test_frozen_parts_are_the_second_half_of_the_model(runner: Runner) -> None:
     assert {*last.gradients} == {"0.weight", "0.bias"}
 
 
-def test_a_kit_has_only_what_the_workload_has() -> None:
+def test_a_resolved_workload_has_only_the_calls_of_its_module() -> None:
     workload = resolve_workload(f"{MODULE}:Ddp")
     calls = ("shard", "micro_batches", "train_step", "weights", "gradients")
     assert not any(getattr(workload, n) for n in (*calls, "clip_norm", "reduce_dtype"))

@@ -182,7 +182,7 @@ class HidesItsModules(MakesModulesAnew):
         ),
     ],
 )
-def test_what_ranks_cannot_do_is_skipped_with_its_reason(
+def test_scenarios_that_a_workload_cannot_run_are_skipped_with_the_reason(
     runner: Runner, scenario: Scenario, reason: str
 ) -> None:
     case = runner.run("none", scenario)
