@@ -172,8 +172,9 @@ class _Writer:
             self._step(number, phase, seen, twin)
             for number, (phase, seen, twin) in enumerate(self._steps())
         ]
-        problem = next((t.problem for t in self.phases[-1] if t.problem), None)
-        text = ""
+        last = self.phases[-1]
+        problem = next((t.problem for t in last if t.problem), None)
+        text = next((f"rank {t.rank} hangs: {t.hung}" for t in last if t.hung), "")
         if problem is not None:
             text = f"step {problem.step}: {problem.call} raised {problem.error}"
         return msgspec.structs.replace(

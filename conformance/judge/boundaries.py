@@ -291,6 +291,8 @@ class Boundaries:
         best = self._best(rank, boundary, known, factor)
         if best is None or best.state == "right":
             return best
+        # A plain tensor does not say whether it is a partial sum. Sums are tried only
+        # for one that is wrong: a sum of right replicas is a multiple of the truth.
         for group in self.groups:
             if rank in group:
                 summed = self._best(rank, boundary, known, factor, group)
@@ -351,6 +353,9 @@ class Boundaries:
             list(_cuts(*sizes, coordinate, self.axes, any_=self.of_whole and dim == 0))
             for dim, sizes in enumerate(shapes)
         ]
+        # Features may be interleaved, as query, key and value in one projection: the
+        # elements of the module's own parameters say which these are, the mesh
+        # coordinate only suggests equal cuts.
         if cuts and mine.values.shape[-1] < truth.shape[-1]:
             own = self._features(rank, boundary, mine.values.shape[-1], truth.shape[-1])
             cuts[-1] = cuts[-1] if own is None else [own]
@@ -423,6 +428,7 @@ def _compared(values: Doubles, truth: Doubles, known: _Known, factor: float) -> 
     unit = factor * float(np.linalg.norm(known.truth)) or 1.0
     bounds = [factor * bound for bound in known.bound]
     errors = sizes(values - truth)
+    # a bound of 0 allows no error, and nan is one
     ratio, error, bound = max(
         (e / b if b else np.inf * (e > 0 or np.isnan(e)) if e else 0.0, e, b)
         for e, b in zip(errors, bounds, strict=True)

@@ -163,6 +163,8 @@ def _noisy_runs(
         roundoff = _roundoff(scenario)
         return _bound(truth.gradients, gradients, roundoff, schedule.skipped)
 
+    # the limits of each further run are the noise of all runs before it, so the bounds
+    # are computed anew after each kind
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
     gradient = bounds()
     adaptive = scenario.workload.adaptive(scenario.optimizer)

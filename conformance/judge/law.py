@@ -136,8 +136,10 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
         return there
     compared = there.compared + finding.compared
     missed = there.not_compared + finding.not_compared
+    # the last phase is what the scenario names, so its finding needs no place
     if worst_of([there.status, finding.status]) != there.status:
         return replace(finding, compared=compared, not_compared=missed)
+    # the first phase is worse, or as bad, and then it is the cause
     first = evidence.scenario.phases[0]
     message = f"{there.message} ({first.topology}/{first.world_size}, where it began)"
     if finding.status == there.status == Status.PASS:

@@ -86,6 +86,7 @@ def observe_modules(
         with CallLog() as calls, watch_modules(roots, names, calls) as log:
             yield
         batches = _as_called(_micro_batches(engine, step), log)
+        # rank and coordinate are in the trace, which is known when the run has ended
         found.append(
             Watched(
                 rank=-1,
@@ -108,6 +109,7 @@ def _micro_batches(engine: Engine, step: int) -> list[Batch]:
     """The micro-batches of this rank in ``step``, in the order of its passes."""
     scenario = engine.scenario
     batch = scenario.workload.batch(step, scenario.seed)
+    # a pipeline schedule cuts what it is given
     if engine.schedule is not None:
         return [engine.share(batch)]
     return engine.micro_batches(batch)

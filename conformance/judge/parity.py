@@ -205,6 +205,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         cuts_rows=_cuts_rows(scenario) and not rows_apart(scenario.model),
     )
     if parity.clip_norm is not None:
+        # as torch.nn.utils.clip_grad_norm_ computes the factor
         factors = [
             min(1.0, parity.clip_norm / (n + 1e-6)) for n in parity_bounds.truth.norms
         ]
@@ -229,6 +230,7 @@ def _idle(seen: Seen) -> Idle:
     zeros, absent = set(), set()
     for name in names:
         held = [pair for pair in seen if len(pair[0].index.get(name, ()))]
+        # a rank whose optimizer never takes this parameter says nothing about it
         held = [pair for pair in held if _hands_over(pair[0], name)] or held
         had = [at.gradients[name] for _, at in held if name in at.gradients]
         if not had:

@@ -39,8 +39,6 @@ class Problem:
     """The call, for example ``step``."""
     error: str
     """Type and message of the exception."""
-    late: bool = False
-    """Whether it is no exception, but a call that did not return in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +238,9 @@ class RankTrace:
     steps: list[StepTrace] = field(default_factory=list)
     problem: Problem | None = None
     """The call of the judged scaler that raised, if one did."""
+    hung: str = ""
+    """How this rank hung until the time limit, in words; else empty. The process was
+    killed, so the steps it had made are lost."""
     misuse: list[Misuse] | None = None
     """Wrong calls made after the last step; None where the run did not get there."""
 

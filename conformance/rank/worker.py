@@ -48,7 +48,7 @@ from .routing import Choices
 from .scaler_spec import load_scaler
 from .trace import RankTrace, Saved, StepTrace
 
-__all__ = ["JudgedError", "observe_rank"]
+__all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
 
 Around = Callable[[Engine, int], AbstractContextManager[None]]
 """(engine, step) -> a context in which the step is made."""
@@ -157,7 +157,7 @@ def _observe_step(
     seen.checked_sum = checked_collective(trace.rank, seen.step, engine.device)
     # complete even if the check below ends the run: laws may use this step
     seen.complete = True
-    if not _all_say_right(seen):
+    if not all_say_right(seen):
         raise JudgedError(trace)
 
 
@@ -206,7 +206,7 @@ def checked_collective(
     return value.item(), want
 
 
-def _all_say_right(seen: StepTrace) -> bool:
+def all_say_right(seen: StepTrace) -> bool:
     """Whether the checked sum is right on every rank.
 
     Ranks exchange this through the store, because the process group may be broken; so

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -35,8 +37,8 @@ from ..rank.modules import Watched
 from ..rank.reshard import gathered
 from ..rank.routing import Choices, chooses_in_forward
 from ..rank.scaler_spec import NO_SCALER
-from ..rank.trace import Decision, Problem, RankTrace, Saved
-from ..rank.worker import JudgedError, observe_rank
+from ..rank.trace import Decision, RankTrace, Saved
+from ..rank.worker import JudgedError, all_say_right, checked_collective, observe_rank
 from ..report.records import Location
 from ..space.scenario import Scenario
 from ..status import Status, Verdict, case_status
@@ -51,6 +53,15 @@ Phases = tuple[tuple[RankTrace, ...], ...]
 """One trace a rank, for each world that a run was on."""
 _LOST = {RankState.KILLED, RankState.EXITED}
 # states of a rank that prove nothing about the scaler
+_CHECKS = re.compile(
+    rf'/conformance/rank/worker\.py", line \d+ in '
+    rf"({all_say_right.__name__}|{checked_collective.__name__})$",
+    re.MULTILINE,
+)
+# where a rank waits for the others once its step is made
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
+_OF_TORCH = re.compile("/torch/|/multiprocess/")
+# files whose frames do not say which code waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,19 +524,50 @@ def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
     states = {outcome.state for outcome in failure.outcomes}
     raised = isinstance(failure.root.exception, JudgedError)
     own = isinstance(failure.root.exception, WorkloadError)
-    hung = judged and RankState.HUNG in states
-    if own or states & _LOST or not (raised or hung):
+    hangs = judged and RankState.HUNG in states
+    if own or states & _LOST or not (raised or hangs):
         raise failure
-    return tuple(_trace_of(outcome) for outcome in failure.outcomes)
+    hung = _hung(failure)
+    return tuple(_trace_of(o, hung=o.rank in hung) for o in failure.outcomes)
+
+
+def _hung(failure: WorldFailure) -> set[int]:
+    """The ranks that hang; the others that did not end only wait for them.
+
+    A rank whose scaler returned waits in the judge's own check. The harness does not
+    know that check: it may take this rank for the one that hangs, and one that is stuck
+    in a collective of the scaler for its victim.
+    """
+    if failure.root.state is not RankState.HUNG:
+        return set()
+    killed = {RankState.HUNG, RankState.VICTIM}
+    left = [o for o in failure.outcomes if o.state in killed and o.error_type is None]
+    stuck = [o for o in left if not _CHECKS.search(o.stacks)]
+    named = [o for o in stuck if o.state is RankState.HUNG]
+    return {o.rank for o in named or stuck or left}
+
+
+def _how(outcome: RankOutcome) -> str:
+    """How a rank hangs: since when, and in which function."""
+    # of a victim: "...; killed because rank 0 failed", but this one is the cause
+    since = (outcome.message or "no answer").partition("; killed")[0]
+    # faulthandler writes the main thread last, its innermost frame first
+    frames = _FRAME.findall(outcome.stacks.rpartition("hread 0x")[2])
+    places = [
+        f"{since}, in {function} ({Path(file).name}:{line})"
+        for file, line, function in frames
+        if not _OF_TORCH.search(file)
+    ]
+    return next(iter(places), since)
 
 
 def _ran_out_of_time(phases: Phases) -> str:
     """The call that exceeded its time limit, in words, or the empty string."""
-    problems = [(t.rank, t.problem) for t in phases[-1] if t.problem is not None]
-    if any(not problem.late for _, problem in problems):
+    if any(trace.problem is not None for trace in phases[-1]):
         return ""  # a rank raised: the others were late only because they waited for it
-    for rank, problem in problems:
-        return f"rank {rank}: {problem.error}"
+    for trace in phases[-1]:
+        if trace.hung:
+            return f"rank {trace.rank}: {trace.hung}"
     for trace in phases[-1]:
         for seen in trace.steps:
             if seen.checked_sum is not None and math.isnan(seen.checked_sum[0]):
@@ -534,15 +576,14 @@ def _ran_out_of_time(phases: Phases) -> str:
     return ""
 
 
-def _trace_of(outcome: RankOutcome) -> RankTrace:
+def _trace_of(outcome: RankOutcome, *, hung: bool) -> RankTrace:
     if isinstance(outcome.exception, JudgedError):
         return _blameless(outcome) if _is_victim(outcome) else outcome.exception.trace
     if isinstance(outcome.value, RankTrace):
         return outcome.value
     empty = RankTrace(rank=outcome.rank, coordinate={}, index={}, shards={})
-    if outcome.state is RankState.HUNG:
-        error = outcome.message or "hung"
-        empty.problem = Problem(step=0, call="a call", error=error, late=True)
+    if hung:
+        empty.hung = _how(outcome)
     return empty
 
 

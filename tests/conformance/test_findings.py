@@ -105,14 +105,14 @@ def test_a_violation_says_how_much_was_compared_up_to_it() -> None:
     assert finding(of, "agreement.scale").compared == 9
 
 
-def test_what_only_one_rank_knows_is_compared_with_nothing() -> None:
+def test_a_value_of_one_rank_alone_counts_as_not_compared() -> None:
     of = evidence()
     of.ranks[0].steps[1].decisions[0].parameters_changed = None
     found = finding(of, "agreement.skip")
     assert (found.compared, found.not_compared) == (6, 2)
 
 
-def test_nothing_seen_is_inconclusive_under_every_law_that_was_not_excused() -> None:
+def test_a_run_without_steps_passes_no_law() -> None:
     of = evidence()
     for trace in of.ranks:
         trace.steps.clear()
@@ -148,7 +148,7 @@ def test_ranks_that_stepped_and_ranks_that_skipped() -> None:
     )
 
 
-def test_which_replica_differs_from_which() -> None:
+def test_a_torn_replica_is_named_with_its_equal_replicas() -> None:
     for rank, others in ((1, "0, 2"), (2, "0, 1")):
         of = evidence(size=3)
         of.ranks[rank].steps[3].digests["w"] = "else"
@@ -239,6 +239,37 @@ def test_the_earliest_problem_is_reported(
     assert (found.message, found.step, found.ranks) == (words, step, ranks)
 
 
+@pytest.mark.parametrize(
+    ("hung", "words"),
+    [
+        ((1,), "rank 1 hangs: still running after 40.0 s; ranks 0, 2 only wait for it"),
+        ((0, 2), "ranks 0, 2 hang: still running after 40.0 s; rank 1 only waits for"),
+        ((0, 1, 2), "ranks 0, 1, 2 hang: still running after 40.0 s"),
+    ],
+)
+def test_a_hang_names_the_ranks_that_hang_and_those_that_wait(
+    hung: tuple[int, ...], words: str
+) -> None:
+    of = evidence(size=3)
+    for trace in of.ranks:
+        trace.steps.clear()
+    for rank in hung:
+        of.ranks[rank].hung = "still running after 40.0 s"
+    found = finding(of, "liveness.completes")
+    assert found.message.startswith(words) and "raised" not in found.message
+    # the steps of a hung rank are lost with its process
+    assert (found.status, found.step, found.ranks) == (Status.FAIL, None, hung)
+    assert found.cause == "a rank hangs"
+
+
+def test_a_rank_that_raised_explains_one_that_hung() -> None:
+    of = evidence()
+    of.ranks[0].problem = Problem(step=1, call="step", error="E: no")
+    of.ranks[1].hung = "still running after 40.0 s"
+    found = finding(of, "liveness.completes")
+    assert found.message == "step 1: step raised on rank 0: E: no"
+
+
 # - Misuse
 
 
@@ -260,7 +291,7 @@ def parity_of(of: Evidence, *rows: tuple[str, float]) -> Evidence:
     )
 
 
-def test_what_departs_is_named() -> None:
+def test_a_parity_failure_names_parameter_rank_and_bound() -> None:
     of = parity_of(evidence(), ("gradient", 2.0), ("update", 3.0), ("loss", 4.0))
     bound = "departs from the fp64 truth: relative norm of the error"
     for law, subject, error in (
@@ -272,7 +303,7 @@ def test_what_departs_is_named() -> None:
         assert found.message == f"step 2: {subject} {bound} {error}, bound 1"
 
 
-def test_only_gradients_are_excused_by_bad_steps_and_only_by_bad_steps_alone() -> None:
+def test_parity_of_gradients_is_skipped_if_all_steps_are_bad() -> None:
     of = evidence()
     for seen in of.ranks[1].steps:
         seen.decisions[0].non_finite = ["w"]
@@ -310,11 +341,13 @@ def test_a_departure_is_reported_even_after_few_comparisons() -> None:
     ("error", "bound", "ratio"),
     [(0.0, 0.0, 0.0), (0.0, 2.0, 0.0), (1.0, 2.0, 0.5), (0.5, 0.0, np.inf)],
 )
-def test_error_over_bound(error: float, bound: float, ratio: float) -> None:
+def test_the_ratio_of_a_row_is_its_error_over_its_bound(
+    error: float, bound: float, ratio: float
+) -> None:
     assert replace(row("gradient", error), bound=bound).ratio == ratio
 
 
-def test_what_parity_keeps_of_its_rows() -> None:
+def test_parity_keeps_counts_worst_and_first_bad_rows() -> None:
     parity = Parity(per_step=[0.0] * 4)
     errors = [(1, "w", 1.0), (2, "w", 3.0), (2, "b", 5.0), (2, "w", 4.0), (3, "w", 9.0)]
     rows = [
@@ -331,7 +364,7 @@ def test_what_parity_keeps_of_its_rows() -> None:
     assert parity.per_parameter == {"w": 9.0, "b": 5.0}
 
 
-def test_where_the_truth_is_zero_the_error_is_absolute() -> None:
+def test_errors_are_absolute_if_the_truth_is_zero() -> None:
     where, truth = ("gradient", 0, "w", 0), (np.zeros(2), np.arange(2))
     rows = list(_compare(where, np.array([0.0, 0.5]), truth, (2.0, 4.0)))
     assert [(r.measure, r.error, r.bound) for r in rows] == [
@@ -405,7 +438,7 @@ OFF = "interval=3,recipe=disabled"
         (OFF, (1.0, 0), (0.5, 0), True, False),
     ],
 )
-def test_one_update(
+def test_one_update_follows_the_rule(
     settings: str,
     before: tuple[float, int],
     after: tuple[float, int],
@@ -441,7 +474,7 @@ def test_a_tracker_on_one_rank_alone_agrees_with_nothing() -> None:
     assert finding(of, "agreement.growth").status is Status.SKIPPED
 
 
-def test_where_one_rank_alone_trains_there_is_no_decision_to_disagree_on() -> None:
+def test_agreement_is_skipped_if_one_rank_alone_trains() -> None:
     of = evidence()
     for seen in of.ranks[1].steps:
         seen.decisions[0].parameters_changed = None
@@ -507,7 +540,7 @@ def test_the_rules_value_is_reported() -> None:
     assert "after a good step rank 0" in finding(of, "scale.rule").message
 
 
-def test_where_a_state_changes_between_steps() -> None:
+def test_a_state_that_changes_between_steps_breaks_continuity() -> None:
     of = evidence()
     of.ranks[1].steps[2].growth_before = 1
     found = finding(of, "scale.continuity")
@@ -518,7 +551,7 @@ def test_where_a_state_changes_between_steps() -> None:
     assert found.numbers == {"got": 16.0, "expected": 16.0}
 
 
-def test_one_step_has_no_next_one() -> None:
+def test_continuity_of_a_single_step_is_skipped() -> None:
     of = evidence()
     for trace in of.ranks:
         del trace.steps[1:]
@@ -612,7 +645,9 @@ def test_a_fault_of_a_step_that_was_not_reached_was_not_due() -> None:
         (SUBNORMAL / 2, SUBNORMAL / 4, True),
     ],
 )
-def test_the_border_of_what_is_compared(got: float, want: float, equal: bool) -> None:
+def test_transparency_compares_down_to_its_subnormal_limit(
+    got: float, want: float, equal: bool
+) -> None:
     of = evidence()
     assert of.control is not None
     of.ranks[0].steps[1].gradients["w"][0] = got

@@ -56,6 +56,31 @@ def hangs() -> Traces:
     raise WorldFailure(outcomes, outcomes[1])
 
 
+def stack(file: str, line: int, function: str) -> str:
+    """Of a main thread in ``function``, as faulthandler writes it."""
+    return f"""Thread 0x7f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x7f02 (most recent call first):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 2941 in all_reduce
+  File "{file}", line {line} in {function}
+  File "/home/me/train.py", line 3 in main"""
+
+
+def hangs_in(rank_0: str, rank_1: str, *states: RankState) -> Run:
+    def run() -> Traces:
+        outcomes = tuple(
+            RankOutcome(rank=rank, state=state, message=WHY, stacks=stacks)
+            for rank, (state, stacks) in enumerate(
+                zip(states, (rank_0, rank_1), strict=True)
+            )
+        )
+        root = next(o for o in outcomes if o.state is RankState.HUNG)
+        raise WorldFailure(outcomes, root)
+
+    return run
+
+
 def late() -> Traces:
     traces = right()
     for trace in traces:
@@ -121,7 +146,7 @@ def said(case: Case, law: str) -> tuple[str, str]:
         (late, "collectives.no-crosstalk", "step 1: the checked all-reduce did not"),
     ],
 )
-def test_what_ran_out_of_time_is_tried_again_before_it_is_a_violation(
+def test_a_timeout_is_a_violation_only_after_a_second_try(
     run: Run, law: str, words: str
 ) -> None:
     place = MadeUp(scaler=[run, right])
@@ -138,11 +163,35 @@ def test_what_ran_out_of_time_is_tried_again_before_it_is_a_violation(
 
 
 @pytest.mark.parametrize("run", [right, wrong, raises])
-def test_what_did_not_run_out_of_time_is_not_tried_again(run: Run) -> None:
+def test_a_run_without_a_timeout_is_made_once(run: Run) -> None:
     place = MadeUp(scaler=[run])
     case = judged(place)
     assert place.calls.count(SCALER) == 1
     assert "again" not in "".join(v.message for v in case.verdicts)
+
+
+CHECK = stack("/src/gradparity/conformance/rank/worker.py", 209, "all_say_right")
+SYNC = stack("/home/me/scaler.py", 12, "update")
+HUNG, VICTIM = RankState.HUNG, RankState.VICTIM
+
+
+@pytest.mark.parametrize(
+    ("states", "stacks", "words"),
+    [
+        # a rank that is in the judge's check has made its step
+        ((HUNG, HUNG), (CHECK, SYNC), "rank 1 hangs: {}; rank 0 only waits for it"),
+        # the harness takes the rank in the check for the cause
+        ((HUNG, VICTIM), (CHECK, SYNC), "rank 1 hangs: {}; rank 0 only waits for it"),
+        ((HUNG, VICTIM), (SYNC, SYNC), "rank 0 hangs: {}; rank 1 only waits for it"),
+        ((HUNG, HUNG), (SYNC, SYNC), "ranks 0, 1 hang: {}"),
+    ],
+)
+def test_a_hang_is_told_with_its_function_and_the_ranks_that_wait(
+    states: tuple[RankState, ...], stacks: tuple[str, str], words: str
+) -> None:
+    case = judged(MadeUp(scaler=[hangs_in(*stacks, *states)]))
+    how = f"{WHY}, in update (scaler.py:12)"
+    assert said(case, "liveness.completes")[1].startswith(words.format(how))
 
 
 BITWISE = ("transparency.gradient", "transparency.bitwise")
@@ -157,7 +206,7 @@ def test_two_different_controls_accuse_no_scaler() -> None:
     assert case.status is Status.INCONCLUSIVE
 
 
-def test_a_control_that_is_the_same_again_does() -> None:
+def test_two_equal_controls_accuse_the_scaler() -> None:
     place = MadeUp(scaler=[moved])
     case = judged(place)
     assert said(case, "transparency.bitwise")[0] is Status.FAIL

@@ -103,10 +103,48 @@ def test_averages_that_drift_apart_are_told_at_the_first_step() -> None:
     )
 
 
+RESUMED = Scenario.parse("ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2,recipe=resume")
+KEPT = pytest.mark.parametrize("what", ["average", "schedule"])
+
+
+@KEPT
+def test_loads_from_a_checkpoint_are_counted(what: str) -> None:
+    plain, e = evidence(), evidence(scenario=RESUMED)
+    found, without = finding(e, f"trainer.{what}"), finding(plain, f"trainer.{what}")
+    assert (found.status, found.compared) == (Status.PASS, without.compared + 2)
+    assert found.message.endswith("with 2 loads from a checkpoint")
+
+
+@KEPT
+def test_a_saved_state_of_a_new_stack_is_not_compared(what: str) -> None:
+    e = evidence(scenario=RESUMED)
+    for trace in e.ranks:
+        (new, _), at = getattr(trace.steps[0], what), trace.steps[RESUMED.resume_step]
+        for seen in trace.steps[: RESUMED.resume_step]:  # all skipped: nothing moves
+            seen.decisions[0].non_finite = ["w"]
+            seen.decisions[0].parameters_changed = False
+            setattr(seen, what, (new, new))
+        setattr(at, what, (new, getattr(at, what)[1]))
+    found = finding(e, f"trainer.{what}")
+    assert (found.status, found.not_compared) == (Status.PASS, 2)
+    assert "with 0 loads from a checkpoint" in found.message
+
+
+@KEPT
+def test_a_resume_without_a_load_is_no_pass(what: str) -> None:
+    e = evidence(scenario=RESUMED)
+    for trace in e.ranks:
+        del trace.steps[RESUMED.resume_step :]
+    found = finding(e, f"trainer.{what}")
+    assert found.status is Status.INCONCLUSIVE
+    assert "with 0 loads from a checkpoint" in found.message
+    assert found.compared > 0
+
+
 @pytest.mark.parametrize(
     ("what", "law"), [("average", "trainer.average"), ("schedule", "trainer.schedule")]
 )
-def test_what_a_checkpoint_loses_is_told(what: str, law: str) -> None:
+def test_a_state_lost_in_a_checkpoint_is_reported(what: str, law: str) -> None:
     id = "ddp/2/fp32/sgd/none/steps=4,scale=8,interval=2,recipe=resume"
     e = evidence(scenario=Scenario.parse(id))
     assert finding(e, law).status is Status.PASS

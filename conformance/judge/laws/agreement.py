@@ -136,7 +136,7 @@ def replicas(evidence: Evidence) -> Finding:
             if len(set(digests)) > 1:
                 ranks = [evidence.ranks[i].rank for i in positions]
                 return replace(_torn(step, name, ranks, digests), compared=compared)
-    if not sets and all(t.problem is None for t in evidence.ranks):
+    if not sets and all(t.problem is None and not t.hung for t in evidence.ranks):
         return skipped("no parameter has a replica on this mesh")
     pairs = sum(len(positions) - 1 for positions in sets.values())
     missed = pairs * evidence.unseen // len(evidence.ranks)

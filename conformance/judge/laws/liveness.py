@@ -28,8 +28,11 @@ def completes(evidence: Evidence) -> Finding:
 def _completes(evidence: Evidence) -> Finding:
     problems = [(t.problem, t.rank) for t in evidence.ranks if t.problem is not None]
     done = sum(t.completed for t in evidence.ranks)
+    if not problems and any(t.hung for t in evidence.ranks):
+        return _hang(evidence, done)
     if not problems:
         return count_or_inconclusive(done, "rank-steps completed", evidence.unseen)
+    # A rank that raised explains one that hung: it waited for the first.
     first = min((p for p, _ in problems), key=lambda p: p.step)
     ranks = [
         rank for p, rank in problems if (p.step, p.call) == (first.step, first.call)
@@ -41,5 +44,25 @@ def _completes(evidence: Evidence) -> Finding:
         step=max(first.step, 0),
         ranks=tuple(ranks),
         cause=f"{first.call} raised {first.error.partition(':')[0]}",
+        compared=done,
+    )
+
+
+def _hang(evidence: Evidence, done: int) -> Finding:
+    hung = [t.rank for t in evidence.ranks if t.hung]
+    how = next(t.hung for t in evidence.ranks if t.hung)
+    last = evidence.phase.steps - 1
+    waiting = [t.rank for t in evidence.ranks if not t.hung and not t.reached(last)]
+    verbs = ("hangs" if len(hung) == 1 else "hang", "it" if len(hung) == 1 else "them")
+    text = f"{rank_list(hung)} {verbs[0]}: {how}"
+    if waiting:
+        only = "waits" if len(waiting) == 1 else "wait"
+        text += f"; {rank_list(waiting)} only {only} for {verbs[1]}"
+    return Finding(
+        status=Status.FAIL,
+        message=text,
+        ranks=tuple(hung),
+        # no step: the trace of a hung rank is lost with its process
+        cause="a rank hangs",
         compared=done,
     )

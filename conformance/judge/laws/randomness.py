@@ -69,6 +69,7 @@ def replicas(evidence: Evidence) -> Finding:
             for key, draws in _by_activation(s).items():
                 where = _rows(evidence, trace), key
                 other, theirs = first.setdefault(where, (trace, draws))
+                # different numbers of draws cannot be paired
                 if other is trace or len(theirs) != len(draws):
                     continue
                 for mine, there in zip(draws, theirs, strict=True):

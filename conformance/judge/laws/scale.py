@@ -102,6 +102,8 @@ def rule(evidence: Evidence) -> Finding:
             if not _is_kept(s, permitted, bad=bad):
                 found = _broken(trace.rank, s, permitted[0], bad)
                 return replace(found, compared=compared)
+            # growth and backoff both reset the count, so a new scale makes it known
+            # again
             known = growth is not None or s.scale_after != s.scale_before
             counts[trace.rank] = permitted[-1][1] if known else None
     return count_or_inconclusive(compared, "updates equal to the rule", evidence.unseen)

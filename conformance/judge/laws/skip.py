@@ -101,6 +101,8 @@ def _still_at_bad_steps(
                 parameter=_parameter(seen),
                 compared=compared,
             )
+    # only after the steps: a violation that was seen stands, even if another planted
+    # fault was injected nowhere
     missed = _not_struck(evidence)
     if missed:
         step, fault = missed[0]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..law import (
     Evidence,
     Finding,
@@ -66,16 +68,47 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
                 )
 
 
-def _lost(evidence: Evidence, what: str, subject: str) -> Finding | None:
-    """What is not loaded again where the stack goes on from its own checkpoint."""
-    scenario = evidence.scenario
-    if not scenario.parsed_recipe.resume:
-        return None
+@dataclass(kw_only=True)
+class _Loads:
+    """Comparisons of a saved value with the one that the new stack has loaded."""
+
+    compared: int = 0
+    missed: int = 0
+    stopped: bool = False
+    """Whether one is missing because the run stopped before it."""
+    lost: Finding | None = None
+
+    def counted(self, others: int, what: str, unseen: int) -> Finding:
+        """A pass over these and ``others`` comparisons, or inconclusive."""
+        if self.compared or self.missed:
+            what += f", with {self.compared} loads from a checkpoint"
+        total, missed = self.compared + others, self.missed + unseen
+        found = count_or_inconclusive(total, what, missed)
+        # the law is on steps and on a load: steps alone are half of it
+        if total and self.stopped and not self.compared:
+            text = f"{found.message}: the run stopped before one"
+            return replace(found, status=Status.INCONCLUSIVE, message=text)
+        return found
+
+
+def _loads(evidence: Evidence, what: str, subject: str) -> _Loads:
+    """Compare ``what`` before and after the stack goes on from its own checkpoint."""
+    scenario, loads = evidence.scenario, _Loads()
+    recipe = scenario.parsed_recipe
+    # on another world the judge carries the state over, and no checkpoint is loaded
+    if not recipe.resume or recipe.resharded:
+        return loads
     for trace in evidence.ranks:
         at = {s.step: getattr(s, what) for s in trace.steps}
+        at = {step: around for step, around in at.items() if around and any(around)}
+        if not at:
+            continue  # this rank keeps none
         saved, loaded = at.get(scenario.resume_step - 1), at.get(scenario.resume_step)
-        if saved and loaded and saved[1] != loaded[0]:
-            return Finding(
+        if saved is None or loaded is None:
+            loads.missed += 1
+            loads.stopped = True
+        elif saved[1] != loaded[0]:
+            loads.lost = Finding(
                 status=Status.FAIL,
                 message=f"step {scenario.resume_step}: {subject} on rank {trace.rank} "
                 "is not the one that was saved, once the stack is loaded from its own "
@@ -83,9 +116,15 @@ def _lost(evidence: Evidence, what: str, subject: str) -> Finding | None:
                 step=scenario.resume_step,
                 ranks=(trace.rank,),
                 cause="lost in the checkpoint",
-                compared=1,
+                compared=loads.compared + 1,
             )
-    return None
+            return loads
+        # a stack that saves nothing would have this value, too
+        elif saved[1] == next(iter(at.values()))[0]:
+            loads.missed += 1
+        else:
+            loads.compared += 1
+    return loads
 
 
 @law(
@@ -100,8 +139,9 @@ def _lost(evidence: Evidence, what: str, subject: str) -> Finding | None:
 )
 def schedule(evidence: Evidence) -> Finding:
     """Compare the schedule's state before and after each step."""
-    if lost := _lost(evidence, "schedule", "the schedule"):
-        return lost
+    loads = _loads(evidence, "schedule", "the schedule")
+    if loads.lost is not None:
+        return loads.lost
     compared = 0
     for at in _beside(evidence, "schedule"):
         compared += 1
@@ -115,7 +155,7 @@ def schedule(evidence: Evidence) -> Finding:
         return at.fail(f"{text}step was skipped {at.why}", compared, "moves on a skip")
     if not compared and evidence.scenario.workload.lr_schedule is None:
         return skipped("the workload has no lr_schedule")
-    return count_or_inconclusive(compared, "moves of the schedule", evidence.unseen)
+    return loads.counted(compared, "moves of the schedule", evidence.unseen)
 
 
 @law(
@@ -130,8 +170,9 @@ def schedule(evidence: Evidence) -> Finding:
 )
 def average(evidence: Evidence) -> Finding:
     """Compare the average's bits over each skipped step, and over ranks."""
-    if lost := _lost(evidence, "average", "the running average"):
-        return lost
+    loads = _loads(evidence, "average", "the running average")
+    if loads.lost is not None:
+        return loads.lost
     compared, torn = _torn(evidence)
     if torn is not None:
         return torn
@@ -149,11 +190,10 @@ def average(evidence: Evidence) -> Finding:
             )
     if not seen and evidence.scenario.workload.ema is None:
         return skipped("the workload has no ema")
-    if not compared and evidence.unseen == 0:
+    if not compared and not loads.compared and evidence.unseen == 0:
         return skipped("no step was skipped, and no two ranks move the same average")
-    return count_or_inconclusive(
-        compared, "averages untouched by a skip, or equal on two ranks", evidence.unseen
-    )
+    what = "averages untouched by a skip, or equal on two ranks"
+    return loads.counted(compared, what, evidence.unseen)
 
 
 def _torn(evidence: Evidence) -> tuple[int, Finding | None]:

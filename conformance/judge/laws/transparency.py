@@ -28,6 +28,7 @@ def _not_applicable(evidence: Evidence) -> str:
         scenario.growth_factor,
         scenario.backoff_factor,
     )
+    # frexp of a power of two is (0.5, exponent)
     if any(math.frexp(f)[0] != 0.5 for f in factors):
         return "a scale that is no power of two rounds"
     if scenario.faults != "none":
@@ -38,6 +39,8 @@ def _not_applicable(evidence: Evidence) -> str:
 def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
     """(rank, step, the same step without a scaler), up to the first bad gradient."""
     for number, (_, seen) in enumerate(evidence.steps()):
+        # the control has no scaler that skips such a step: its weights differ
+        # afterwards
         if evidence.control is None or any(s.non_finite for s in seen):
             return
         for position, s in enumerate(seen):
