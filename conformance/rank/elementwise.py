@@ -40,6 +40,8 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
     workload = resolve_workload(spec)
 
     def update(name: str, gradient: Tensor) -> Tensor:
+        # zeros, so that weight decay, which no permutation of gradients moves, adds
+        # nothing
         parameter = nn.Parameter(torch.zeros_like(gradient))
         made = workload.optimizers[optimizer]([(name, parameter)])
         parameter.grad = gradient.clone()

@@ -163,6 +163,7 @@ class Judged:
         manual = self.manual_scale(step)
         if self.scaler is not None:
             with self.watch("update"):
+                # no argument at all without a new scale: a scaler need not take None
                 self.scaler.update(*[manual] * (manual is not None))
 
     def misuse(self) -> list[Misuse]:

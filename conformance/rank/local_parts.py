@@ -121,6 +121,7 @@ def _local_part(
         raise workload.refuse(call, f"gave {name} with slices {slices!r}, {expected}")
     numbers = torch.arange(shape.numel())
     parts = [numbers.view(shape)[tuple(slices)]] if len(slices) <= len(shape) else []
+    # one slice may also be of the flat tensor; the number of elements tells which
     if len(slices) == 1:
         parts.insert(0, numbers[slices[0]])
     fitting = [part for part in parts if part.numel() == tensor.numel()]

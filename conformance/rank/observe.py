@@ -188,10 +188,8 @@ class CallLog(TorchDispatchMode):
     ) -> Any:
         """Log ``func`` and run it."""
         if any(issubclass(t, DTensor) for t in types):
-            return (
-                # NotImplemented makes DTensor unpack itself: its inner calls come here
-                NotImplemented
-            )
+            # makes DTensor unpack itself: its inner calls come here
+            return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             self._log_collective(func, args)
         return func(*args, **(kwargs or {}))
@@ -200,6 +198,7 @@ class CallLog(TorchDispatchMode):
         for declared, value in zip(arguments_of(func), args, strict=False):
             if declared.name in ("process_group", "group_name"):  # waiting has none
                 call = func.overloadpacket.__name__.rstrip("_")
+                # the tensor of a barrier is a placeholder, not data
                 sent = "" if "barrier" in call else _shape(args)
                 self._note(Collective(f"{call}{sent}", ranks_of(value)), args)
 
@@ -216,6 +215,7 @@ class ReductionLog(CallLog):
     a parameter.
     """
 
+    # active in the passes, where torch refuses such an operator under any other mode
     supports_higher_order_operators = True
 
     def __init__(self) -> None:

@@ -243,6 +243,7 @@ class WatchedScaler:
         if new_scale is None:
             new_scale = self._new_scale
         with self._watch("update"):
+            # no argument at all without a new scale: a scaler need not take None
             self._scaler.update(*[new_scale] * (new_scale is not None))
 
     def get_scale(self) -> float:
@@ -352,6 +353,7 @@ class OwnStep:
         self._decide()
         owned = [self._enter(optimizer) for optimizer in engine.optimizers]
         deciding = [
+            # by identity: two optimizers may have equal lists of names
             next(n for n, names in enumerate(engine.owned) if names is mine)
             for mine in owned
         ]

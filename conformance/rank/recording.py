@@ -62,6 +62,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     if choices is not None:
         seen.unclear_choices = choices.unclear
     seen.draws = log.draws
+    # by the generator, because the log is active only where random layers are on
     seen.drew = not torch.equal(generator, torch.get_rng_state())
 
 

@@ -110,6 +110,7 @@ def _laid_out(value: Any, parameter: nn.Parameter, index: NDArray[np.int64]) -> 
     full = torch.from_numpy(value)
     if not full.ndim:
         return full
+    # an elementwise state is laid out as its parameter
     tensor = torch.zeros_like(parameter)
     write_values(tensor, full, index)
     return tensor

@@ -88,6 +88,7 @@ def observe_rank(
     factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
+    # around the layout, too: a stack may read its clip_norm in parallelize
     with clip_norm_handed(scenario):
         engine = build_engine(scenario, mesh, torch.device(world.device))
         trace = RankTrace(
@@ -176,6 +177,8 @@ def _run_step(
         seen.loss = engine.forward_backward(batch, prepare)
     seen.count = engine.count
     seen.scale_before, seen.growth_before = judged.state()
+    # faults go into the gradients before anything reads them: the rule, which is
+    # applied to raw_decisions, and the scaler see the same
     gradients = local_gradients(engine)
     seen.faults += inject(faults, gradients, rank, seen.step)
     seen.decisions = raw_decisions(engine, gradients, seen.scale_before)
@@ -197,6 +200,8 @@ def checked_collective(
     ranks = dist.get_world_size()
     value = torch.tensor([(rank + 1.0) * (step + 1.0)], device=device)
     want = (step + 1.0) * ranks * (ranks + 1) / 2
+    # async, because only wait() takes a limit for one call; the limit of the group
+    # holds for all
     work = dist.all_reduce(value, async_op=True)
     try:
         assert work is not None  # None only for ranks outside of the group
@@ -210,7 +215,7 @@ def all_say_right(seen: StepTrace) -> bool:
     """Whether the checked sum is right on every rank.
 
     Ranks exchange this through the store, because the process group may be broken; so
-    no rank continues alone and hangs.
+    no rank continues alone and hangs. See [Note: How a rank ends] in ``run/runner.py``.
     """
     assert seen.checked_sum is not None
     world = current_world()

@@ -514,6 +514,17 @@ def _threads(count: int) -> Iterator[None]:
 def _traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
     """Traces of a world that failed because of the judged code.
 
+    [Note: How a rank ends]
+    What a rank leaves, and what it proves:
+    - it returns: its trace;
+    - it raises JudgedError: the trace so far, and either the call of the scaler that
+      raised, or a checked collective that was wrong on some rank. All ranks raise then
+      (``worker.all_say_right``), so that none is left in a collective;
+    - it hangs, and the parent kills it: no trace. With a scaler that is a violation,
+      after a second try, because a busy machine is slow, too; without one it is not;
+    - it is killed or exits: no trace, and no verdict, since the machine may be short of
+      memory. The same holds for any other exception: it is the judge's or the stack's.
+
     Args:
         failure: of a run.
         judged: whether there was a scaler; then a hang is the scaler's.

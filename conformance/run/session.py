@@ -267,6 +267,7 @@ def _earlier_attempt(path: Path, launcher: Launcher, command: str) -> _Earlier:
     if (before.run, report.header.command) != (launcher.run, command):
         text = f"{this}: nothing taken over: {path} is the report of another run"
         return _Earlier(restarts=(text,))
+    # a case with evidence has curves
     kept = tuple(case for case in report.cases if case.curves is not None)
     text = _restart_text(this, report, kept)
     return _Earlier(kept=kept, restarts=(*before.restarts, text))

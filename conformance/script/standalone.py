@@ -83,6 +83,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
         stack=data[0],
         phases=data[1],
     )
+    # a text that is no Python fails here and not at the reader
     compile(text, "standalone", "exec")
     return text
 

@@ -342,9 +342,8 @@ class _Search:
         world_size = (
             FAMILIES[self.family].world_size if self.family in FAMILIES else None
         )
-        self.clusters[
-            world_size or self.settings_.world_size
-        ]  # started before the clock of a history
+        # started before the clock of a history
+        self.clusters[world_size or self.settings_.world_size]
         start = time.monotonic()
         self.stop_at = start + SLICE_S
         try:

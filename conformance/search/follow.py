@@ -78,7 +78,10 @@ class _Follower:
         self.tracks = tracks_of(program)
         self.is_fused = bool(program.words & FUSED)
         self.loose = False  # whether values are rounded from here on
+        # whether the scaler clipped: it may add its norm in another order than torch
         self.own_clip = False
+        # whether ranks stepped in different orders, and whether a user wrote into
+        # gradients that a fused kernel has still to divide: a scaler may refuse both
         self.crossed = self.overwritten = False
         # largest element that each parameter has had: tolerances are relative to it
         self.moved: dict[str, float] = {}
@@ -88,7 +91,8 @@ class _Follower:
         if self.world.size == 1:
             return self._run()
         # a finite timeout: a rank must return even if its peer raised before a
-        # collective
+        # collective. It is longer than the others wait at the store, so that they have
+        # given up when this rank comes there and reads it.
         set_timeout(1.5 * self.patience)
         try:
             return self._run()
@@ -173,6 +177,8 @@ class _Follower:
             for each in torchs
             for m, t in zip(mathematics, each, strict=True)
         )
+        # torch is wrong, or right by chance: this call is judged by what either does,
+        # and then its state has nothing to say about later calls
         if not is_right:
             if got.raised:
                 return self._changed(before, got), True

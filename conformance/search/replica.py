@@ -486,6 +486,7 @@ class Replica:
 
     def _join(self) -> None:
         assert self.world is not None
+        # the store still has the keys of the groups before
         store = dist.distributed_c10d.PrefixStore(
             f"group/{self.groups}", self.world.store
         )

@@ -125,6 +125,7 @@ class Mathematics:
         if which not in self.found:
             self.found[which] = self.facts().bad[which]
         of_user = getattr(optimizer, "grad_scale", None)
+        # as torch deletes it after a fused step
         if of_user is not None:
             del optimizer.grad_scale
         self.skipped[which] = self.found[which]
@@ -383,6 +384,7 @@ class Track:
 
     def _found(self) -> list[bool]:
         return [
+            # found_inf is shared: the first rank has that of all
             any(_has_found(r.scaler, r.optimizers[which]) for r in self.replicas[:1])
             if self.replicas[0].optimizers
             else False

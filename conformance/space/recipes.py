@@ -220,6 +220,7 @@ CONTROL_RECIPES = tuple(
     if recipe.enabled
     and recipe.new_scale is None
     and not recipe.primed
+    # without a scaler they are the recipes without unscale_
     and not name.endswith("unscale")
 )
 """Recipes that apply without a scaler."""

@@ -76,6 +76,7 @@ def alone(stack: Stack, double: bool, steps: int) -> Iterator[dict[str, Any]]:
         if stack.clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), stack.clip_norm)
         grads = {n: flat(p.grad) for n, p in named.items() if p.grad is not None}
+        # zeros and no gradient are both right, and weight decay acts on zeros only
         idle |= {n for n in named if n not in grads or not grads[n].any()}
         optimizer.step()
         moved = {n: p for n, p in named.items() if n not in idle}

@@ -158,6 +158,7 @@ def train_on_ranks(
     train: Callable[..., Iterator[Row]], stack: Stack, phase: Phase, folder: str
 ) -> tuple[Rows, list[str]]:
     """The observations and errors of the ranks of a phase."""
+    # fork hands the stack over as it is: a workload need not be picklable
     fork, world = mp.get_context("fork"), math.prod(phase.mesh.values())
     log = fork.Queue()
     told = world, log, f"file://{folder}/rendezvous-{phase.steps.start}"
@@ -172,6 +173,8 @@ def train_on_ranks(
     ended = 0
     while ended < world:
         try:
+            # ranks end together: once one has ended or raised, a silent one waits in
+            # vain
             rank, step, row = log.get(timeout=3 if errors or ended else 120)
         except queue.Empty:
             errors += [] if errors else ["the ranks hang"]
@@ -205,5 +208,6 @@ def rank_main(
                 if frame.filename == inspect.getfile(type(stack.workload)):
                     text += f" ({frame.name}, line {frame.lineno}: {frame.line})"
         log.put((rank, step, text))
+    # the queue writes in a thread, which must end before the process
     log.close()
     log.join_thread()

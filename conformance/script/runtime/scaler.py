@@ -117,6 +117,7 @@ def train(stack: ScaledStack, phase: Phase, folder: str) -> Iterator[Row]:
     if phase.faults:
         mine = {**held, "loss": layout.rows}  # equal where the same rows are seen
         holdings: list[dict[str, int]] = [{}] * dist.get_world_size()
+        # ranks with equal checksums of places hold replicas
         dist.all_gather_object(holdings, mine)
     owned = [[*params]]
     if stack.split:
@@ -153,6 +154,8 @@ def train(stack: ScaledStack, phase: Phase, folder: str) -> Iterator[Row]:
         divisor = 1.0 if divisor is None else float(local(divisor))
         for name in [n for n in owned[number] if n in expected]:
             grad = local(params[name].grad) / divisor  # type: ignore[arg-type]  # it has one
+            # not bitwise: a scaler may multiply by the reciprocal of the scale, which
+            # rounds
             if not torch.allclose(grad, expected[name], rtol=1e-5, atol=0):
                 wrong[number].append(name)
 
@@ -267,6 +270,7 @@ def rule(
     if stack.manual and step == MANUAL_STEP:
         return stack.manual, good
     good = 0 if bad else (good + 1) % stack.interval
+    # fp32 does not hold 2**128: torch then leaves the scale as it is
     grown = scale * (stack.backoff if bad else 1.0 if good else stack.growth)
     return grown if grown < 2.0**128 else scale, good
 
@@ -310,6 +314,7 @@ def violations(stack: ScaledStack, rows: Rows) -> Iterator[str]:
             elif tracker not in (None, good):
                 text = f"rank {rank}: tracker {tracker}, the rule says {good}"
                 yield f"{begin}{text}{end}"
+        # below the smallest normal number the rule goes on from the scaler's own floor
         scale = left[0][0] if scale < 2.0**-126 else scale
         if {*each["total"].values()} != {len(ranks)}:
             text = f"a later all-reduce returned {each['total']}, not {len(ranks)}"

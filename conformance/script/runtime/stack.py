@@ -43,6 +43,7 @@ def given(told: Any, shapes: dict[str, torch.Size]) -> dict[str, tuple[Any, Tens
         elif isinstance(value, (tuple, list)):
             value, at = value
             at = (at,) if isinstance(at, slice) else tuple(at)
+            # one slice may be of the flat tensor
             if len(at) > 1 or numbers[at].numel() != value.numel():
                 numbers = numbers.view(shapes[name])
             numbers = numbers[at]
@@ -112,6 +113,7 @@ def watched(params: dict[str, Any]) -> dict[str, Tensor]:
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for p in [p for group in optimizer.param_groups for p in group["params"]]:
             if id(p) in names and p.grad is not None:
+                # once: a container and the optimizer inside it use one gradient
                 used.setdefault(names[id(p)], p.grad.detach().clone())
 
     register_optimizer_step_pre_hook(look)
