@@ -13,6 +13,7 @@ import torch
 from ...multiprocess import World, current_world
 from ..rank.scaler_spec import load_scaler
 from ..rank.torch_internals import set_timeout
+from ..status import rank_list
 from .oracle import Call
 from .program import Program
 from .replica import CLIPS, OFFERED, Replica, norm_of
@@ -80,6 +81,7 @@ class _Follower:
         self.loose = False  # whether values are rounded from here on
         # whether the scaler clipped: it may add its norm in another order than torch
         self.own_clip = False
+        self.late = ""  # the ranks that do not return, in words
         # whether ranks stepped in different orders, and whether a user wrote into
         # gradients that a fused kernel has still to divide: a scaler may refuse both
         self.crossed = self.overwritten = False
@@ -117,7 +119,7 @@ class _Follower:
             raised = self._raised(place, got)
             if raised is None:
                 here = f"; here it raised {got.raised}" if got.raised else ""
-                return place, f"a rank does not return from this call{here}"
+                return place, f"this call does not return on {self.late}{here}"
             wrong, end = self._judge(place, before, got, raised, wanted)
             if any(self._exchange(place, "judged", wrong)):
                 return place, wrong
@@ -142,9 +144,15 @@ class _Follower:
         try:
             raised = self._exchange(place, "made", got.raised)
         except RuntimeError:  # raised by the store: no answer in time
+            ranks = range(world.size)
+            late = [r for r in ranks if not world.store.check([f"made/{place}/{r}"])]
+            self.late = rank_list(late) if late else "some rank"
             world.store.set(f"given up/{place}", "1")
             return None
-        return None if world.store.check([f"given up/{place}"]) else raised
+        if world.store.check([f"given up/{place}"]):
+            self.late = f"rank {world.rank}"  # the others have given it up
+            return None
+        return raised
 
     def _exchange(self, place: int, what: str, text: str) -> list[bool]:
         """Exchange a flag through the store: the process group may be broken."""

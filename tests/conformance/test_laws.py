@@ -261,7 +261,7 @@ def test_a_refused_call_that_changes_something_is_misuse() -> None:
     (finding,) = [v for v in judge(e) if v.law == "misuse.refused"]
     assert finding.status is Status.FAIL and finding.ranks == (1,)
     assert finding.message == (
-        "unscale_() after step() raised ValueError on rank 1 and changed gradients"
+        "on rank 1 unscale_() after step() raised ValueError, and it changed gradients"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ...rank.trace import Collective
 from ..law import Evidence, Finding, Status, count_or_inconclusive, law, say_tried_again
 
@@ -50,6 +52,11 @@ def no_crosstalk(evidence: Evidence) -> Finding:
     return say_tried_again(_no_crosstalk(evidence), evidence)
 
 
+def _gave(got: float) -> str:
+    """What came of it; a wait that timed out is recorded as nan."""
+    return "did not come back in time" if math.isnan(got) else f"gave {got:g}"
+
+
 def _no_crosstalk(evidence: Evidence) -> Finding:
     compared, missed = 0, evidence.unseen
     for step, seen in evidence.steps():
@@ -62,7 +69,7 @@ def _no_crosstalk(evidence: Evidence) -> Finding:
             if got != want:
                 return Finding(
                     status=Status.FAIL,
-                    message=f"step {step}: the checked all-reduce gave {got:g} on rank "
+                    message=f"step {step}: the checked all-reduce {_gave(got)} on rank "
                     f"{trace.rank}, expected {want:g}",
                     step=step,
                     ranks=(trace.rank,),

@@ -28,12 +28,13 @@ def refused(evidence: Evidence) -> Finding:
         for seen in trace.misuse or ():
             compared += 1
             changes = ", ".join(seen.changed)
-            done = "was accepted" if not seen.error else f"raised {seen.error}"
+            accepted = "was accepted and has to raise"
+            done = f"raised {seen.error}" if seen.error else accepted
             if not seen.error or seen.changed:
                 return Finding(
                     status=Status.FAIL,
-                    message=f"{seen.call} {done} on rank {trace.rank}"
-                    f"{changes and f' and changed {changes}'}",
+                    message=f"on rank {trace.rank} {seen.call} {done}"
+                    f"{changes and f', and it changed {changes}'}",
                     ranks=(trace.rank,),
                     compared=compared,
                 )

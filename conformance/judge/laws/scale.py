@@ -126,7 +126,7 @@ def _broken(
 
 
 def _text(tracker: int | None) -> str:
-    return "untold" if tracker is None else str(tracker)
+    return "unknown" if tracker is None else str(tracker)
 
 
 @law(
@@ -144,7 +144,7 @@ def positive(evidence: Evidence) -> Finding:
                 return Finding(
                     status=Status.FAIL,
                     message=f"step {step}: rank {trace.rank} holds the scale "
-                    f"{s.scale_after}",
+                    f"{s.scale_after}, expected a positive, finite one",
                     step=step,
                     ranks=(trace.rank,),
                     compared=compared,
