@@ -236,7 +236,8 @@ class Cluster(BaseCluster):
         if self._ranks is None:
             self._sent = current_context()
             self._ranks = _started(self.spec, self._sent)
-            # Of a cluster that was not closed; at exit the forkserver ends all ranks.
+            # For a cluster that was not closed; at exit the forkserver ends all ranks.
+            # A method of the ranks: one of the cluster would keep the cluster alive.
             self._finalizer = weakref.finalize(self, self._ranks.kill)
             self._finalizer.atexit = False
         return self._ranks
@@ -291,6 +292,7 @@ def all_answered(error: BaseException) -> bool:
 def _started(spec: WorldSpec, context: Context) -> RankProcesses:
     ranks = RankProcesses(spec)
     try:
+        # To all before the first answer is awaited: they join a process group together.
         for rank in ranks.ranks:
             start = Start(spec=spec, rank=rank.rank, context=context)
             rank.send(start, spec.start_timeout_s)
@@ -324,5 +326,6 @@ def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
     facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
     ranks.preload_for_later(n for f in facts if f.reply for n in f.reply.imported)
     outcomes = outcomes_or_raise(facts)
+    # One rank without its group is enough: a new one is made by all together.
     ranks.fresh_group = not all(fact.reply and fact.reply.reusable for fact in facts)
     return outcomes

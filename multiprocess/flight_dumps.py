@@ -103,6 +103,7 @@ def write_flight_records(outcomes: Sequence[RankOutcome], folder: Path) -> bool:
             "entries": list(_entries(outcome, groups, starts, open_ones)),
         }
         file = folder / f"{PREFIX}{outcome.rank}"
+        # Beside the folder: the analyser would read a partial file in it.
         partial = folder.parent / f".{folder.name}-{file.name}.{os.getpid()}"
         partial.write_bytes(pickle.dumps(dump, protocol=2))
         partial.replace(file)

@@ -37,6 +37,8 @@ def adopt_orphans() -> None:
 def be_first_out_of_memory() -> None:
     """Ask the kernel to kill this process rather than the parent."""
     try:
+        # Counts as half of the machine's memory on top of what the process uses, so a
+        # rank comes before a parent that is larger.
         Path("/proc/self/oom_score_adj").write_text("500")
     except OSError:
         pass  # a wish, not a need
@@ -71,6 +73,7 @@ def process_state(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
+    # After the last bracket: the name before it may contain spaces and brackets.
     return stat.rpartition(")")[2].split()[0]
 
 
@@ -106,6 +109,8 @@ def kill_tree(pid: int) -> None:
     Only for a process that only the caller can wait for: otherwise its number may
     already belong to another process.
     """
+    # Both: a process that was forked just now does not lead a group yet, and an adopted
+    # daemon may be in another one.
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
@@ -171,20 +176,6 @@ def sockets() -> frozenset[str]:
     return frozenset(name for _, name in _open_sockets())
 
 
-def shut_sockets(kept: frozenset[str]) -> None:
-    """Shut the connected internet sockets of this process, save those in ``kept``."""
-    for fd, name in _open_sockets():
-        if name in kept:
-            continue
-        try:
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    copy.getpeername()  # raises for one that listens: leave it alone
-                    copy.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # not connected, or closed meanwhile
-
-
 def give_up_unacknowledged(limit_s: float, kept: frozenset[str]) -> None:
     """Make TCP connections fail if sent data is not acknowledged within a limit.
 
@@ -196,6 +187,7 @@ def give_up_unacknowledged(limit_s: float, kept: frozenset[str]) -> None:
         if name in kept:
             continue
         try:
+            # A copy, which the object may close: the descriptor itself is torch's.
             with socket.socket(fileno=os.dup(fd)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
                     level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT

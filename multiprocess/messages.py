@@ -197,6 +197,7 @@ def receive(sock: socket.socket) -> Any:
 def _read(sock: socket.socket, count: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < count:
+        # In parts: recv allocates what it is asked for, before a byte has come.
         part = sock.recv(min(_CHUNK, count - len(parts)))
         if not part:
             return None
@@ -222,6 +223,7 @@ class Inbox:
             except (BlockingIOError, InterruptedError):
                 break
             except ConnectionError:
+                # A rank that ended with messages unread resets the connection.
                 part = b""
             self.closed = not part
             self._buffer += part

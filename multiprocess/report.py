@@ -17,6 +17,7 @@ _LAST = 3
 _MAX_ALIKE = 16
 """So many ranks of the same fate are shown one by one."""
 
+# Differs from rank to rank: without it equal stacks are equal, and shown once.
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
 TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
@@ -151,6 +152,7 @@ def find_odd_rank(records: Records) -> tuple[int, str] | None:
     if not calls:
         return None
     counts = Counter(_signature(call) for call in calls.values())
+    # The minority; of two halves the lowest rank, so that each run names the same.
     rank = min(calls, key=lambda r: (counts[_signature(calls[r])], r))
     mine = calls.pop(rank)
     others = [r for r in calls if _signature(calls[r]) != _signature(mine)]

@@ -122,10 +122,15 @@ class SimulatedCluster(BaseCluster):
         try:
             outcomes = _judged(found, self.spec.output_limit)
         except WorldFailure as failure:
+            # Threads of this call may still be there.
             self._host.close()
             if (failure.root.error_type or "").endswith(NotSimulatedError.__name__):
                 raise NotSimulatedError(failure.root.message) from None
             raise
+        # A sum of n numbers in any order is off by at most (n - 1) u times the sum of
+        # their absolute values, u being the unit roundoff (higher powers of u left
+        # out): two orders differ by twice that. n in place of n - 1 covers what is left
+        # out.
         return outcomes, 2 * self.spec.size * found.epsilon * found.summed
 
     def _without_process(self, failure: WorldFailure) -> WorldFailure:

@@ -29,6 +29,7 @@ _clusters: dict[WorldSpec, Cluster] = {}
 def _submit_to_own_ranks(
     spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
 ) -> tuple[RankOutcome, ...]:
+    # Not closed by any test: the forkserver ends the ranks with this process.
     if spec not in _clusters:
         _clusters[spec] = Cluster.of(spec)
     with cpu_slots().hold(spec.size):

@@ -95,6 +95,8 @@ class Agent:
         else:
             self._heartbeat = Heartbeat(torchrun_store(name).raw, self.rank)
             self._heartbeat.start()
+        # After the first heartbeat: the leader, which waits for all records, then finds
+        # a heartbeat of each agent.
         self._membership.join(gpus, local_size)
         env[AGENT_VARIABLE] = str(os.getpid())
         self._began = current_context()
@@ -171,6 +173,14 @@ class Agent:
             Whether all ranks were ready, and one fact a rank: of the call, or of its
             start.
         """
+        # [Note: Two rounds of a call]
+        # 1. start: every agent reports that its rank has joined, or how it ended;
+        # 2. run: only if all have joined.
+        # So the clock of a call starts when its world is ready, and a rank that cannot
+        # start does not leave the others in a collective. An agent that sees a fault
+        # sets the flag of the round; the others then give their ranks the grace only.
+        # Keys bear the number of the call: no answer to an earlier one is taken for
+        # one to this.
         try:
             self.post(request)
             spec, options = request.spec, request.options
@@ -228,6 +238,8 @@ class Agent:
             def check(rank: int = rank, since: float = since) -> None:
                 """Raise when waiting for ``rank`` has become useless."""
                 self.check()
+                # Whether its process is gone is read from the store and /proc: too much
+                # for each look at a rank that answers at once.
                 late = time.monotonic() - since > _LATENESS_S
                 if late and self._membership.is_gone(rank):
                     raise HarnessError(f"rank {rank}: {self._membership.state(rank)}")
@@ -290,7 +302,7 @@ class Agent:
     def wait_for_the_end(self) -> int:
         """Wait until the leader, or the agent in its place, has reported."""
         self._store.wait("reported", ANSWER_S + _REPORT_S)
-        return 3
+        return 3  # what the command line returns for a run that was not completed
 
     def _next_message(self) -> Message:
         self._calls += 1
@@ -318,6 +330,8 @@ class Agent:
     def _serve(self, request: CallRequest) -> None:
         ready = self._own.start(request, self._others("start"))
         self._store.put(self._key("start", self.rank), pack(ready))
+        # Longer than the leader waits for any rank: it says no before this agent gives
+        # up.
         limit_s = request.spec.start_timeout_s + 2 * self._patience_s
         answered = self._store.wait(self._key("go"), limit_s, self.check)
         if answered and self._store.flag(self._key("go")) == "go":

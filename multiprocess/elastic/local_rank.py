@@ -146,10 +146,8 @@ class LocalRanks:
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
         """Run the request on the rank; return the observed fact."""
         world = self._worlds[request.spec]
-        processes, context = (
-            world.processes,
-            request.context.applied_to(current_context()),
-        )
+        processes = world.processes
+        context = request.context.applied_to(current_context())
         processes.runs += 1
         run = Run(
             payload=request.payload,

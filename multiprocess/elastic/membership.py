@@ -39,6 +39,7 @@ MEET_S = 600.0
 ANSWER_S = 2.0
 """Seconds in which an agent must answer that it is still present."""
 
+# As `worker.ACKNOWLEDGED_S`: both sides of a cut link end at about the same time.
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which an agent counts as lost."""
 
@@ -224,6 +225,8 @@ class HeartbeatMonitor:
             since = min(since, _MAX_BETWEEN_POLLS_S)
             before, self._heard = self._heard, self._store.multi_get(self._keys)
             for index, count in enumerate(self._heard):
+                # Whether the count has changed, and not when it was sent: hosts differ
+                # in time.
                 same = bool(before) and before[index] == count
                 self._silent_s[index] = self._silent_s[index] + since if same else 0.0
         silent = [q for q in self._silent_s if q > SILENCE_S - _TOGETHER_S]

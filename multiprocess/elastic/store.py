@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Half of what a connection takes at once.
 _CHUNK = 4 << 20
 
 SECRET_VARIABLE = "GRADPARITY_SECRET"
@@ -87,6 +88,7 @@ class SignedStore:
     @_answering()
     def put(self, key: str, value: bytes) -> None:
         """Store ``value``, signed; a reader that waits for ``key`` finds all of it."""
+        # The parts first: a reader that finds the key finds all of them.
         parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
         for number, part in enumerate(parts):
             self.raw.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # takes bytes too

@@ -34,6 +34,7 @@ from {module} import main
 main(fd)
 """
 
+# Longer than the 3 s in which the server ends its ranks.
 _END_S = 5.0
 _MAX_ERRORS = 64 * 1024
 """So much of the end of what the server wrote is shown."""
@@ -110,6 +111,8 @@ class ForkserverClient:
     @property
     def usable(self) -> bool:
         """Whether it belongs to this process and still runs."""
+        # A fork of the parent has the socket, too: two clients would take each other's
+        # answers.
         return self.owner == os.getpid() and self._process.poll() is None
 
     def preload(self, modules: Iterable[str], limit_s: float) -> None:
@@ -126,6 +129,8 @@ class ForkserverClient:
             wanted = dict.fromkeys((*modules, *_costly_here()))
             missing = [name for name in wanted if name not in self._imported]
             if missing:
+                # Its answer is read first: `_answer` drops one with another number, and
+                # an error of that import would be lost.
                 self._await_import(limit_s)
                 self._send_import(missing)
 
@@ -152,6 +157,7 @@ class ForkserverClient:
 
     def close(self) -> None:
         """End the server and with it every rank."""
+        # End of file is the order to end.
         self._sock.close()
         if self.owner == os.getpid():  # a forked copy of the parent owns nothing
             self._wait()
@@ -174,6 +180,8 @@ class ForkserverClient:
         names = list(modules)
         request = {"do": "import", "path": sys.path, "modules": names}
         self._pending = self._send(request), names
+        # Counted from the request on, so that no module is asked for twice; a failed
+        # import takes them back.
         self._imported.update(names)
 
     def _await_import(self, limit_s: float) -> None:

@@ -40,6 +40,7 @@ def current_context() -> Context:
     cwd = os.getcwd()
     return Context(
         cwd=cwd,
+        # An empty entry means the current folder, which a call may change on its rank.
         path=tuple(entry or cwd for entry in sys.path if isinstance(entry, str)),
         env={name: v for name, v in os.environ.items() if name not in _PRIVATE},
         modules=assert_rewrite.rewritten_modules(),
@@ -103,6 +104,16 @@ class RankProcess:
         self.rank = rank
         self.exit_code: int | None = None
         self.ended_at_s = 0.0
+        # [Note: Descriptors of a rank]
+        # What the parent learns must not depend on a rank that works as it should, so
+        # there is a channel for each kind of news, and each has one writer:
+        # - messages, a socket: written by the rank's Python; silent if that hangs;
+        # - exit status, a pipe: written by the forkserver, which waits for the process;
+        # - output, a pipe: descriptors 1 and 2, also of native code and of children;
+        # - stacks, a pipe: written by faulthandler in C, also while Python is stuck.
+        # End of file says that the last writer is gone, so every process that forks
+        # closes the copies that are not its own (here, and in
+        # `ForkServer._become_rank`).
         ours, theirs = socket.socketpair()
         exit_r, exit_w = os.pipe()
         output_r, output_w = os.pipe()
@@ -121,8 +132,7 @@ class RankProcess:
             self.close()
             raise
         finally:
-            # A copy kept here would hide the rank's end: a pipe ends with its last
-            # writer.
+            # See [Note: Descriptors of a rank].
             for fd in handed:
                 os.close(fd)
 
@@ -220,6 +230,7 @@ class RankProcesses:
     def stop(self) -> None:
         """Let the ranks end by themselves; kill those that do not."""
         for rank in self.ranks:
+            # End of file is the order to end; the rank can still answer.
             rank.sock.shutdown(socket.SHUT_WR)
         self._collect_exits(_STOP_S)
         self.kill()

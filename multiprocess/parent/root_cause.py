@@ -15,6 +15,8 @@ from ..outcomes import RankOutcome, RankState
 from ..report import find_odd_rank
 from .watch import Fact
 
+# What gloo, the store and NCCL say of a connection that broke. gloo raises a plain
+# RuntimeError, so only the text tells it from the rank's own error.
 _LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|closed by peer"
     r"|broken pipe|socket (closed|timeout)|recvvalue failed|sendbytes failed"
@@ -89,6 +91,7 @@ def _stopped(outcome: RankOutcome) -> bool:
 
 
 def _innermost_frame(stacks: str) -> str:
+    # faulthandler writes the main thread last, as "Thread 0x" or "Current thread 0x".
     main_thread = stacks.rpartition("hread 0x")[2]
     frame = _FIRST_FRAME.search(main_thread)
     return "" if frame is None else frame.group()
@@ -103,6 +106,7 @@ def lost_peer(outcome: RankOutcome) -> bool:
         return False
     text = f"{outcome.error_type}: {outcome.message}\n{outcome.traceback or ''}"
     raised = _RAISED.split(text)[2::2]  # what follows each name, up to the next one
+    # Without the frames: a line of a test's code may have such words.
     return any(_LOST_PEER.search(part.split("\n  File ")[0]) for part in raised)
 
 
@@ -174,11 +178,17 @@ def _root(outcomes: Sequence[RankOutcome]) -> int | None:
     own = [o for o in ended if not lost_peer(o)]
     stopped = [o for o in hung if _stopped(o)]
     stuck = [o for o in hung if not _waits_for_others(o)]
-    # No fault of another rank stops one by a signal, while an error of another may be
-    # that it has waited for it long enough. A rank that failed by itself explains those
-    # that waited for it, and one that is stuck elsewhere those that wait in a
-    # collective. Only then come the others.
     late = [o for o in hung if _hangs(o)]
+    # [Note: Which rank is the root cause]
+    # The first group with a rank in it, and in that the rank that ended first. What can
+    # be the effect of another rank's fault comes after what cannot:
+    # 1. stopped by a signal: no fault of another rank does that, while the error of
+    #    another may be that it has waited long enough for this one;
+    # 2. raised, exited or killed by itself: explains the ranks that waited for it;
+    # 3. hangs outside of a collective: explains those that wait inside of one;
+    # 4. ended since a connection broke: only where nothing above explains the break;
+    # 5. hangs in a collective: `outcomes_of` then looks for the odd one by the records;
+    # 6. is done with its test, and waits for the others to say so.
     for group in (stopped, own, stuck, ended, late, hung):  # the first with a rank
         if group:
             return min(group, key=lambda o: o.ended_at_s).rank

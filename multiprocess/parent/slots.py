@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from ..environment import cache_folder
 from ..errors import HarnessError
 
+# A file lock can be tried or waited for, but not waited for with a limit.
 _POLL_S = 0.01
 
 SLOTS_VARIABLE = "GRADPARITY_CPU_SLOTS"

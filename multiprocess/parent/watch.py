@@ -83,6 +83,8 @@ class Watch:
         self._stopped: set[int] = set()
         self._selector = selectors.DefaultSelector()
         for rank in processes.ranks:
+            # Output, too: a rank that has filled its pipe waits for a reader, and looks
+            # hung.
             for fd in (rank.sock.fileno(), rank.exit_fd, rank.output.fd):
                 self._selector.register(fd, selectors.EVENT_READ, rank)
 
@@ -120,6 +122,7 @@ class Watch:
             rank.read_exit()
             self._selector.unregister(rank.exit_fd)
             self._debugged.discard(rank.rank)
+            # A rank may end after its answer without harm to this call.
             if rank.rank not in self._replies:
                 self._fault(min(_CRASH_GRACE_S, self._grace_s))
         elif key.fd == rank.output.fd:

@@ -186,6 +186,7 @@ class Adoption:
 
     def _put(self, owner: type[Any], **methods: Any) -> None:
         for name, method in methods.items():
+            # As it is in the class: getattr would bind a classmethod.
             self._replaced.append((owner, name, vars(owner)[name]))
             setattr(owner, name, method)
 

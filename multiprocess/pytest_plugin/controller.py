@@ -206,6 +206,8 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
     options = CallOptions(
         timeout_s=spec.timeout_s,
         isolation=spec.isolation,
+        # Shrinking makes many failing calls: new ranks for each would take longer than
+        # all the calls.
         keep_answered=hasattr(item.obj, "hypothesis"),
     )
     if _FAILURE in item.stash:  # of an earlier example

@@ -71,6 +71,7 @@ def _talk(rank: RankProcess, message: Debug) -> None:
     while rank.alive:
         watched = [rank.sock.fileno(), rank.exit_fd, rank.output.fd]
         ready, _, _ = select.select(watched, [], [])
+        # Else a rank that prints much at the prompt would wait for a reader.
         if rank.output.fd in ready:
             rank.output.drain()
         replies = {reply.kind for reply in rank.inbox.poll()}

@@ -42,6 +42,7 @@ _TORCH_HOOK = pytest.StashKey[TorchImportHook]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
 _ADOPTION: pytest.StashKey[Adoption] = pytest.StashKey()
+# At import, as early as can be: what is opened later counts as the session's.
 _OPENED = open_targets()
 
 
@@ -158,6 +159,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except (TypeError, ValueError) as error:
         pytest.fail(f"{metafunc.definition.nodeid}: {error}", pytrace=False)
     if "world" not in metafunc.fixturenames:
+        # A test need not take it: its size is a parameter of the test either way.
         metafunc.fixturenames.append("world")
     # Each as its own plugin has it.
     word = "nprocs=" if _is_mpi_pytests(metafunc.definition) else "world"
@@ -235,6 +237,8 @@ def pytest_fixture_setup(
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body on the ranks."""
+    # First of all: pytest-asyncio and pytest itself would call the body here. True says
+    # that it was called.
     if pyfuncitem.get_closest_marker(_MARK) is None:
         return None
     from .controller import call_on_ranks
@@ -307,6 +311,8 @@ def _words(config: pytest.Config) -> tuple[bytes, ...]:
 
 def _speaks_of_ranks(config: pytest.Config) -> bool:
     """Whether a module of the session, as its arguments name it, has such a word."""
+    # Their text is searched: nothing is imported yet, and in most of the processes
+    # nothing will be.
     words, skipped = _words(config), config.getini("norecursedirs")
     paths = [Path(config.invocation_params.dir, a.split("::")[0]) for a in config.args]
     if any(not path.exists() for path in paths):

@@ -144,6 +144,8 @@ class _Resolver:
         return sent
 
     def _once(self, sent: Any, make: Callable[[], Any]) -> Any:
+        # By identity, which survives the pickling of one Body: a fixture may override,
+        # and ask for, another one of its name.
         key: Any = sent.name if isinstance(sent, PerRankFixture) else id(sent)
         if key not in self._made:
             self._made[key] = make()

@@ -32,6 +32,7 @@ def profiled(folder: str, fn: Callable[..., Any], *args: Any) -> Any:
     finally:
         profiler.stop()
         file = Path(folder, f"rank-{current_world().rank}.json")
+        # Renamed when complete: the rank may be killed while it writes.
         profiler.export_chrome_trace(f"{file}.part")
         os.replace(f"{file}.part", file)
 

@@ -26,6 +26,8 @@ class _Loader(SourceFileLoader):
             pass  # plain asserts do
         else:
             rewrite_asserts(tree, source, self.path)
+        # dont_inherit: this file's `from __future__` imports must not hold in that
+        # module.
         code: CodeType = compile(tree, self.path, "exec", dont_inherit=True)
         return code
 

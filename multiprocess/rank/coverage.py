@@ -69,6 +69,8 @@ def _started(settings: Settings) -> Any:
     inherited = coverage.Coverage.current()
     if inherited is not None:  # the forkserver's, by coverage's own patch
         inherited.stop()
+    # No file: the parent's settings are complete, and the rank's folder may have
+    # another one. The suffix keeps each rank's data in a file of its own.
     made = coverage.Coverage(config_file=False, data_suffix=True)
     for name, value in settings:
         made.set_option(name, value)

@@ -32,6 +32,8 @@ class RankDebugger(pdb.Pdb):
             terminal: Where it reads from and writes to.
             say: Tells the parent.
         """
+        # nosigint: ctrl-C at the terminal is the parent's; a rank is in a session of
+        # its own.
         super().__init__(stdin=terminal[0], stdout=terminal[1], nosigint=True)
         self.prompt = f"(rank {rank}) "
         self.use_rawinput = False

@@ -75,6 +75,7 @@ _QUIET = (
 )
 """Code that calls collectives on behalf of the test."""
 
+# A record stays cheap where only torch's frames are on a deep stack.
 _MAX_FRAMES = 80
 
 
@@ -94,6 +95,8 @@ def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
     _writer = writer
     nesting = _Nesting()
     # By what the collective gave back to wait for: a Work, or a tensor.
+    # Weak, since much is never waited for; by identity, since tensors compare by
+    # element.
     pending = WeakIdKeyDictionary()
     method = _Kind(_group_of_method, _shapes_of_method)
     function = _Kind(_group_of_function, _shapes_of_function)
@@ -148,6 +151,7 @@ def _wrap(
     nesting: _Nesting,
     pending: WeakIdKeyDictionary,
 ) -> None:
+    # The class's own methods only: an inherited one is wrapped in the base, once.
     wrapped = getattr(owner, name) if name in vars(owner) else None
     if wrapped is None:  # another version of torch
         return
@@ -220,6 +224,7 @@ def _what_pends(result: Any, waited: bool) -> Any:
     """Return the object to wait for, or None if the call itself has waited."""
     if isinstance(result, list | tuple):  # all of one collective: any says when
         result = result[-1] if result else None
+    # It calls wait_tensor with the tensor inside, not with itself.
     if isinstance(result, functional.AsyncCollectiveTensor):
         return None if result.completed else result.elem
     return None if waited and isinstance(result, torch.Tensor) else result

@@ -94,6 +94,7 @@ class RecordWriter:
     def ended(self, record: tuple[int, int]) -> None:
         """Note that a collective has ended on this rank, unless it is forgotten."""
         call, index = record
+        # Asynchronous work may end in a later call, or after its slot was used again.
         if call != self._calls or index < self._count - SLOTS:
             return
         at = self._slot(index)

@@ -34,12 +34,28 @@ stacks, store, flight records."""
 EXIT_STATUS = struct.Struct("!i")
 """What is written on an exit pipe: exit code, or minus the signal."""
 
+# The socket keeps messages apart and cuts one that is longer than the buffer. The
+# longest request is an import path with the names of modules.
 LARGEST_REQUEST = 1 << 17
 
+# For the rare client whose end the socket does not show; see `serve`.
 _CLIENT_CHECK_S = 2.0
 _END_S = 3.0
 
 
+# [Note: No rank outlives its parent]
+# Each end must be seen in whatever way a process goes, SIGKILL included:
+# - The client ends: its end of the socket closes, and `serve` calls `_end`. A child of
+#   the client's that inherited the descriptor keeps it open, so the parent's number is
+#   checked as well.
+# - The server ends: PR_SET_PDEATHSIG has the kernel kill each rank.
+# - A rank ends: its process group is killed with it, before its number is free again.
+# - A daemon, which has left its rank's group: the server has adopted it
+#   (PR_SET_CHILD_SUBREAPER) and kills it with the last rank, since nothing shows which
+#   rank it belongs to.
+# - A rank that the parent gives up: the parent kills that one process, the server sees
+#   it end and does the rest. Only the server may kill by number: as the rank's parent,
+#   it alone knows that the number is not another process's yet.
 class ForkServer:
     """Serves one client until it is gone."""
 
@@ -110,6 +126,7 @@ class ForkServer:
                 importlib.import_module(name)
             except Exception:
                 return {"error": f"cannot preload {name}\n{traceback.format_exc()}"}
+        # Garbage would be frozen, too, and stay in every rank.
         gc.collect()
         gc.freeze()  # what is here now is shared by all ranks: leave its pages alone
         return {}
@@ -124,6 +141,7 @@ class ForkServer:
         if pid == 0:
             self._become_rank(exit_w, rank_fds)
         _close(rank_fds)
+        # Kept open: an end without a status says that the server itself is gone.
         self._exit_fds[pid] = exit_w
         return {"pid": pid}
 
@@ -149,11 +167,12 @@ class ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(
-                code
-            )  # the frames below, and what they would end, are the server's
+            # No return: the frames below, and what they would end, are the server's.
+            os._exit(code)
 
     def _reap(self) -> None:
+        # All that have ended: signals of a kind do not queue, so one SIGCHLD may stand
+        # for several ends.
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -172,6 +191,7 @@ class ForkServer:
                 except BrokenPipeError:
                     pass  # the client lost interest
                 os.close(fd)
+            # No sooner: a daemon may belong to any rank that still runs.
             if not self._exit_fds:
                 _kill_strays()
 

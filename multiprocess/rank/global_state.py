@@ -77,6 +77,7 @@ def seed_everything(seed: int) -> None:
     # Not imported for this: a rank that does not use NumPy draws nothing from it.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
+        # NumPy takes no larger seed.
         numpy.random.seed(seed % 2**32)
 
 

@@ -72,6 +72,8 @@ def _local_ranks(plan: Simulation) -> Iterator[None]:
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(threaded_world())
+        # It has the world's size and exchanges nothing: LocalTensorMode does each
+        # collective on the values of all ranks.
         dist.init_process_group("fake", rank=0, world_size=plan.size, store=FakeStore())
         stack.callback(dist.destroy_process_group)
         replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -129,6 +131,7 @@ _DIFFERS = (
 
 
 def _asked_by_torch() -> bool:
+    # 0 is this function, 1 the replacement that asks, 2 what called that.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename in _SYMINT:
         frame = frame.f_back

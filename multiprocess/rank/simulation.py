@@ -128,6 +128,8 @@ class _Ranks:
 
     def join(self, running: Any, rank: int, data: Any) -> Any:
         """Take part in a collective, as rank ``rank`` of its group."""
+        # The last rank to come does the work for all, as in torch's group; the threads
+        # of the others have no turn before.
         running._data[rank] = data
         running._count += 1
         if running._count == running._world_size:
@@ -171,6 +173,7 @@ class _Sums:
     def see(self, running: Any) -> None:
         """Look at what a collective is about to add up."""
         work, data = running._collective, running._data
+        # Two addends have one sum: floating-point addition commutes.
         ordered = running._world_size > 2
         if not ordered or getattr(work, "op", None) not in _ADDING:
             return
@@ -234,6 +237,7 @@ def _simulated(plan: Simulation) -> Iterator[_Ranks]:
     fd = flight_records.create(plan.size)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
+        # First in, so undone last: what the ranks set goes after all patches have gone.
         stack.callback(put_state, taken_state())
         ranks = _Ranks(plan, fd)
         stack.enter_context(threaded_world())

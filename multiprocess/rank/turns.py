@@ -30,6 +30,16 @@ class Expired(Exception):
     """No thread is left that could end a wait with a limit."""
 
 
+# [Note: Turns]
+# One thread runs at a time, and it gives up its turn only where it waits for another
+# rank. So:
+# - the order of all that ranks do is the same in every run, and so is a failure;
+# - settings of the process (generators, environment, streams) are swapped when the turn
+#   passes, and each rank seems to have its own;
+# - when no rank can go on, that is a deadlock, found at once and not by a time limit.
+#   The waiting threads are then unwound, so that their `finally` blocks run.
+# The price: a rank that loops without waiting keeps the turn. Only the limit ends that,
+# and the thread, which cannot be unwound, ends with its process.
 class RankThread:
     """One simulated rank."""
 
@@ -93,6 +103,7 @@ class Turns:
             assert rank.thread is not None
             waits = rank._ready is not None
             rank.stacks = _stack(frames.get(rank.thread.ident or 0), waits)
+        # Over the limit the rank whose turn it is still runs: no other may have one.
         if in_time:
             for rank in left:
                 self._unwind(rank)
@@ -139,6 +150,7 @@ class Turns:
         order = self.ranks[start:] + self.ranks[:start]
         found = next((rank for rank in order if rank.runnable()), None)
         if found is None:
+            # A wait with a limit would now last until it is over: it expires at once.
             found = next((r for r in order if not r.done and r._may_expire), None)
             if found is not None:
                 found._expired = True

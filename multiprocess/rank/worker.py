@@ -78,6 +78,8 @@ _OUR_FILES = (
 )
 """Their frames say nothing about what the function did."""
 
+# Of the torchrun that runs the parent: a function that reads MASTER_ADDR
+# (`init_method="env://"`) would join the parent's job and not this world.
 _FOREIGN_ENVIRONMENT = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
 
 
@@ -85,6 +87,8 @@ def main(
     sock_fd: int, output_fd: int, stacks_fd: int, store_fd: int, records_fd: int
 ) -> int:
     """Live as a rank; return the exit code."""
+    # The numbers themselves, and not sys.stdout alone: gloo and torch's C++ write their
+    # warnings straight to descriptor 2.
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
     os.close(output_fd)
@@ -108,6 +112,8 @@ def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=_CONNECT_S)
+    # torch does not show the socket of a store: the store's are those that were not
+    # there before.
     before = linux.sockets()
     store = TCPStore(host, port, is_master=serves, timeout=limit)
     linux.give_up_unacknowledged(ACKNOWLEDGED_S, kept=before)
@@ -205,6 +211,7 @@ class _Rank:
         """Be, from now on, where the parent is: folder, paths, environment."""
         os.chdir(context.cwd)
         sys.path[:] = context.path
+        # Cleared first: a variable that the parent has removed must go here, too.
         os.environ.clear()
         os.environ.update(
             (name, value)
@@ -247,6 +254,8 @@ class _Rank:
             rank=self._rank,
             world_size=self._spec.size,
             timeout=_GROUP_TIMEOUT,
+            # With its device known, NCCL forms the communicator now: a rank that cannot
+            # take part fails while it joins, and not in the first call.
             device_id=self._world.device if self._spec.backend == "nccl" else None,
         )
         self._group = dist.group.WORLD
@@ -256,6 +265,8 @@ class _Rank:
 
         from .global_state import restored_settings, seed_everything
 
+        # Before a fresh group is made: gloo and NCCL read their variables at that
+        # moment.
         if message.context is not None:
             self._take(message.context)
         if message.fresh_group:
@@ -271,6 +282,7 @@ class _Rank:
                 fn, args, kwargs = pickle.loads(message.payload)
                 reply = made_reply(Kind.OK, value=pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
+                # SystemExit, too: the reply has its traceback, an exit code would not.
                 reply = raised(error, reusable=True)
                 self._error = error  # pdb may want to look at its frames
         took_s = time.monotonic() - began_s
@@ -353,6 +365,8 @@ def _of_a_harness(frame: FrameType) -> bool:
 
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
+    # The outermost frames only: a frame of ours between two of the test's is part of
+    # what the test did.
     while frames is not None and _of_a_harness(frames.tb_frame):
         frames = frames.tb_next
     try:
@@ -373,6 +387,7 @@ def _rank_environment(
     }
     if spec.visible_devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
+    # With several hosts gloo must listen on an address that the others reach.
     if rendezvous is None or rendezvous.one_host:
         loopback = any(name == "lo" for _, name in socket.if_nameindex())
         if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
