@@ -157,6 +157,7 @@ def _counts(case: CaseRecord, old: BaselineCase) -> str:
         verdict = case.verdict(law)
         if verdict is None or verdict.status != "pass":
             continue  # reported under its own law
+        # More is no weaker promise, and so no reason; the next baseline takes it over.
         if verdict.compared < before:
             return f"{law} rests on {verdict.compared} comparisons, was {before}"
         # a baseline of an earlier version lacks this number: then nothing is demanded
@@ -185,6 +186,7 @@ def _grown(series: dict[str, tuple[Spread, list[Number]]]) -> str:
     if gone:
         return f"{gone[0]} error / bound is no longer measured"
     beyond = [
+        # Relative to its own limit: parameters differ in their noise.
         (worst(values) / limit(spread), name)
         for name, (spread, values) in series.items()
         if worst(values) > limit(spread)
@@ -284,4 +286,5 @@ def _other_environment(now: Header, then: Provenance) -> Iterator[tuple[str, str
 
 
 def _minor(version: str) -> str:
+    # Kernels, and with them rounding, change between minor versions.
     return ".".join(version.split(".")[:2])

@@ -73,6 +73,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 def decide(report: Report, terms: Terms) -> Decision:
     """Check ``report`` against ``terms``. Order, dates and timings do not matter."""
+    # First, and alone: of a report that contradicts itself no number is worth a reason.
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
         return _decision(report, broken, [], 0)

@@ -168,6 +168,7 @@ def version_holds(condition: str, version: str) -> bool:
     Only as many numbers are compared as a clause gives: 2.13.1 meets ``==2.13`` and
     ``<=2.13``. Suffixes (``+cpu``, ``.dev0``) do not count.
     """
+    # Before the `+`: digits of a local version such as +cu126 are no release.
     release = tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
     return all(
         _COMPARE[operator](_cut(release, len(want)), want)

@@ -29,6 +29,7 @@ _JSON_VERSION = 1
 
 
 class _Parser(argparse.ArgumentParser):
+    # argparse would print the whole usage; here one line and exit code 2.
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Hold a report to a baseline and to expectations.",
         epilog="exit codes: 0 pass, 1 regression, 2 usage, 3 invalid or incomplete "
         "report, 4 inconclusive",
+        # A script with --base would change its meaning when an option is added.
         allow_abbrev=False,
     )
     add = parser.add_argument

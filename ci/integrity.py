@@ -45,6 +45,8 @@ def _status_follows(case: CaseRecord) -> Iterator[str]:
 def _id_agrees(case: CaseRecord) -> Iterator[str]:
     """The id replays the case, so it must agree with the case's other fields."""
     seen = f"{case.topology}/{case.world_size}/{case.precision}"
+    # With the slash, so that fsdp/2/fp16 is not taken for the begin of
+    # fsdp/2/fp16-params.
     if not f"{case.scenario}/".startswith(f"{seen}/"):
         yield f"the case says {seen}, which is not how its scenario id begins"
 

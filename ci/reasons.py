@@ -41,6 +41,8 @@ class Outcome(Enum):
         return self.name.lower()
 
 
+# The order is that of importance: reasons are sorted by it, and of the reasons of one
+# case the first kind is taken for the cause.
 KINDS = {
     "invalid": Outcome.INVALID,
     "worse": Outcome.REGRESSION,
@@ -56,6 +58,8 @@ KINDS = {
 }
 """Kind of reason -> outcome of the gate."""
 
+# A report that contradicts itself shows neither a violation nor a pass, so invalid
+# comes first; a violation that was seen is one whatever else was not compared.
 _FIRST = (Outcome.INVALID, Outcome.REGRESSION, Outcome.INCONCLUSIVE)
 
 

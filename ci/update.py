@@ -55,6 +55,7 @@ def update(
         Refused: if a report is incomplete, contradicts itself or compared nothing.
         BaselineError: if ``path`` is no baseline, or the reports do not agree.
     """
+    # Before anything is shown or asked: such a baseline would pass what it never saw.
     for report in reports:
         _check(report)
     new = make_baseline(reports)
