@@ -47,7 +47,7 @@ def rooms_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_arrows(path: Path) -> None:
+def test_each_room_imports_only_the_rooms_it_may(path: Path) -> None:
     assert rooms_of(path) <= MAY_IMPORT[path.relative_to(ROOT).parts[0]]
 
 

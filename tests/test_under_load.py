@@ -16,7 +16,7 @@ pathlib.Path("loops").write_text(" ".join(map(str, pids)))
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("print('FAILED x'); 1 / 0", 1)])
-def test_busy_loops_run_beside_it_and_end_with_it(
+def test_busy_loops_run_beside_the_command_and_end_with_it(
     tmp_path: Path, end: str, code: int
 ) -> None:
     done = subprocess.run(

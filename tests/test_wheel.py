@@ -72,7 +72,7 @@ def test_an_import_of_a_package_is_seen() -> None:
     assert {"fixtures", "conformance/judge", "conformance/judge/laws"} <= found
 
 
-def test_what_lies_in_the_wheel(site: Path) -> None:
+def test_the_wheel_holds_the_packages_and_no_more(site: Path) -> None:
     root = site / "gradparity"
     files = {
         path.relative_to(root)

@@ -21,7 +21,7 @@ def test_each_law_is_there_with_its_words() -> None:
         assert f"### {law.id}\n\n{law.text}\n\n*Why:* {law.reason}\n" in page
 
 
-def test_it_writes_to_the_given_path(
+def test_the_page_of_laws_is_written_to_the_given_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "laws.md"

@@ -40,7 +40,9 @@ def row(**changes: object) -> Row:
         ({"law": ""}, False),
     ],
 )
-def test_a_row_is_as_expected(changes: dict[str, object], good: bool) -> None:
+def test_a_row_is_right_only_if_its_expected_law_was_broken(
+    changes: dict[str, object], good: bool
+) -> None:
     assert row(**changes).as_it_should_be is good
 
 
@@ -70,7 +72,7 @@ def test_the_matrix_is_printed_and_written(tmp_path: Path) -> None:
     assert "1 of 1 caught" in text and all(f"`{law}`" in text for law in LAWS)
 
 
-def test_what_is_missed_decides_the_exit_code(tmp_path: Path) -> None:
+def test_a_missed_scaler_gives_exit_code_1(tmp_path: Path) -> None:
     """On one rank nobody can disagree."""
     code, output = judged(tmp_path, "NeverAgrees", seeds=0)
     assert code == 1
@@ -87,7 +89,7 @@ def test_what_is_missed_decides_the_exit_code(tmp_path: Path) -> None:
         (["--topology", "ring"], "unknown topology 'ring'"),
     ],
 )
-def test_bad_usage_is_one_line_and_code_2(
+def test_bad_usage_prints_one_line_and_exits_with_2(
     arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["mutants", *arguments]) == 2

@@ -19,7 +19,7 @@ def test_the_page_shows_the_record(name: str) -> None:
     assert f"<!-- recorded: {name} -->\n\n{table}\n\n<!-- end -->" in PAGE.read_text()
 
 
-def test_an_accused_twin_is_reported(tmp_path: Any) -> None:
+def test_the_page_marks_a_right_twin_that_was_accused(tmp_path: Any) -> None:
     row = {**ROWS["W01"], "fixed_accused": ["seed 3: tp2/2/fp32/own/none"]}
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
@@ -54,12 +54,14 @@ def test_the_goals_were_met() -> None:
         ({}, False),
     ],
 )
-def test_a_module_is_named_or_it_is_not(told: dict[str, str], right: bool) -> None:
+def test_a_location_is_right_only_if_it_names_the_module(
+    told: dict[str, str], right: bool
+) -> None:
     found = {"laws": ["parity.gradient"], "problem": "", "location": told}
     assert placed(SPECIMENS["W01"], found) is right
 
 
-def test_a_law_that_is_not_asked_for_catches_nothing() -> None:
+def test_only_the_expected_laws_count_as_caught() -> None:
     found = {"laws": ["agreement.replicas"], "problem": "x", "location": {}}
     assert not caught(SPECIMENS["W01"], found)
     assert not caught(SPECIMENS["W32"], found)

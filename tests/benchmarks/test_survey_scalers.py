@@ -95,7 +95,7 @@ def test_judges_smoke_first_then_the_preset(
 @pytest.mark.parametrize(
     "options", [["--render", "--reports", "nowhere"], ["--peer", "nobody"]]
 )
-def test_bad_usage_is_two_without_a_traceback(
+def test_bad_usage_exits_with_2_without_a_traceback(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(options) == 2

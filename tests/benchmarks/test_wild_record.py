@@ -67,7 +67,7 @@ def test_a_script_is_short_and_needs_torch_and_the_package_alone(script: Path) -
 
 
 @pytest.mark.parametrize("script", OWN, ids=named(OWN))
-def test_the_record_is_of_a_bug_and_says_what_the_page_says(script: Path) -> None:
+def test_the_record_of_each_script_is_a_bug_and_equals_its_page(script: Path) -> None:
     record = json.loads((RECORDS / f"{script.stem}.json").read_text())
     told = told_by_page(script.with_suffix(".md"))
     assert record["id"] == script.stem

@@ -97,7 +97,7 @@ def test_repeated_runs_must_agree_in_exact_fields() -> None:
     ("low", "high", "end"),
     [(0.0, 0.0, LUCK), (0.01, 0.02, LUCK), (0.6, 0.6, 0.75), (0.2, 0.4, 1.0)],
 )
-def test_where_the_noise_ends(low: float, high: float, end: float) -> None:
+def test_the_limit_of_the_recorded_noise(low: float, high: float, end: float) -> None:
     assert limit(Spread(low=low, high=high)) == pytest.approx(end)
 
 
@@ -139,7 +139,7 @@ def test_a_changed_sequence_is_reported_with_its_first_step() -> None:
     assert line.endswith("the scale after step 2 on rank 0 is 2.0, was 4.0")
 
 
-def test_what_changed_alike_in_many_cases_is_one_line() -> None:
+def test_equal_changes_of_many_cases_are_one_line() -> None:
     new = make_baseline([sample()])
     failing = [with_verdict(c, verdict("scale.rule", "fail")) for c in sample().cases]
     (line, lost) = difference(make_baseline([report_of(failing)]), new)

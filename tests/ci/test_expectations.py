@@ -92,7 +92,7 @@ def test_an_inconclusive_verdict_can_be_expected() -> None:
     assert held(undecided, entry).outcome is Outcome.PASS
 
 
-def test_what_the_baseline_holds_can_be_expected_by_its_id() -> None:
+def test_a_check_of_the_baseline_can_be_expected_by_its_id() -> None:
     cases = sample().cases
     other = with_curves(cases[0], scale=[[8.0, 4.0, 2.0]] * 2)
     report = report_of([other, *cases[1:]])
@@ -149,7 +149,7 @@ def test_an_unexpected_pass_is_reported() -> None:
         ("==2.14", "2.14.0.dev20260101+cu128", True),
     ],
 )
-def test_versions(condition: str, version: str, holds: bool) -> None:
+def test_a_condition_on_versions(condition: str, version: str, holds: bool) -> None:
     assert version_holds(condition, version) is holds
 
 
@@ -167,7 +167,7 @@ expires = 2027-06-30
 """
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_a_file_of_expectations_is_read(tmp_path: Path) -> None:
     path = tmp_path / "expectations.toml"
     path.write_text(FILE)
     (entry,) = read_expectations(path)

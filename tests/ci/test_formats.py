@@ -302,12 +302,14 @@ def test_the_badge_truncates(passed: int, total: int, words: str) -> None:
 
 
 @given(st.integers(1, 10**9), st.data())
-def test_only_all_of_them_are_a_hundred(total: int, data: st.DataObject) -> None:
+def test_a_badge_shows_100_only_if_every_case_passed(
+    total: int, data: st.DataObject
+) -> None:
     passed = data.draw(st.integers(0, total))
     assert (badge.percentage(passed, total) == 100) == (passed == total)
 
 
-def test_a_badge_without_a_whole_run_has_no_percentage() -> None:
+def test_the_badge_of_an_incomplete_or_empty_run_has_no_percentage() -> None:
     assert "100 %" in badge.render(sample())
     assert "incomplete" in badge.render(replace(sample(), footer=None))
     assert "no cases" in badge.render(report_of([]))

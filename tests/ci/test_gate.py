@@ -273,7 +273,7 @@ def worse(record: CaseRecord) -> CaseRecord:
     return with_curves(record, scale=[[8.0, 4.0, 4.0], [8.0, 8.0, 8.0]])
 
 
-def test_a_worse_scaler_is_a_line_for_each_cause(
+def test_equal_causes_of_many_cases_are_one_line(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = report_of(worse(c) for c in sample().cases)
@@ -294,7 +294,7 @@ def test_a_worse_scaler_is_a_line_for_each_cause(
     assert cause["line"] == line and cause["law"] == "agreement.scale"
 
 
-def test_two_causes_are_two_lines(
+def test_each_cause_is_one_line(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, *others = sample().cases
@@ -495,7 +495,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", USAGE)
-def test_bad_usage_is_one_line_and_two(
+def test_bad_usage_prints_one_line_and_exits_with_2(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -516,7 +516,7 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 inconclusive" in " ".join(capsys.readouterr().out.split())
 
 
-def test_more_ranks_may_lack_a_decision_of_their_own(
+def test_a_rank_without_a_decision_is_no_disagreement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank without parameters has no decision: that is no disagreement."""

@@ -75,14 +75,14 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_a_plant_finds_its_place(name: str) -> None:
+def test_the_text_that_a_plant_replaces_occurs_once(name: str) -> None:
     assert (ROOT / PLANTS[name].file).read_text().count(PLANTS[name].right) == 1
 
 
 @pytest.mark.timeout(1000)
 @pytest.mark.skipif("PLANTED" not in os.environ, reason="minutes: make planted")
 @pytest.mark.parametrize("name", ["nothing", *PLANTS])
-def test_the_gate_turns_red(name: str, tmp_path: Path) -> None:
+def test_the_gate_fails_on_each_planted_fault(name: str, tmp_path: Path) -> None:
     tree = tmp_path / "gradparity"
     copy_tree(tree)
     if name in PLANTS:

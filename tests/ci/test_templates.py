@@ -91,7 +91,7 @@ def test_a_command_that_cannot_start_leaves_no_pass(site: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("options", [[], ["mine:Mine", "--topology", "none"]])
-def test_bad_usage_of_the_script_is_two(
+def test_bad_usage_of_the_script_exits_with_2(
     site: Path, tmp_path: Path, options: list[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(GOOD)

@@ -165,7 +165,7 @@ SCRIPTS = {"pytorch_lightning": "lightning"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", CONFIRMED)
-def test_a_finding_is_seen_without_us(package: str) -> None:
+def test_a_script_confirms_each_finding_without_gradparity(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: see docs/integrations")
     name = SCRIPTS.get(package, package)

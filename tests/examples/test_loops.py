@@ -115,7 +115,7 @@ def test_a_goal_is_met_only_where_the_whole_interval_is(
     assert found["scaler_ms"]["torch"] == pytest.approx(100)
 
 
-def test_the_interval_holds_the_median_by_order_alone() -> None:
+def test_the_interval_of_the_median_follows_from_order_statistics() -> None:
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     # of 100 tosses of a fair coin 40 to 60 are heads, with 96.5 %
     assert median_interval([float(n) for n in range(1, 101)]) == (40.0, 61.0)

@@ -205,7 +205,7 @@ def test_asks_too_much(asks):
         assert said in done.stdout, said
 
 
-def test_arguments_that_mpi_pytest_refuses(session: Session) -> None:
+def test_arguments_that_mpi_pytest_refuses_are_refused(session: Session) -> None:
     done = session(
         "@pytest.mark.parallel(2, 3)\ndef test_it(): pass", "--gradparity-adopt"
     )

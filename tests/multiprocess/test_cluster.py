@@ -60,7 +60,7 @@ def test_tensors_travel_both_ways(cluster: Cluster) -> None:
         assert torch.equal(result, sent * 2)
 
 
-def test_the_world_knows_itself(cluster: Cluster) -> None:
+def test_a_world_has_rank_size_backend_and_device(cluster: Cluster) -> None:
     def look() -> Any:
         world = current_world()
         return world.rank, world.size, world.backend, str(world.device)
@@ -208,7 +208,9 @@ def test_output_is_kept_rank_by_rank(cluster: Cluster) -> None:
     assert [o.output for o in outcomes] == ["out 0\nerr\n", "out 1\nerr\n"]
 
 
-def test_what_cannot_be_sent_is_refused_at_once(cluster: Cluster) -> None:
+def test_a_call_that_cannot_be_pickled_is_refused_before_any_rank_runs(
+    cluster: Cluster,
+) -> None:
     lock = threading.Lock()
     before = cluster.pids
     with pytest.raises(NotPicklableError, match="cannot be sent"):

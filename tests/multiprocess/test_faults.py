@@ -136,7 +136,7 @@ def test_a_rank_lost_between_calls_is_replaced(cluster: Cluster) -> None:
     assert cluster.run(innocent) == [3.0] * 3
 
 
-def test_each_isolation_survives_a_fault(cluster: Cluster) -> None:
+def test_after_a_fault_each_isolation_works_again(cluster: Cluster) -> None:
     isolations: tuple[Isolation, ...] = ("pool", "group", "process")
     for isolation in isolations:
         with pytest.raises(WorldFailure):

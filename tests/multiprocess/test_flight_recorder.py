@@ -69,7 +69,7 @@ def test_different_collectives_are_named(cluster: Cluster) -> None:
     assert f"  rank 1: allreduce float32[3], {here}" in text
 
 
-def test_the_line_is_the_callers(cluster: Cluster) -> None:
+def test_a_record_names_the_line_of_the_caller(cluster: Cluster) -> None:
     def act() -> int:
         dist.barrier()
         return line() - 1
@@ -79,7 +79,7 @@ def test_the_line_is_the_callers(cluster: Cluster) -> None:
     assert outcome.collectives[-1].where == f"{name}:{outcome.value}"
 
 
-def test_nothing_is_noted_once_it_is_off(cluster: Cluster) -> None:
+def test_an_uninstalled_flight_recorder_records_nothing(cluster: Cluster) -> None:
     def act() -> Any:
         dist.all_reduce(torch.ones(1))
         flight_recorder.uninstall()
@@ -108,7 +108,7 @@ def test_records_of_earlier_calls_are_forgotten(cluster: Cluster) -> None:
     assert cluster.outcomes(dist.get_rank)[0].collectives == ()
 
 
-def test_the_ring_keeps_the_last() -> None:
+def test_the_ring_keeps_the_last_records() -> None:
     fd = create(2)
     writer = RecordWriter(fd, 1, 2)
     for index in range(SLOTS + 5):

@@ -126,7 +126,7 @@ def test_a_desync_names_the_rank_and_both_operations(
     assert "COLLECTIVE_TYPE_MISMATCH" in str(other.type_of_mismatch)
 
 
-def test_what_a_rank_no_longer_has_is_not_missing(tmp_path: Path) -> None:
+def test_records_that_a_rank_has_dropped_are_not_missing(tmp_path: Path) -> None:
     def records(first: int, last: int) -> tuple[Collective, ...]:
         return tuple(
             Collective("the default group", n, "barrier", "-", "?", position=n - 1)
@@ -185,7 +185,9 @@ def own_dump() -> bytes:
 
 
 @pytest.mark.slow
-def test_the_format_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_has_the_fields_of_torchs_own_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     with Cluster(2) as cluster:
         outcomes = cluster.outcomes(own_dump, isolation="process")

@@ -29,7 +29,7 @@ def own_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     forkserver_client.stop_forkserver()
 
 
-def test_it_may_write_much_when_it_imports(tmp_path: Path) -> None:
+def test_a_preloaded_module_may_print_much(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     with Cluster(1, preload=("loud",)) as cluster:
         assert cluster.run(lambda: "loud" in sys.modules) == [True]
@@ -61,13 +61,13 @@ def test_a_failed_import_is_reported_each_time_and_affects_no_other_rank() -> No
         assert cluster.run(lambda: 1) == [1]
 
 
-def test_what_it_said_before_it_died_is_shown(tmp_path: Path) -> None:
+def test_the_stderr_of_a_server_that_ends_is_shown(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     with pytest.raises(ForkserverError, match="code 7\nno such luck"):
         Cluster(1, preload=("dies",)).start()
 
 
-def test_one_that_cannot_be_started_leaves_no_descriptor() -> None:
+def test_a_server_that_cannot_start_leaves_no_descriptor() -> None:
     def start(*_: object) -> forkserver_client.Server:
         raise OSError("no process left")
 

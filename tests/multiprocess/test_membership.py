@@ -49,24 +49,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 LIMIT = int(SILENCE_S)
 
 
-def test_an_agent_that_beats_is_heard(clock: Clock) -> None:
+def test_an_agent_with_heartbeats_is_not_silent(clock: Clock) -> None:
     assert not any(clock.pass_time(1, 2, seconds=3 * LIMIT))
 
 
-def test_one_that_falls_silent_is_named_after_the_limit(clock: Clock) -> None:
+def test_a_silent_agent_is_named_after_the_limit(clock: Clock) -> None:
     clock.pass_time(1, 2, seconds=5)
     found = clock.pass_time(1, seconds=LIMIT + 1)
     assert found[-1] == [2] and not any(found[:-1])
 
 
-def test_those_that_fall_silent_at_once_are_named_together(clock: Clock) -> None:
+def test_agents_that_fall_silent_together_are_named_together(clock: Clock) -> None:
     clock.pass_time(1, 2, seconds=5)
     clock.pass_time(1, seconds=3)  # the last beat of rank 1 came through, of rank 2 not
     found = clock.pass_time(seconds=LIMIT + 1)
     assert found[-1] == [1, 2] and not any(found[:-1])
 
 
-def test_one_that_was_only_late_is_not_named_with_the_silent(clock: Clock) -> None:
+def test_a_late_agent_is_not_named_with_a_silent_one(clock: Clock) -> None:
     clock.pass_time(1, 2, seconds=5)
     clock.pass_time(1, seconds=3)
     assert not any(clock.pass_time(seconds=LIMIT - 1))

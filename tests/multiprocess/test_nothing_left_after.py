@@ -52,7 +52,7 @@ def check(program: str) -> subprocess.CompletedProcess[str]:
         (FILE, ("left behind", "temporary file trace")),
     ],
 )
-def test_what_is_left_is_named(program: str, words: tuple[str, ...]) -> None:
+def test_each_thing_left_behind_is_named(program: str, words: tuple[str, ...]) -> None:
     done = check(program)
     assert done.returncode == 1
     for word in words:
@@ -70,7 +70,7 @@ def test_shared_memory_that_is_left_is_named() -> None:
 
 
 @pytest.mark.parametrize("program", [LATE, RANKS])
-def test_what_ends_by_itself_is_not_left(program: str) -> None:
+def test_processes_that_end_by_themselves_are_not_reported(program: str) -> None:
     done = check(program)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -67,7 +67,9 @@ def test_a_world_test_fails_with_the_reason(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_cluster_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_a_cluster_fails_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(HarnessError, match="ranks need Linux, and this is darwin"):
         Cluster(2).start()

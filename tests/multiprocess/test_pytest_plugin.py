@@ -77,7 +77,7 @@ def test_fixtures(world, plain, torn_down):
     assert folder.is_dir()
 
 @pytest.mark.world(size=2)
-def test_without_the_argument():
+def test_a_world_test_need_not_take_the_world():
     assert dist.get_world_size() == 2
 
 @pytest.mark.world(size=2)

@@ -99,7 +99,7 @@ def test_fixtures_run_once_in_the_parent(world, token, changed):
     assert found == [token, token]
 
 @pytest.mark.world(size=2)
-def test_what_changed_is_undone(world):
+def test_changes_of_the_environment_are_undone(world):
     assert "CHANGED" not in os.environ
 
 INNER = '''
@@ -279,7 +279,7 @@ def test_a_session_ends_when_another_process_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "says"), [(CLOSED, "[0, 1] []"), (AGENTS, "3 []")])
-def test_nothing_is_kept_of_what_is_done(
+def test_nothing_of_a_finished_call_is_kept(
     tmp_path: Path, program: str, says: str
 ) -> None:
     (tmp_path / "program.py").write_text(program)

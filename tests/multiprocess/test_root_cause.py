@@ -149,7 +149,7 @@ TrainingError: step 3 failed
         ("ConnectionError", GLOO, RAISED),
     ],
 )
-def test_an_error_that_a_lost_peer_led_to_is_a_victims(
+def test_a_rank_whose_error_follows_a_lost_connection_is_a_victim(
     torch: str, message: str, state: RankState
 ) -> None:
     reply = Reply(

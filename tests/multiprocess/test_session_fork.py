@@ -47,7 +47,7 @@ def test_modules_are_imported_by_each_rank_after_it_joined(world):
     assert (RANK, JOINED) == (str(world.rank), True)
 
 @pytest.mark.world(size=2)
-def test_what_was_the_sessions_is_reset(world, tmp_path):
+def test_signals_hooks_and_modules_of_the_session_are_reset(world, tmp_path):
     for number in (signal.SIGUSR1, signal.SIGTERM):
         assert signal.getsignal(number) is signal.SIG_DFL
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -77,12 +77,12 @@ def test_other_threads_import_what_was_being_imported(world):
     assert not thread.is_alive()
 
 @pytest.mark.world(size=2)
-def test_finalizers_are_the_sessions(world):
+def test_the_server_has_no_finalizers_of_the_session(world):
     found = [info.func for info in weakref.finalize._registry.values()]
     assert os.rmdir not in found
 
 @pytest.mark.world(size=2)
-def test_logs_are_the_ranks_output(world):
+def test_logs_go_to_the_output_of_the_rank(world):
     logging.getLogger("mine").warning("said by %s", world.rank)
 
 @pytest.mark.world(size=2)
@@ -224,7 +224,7 @@ def test_each_obstacle_is_found(tmp_path: Path) -> None:
         ("auto", "import torch", False),  # in the conftest: before any test is known
     ],
 )
-def test_where_it_is_not_safe_there_is_a_fresh_one(
+def test_an_unsafe_session_gets_a_fresh_server(
     tmp_path: Path, mode: str, before: str, forked: bool
 ) -> None:
     (tmp_path / "conftest.py").write_text(before)

@@ -280,12 +280,14 @@ def test_a_sum_over_more_ranks_may_differ_by_its_rounding() -> None:
         (torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]]), "[1, 1]"),
     ],
 )
-def test_the_first_difference(real: Any, simulated: Any, path: str) -> None:
+def test_the_path_of_the_first_difference_is_named(
+    real: Any, simulated: Any, path: str
+) -> None:
     assert path in str(first_difference(real, simulated, 0.0))
     assert first_difference(real, real, 0.0) is None
 
 
-def test_nan_is_nan() -> None:
+def test_nan_equals_nan_and_no_number() -> None:
     nan = float("nan")
     assert first_difference(torch.tensor([nan]), torch.tensor([nan]), 0.0) is None
     assert first_difference(torch.tensor([nan]), torch.tensor([1.0]), 9.0)

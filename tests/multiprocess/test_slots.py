@@ -117,7 +117,7 @@ def test_a_timeout_for_slots_names_the_way_out(
         assert str(caught.value).endswith(f"{way_out}.")
 
 
-def test_where_there_are_no_slots_none_is_held(
+def test_zero_cpu_slots_hold_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SLOTS_VARIABLE, "0")
@@ -125,7 +125,7 @@ def test_where_there_are_no_slots_none_is_held(
         assert held == ()
 
 
-def test_slots_are_a_wish_for_cores_and_a_must_for_gpus(
+def test_without_lock_files_cpu_slots_are_optional_and_gpu_slots_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_folder = tmp_path / "file"
@@ -138,7 +138,9 @@ def test_slots_are_a_wish_for_cores_and_a_must_for_gpus(
             pass
 
 
-def test_gpus_are_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_slots_are_named_as_in_cuda_visible_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus(2) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3")

@@ -61,7 +61,7 @@ def test_a_value_travels_and_the_last_reader_removes_it(size: int) -> None:
 
 
 @pytest.mark.parametrize("count", ["1", "1 ", "1 " + "0" * 64, "-1", "x", ""])
-def test_what_a_stranger_stores_is_refused_unread(count: str) -> None:
+def test_an_unsigned_value_is_refused_before_it_is_unpickled(count: str) -> None:
     store = SignedStore(HashStore())
     store.raw.set("message/1//0", pickle.dumps(Bomb()))  # type: ignore[arg-type]
     store.raw.set("message/1/", count)
@@ -151,12 +151,12 @@ def raised() -> Reply:
         (Fact(rank=0, exit_code=-9), Fact),
     ],
 )
-def test_what_is_packed_comes_back(value: Any, kind: Any) -> None:
+def test_packed_values_unpack_to_equal_ones(value: Any, kind: Any) -> None:
     assert unpack(pack(value), kind) == value
 
 
 @pytest.mark.parametrize("kind", [Message, Member, Fact])
-def test_what_is_not_packed_is_refused(kind: Any) -> None:
+def test_bytes_that_are_not_packed_are_refused(kind: Any) -> None:
     for packed in (pickle.dumps(Bomb()), b"", pack(Fact(rank=0))[:-1]):
         with pytest.raises(HarnessError, match="same version"):
             unpack(packed, kind)
