@@ -127,7 +127,10 @@ def make_baseline(reports: Sequence[Report]) -> Baseline:
     cases = [{c.key: c for c in report.cases} for report in reports]
     for number, other in enumerate(cases[1:], 2):
         if other.keys() != cases[0].keys():
-            raise BaselineError(f"report {number} holds other cases than report 1")
+            raise BaselineError(
+                f"report {number} holds other cases than report 1: repeated reports "
+                "come from the same command"
+            )
     made = [_case([run[key] for run in cases]) for key in sorted(cases[0])]
     return Baseline(
         provenance=_provenance(first.header, len(reports), len(made)),
@@ -210,10 +213,14 @@ def read_baseline(path: Path) -> Baseline:
     lines = [_line(path, n, line) for n, line in enumerate(raw.splitlines(), 1)]
     head = lines[0] if lines else None
     if not isinstance(head, Provenance):
-        raise BaselineError(f"{path}: line 1 is no provenance of a baseline")
+        raise BaselineError(
+            f"{path}: line 1 is no provenance of a baseline; `gradparity gate REPORT "
+            f"--baseline {path} --update-baseline` writes one"
+        )
     if head.schema != BASELINE_VERSION:
         raise BaselineError(
-            f"{path}: version {head.schema}, this program reads {BASELINE_VERSION}"
+            f"{path}: version {head.schema}, this program reads {BASELINE_VERSION}; "
+            "--update-baseline records it anew"
         )
     cases = tuple(_current(line) for line in lines if isinstance(line, BaselineCase))
     _check(path, head, cases, len(lines) - 1)

@@ -65,7 +65,8 @@ def _fail(error: Exception, code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gradparity gate",
-        description="Hold a report to a baseline and to expectations.",
+        description="Check a report against a baseline and expectations. "
+        "docs/gate.md explains the rules.",
         epilog="exit codes: 0 pass, 1 regression, 2 usage, 3 invalid or incomplete "
         "report, 4 inconclusive",
         # A script with --base would change its meaning when an option is added.
@@ -73,20 +74,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("report", type=Path, metavar="REPORT", help="report.jsonl of gradparity run")
-    add("--baseline", type=Path, metavar="FILE", help="what must hold")
+    add("--baseline", type=Path, metavar="FILE", help="results that must still hold")
     add(
         "--expect",
         type=Path,
         metavar="FILE",
-        help="known violations, TOML",
+        help="TOML file of violations that are known and excused",
     )
-    add("--strict", action="store_true", help="an idle or expired expectation fails")
-    add("--json", type=Path, metavar="FILE", help="write the decision to FILE")
-    add("--min-cases", type=int, default=0, metavar="N", help="judged cases promised")
+    add(
+        "--strict",
+        action="store_true",
+        help="fail if an expectation excuses nothing or has expired",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the decision to FILE as JSON")
+    add(
+        "--min-cases",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fail if fewer than N cases were judged (default: 0)",
+    )
     add(
         "--any-torch",
         action="store_true",
-        help="the baseline holds for other minor versions of torch, too",
+        help="accept a baseline of another minor version of torch",
     )
     add("--update-baseline", action="store_true", help="write REPORT as the baseline")
     add("--yes", action="store_true", help="with --update-baseline: do not ask")

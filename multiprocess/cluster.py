@@ -252,7 +252,10 @@ class Cluster(BaseCluster):
 
 def _refuse_simulated(spec: WorldSpec) -> None:
     if spec.simulated:
-        raise ValueError(f'backend "{spec.backend}" has no processes: SimulatedCluster')
+        raise ValueError(
+            f'Cluster takes backend "gloo" or "nccl", got "{spec.backend}": '
+            "SimulatedCluster has simulated ranks"
+        )
 
 
 def pickled_call(
@@ -268,7 +271,8 @@ def pickled_call(
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise NotPicklableError(
-            f"{name} or one of its arguments cannot be sent to the ranks: {error}"
+            f"{name} or one of its arguments cannot be sent to the ranks: {error}; "
+            "send plain values and tensors, and make the rest on the ranks"
         ) from error
 
 

@@ -49,7 +49,10 @@ class SimulatedCluster(BaseCluster):
 
     def _take(self, spec: WorldSpec) -> None:
         if not spec.simulated:
-            raise ValueError(f'backend "{spec.backend}" is not simulated: use Cluster')
+            raise ValueError(
+                'SimulatedCluster takes backend "simulated", "local" or "both", got '
+                f'"{spec.backend}": Cluster has real ranks'
+            )
         super().__init__(spec)
         self._host = Cluster.of(replace(spec, size=1, backend="gloo"))
         both = spec.backend == "both"

@@ -76,11 +76,19 @@ class WorldSpec:
         _check_member("device", self.device, DEVICES)
         check_isolation(self.isolation)
         if self.backend == "nccl" and self.device != "cuda":
-            raise ValueError('backend "nccl" needs device="cuda"')
+            raise ValueError(
+                f'backend "nccl" needs device="cuda", got device="{self.device}"'
+            )
         if self.simulated and self.device != "cpu":
-            raise ValueError(f'backend "{self.backend}" needs device="cpu"')
+            raise ValueError(
+                f'backend "{self.backend}" needs device="cpu", got '
+                f'device="{self.device}"'
+            )
         if self.backend == "nccl" and self.share_devices:
-            raise ValueError('backend "nccl" needs one device per rank')
+            raise ValueError(
+                'backend "nccl" needs one device per rank: share_devices=True goes '
+                'with backend "gloo"'
+            )
         for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
             check_positive(name, getattr(self, name))
 

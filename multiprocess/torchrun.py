@@ -91,5 +91,9 @@ class TorchrunCluster(BaseCluster):
                 return self._leader.judge(options, facts)
             found = self._agent.follow_call()
         if isinstance(found, int):
-            raise HarnessError("rank 0 has closed its cluster, and makes no such call")
+            name = getattr(fn, "__qualname__", repr(fn))
+            raise HarnessError(
+                f"rank {self.rank} calls {name}, and rank 0 has closed its cluster: "
+                "all processes must make the same calls in the same order"
+            )
         return outcomes_or_raise(found)

@@ -37,7 +37,7 @@ COMMANDS = "gradparity.commands"
 """Entry point group of further commands: functions (argv) -> exit code."""
 FORMATS = "gradparity.formats"
 """Entry point group of report formats: functions (Report) -> text."""
-_HELP = {"gate": "hold a report to a baseline and expectations"}
+_HELP = {"gate": "check a report against a baseline and expectations"}
 """Of the further commands that come with this package."""
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
 """Tools for work on gradparity itself: in a checkout, and not in an installed wheel."""
@@ -155,13 +155,26 @@ def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
     return parser, commands
 
 
+_REPORT: dict[str, Any] = {
+    "type": Path,
+    "metavar": "REPORT",
+    "help": "report.jsonl of gradparity run",
+}
+
+
+def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
+    """A command whose own help begins with the sentence of the list of commands."""
+    sentence = f"{text[0].upper()}{text[1:]}."
+    return commands.add_parser(name, help=text, description=sentence)
+
+
 def _add_run(commands: Commands) -> None:
-    run = commands.add_parser("run", help="run scenarios, write a report")
+    run = _command(commands, "run", "run scenarios, write a report")
     add_options(run, _JUDGED, _SELECTION, _RUN, _DEVICES, _OUTPUT)
 
 
 def _add_replay(commands: Commands) -> None:
-    replay = commands.add_parser("replay", help="run one scenario id again")
+    replay = _command(commands, "replay", "run one scenario id again")
     replay.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     replay.add_argument(
         "--script",
@@ -173,8 +186,8 @@ def _add_replay(commands: Commands) -> None:
 
 
 def _add_localise(commands: Commands) -> None:
-    localise = commands.add_parser(
-        "localise", help="the first module that departs from the reference in a run"
+    localise = _command(
+        commands, "localise", "find the first module that departs from the reference"
     )
     localise.add_argument("scenario", nargs=1, metavar="ID", help="a scenario id")
     localise.add_argument(
@@ -185,8 +198,8 @@ def _add_localise(commands: Commands) -> None:
 
 
 def _add_hunt(commands: Commands) -> None:
-    hunt = commands.add_parser(
-        "hunt", help="search scenarios and call histories, shrink what fails"
+    hunt = _command(
+        commands, "hunt", "search scenarios and call histories, shrink what fails"
     )
     add_options(hunt, _JUDGED, _SELECTION, _CALLS)
     _add_budget(hunt, "time to search for each scaler, half of it call histories")
@@ -249,8 +262,10 @@ def _seconds(text: str) -> float:
 
 
 def _add_diff(commands: Commands) -> None:
-    diff = commands.add_parser(
-        "diff", help="two workloads, settings, commits or versions: what differs first"
+    diff = _command(
+        commands,
+        "diff",
+        "train two workloads, settings, commits or versions, show what differs first",
     )
     diff.add_argument(
         "sides",
@@ -281,24 +296,29 @@ def _add_diff(commands: Commands) -> None:
 
 
 def _add_small(commands: Commands) -> None:
-    listing = commands.add_parser(
-        "list", help="list laws, topologies, models and what else can be chosen"
+    listing = _command(
+        commands, "list", "list laws, topologies, models and what else can be chosen"
     )
     listing.add_argument(
         "what",
         type=lambda text: OLD_LISTS.get(text, text),
         choices=LISTS,
         metavar="|".join(LISTS),
+        help="the names to list",
     )
     add_options(listing, _SELECTION)
-    explain = commands.add_parser(
-        "explain", help="a law, a chapter, a scenario or the report's schema in words"
+    explain = _command(
+        commands,
+        "explain",
+        "explain a law, a chapter, a scenario or the schema of a report in words",
     )
-    explain.add_argument("what", metavar="LAW|CHAPTER|ID|report.jsonl")
-    report = commands.add_parser(
-        "report", help="show a report again, or write its page"
+    explain.add_argument(
+        "what",
+        metavar="LAW|CHAPTER|ID|report.jsonl",
+        help="for example scale.rule, scale, a scenario id, or the word report.jsonl",
     )
-    report.add_argument("report", type=Path, metavar="REPORT")
+    report = _command(commands, "report", "show a report again, or write its page")
+    report.add_argument("report", **_REPORT)
     formats = report.add_mutually_exclusive_group()
     formats.add_argument("--html", type=folder, metavar="DIR", help="write index.html")
     for name in sorted(entry.name for entry in entry_points(group=FORMATS)):
@@ -309,18 +329,23 @@ def _add_small(commands: Commands) -> None:
             dest="format",
             help=f"print the report as {name}",
         )
-    table = commands.add_parser(
-        "table", help="layouts of a report against one process, as Markdown to paste"
+    table = _command(
+        commands, "table", "print the layouts of a report as a Markdown table"
     )
-    table.add_argument("report", type=Path, metavar="REPORT")
-    compare = commands.add_parser("compare", help="what changed between two reports")
-    compare.add_argument("before", type=Path, metavar="BEFORE")
-    compare.add_argument("after", type=Path, metavar="AFTER")
-    survey = commands.add_parser(
-        "survey", help="judge other people's scalers, or every model of a package"
+    table.add_argument("report", **_REPORT)
+    compare = _command(commands, "compare", "show what changed between two reports")
+    compare.add_argument("before", **_REPORT | {"metavar": "BEFORE"})
+    compare.add_argument("after", **_REPORT | {"metavar": "AFTER"})
+    survey = _command(
+        commands, "survey", "judge other people's scalers, or every model of a package"
     )
-    survey.add_argument("what", choices=SURVEYS)
-    survey.add_argument("rest", nargs=argparse.REMAINDER)
+    survey.add_argument("what", choices=SURVEYS, help="what to judge")
+    survey.add_argument(
+        "rest",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="its own options: survey scalers --help, survey transformers --help",
+    )
 
 
 def _add_tools(commands: Commands) -> None:
@@ -328,13 +353,20 @@ def _add_tools(commands: Commands) -> None:
     shown = _TOOLS_HELP if TOOLS_FOLDER.is_dir() else {}
     for name in ("bench", *TOOLS):
         tool = (
-            commands.add_parser(name, help=shown[name])
+            _command(commands, name, shown[name])
             if name in shown
             else commands.add_parser(name)
         )
         if name == "bench":
-            tool.add_argument("what", choices=("scaler", "harness", "scale"))
-            tool.add_argument("rest", nargs=argparse.REMAINDER)
+            tool.add_argument(
+                "what", choices=("scaler", "harness", "scale"), help="what to time"
+            )
+            tool.add_argument(
+                "rest",
+                nargs=argparse.REMAINDER,
+                metavar="...",
+                help="its own options: bench scaler --help",
+            )
 
 
 def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:

@@ -248,7 +248,8 @@ class Agent:
             found = self._store.read(key, limit_s, check, readers=1)
             if found is None:
                 raise HarnessError(
-                    f"rank {rank}: {self._membership.state(rank)}, {limit_s:g} s"
+                    f"rank {rank}: {self._membership.state(rank)}; its agent sent "
+                    f"nothing for {limit_s:g} s ({what} of call {self._calls})"
                 )
             facts.append(unpack(found, Fact))
         return facts
@@ -358,9 +359,15 @@ class AgentCluster(BaseCluster):
             spec: What the world is asked to be.
         """
         if not agent.leads:
-            raise HarnessError(f"rank {agent.rank} cannot lead: rank 0 does")
+            raise HarnessError(
+                f"AgentCluster is for rank 0, and this is rank {agent.rank}: call "
+                "Agent.follow() here"
+            )
         if spec.size > agent.size:
-            raise HarnessError(f"needs {spec.size} ranks, torchrun made {agent.size}")
+            raise HarnessError(
+                f"the world needs {spec.size} ranks, torchrun made {agent.size}: start "
+                f"{spec.size} processes (--nproc-per-node), or ask for a smaller world"
+            )
         super().__init__(spec)
         self._agent = agent
         self._world = 0

@@ -99,7 +99,11 @@ class Membership:
         for rank in range(self._size):
             member = self._member(rank, MEET_S, check)
             if member is None:
-                raise HarnessError(f"rank {rank} did not come within {MEET_S:g} s")
+                raise HarnessError(
+                    f"rank {rank} did not join within {MEET_S:g} s: its process has "
+                    "ended, runs another program, or cannot reach torchrun's store; "
+                    "see its own output"
+                )
             found.append(member)
         return found
 

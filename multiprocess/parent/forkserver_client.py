@@ -201,7 +201,9 @@ class ForkserverClient:
         try:
             socket.send_fds(self._sock, [message], list(fds))
         except OSError as error:
-            raise ForkserverError(f"the forkserver is gone: {error}") from error
+            raise ForkserverError(
+                f"the forkserver is gone: {error}; the next call starts a new one"
+            ) from error
         return self._serial
 
     def _answer(

@@ -105,7 +105,8 @@ def rank_fixture(
     if fixturedef.scope != "function" and not everywhere:
         pytest.fail(
             f"the fixture `{fixturedef.argname}` asks for `world` and is "
-            f"{fixturedef.scope}-scoped; on ranks only function scope exists",
+            f"{fixturedef.scope}-scoped; on ranks only function scope exists: give it "
+            "that scope",
             pytrace=False,
         )
     values = {name: _sendable(name, value) for name, value in values.items()}
@@ -248,7 +249,11 @@ def _run(
         return _timed(item, found)
     if spec.simulated or not isinstance(runner, PoolRunner):
         where = "under torchrun" if not spec.simulated else "of simulated ranks"
-        pytest.fail(f"--gradparity-trace: no trace {where}", pytrace=False)
+        pytest.fail(
+            f"--gradparity-trace writes no trace {where}: leave it out, or run this "
+            "test on the ranks of a pool",
+            pytrace=False,
+        )
     file = trace_file(folder, item.nodeid)
     parts = file.with_suffix(".ranks")
     parts.mkdir(parents=True, exist_ok=True)

@@ -52,14 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--gradparity-artifacts",
         metavar="DIR",
-        help="folder for what a failed test leaves, such as the flight records of a "
-        "hang; by default a temporary one that pytest prunes",
+        help="write what a failed test leaves, such as the flight records of a hang, "
+        "to DIR (default: a temporary folder that pytest prunes)",
     )
     group.addoption(
         "--gradparity-pdb-rank",
         type=int,
         metavar="N",
-        help="with --pdb, the rank to look at; by default the root cause's",
+        help="with --pdb: debug rank N (default: the rank that failed first)",
     )
     group.addoption(
         "--gradparity-attach",
@@ -67,31 +67,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         const=_ATTACH_S,
         metavar="SECONDS",
-        help="keep the ranks of a hung test, and print how to attach py-spy or gdb, "
-        f"until Enter is pressed or so many seconds are over ({_ATTACH_S:g})",
+        help="keep the ranks of a hung test for SECONDS, or until Enter is pressed, "
+        f"and print how to attach py-spy and gdb (default: {_ATTACH_S:g})",
     )
     group.addoption(
         "--gradparity-durations",
         type=int,
         metavar="N",
-        help="show the N tests whose ranks took longest, with each rank's own time",
+        help="show the N tests whose ranks took longest, with the time of each rank",
     )
     group.addoption(
         "--gradparity-trace",
         metavar="DIR",
-        help="write a Chrome trace of each test into DIR: all ranks on one clock",
+        help="write a Chrome trace of each test to DIR, with all ranks on one clock",
     )
     group.addoption(
         "--gradparity-adopt",
         action="store_true",
-        help="run the tests of torch's classes for distributed tests, and those with "
-        "mpi-pytest's marker `parallel`, on ranks that stay warm",
+        help="run tests of torch's multi-process classes and tests with mpi-pytest's "
+        "marker `parallel` on ranks that stay warm",
     )
     group.addoption(
         "--gradparity-adopt-isolation",
         choices=("pool", "process"),
         default="pool",
-        help="what they share with earlier tests: the ranks, or nothing",
+        help="what an adopted test shares with earlier ones: the ranks (pool, the "
+        "default), or nothing (process)",
     )
 
 
@@ -394,7 +395,10 @@ def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[int]:
         TypeError: More than one positional argument.
     """
     if len(args) > 1 or (args and "size" in settings):
-        raise TypeError("@pytest.mark.world takes one size; name the other settings")
+        raise TypeError(
+            f"@pytest.mark.world takes one size, got {args} {dict(settings)}: name the "
+            "other settings, as in world(2, timeout_s=60)"
+        )
     size = args[0] if args else settings.get("size", DEFAULT_SIZE)
     return list(size) if isinstance(size, list | tuple) else [size]
 

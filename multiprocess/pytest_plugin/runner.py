@@ -59,7 +59,9 @@ class AgentRunner:
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
         if spec.simulated:
-            raise UnsuitableWorld("simulated ranks are not torchrun's")
+            raise UnsuitableWorld(
+                "simulated ranks share one process: run this test without torchrun"
+            )
         made = self._agent.size
         if spec.size > made:
             raise UnsuitableWorld(f"needs {spec.size} ranks, torchrun made {made}")

@@ -146,7 +146,8 @@ class TorchImportHook:
             from ..errors import ForkserverError
 
             raise ForkserverError(
-                f"{VARIABLE}=fork: torch was there before any world test was found"
+                f"{VARIABLE}=fork: torch was there before any world test was found; "
+                f"import it in test modules only, or set {VARIABLE}=auto"
             )
         if self._forked and not expected:
             from ..parent.forkserver_client import stop_forkserver
@@ -221,7 +222,10 @@ def fork_server_off(before: Snapshot, *, must: bool = False) -> bool:
         except OSError as error:  # no memory or no process is left
             found = [str(error)]
     if must:
-        raise ForkserverError(f"this process may not be forked: {'; '.join(found)}")
+        raise ForkserverError(
+            f"this process may not be forked: {'; '.join(found)}. {VARIABLE}=auto "
+            "starts a fresh server instead"
+        )
     return False
 
 

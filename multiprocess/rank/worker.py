@@ -402,7 +402,11 @@ def _device(spec: WorldSpec, local_rank: int) -> Any:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise RuntimeError(f"rank {local_rank} has no CUDA device: none is visible")
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise RuntimeError(
+            f"rank {local_rank} has no CUDA device: none is visible "
+            f'(CUDA_VISIBLE_DEVICES is {allowed}); choose device="cpu"'
+        )
     if local_rank >= count and not spec.share_devices:
         raise RuntimeError(
             f"rank {local_rank} has no CUDA device of its own: {count} visible. "
