@@ -245,6 +245,7 @@ def calls(size: int, repeats: int) -> dict[str, float]:
             above = []
             for _ in range(repeats):
                 began = time.perf_counter()
+                # The slowest rank's own time: the parent waits for that one.
                 own_s = max(cluster.run(timed_all_reduce, isolation=isolation))
                 above.append(time.perf_counter() - began - own_s)
             found[f"{isolation}_ms"] = round(statistics.median(above) * 1e3, 2)
@@ -304,9 +305,13 @@ def turns(repeats: int) -> dict[str, float]:
 
 def after_work(policy: int, repeats: int) -> list[float]:
     """Read 262 MB again and again; return the seconds of each collective after it."""
+    # gloo's threads are there already: the policy is that of each thread, and a new one
+    # would inherit it.
     for thread in os.listdir("/proc/self/task"):
         os.sched_setscheduler(int(thread), policy, os.sched_param(0))
     torch.set_num_threads(1)
+    # More than any cache holds, as gradients are: the cores are busy with memory when
+    # the answer of a peer wakes a thread.
     gradients = [torch.ones(256, 256) for _ in range(1000)]
     took = []
     for _ in range(repeats):
@@ -342,6 +347,8 @@ def trains(size: int, tests: int, repeats: int) -> dict[str, float]:
     session(NOTHING, size, tests)  # fills the caches of bytecode
     ours, empty, plain = [], [], []
     for _ in range(repeats):  # turn by turn: what else the machine does changes
+        # The smallest of each is taken: other programs only ever add to CPU time, by
+        # colder caches.
         empty.append(session(NOTHING, size, tests)["cpu_s"])
         ours.append(session(TRAINS, size, tests)["cpu_s"])
         plain.append(_plain_processes_s(size, tests))
@@ -520,6 +527,8 @@ def _print(found: dict[str, Any]) -> None:
             print(f"  {name:<26} {value}")
 
 
+# Of children that have been waited for. A session waits for its forkserver, and that
+# for its ranks, so the whole tree counts.
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -532,6 +541,8 @@ def _tree_cpu_s() -> float:
 
 
 def _cpu_of_s(pid: int) -> float:
+    # utime and stime, fields 14 and 15 of proc(5): the name before them may hold
+    # spaces.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

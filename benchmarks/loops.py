@@ -133,12 +133,15 @@ def time_steps(name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
         arm.start()
         arm.until_it_waits()  # two set up at once would mix their collectives
     seconds: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    # Every order equally often: which arm comes first after another must not favour
+    # one.
     orders = [*permutations(ARMS)]
     for number in range(count):
         for which in orders[number % len(orders)]:
             seconds[which].append(arms[which].step())
     for arm in arms.values():
         arm.to_the_end()
+    # A step that was skipped costs less: a figure with one in it is refused.
     for which in ("torch", "ours"):
         state = arms[which].scaler.state_dict()
         found = (state["scale"], state["_growth_tracker"])
@@ -156,6 +159,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     Between the order statistics whose ranks are those of a fair coin's 2.5 and 97.5 %.
     """
     ordered, n = sorted(values), len(values)
+    # The number of values below the median is binomial (n, 1/2): n / 2, plus or minus
+    # 1.96 standard deviations of sqrt(n) / 2.
     below = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2) - 1)
     return ordered[below], ordered[n - 1 - below]
 

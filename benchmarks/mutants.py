@@ -97,6 +97,7 @@ class _Tally:
         self.tried += 1
         self.broken += case.status is Status.ERROR
         self.accused.update(v.law for v in failed)
+        # A right scaler has no law that must catch it: any violation of it counts.
         due = [v for v in failed if v.law == self.law or not self.law]
         if due and self.first is None:
             self.first = (preset, case.scenario.id, plain(due[0].message))

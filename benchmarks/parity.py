@@ -42,6 +42,9 @@ def chance(elements: int, generator: np.random.Generator) -> float:
     """Share of draws in which one more run crosses the bound by chance."""
     crossed = 0
     for _ in range(16):
+        # The squared norm of an error of independent normal elements is chi-squared.
+        # The first column is the judged run, the others are the references. 16 parts
+        # keep the memory small.
         runs = generator.chisquare(elements, (DRAWS // 16, 1 + len(NOISY)))
         norms = np.sqrt(runs)
         crossed += int((norms[:, 0] > SAFETY_FACTOR * norms[:, 1:].max(axis=1)).sum())

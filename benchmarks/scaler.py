@@ -54,6 +54,7 @@ Repeats = dict[str, list[float]]  # the same of each repeat
 
 SCALE = 1024.0
 SIZES = {SMALL: (500, (64, 64)), TINY: (2000, (16,)), LARGE: (1000, (256, 256))}
+# Odd: the median is then one of the measured times.
 REPEATS = {SMALL: 201, TINY: 101, LARGE: 61}
 WORLDS = (2, 4, 8, 16)
 WAYS = {
@@ -89,6 +90,7 @@ def _alternate(work: dict[str, Callable[[], float]], repeats: int) -> Repeats:
 
 def _medians(ranks: Sequence[Repeats]) -> Measured:
     return {
+        # The slower rank of each repeat: training waits for it.
         name: statistics.median(map(max, zip(*(r[name] for r in ranks), strict=True)))
         for name in ranks[0]
     }

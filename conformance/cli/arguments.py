@@ -165,7 +165,9 @@ _REPORT: dict[str, Any] = {
 def _command(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
     """A command whose own help begins with the sentence of the list of commands."""
     sentence = f"{text[0].upper()}{text[1:]}."
-    return commands.add_parser(name, help=text, description=sentence)
+    made: argparse.ArgumentParser
+    made = commands.add_parser(name, help=text, description=sentence)
+    return made
 
 
 def _add_run(commands: Commands) -> None:

@@ -1,4 +1,11 @@
-"""A project of its own: it uses the plugin, and nothing else of gradparity."""
+"""A project of its own: one test on every rank, and nothing else of gradparity.
+
+    pip install gradparity pytest
+    pytest
+
+Two tests pass, on 2 and on 4 ranks, in some 10 s: most of it is the import of torch. No
+torchrun, no port and no process to look after: ranks are made and ended for you.
+"""
 
 import pytest
 import torch
@@ -7,9 +14,12 @@ import torch.distributed as dist
 from gradparity.multiprocess import World
 
 
+# One test for each size. A hang ends after 60 s, and the report says which rank hung in
+# which collective.
 @pytest.mark.world(size=[2, 4], timeout_s=60)
 def test_every_rank_gets_the_sum(world: World) -> None:
     """The body runs on every rank; a failing one is named."""
     value = torch.ones(1) * world.rank
+    # The default process group is there; world.mesh(...) makes a DeviceMesh.
     dist.all_reduce(value)
     assert value.item() == sum(range(world.size))

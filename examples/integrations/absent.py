@@ -1,4 +1,8 @@
-"""Import packages that were installed with ``--no-deps``; needs nothing but Python."""
+"""Import packages that were installed with ``--no-deps``; needs nothing but Python.
+
+Not a script to run: ``stand_in("verl")`` before ``import verl`` puts empty modules in
+the place of those that verl imports and that the judged methods do not use.
+"""
 
 from __future__ import annotations
 
@@ -41,47 +45,49 @@ def stand_in(package: str) -> None:
     names = ABSENT[package]
     parts = tuple(n for n in names if "." in n)  # of packages that are there
     whole = set(names).difference(parts, sys.modules)
-    absent = tuple(n for n in whole if not _installed(n))
-    finder: Any = _Finder(parts + absent)
+    absent = tuple(n for n in whole if not is_installed(n))
+    finder: Any = EmptyFinder(parts + absent)
     sys.meta_path.insert(0, finder)
 
 
-def _installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:
         return False
 
 
-class _Anything(ABCMeta):
+class Anything(ABCMeta):
     """Of classes that have every attribute, each of them such a class again."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _anything(name)
+        return empty_class(name)
 
     def __getitem__(cls, _: Any) -> Any:
         return cls
 
 
-def _anything(name: str) -> Any:
+def empty_class(name: str) -> Any:
+    """Make a class that can be constructed, called and used as a decorator."""
     take = {"__init__": lambda *_, **__: None}
-    return _Anything(name, (), {**take, "__call__": lambda _, f=None, *__, **___: f})
+    return Anything(name, (), {**take, "__call__": lambda _, f=None, *__, **___: f})
 
 
-class _Absent(ModuleType):
+class EmptyModule(ModuleType):
     """A module that is not there; what is taken from it is an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _anything(name)
+        made = empty_class(name)
         setattr(self, name, made)
         return made
 
 
-class _Finder:
+class EmptyFinder:
     """Finds every module below some packages, and makes an empty one of it."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -94,7 +100,7 @@ class _Finder:
         return importlib.util.spec_from_loader(name, loader, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
-        return _Absent(spec.name)
+        return EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is in it."""

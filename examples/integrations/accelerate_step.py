@@ -1,7 +1,13 @@
-"""Accelerate 1.15.0: AcceleratedOptimizer, AcceleratedScheduler, clip, save_state.
+r"""Accelerate 1.15.0 in fp16 as a workload: optimizer, schedule, clipping, checkpoint.
+
+    gradparity run --quick --precision fp16-autocast \
+        --workload examples.integrations.accelerate_step:Ddp
+
+With our scaler by default, with the one that the package takes by --scaler
+torch.amp:GradScaler; docs/integrations has what breaks under which. Needs accelerate.
 
 Accelerate makes no fp16 scaler where the device is a CPU (accelerator.py, line 566),
-and gives CPU ranks DDP even where FSDP is asked for; both are said to it here.
+and gives CPU ranks DDP even where FSDP is asked for; both are replaced here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Without gradparity: lerobot 0.4.4 in fp16 on one process, by its own functions.
 
-python examples/integrations/confirm_lerobot.py
+    python examples/integrations/confirm_lerobot.py
 
 ``update_policy`` (scripts/lerobot_train.py, line 59) and ``save_training_state``
 (utils/train_utils.py, line 112) run as they are, on an ``Accelerator`` made as in line

@@ -1,5 +1,9 @@
 """Without gradparity: PyTorch Lightning 2.6.6 in fp16 on one process.
 
+    python examples/integrations/confirm_lightning.py
+
+Needs pytorch-lightning. Prints a line for each case, in under half a minute:
+
 1. The schedule and an average of the weights move on a step that torch's scaler skips.
 2. ``ModelParallelStrategy`` refuses ``precision="16-mixed"``, and takes the plugin.
 3. ``FSDPPrecision("16-mixed", scaler=...)``, which its signature offers, is refused.

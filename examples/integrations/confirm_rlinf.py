@@ -1,6 +1,6 @@
 """Without gradparity: RLinf 0.3.0 in fp16 on two ranks, by its own methods.
 
-torchrun --nproc-per-node 2 examples/integrations/confirm_rlinf.py
+    torchrun --nproc-per-node 2 examples/integrations/confirm_rlinf.py
 
 What runs is RLinf's: ``FSDPModelManager.optimizer_step``, ``build_optimizer`` and
 ``build_grad_scaler`` (hybrid_engines/fsdp/fsdp_model_manager.py, lines 417, 489 and

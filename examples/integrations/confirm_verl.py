@@ -1,6 +1,6 @@
 """Without gradparity: verl 0.9.1 in fp16 on two ranks, by its own methods.
 
-torchrun --nproc-per-node 2 examples/integrations/confirm_verl.py
+    torchrun --nproc-per-node 2 examples/integrations/confirm_verl.py
 
 What runs is verl's: ``FSDPEngine.optimizer_step`` and ``lr_scheduler_step``
 (workers/engine/fsdp/transformer_impl.py, lines 788 and 836) with the scaler of line

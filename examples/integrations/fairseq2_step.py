@@ -1,7 +1,14 @@
-"""fairseq2 0.8.1: ``StandardFloat16LossScaler`` in the order of its trainer's step.
+r"""fairseq2 0.8.1 in fp16 as a workload: its loss scaler in the order of its trainer.
 
-optim/fp16_loss_scaler.py as it is; trainer.py, lines 587 to 630: backward, unscale,
-clip, step, and the schedule only where ``overflowed`` is not set.
+    gradparity run --quick --precision fp16-autocast \
+        --workload examples.integrations.fairseq2_step:Fsdp2
+
+With our scaler by default, with the one that the package takes by --scaler
+torch.amp:GradScaler; docs/integrations has what breaks under which.
+
+Needs fairseq2, installed with --no-deps. optim/fp16_loss_scaler.py runs as it is;
+trainer.py, lines 587 to 630: backward, unscale, clip, step, and the schedule only where
+``overflowed`` is not set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""lerobot 0.4.4: ``update_policy`` of its training script, as it is, under DDP.
+r"""lerobot 0.4.4 in fp16 as a workload: its own ``update_policy``, under DDP.
+
+    gradparity run --quick --precision fp16-autocast \
+        --workload examples.integrations.lerobot_step:LeRobotOurs
+
+LeRobot is theirs and moves the schedule on skipped steps, LeRobotOurs has the swap.
+Needs accelerate, and lerobot installed with --no-deps.
 
 scripts/lerobot_train.py, line 59: autocast, backward, clip, step and schedule are
 Accelerate's; ``step_scheduler_with_optimizer=False`` (line 184) is its own choice.

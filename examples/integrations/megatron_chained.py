@@ -1,9 +1,16 @@
-"""Megatron-Core 0.16.1: ``ChainedOptimizer`` of two parts, as of dense and experts.
+r"""Megatron-Core 0.16.1 in fp16 as a workload: ``ChainedOptimizer`` of two parts.
+
+    gradparity run --quick --precision fp16-autocast \
+        --workload examples.integrations.megatron_chained:Chain \
+        --scaler examples.integrations.megatron_chained:Own
+
+Own is theirs, a scaler for each part, and ends with FAIL; Shared is ours and passes.
+Needs megatron-core.
 
 core/optimizer/optimizer.py: ``prepare_grads`` of the chain (line 1233) and of its parts
 (524), ``DynamicGradScaler``. Its fp16 parameters must lie on CUDA, so the parts here
 train fp32 parameters of their own; its data parallel wrapper is not run: gradients are
-averaged by hand. ``--scaler examples.integrations.megatron_chained:Own`` is theirs.
+averaged by hand.
 """
 
 from __future__ import annotations
@@ -25,11 +32,13 @@ from gradparity.scaler.integrations.megatron import share_scaler
 
 from .shared import Pair, Stepped, weighted
 
-_tensor = torch.tensor
+# Megatron makes its tensors on CUDA: patched to the CPU where it does.
+make_tensor = torch.tensor
 
 
-def _on_cpu(*args: Any, device: Any = None, **settings: Any) -> Any:
-    return _tensor(*args, **settings)
+def on_cpu(*args: Any, device: Any = None, **settings: Any) -> Any:
+    """Make a tensor on the CPU, whatever device is asked for."""
+    return make_tensor(*args, **settings)
 
 
 class Part(MixedPrecisionOptimizer):  # type: ignore[misc]  # its types are not followed
@@ -71,7 +80,7 @@ class Part(MixedPrecisionOptimizer):  # type: ignore[misc]  # its types are not 
         return self.state_dict()
 
 
-class _Scaler:
+class ChainScaler:
     """A chain's scaling behind the calls that the judge knows."""
 
     def __init__(
@@ -104,13 +113,13 @@ class _Scaler:
         return True
 
 
-class Own(_Scaler):
+class Own(ChainScaler):
     """Theirs: one ``DynamicGradScaler`` a part."""
 
     def join(self, chain: Any) -> None:
         self.chain = chain
         s = self.settings
-        with patch("torch.tensor", _on_cpu):
+        with patch("torch.tensor", on_cpu):
             for part in chain.chained_optimizers:
                 part.grad_scaler = DynamicGradScaler(
                     s["init_scale"], 1e-6, s["growth_factor"], s["backoff_factor"],
@@ -127,7 +136,7 @@ class Own(_Scaler):
         return {"_growth_tracker": scaler._growth_tracker if scaler else 0}
 
 
-class Shared(_Scaler):
+class Shared(ChainScaler):
     """Ours: ``share_scaler``."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -163,7 +172,7 @@ class Chain(Stepped):
             [p for n, p in named if n[0] == "4"],
         ]
         parts = []
-        with patch("torch.tensor", _on_cpu):
+        with patch("torch.tensor", on_cpu):
             for number, mine in enumerate(groups):
                 scaler = DynamicGradScaler(65536.0, 1.0, 2.0, 0.5, 1000, 1)
                 sgd = torch.optim.SGD(mine, lr=0.1)

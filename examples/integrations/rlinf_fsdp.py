@@ -1,8 +1,14 @@
-"""RLinf 0.3.0: ``FSDPModelManager.optimizer_step`` and FSDP2's clipping, as they are.
+r"""RLinf 0.3.0 in fp16 as a workload: its own step and FSDP2's clipping.
 
-hybrid_engines/fsdp/fsdp_model_manager.py, line 417, and strategy/fsdp2.py, line 156.
-The workers step the schedule after each batch (workers/actor/fsdp_actor_worker.py,
-line 836) and scale the loss (line 821).
+    gradparity run --quick --precision fp16-autocast \
+        --workload examples.integrations.rlinf_fsdp:Fsdp2Ours
+
+Fsdp2 is theirs and moves the schedule on skipped steps, Fsdp2Ours has the swap. Needs
+transformers, and RLinf installed with --no-deps.
+
+``FSDPModelManager.optimizer_step``: hybrid_engines/fsdp/fsdp_model_manager.py, line
+417; clipping: strategy/fsdp2.py, line 156. The workers step the schedule after each
+batch (workers/actor/fsdp_actor_worker.py, line 836) and scale the loss (line 821).
 """
 
 from __future__ import annotations

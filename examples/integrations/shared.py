@@ -1,8 +1,9 @@
 """What the trainers' fp16 steps share: layouts, and the place where a scaler goes.
 
-Each module has a package's own step as a workload: its scaler calls, clipping, skip,
-schedule and checkpoint. The judged scaler takes the place of the package's own, so
-``--scaler torch.amp:GradScaler`` is their step and without ``--scaler`` it is ours.
+Not a workload to run. Each module beside it has a package's own step as a workload: its
+scaler calls, clipping, skip, schedule and checkpoint. The judged scaler takes the place
+of the package's own, so ``--scaler torch.amp:GradScaler`` is their step and without
+``--scaler`` it is ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""torchtitan 0.3.0: its optimizers' container and its clipping, in its trainer's order.
+r"""torchtitan 0.3.0 in fp16 as a workload: its optimizers and clipping, our recipe.
+
+    gradparity run --quick --precision fp16-autocast \
+        --workload examples.integrations.torchtitan_step:Ours
+
+Ours has the recipe of docs/integrations, Theirs torch's way: unscale_, torchtitan's
+clipping, step. Needs torchtitan, installed as docs/stacks.md says.
 
 trainer.py, lines 939 to 949: clip_grad_norm_, optimizers.step(), lr_schedulers.step().
-It has no scaler; the recipe of docs/integrations puts one around these calls. The
-pipeline is torch's GPipe schedule, as torchtitan uses it.
+torchtitan has no scaler. The pipeline is torch's GPipe schedule, as torchtitan uses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""verl 0.9.1: ``FSDPEngine.optimizer_step`` and ``lr_scheduler_step``, as they are.
+r"""verl 0.9.1 in fp16 as a workload: ``FSDPEngine.optimizer_step``, as it is.
+
+    gradparity run --quick --precision fp16-autocast \
+        --workload examples.integrations.verl_fsdp:Fsdp2Ours
+
+Fsdp2 is theirs and moves the schedule on skipped steps, Fsdp2Ours has the swap. Needs
+transformers, and verl installed with --no-deps.
 
 workers/engine/fsdp/transformer_impl.py, lines 764 (backward), 788 (step) and 836 (the
 schedule, which engine_workers.py, line 376, calls after each batch). The engine's own

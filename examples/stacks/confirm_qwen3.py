@@ -1,9 +1,10 @@
 """Without gradparity: Qwen3's plan multiplies what was accumulated by the ranks.
 
-torchrun --nproc-per-node 2 examples/stacks/confirm_qwen3.py
+    torchrun --nproc-per-node 2 examples/stacks/confirm_qwen3.py
 
-The same rows in one backward and in two give the same gradient in one process, and
-under transformers' tensor-parallel plan not the same one.
+Needs transformers. The same rows in one backward and in two give the same gradient in
+one process, and another one under transformers' tensor-parallel plan. Prints two lines
+in under a minute: a difference near 1e-7 in one process, near 1 under the plan.
 """
 
 import tempfile

@@ -1,6 +1,11 @@
-"""transformers' Trainer under FSDP2: its own loop trains one optimizer step a call.
+r"""transformers' Trainer under FSDP2 as a workload: its own loop trains each step.
 
-The loss is a mean over all targets that count, on all ranks and in all micro-batches;
+    gradparity run --quick --precision fp32 --scaler none \
+        --workload examples.stacks.hf_trainer:Stack
+
+Needs transformers and accelerate. Ends with PASS after one to two minutes on two cores.
+
+The loss is a mean over all targets that count, on all ranks and in all micro-batches.
 The Trainer does the same by ``average_tokens_across_devices``, its default.
 """
 

@@ -1,6 +1,7 @@
 """What the stacks share: two small problems, each with a right answer to compare with.
 
-A stack adds ``meshes``, ``parallelize`` and mostly ``train_step``; see docs/stacks.md.
+Not a stack to run: a stack subclasses Regression or Tokens and adds ``meshes``,
+``parallelize`` and mostly ``train_step``; see docs/stacks.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Regression:
 
     def batch(self, step: int, seed: int) -> Pair:
         generator = torch.Generator().manual_seed(1000 * seed + step)
+        # 24 rows: 2 ranks, 2 or 4 micro-batches, and unequal ones of 3 backwards.
         x = torch.randn(24, 16, generator=generator)
         return x, x.abs()[:, :4]
 
@@ -51,6 +53,7 @@ class Tokens(Regression):
         generator = torch.Generator().manual_seed(1000 * seed + step)
         tokens = torch.randint(VOCABULARY, (24, 9), generator=generator)
         targets = tokens[:, 1:].clone()
+        # From 1 to 7 targets of a row count: a mean of means over parts is then wrong.
         targets[torch.arange(8) >= torch.arange(24)[:, None] % 7 + 1] = -100
         return tokens[:, :-1], targets
 

@@ -1,8 +1,14 @@
-"""torch's pipeline schedules: unequal stages, two calls of one a step, clipping.
+r"""torch's GPipe as a workload: unequal stages, two calls of it a step, clipping.
+
+    gradparity run --quick --precision fp32 --scaler none \
+        --workload examples.stacks.torch_pipeline:GPipe --topology pp2
+
+Needs torch alone. Ends with PASS after about a minute on two cores. Without --topology
+it also runs dp2-pp2, stages that are replicas of DistributedDataParallel: torch's
+schedule raises there in its second call, and the run ends with FAIL.
 
 Gradients are not scaled by the schedule (``scale_grads=False``): over several calls it
-would divide again what came before. The loss is divided instead. Stages of ``dp2-pp2``
-are replicas of DistributedDataParallel.
+would divide again what came before. The loss is divided instead.
 """
 
 from types import SimpleNamespace
@@ -82,6 +88,7 @@ class GPipe(Regression):
             losses += found
         parameters = list(stack.named.values())
         grads = [p.grad for p in parameters if p.grad is not None]
+        # Clipping needs the norm over all stages: each has a part of the parameters.
         norm: Any = torch.nn.utils.get_total_norm(grads)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
         dist.all_reduce(norm, group=stack.group)

@@ -1,4 +1,12 @@
-"""More of torch's pipeline schedules: four stages, backward in two parts, FSDP2."""
+r"""More of torch's pipeline schedules: four stages, backward in two parts, FSDP2.
+
+    gradparity run --quick --precision fp32 --scaler none \
+        --workload examples.stacks.torch_pipelines:ZeroBubbleV
+
+Needs torch alone. Each class is one schedule, on the loop of torch_pipeline.py; each
+ends with PASS after about a minute on two cores, but FrozenStage with FAIL. So does a
+schedule with DDP over "dp" that torch refuses: docs/stacks.md has the table.
+"""
 
 from typing import Any
 

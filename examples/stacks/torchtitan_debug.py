@@ -1,7 +1,14 @@
-"""torchtitan's debug Llama under its own ``parallelize_llama``: FSDP2, tensor parallel.
+r"""torchtitan's debug Llama, laid out by its own ``parallelize_llama``, as a workload.
+
+    gradparity run --quick --precision fp32 --scaler none \
+        --workload examples.stacks.torchtitan_debug:Stack
+
+Needs torchtitan, installed as docs/stacks.md says. Ends with PASS after some minutes on
+two cores: the model has half a million parameters.
 
 Its kernels for experts need triton, and FlexAttention has no backward on a CPU: the
-first are left out, and torchtitan's plain attention takes the place of the second.
+first are left out, and torchtitan's plain attention takes the place of the second. On
+GPUs leave both replacements out.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""What the four examples share: options, the text, and a curve to compare.
+"""What the four trainers share: options, the text, and a curve to compare.
 
-Every script takes the same options. It trains up to ``--steps``; when ``--folder``
-holds a checkpoint it goes on from there, and it leaves one at the end. Each rank
-appends to ``curve-RANK.jsonl``: step, loss of its own rows, scale. Floats in JSON are
-exact, so two runs are equal if and only if their files are.
+Not a script to run. Every script takes the same options. It trains up to ``--steps``;
+when ``--folder`` holds a checkpoint it goes on from there, and it leaves one at the
+end. Each rank appends to ``curve-RANK.jsonl``: step, loss of its own rows, scale.
+Floats in JSON are exact, so two runs are equal if and only if their files are.
 """
 
 from __future__ import annotations
@@ -51,11 +51,15 @@ class Options:
 
 def parse(text: str, argv: Sequence[str] | None) -> Options:
     """Options of the command line; ``text`` says what the script does."""
-    parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--scaler", default="gradparity.scaler:GradScaler")
-    parser.add_argument("--init-scale", type=float, default=2.0**19)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--folder", type=Path, default=Path("trained"))
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--scaler", default="gradparity.scaler:GradScaler", help="module:class")
+    # 2^19 overflows in fp16 at once, so that the first steps show what a skip does.
+    add("--init-scale", type=float, default=2.0**19, help="first scale (2^19)")
+    add("--steps", type=int, default=12, help="train up to this step (12)")
+    add("--folder", type=Path, default=Path("trained"), help="checkpoint and curves")
     parsed = parser.parse_args(argv)
     module, _, name = parsed.scaler.partition(":")
     parsed.scaler = getattr(importlib.import_module(module), name)
