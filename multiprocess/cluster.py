@@ -277,6 +277,7 @@ def pickled_call(
 
 
 def _fresh_folder(parent: str) -> Path:
+    # A new folder for each failure: the analyser would mix the files of two.
     numbers = itertools.count(1)
     return next(
         folder

@@ -116,6 +116,8 @@ class SimulatedCluster(BaseCluster):
             limit_s=options.timeout_s,
             payload=payload,
         )
+        # The simulation ends itself at the limit and can say which rank was busy; the
+        # parent's limit is for one that cannot, in native code.
         late = replace(options, timeout_s=options.timeout_s + _MARGIN_S)
         try:
             (outcome,) = self._host.submit(late, run, plan)

@@ -211,6 +211,8 @@ class TestCase(unittest.TestCase):
         if self.rank != self.MAIN_PROCESS_RANK:
             method()
             return
+        # One for each test: a FileStore with keys of an earlier test would answer with
+        # them.
         handle, path = tempfile.mkstemp(prefix="gradparity-")
         os.close(handle)
         try:

@@ -87,6 +87,8 @@ class TorchrunCluster(BaseCluster):
         with self._agent.handling_sigterm():
             if self._leader is not None:
                 facts = self._leader.observe(options, payload)
+                # Before judging, which may raise: the other processes are to raise the
+                # same.
                 self._agent.post(facts)
                 return self._leader.judge(options, facts)
             found = self._agent.follow_call()

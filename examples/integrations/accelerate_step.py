@@ -63,6 +63,7 @@ class Ddp(Stepped):
                 stack.optimizer.step()
                 stack.scheduler.step()
                 stack.optimizer.zero_grad()
+        # What Accelerate says, and not what happened: gradparity compares the two.
         stack.skipped += accelerator.optimizer_step_was_skipped
         return total, norm
 

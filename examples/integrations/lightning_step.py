@@ -46,6 +46,8 @@ class Module(LightningModule):  # type: ignore[misc]  # its types are not follow
         if self.stack.sharded:
             named = zip(("data_parallel", "tensor_parallel"), self.sizes, strict=True)
             axes = tuple(name for name, size in named if size > 1)
+            # Lightning names its axes data_parallel and tensor_parallel: `lay_out`
+            # knows fsdp and tp.
             renamed = self.device_mesh[axes]
             names = {"data_parallel": "fsdp", "tensor_parallel": "tp"}
             mesh = DeviceMesh(

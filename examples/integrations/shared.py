@@ -36,6 +36,8 @@ class Place:
 
     def use(self, scaler: Any) -> None:
         """Take ``scaler`` from now on; None is one that does nothing."""
+        # gradparity also runs the step without a scaler, as the control: the trainer
+        # then gets one that does nothing.
         off = GradScaler("cpu", enabled=False)
         self.scaler = off if scaler is None else scaler
 

@@ -143,6 +143,7 @@ class Ours(Theirs):
         norm: Tensor = stack.place.clip_grad_norm_(stack.optimizers, self.clip_norm)
         stack.place.step(stack.optimizers)
         stack.place.update()
+        # A skipped step must not move the schedule.
         if not stack.place.step_was_skipped(stack.optimizers):
             stack.scheduler.step()
         return norm

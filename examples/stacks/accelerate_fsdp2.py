@@ -3,7 +3,7 @@ r"""Accelerate's FSDP2 loop as a workload: prepare, backward, clip_grad_norm_ an
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.accelerate_fsdp2:Stack
 
-Needs accelerate. Ends with PASS after about a minute on two cores.
+Needs accelerate. Ends with PASS in under half a minute on two cores.
 
 Accelerate gives CPU ranks DDP even where FSDP is asked for. Here they are declared to
 be GPU ranks, while tensors stay on the CPU; on GPUs leave ``fsdp_on_cpu`` out.

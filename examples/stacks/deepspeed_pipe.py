@@ -3,7 +3,7 @@ r"""DeepSpeed's pipeline as a workload: ``train_batch`` runs a step's micro-batc
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.deepspeed_pipe:Stack
 
-Needs deepspeed. Ends with PASS after about a minute on two cores.
+Needs deepspeed. Ends with PASS in under half a minute on two cores.
 
 Where the engine owns the loop, ``train_step`` is one call of it, and ``micro_batches``
 cuts the batch as the engine's configuration says.

@@ -4,7 +4,7 @@ r"""DeepSpeed's ZeRO 1, 2 and 3 as workloads, also with several backwards a step
         --workload examples.stacks.deepspeed_zero:Zero3
 
 Needs deepspeed. Zero3 ends with PASS, Zero1 and Zero2 with FAIL in the runs that
-accumulate, Owned1 and Owned2 with PASS; each takes one to two minutes on two cores.
+accumulate, Owned1 and Owned2 with PASS; each takes under half a minute on two cores.
 
 DeepSpeed takes every backward for a boundary of accumulation where
 ``gradient_accumulation_steps`` is 1. With several backwards before one step, stages 1
@@ -49,6 +49,8 @@ class Zero1(Regression):
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         losses = []
+        # DeepSpeed's own loop: backward and step of the engine. The share weighs each
+        # part by its rows, so that the sum of losses is the mean over all rows.
         for inputs, targets, share in weighted(micro_batches):
             loss = self.loss(stack(inputs), targets) * share
             stack.backward(loss)

@@ -3,7 +3,7 @@ r"""transformers' Trainer under FSDP2 as a workload: its own loop trains each st
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.hf_trainer:Stack
 
-Needs transformers and accelerate. Ends with PASS after one to two minutes on two cores.
+Needs transformers and accelerate. Ends with PASS in about half a minute on two cores.
 
 The loss is a mean over all targets that count, on all ranks and in all micro-batches.
 The Trainer does the same by ``average_tokens_across_devices``, its default.
@@ -60,6 +60,7 @@ class Stack(Tokens):
         stack.micro_batches = [
             {"input_ids": x, "shift_labels": y, "labels": y} for x, y in micro_batches
         ]
+        # train() runs max_steps=1 step: these micro-batches are one.
         stack.args.gradient_accumulation_steps = len(micro_batches)
         loss = stack.train().training_loss
         return loss, stack.state.log_history[0]["grad_norm"]

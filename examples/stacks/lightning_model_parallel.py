@@ -3,7 +3,7 @@ r"""Lightning's ModelParallelStrategy as a workload: FSDP2, and tensor paralleli
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.lightning_model_parallel:Stack
 
-Needs pytorch-lightning. Ends with PASS after about two minutes on two cores.
+Needs pytorch-lightning. Ends with PASS after about half a minute on two cores.
 
 Each step is a ``fit`` of one: the module keeps its optimizer in between.
 ``configure_model`` lays the model out on Lightning's mesh. Lightning does not report
@@ -81,6 +81,8 @@ class Stack(Regression):
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False,
         )  # fmt: skip
+        # Each batch of Lightning's loader is one micro-batch with its share of the
+        # rows.
         data: Any = weighted(micro_batches)
         trainer.fit(module, DataLoader(data, batch_size=None))
 

@@ -4,7 +4,8 @@ r"""PEFT's adapters on a tiny Llama, under FSDP2 and under transformers' own pla
         --workload examples.stacks.peft_adapters:Lora
 
 Needs peft and transformers. Lora, Dora, Ia3, ModulesToSave and PlanLora end with PASS,
-PlanModulesToSave with FAIL: its head is not trained. Each takes about a minute.
+PlanModulesToSave with FAIL: its head is not trained. Each takes about half a minute
+on two cores.
 
 Adapters are put on the model before FSDP2 shards it, and on top of a model that was
 loaded under its tensor-parallel plan, as PEFT documents. They begin with random values:
@@ -52,6 +53,7 @@ class Lora(Tokens):
         return made
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
+        # Adapters are inside of the layers by now, so each unit shards them with it.
         for layer in model.get_base_model().model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

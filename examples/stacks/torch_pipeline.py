@@ -3,9 +3,9 @@ r"""torch's GPipe as a workload: unequal stages, two calls of it a step, clippin
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.torch_pipeline:GPipe --topology pp2
 
-Needs torch alone. Ends with PASS after about a minute on two cores. Without --topology
-it also runs dp2-pp2, stages that are replicas of DistributedDataParallel: torch's
-schedule raises there in its second call, and the run ends with FAIL.
+Needs torch alone. Ends with PASS in about half a minute on two cores. Without
+--topology it also runs dp2-pp2, stages that are replicas of DistributedDataParallel:
+torch's schedule raises there in its second call, and the run ends with ERROR.
 
 Gradients are not scaled by the schedule (``scale_grads=False``): over several calls it
 would divide again what came before. The loss is divided instead.
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .shared import Pair, Regression
 
+# Unequal on purpose: an even cut hides what depends on a stage's own parameters.
 CUTS = {2: (0, 3, 8), 4: (0, 2, 3, 5, 8)}
 """Stages -> the layer at which each begins, and the end."""
 MICRO_BATCHES = 6
@@ -32,6 +33,7 @@ MICRO_BATCHES = 6
 
 def block() -> nn.Module:
     """Uses a weight twice."""
+    # Used twice, so that its gradient is a sum of two parts of one backward.
     mix = nn.Linear(16, 16)
     return nn.Sequential(nn.LayerNorm(16), mix, nn.Tanh(), mix)
 

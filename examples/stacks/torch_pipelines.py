@@ -3,9 +3,10 @@ r"""More of torch's pipeline schedules: four stages, backward in two parts, FSDP
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.torch_pipelines:ZeroBubbleV
 
-Needs torch alone. Each class is one schedule, on the loop of torch_pipeline.py; each
-ends with PASS after about a minute on two cores, but FrozenStage with FAIL. So does a
-schedule with DDP over "dp" that torch refuses: docs/stacks.md has the table.
+Needs torch alone. Each class is one schedule, on the loop of torch_pipeline.py, and
+takes about half a minute on two cores. They end with PASS but for FrozenStage, whose
+plain runs FAIL, and for LoopedBfs and Interleaved, which torch refuses on dp2-pp2: add
+--topology pp2. docs/stacks.md has the table.
 """
 
 from typing import Any

@@ -3,8 +3,8 @@ r"""torchtitan's debug Llama, laid out by its own ``parallelize_llama``, as a wo
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.torchtitan_debug:Stack
 
-Needs torchtitan, installed as docs/stacks.md says. Ends with PASS after some minutes on
-two cores: the model has half a million parameters.
+Needs torchtitan, installed as docs/stacks.md says. Ends with PASS after one to two
+minutes on two cores: the model has half a million parameters.
 
 Its kernels for experts need triton, and FlexAttention has no backward on a CPU: the
 first are left out, and torchtitan's plain attention takes the place of the second. On
@@ -76,6 +76,8 @@ class Stack(Tokens):
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         stack.own.zero_grad()
+        # As its trainer: the loss is divided by the targets of all ranks, before
+        # backward.
         count = sum((y != -100).sum() for _, y in micro_batches)
         if stack.batch_mesh is not None:
             count = utils.dist_sum_tensor(count, stack.batch_mesh)

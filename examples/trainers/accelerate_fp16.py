@@ -49,11 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     done = Count()
+    # save_state and load_state take it with them: without it a resumed run would begin
+    # at step 0 with trained weights.
     accelerator.register_for_checkpointing(done)
     checkpoint = options.folder / "checkpoint"
     if checkpoint.exists():
         accelerator.load_state(str(checkpoint))
     while done.steps < options.steps:
+        # Each rank trains on its part of the rows; prepare() averages the gradients.
         share = batch_of(done.steps, options.rank, options.ranks)
         optimizer.zero_grad()
         value = loss(model(share.inputs), share.targets)

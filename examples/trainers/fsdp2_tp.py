@@ -31,6 +31,7 @@ from gradparity.fixtures import MODELS, TOPOLOGIES, loss
 def build(mesh: DeviceMesh) -> nn.Module:
     """A small transformer, split over ``tp`` and sharded over ``dp``."""
     torch.manual_seed(0)
+    # Forward and backward in fp16, sums over ranks in fp32. The optimizer keeps fp32.
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     # parallelize_module, then fully_shard on every block: fixtures/layouts.py
     return TOPOLOGIES["fsdp+tp"].apply(MODELS["text"].make(), mesh, half)
@@ -77,9 +78,13 @@ def train(options: Options) -> None:
         # Each rank reads its own shards, and the scaler's state with them.
         dcp.load({"run": run}, checkpoint_id=checkpoint)  # type: ignore[attr-defined]  # torch does not list it
     while run.steps < options.steps:
+        # The two ranks of a tensor-parallel pair see the same rows: the share is by dp
+        # alone.
         share = batch_of(run.steps, mesh.get_local_rank("dp"), mesh["dp"].size())
         optimizer.zero_grad()
         value = loss(model(share.inputs), share.targets)
+        # The usual four lines. On a skip, step() leaves the optimizer alone on every
+        # rank, and update() halves the scale.
         scaler.scale(value).backward()
         scaler.step(optimizer)
         scaler.update()

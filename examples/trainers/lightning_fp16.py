@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         enable_model_summary=False,
     )
     checkpoint = options.folder / "last.ckpt"
+    # The data are the numbers of the steps: training_step draws the batch itself.
     numbers = DataLoader(range(EPOCH), batch_size=None)  # type: ignore[arg-type,var-annotated]  # a range will do
     resume = checkpoint if checkpoint.exists() else None
     trainer.fit(Text(options), numbers, ckpt_path=resume, weights_only=True)

@@ -46,6 +46,7 @@ class Rows(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         step = 0
+        # Without an end: max_steps ends the training.
         while True:
             batch = batch_of(step, 0, 1)
             for row in range(ROWS):

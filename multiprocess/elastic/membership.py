@@ -225,6 +225,7 @@ class HeartbeatMonitor:
         """
         since = time.monotonic() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):
+            # Asked often, looked once a second: a look is a request to the store.
             self._looked += since
             since = min(since, _MAX_BETWEEN_POLLS_S)
             before, self._heard = self._heard, self._store.multi_get(self._keys)

@@ -51,11 +51,14 @@ def torchrun_store(name: str) -> SignedStore:
     """Return the store that torchrun's agents hold, below ``name`` and the attempt."""
     env = os.environ
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # As torch's own rendezvous: the store is torchrun's where it says so, else rank 0
+    # holds it.
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return SignedStore(
         connect(
             env["MASTER_ADDR"],
             int(env["MASTER_PORT"]),
+            # A restart, which may come with another world size, begins with no keys.
             f"gradparity/{attempt}/{env['WORLD_SIZE']}/{name}",
             serves=env["RANK"] == "0" and not agent,
         )

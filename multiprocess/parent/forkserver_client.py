@@ -304,6 +304,8 @@ def _with_hiding_files(text: str) -> str:
     needed = sys.stdlib_module_names | ours
     found = []
     stdlib = sysconfig.get_path("stdlib")
+    # Only a folder before the standard library hides a module of it, or an installed
+    # one, which comes later still.
     before = sys.path.index(stdlib) if stdlib in sys.path else len(sys.path)
     for entry in sys.path[:before]:
         folder = Path(entry).absolute()

@@ -112,6 +112,7 @@ class Watch:
                 left_s = min(left_s, _POLL_S)
             for key, _ in self._selector.select(left_s):
                 self._take(key)
+            # A fault elsewhere gives our ranks the same grace as one here.
             if self._others is not None and self._others.failed():
                 self._end_by(self._grace_s)
 
@@ -147,6 +148,8 @@ class Watch:
             self._debugged.add(rank)
         else:
             self._debugged.discard(rank)
+            # The whole limit: ranks that wait for this one have waited at its prompt,
+            # too.
             self._until = time.monotonic() + self._limit_s
 
     def _fault(self, grace_s: float) -> None:

@@ -202,6 +202,7 @@ class Adoption:
         __tracebackhide__ = True
         spec = WorldSpec(
             size=size,
+            # A process of torch's classes begins without one, and makes its own.
             default_group=False,
             timeout_s=float(limit_s),
             isolation=self._isolation,

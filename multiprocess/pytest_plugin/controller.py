@@ -119,6 +119,8 @@ def rank_fixture(
     # As pytest does with a value: another fixture that asks for it finds the plan.
     fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
     item = request._pyfuncitem
+    # Also where the body does not take it, as with autouse: `run_body` evaluates all of
+    # them.
     item.stash.setdefault(_RANK_FIXTURES, []).append(plan)
     if fixturedef.scope != "function":  # the next test may be one of the parent's
         ended = functools.partial(fixturedef.finish, request)  # type: ignore[arg-type]
@@ -226,6 +228,7 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         if item.config.option.usepdb:  # it has been looked at, on its rank
             raise _Seen(failure) from None
         raise _for_pytest(failure) from None
+    # Into pytest's own capture, as the output of a test in one process.
     sys.stdout.write(render_output(outcomes))
     for outcome in outcomes:
         if isinstance(outcome.value, AgreedOutcome):

@@ -42,6 +42,7 @@ def draw_and_call(
     def on_ranks(*args: Any, **kwargs: Any) -> None:
         call(body, args, kwargs)
 
+    # Hypothesis's own hook for other test runners: it draws here, and calls this.
     handle.inner_test = on_ranks
     try:
         test(**arguments)

@@ -94,6 +94,7 @@ class PoolRunner:
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
         with contextlib.ExitStack() as held:
+            # Threads take turns in one process, so they need one core.
             processes = 1 if spec.backend in ("simulated", "local") else spec.size
             held.enter_context(cpu_slots().hold(processes))
             if spec.device == "cuda":

@@ -90,6 +90,7 @@ def _events_of(folder: Path, outcome: RankOutcome) -> Iterator[dict[str, Any]]:
         found = json.loads((folder / f"rank-{rank}.json").read_text())
     except OSError:
         return
+    # torch writes times since this base, in microseconds.
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
     for event in found["traceEvents"]:
         if event.get("ph") in ("X", "i", "s", "f", "B", "E") and "ts" in event:

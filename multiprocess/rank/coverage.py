@@ -14,6 +14,8 @@ import os
 import sys
 from typing import Any
 
+# What decides which lines count. Reports are made by the parent, so their options do
+# not travel.
 _SETTINGS = (
     "run:branch",
     "run:core",

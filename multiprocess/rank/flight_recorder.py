@@ -316,6 +316,8 @@ def _flat(value: Any) -> list[torch.Tensor]:
 
 def _caller(frame: FrameType | None) -> str:
     nearest = frame
+    # The nearest frame outside of torch and of this package: the line that the test's
+    # author can change.
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break

@@ -108,6 +108,7 @@ class RecordWriter:
 
 def read(fd: int, rank: int) -> tuple[Collective, ...]:
     """Return a rank's last collectives, oldest first."""
+    # A copy: a rank that is alive goes on writing.
     region = os.pread(fd, REGION, rank * REGION)
     (count,) = _COUNT.unpack_from(region)
     found = []
@@ -158,6 +159,8 @@ def _bounded(shapes: Sequence[TensorShape]) -> Sequence[TensorShape]:
 
 def _as_range(ranks: Sequence[int]) -> Sequence[object]:
     """Return start, stop and step of ranks in a row, or a list of the list of them."""
+    # Most groups are ranks in a row: three numbers fit the slot where a list of a
+    # thousand does not.
     if len(ranks) < 2:
         return [list(ranks)] if ranks else []
     step = ranks[1] - ranks[0]

@@ -39,6 +39,7 @@ _IN_LOCAL = os.path.dirname(local.__file__) + os.sep
 _SYMINT = (torch.__file__, sym_node.__file__)
 """Where the methods of ``SymInt`` are."""
 
+# They name internals of LocalTensor: such an error says nothing to the caller.
 _ITS_WORDS = ("LocalIntNode", "LocalTensor", "LocalRunnerMode", "__src_rank__")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 

@@ -78,6 +78,8 @@ def run_case(case: CaseRef, attributes: Mapping[str, Any]) -> Skipped | None:
         case: The test.
         attributes: Set on its instance before.
     """
+    # An instance of this rank: the parent's holds what pytest put there, and is not
+    # sent.
     test = case.find()(case.method)
     test.rank = current_world().rank
     for name, value in attributes.items():
@@ -230,6 +232,8 @@ def _reason(left: unittest.SkipTest | SystemExit) -> str | None:
     """Return why a test was skipped; None for ``sys.exit(0)``; any other code ends."""
     if isinstance(left, unittest.SkipTest):
         return str(left)
+    # torch's decorators skip by an exit code, which its parent process turns into a
+    # skip.
     common = sys.modules.get("torch.testing._internal.common_distributed")
     skips = common.TEST_SKIPS.values() if common is not None else ()
     for skip in skips:

@@ -94,6 +94,7 @@ class World:
         self.store.set(f"left/{self.rank}", kind)
         deadline = time.monotonic() + wait_s
         for rank in range(self.size):
+            # Not 0: that is no limit to torch's store, and it would wait for ever.
             left_s = max(0.01, deadline - time.monotonic())
             try:
                 self.store.wait([f"left/{rank}"], timedelta(seconds=left_s))
