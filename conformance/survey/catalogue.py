@@ -56,7 +56,7 @@ PLANS: Mapping[str, Plan] = {
             "within the noise of its scores is made as in the reference."
         ),
         rules="base_model_ep_plan",
-        mesh={"tp": 2},
+        mesh={"ep": 2},
         sizes={"tp_size": 2, "ep_size": 2},
     ),
     "fsdp+tp": Plan(

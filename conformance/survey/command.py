@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         names=tuple(parsed.model),
         out=parsed.out,
         limit_s=parsed.limit,
+        jobs=parsed.jobs,
         quiet=parsed.quiet,
         command=shlex.join(["gradparity", "survey", "transformers", *arguments]),
     )
@@ -77,9 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", default=[], metavar="NAME", help="types or folders")
     add("--out", type=folder, default=Path("survey-transformers"), metavar="DIR")
     add("--limit", type=_limit, default=60.0, metavar="S", help="a model's (60)")
+    add("--jobs", type=_jobs, default=2, metavar="N", help="models at a time (2)")
     add("--no-scripts", action="store_true", help="do not confirm failures by scripts")
     add("--quiet", action="store_true", help="no progress, no table")
     return parser
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of models")
+    return int(text)
 
 
 def _limit(text: str) -> float:

@@ -211,7 +211,7 @@ def script(failure: Failure, title: str, header: Header) -> str:
 
     kind = model_types()[failure.model.model]
     odd = failure.run.name == "3 heads over 2 ranks"
-    stack = Stack(kind, PLANS[failure.plan], odd_heads=odd)
+    stack = Stack(kind, odd_heads=odd)
     inputs = {"input_ids": "tokens[:, :-1]"}
     inputs = dict(WRITTEN_INPUTS.get(kind.name, inputs))
     if "decoder_input_ids" in stack.batch(0, 0)[0]:

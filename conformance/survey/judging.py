@@ -13,7 +13,6 @@ from msgspec import structs
 
 from ...multiprocess import Cluster, RankState, WorldFailure
 from ...multiprocess.cluster import BaseCluster
-from ...multiprocess.spec import Isolation
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER
 from ..run.launcher import Place, Pool
@@ -63,10 +62,9 @@ def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
     mesh = PLANS[plan].mesh
     topology = "-".join(f"{axis}{size}" for axis, size in mesh.items())
     world = math.prod(mesh.values())
-    data = f"model={ZOO}:{plan.replace('+', '_')}"
     for recipe in _RUNS[plan]:
         steps = 1 if recipe == "clip-norm" else STEPS
-        settings = f"{data}.{model},steps={steps}"
+        settings = f"model={ZOO}:types.{model},steps={steps}"
         if recipe != "plain":
             settings += f",recipe={recipe}"
         yield WORDS[recipe], f"{topology}/{world}/fp32/own/none/{settings}"
@@ -81,30 +79,23 @@ def ranks(limit_s: float) -> Place:
     return _WarmPool(Devices(), limit_s)
 
 
-_MANY_AXES = {
-    math.prod(plan.mesh.values()) for plan in PLANS.values() if len(plan.mesh) > 1
-}
-"""Sizes of worlds that have several axes."""
-
-
 class _WarmPool(Pool):
     """Ranks that are forked with transformers imported."""
 
     def _make(self, world: int) -> BaseCluster:
         spec = self.devices.spec(world, self.timeout_s)
-        # torch caches layouts by mesh, and the axes of an equal mesh of an earlier call
-        # have lost their groups; a mesh of one axis uses the world's group
-        isolation: Isolation = "process" if world in _MANY_AXES else "pool"
-        spec = replace(spec, preload=_preloaded(), isolation=isolation)
-        cluster = Cluster.of(spec)
+        cluster = Cluster.of(replace(spec, preload=_preloaded()))
         return self._stack.enter_context(cluster)
 
 
 def _preloaded() -> tuple[str, ...]:
-    """Modules that saving and loading a model imports, to import them once."""
+    """Modules that every model imports, or its saving and loading: imported once."""
     found = (
-        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "numpy.ma"),
         *("transformers.distributed", "transformers.modeling_utils"),
+        *("transformers.modeling_layers", "transformers.masking_utils"),
+        *("transformers.generation.utils", "transformers.processing_utils"),
+        "transformers.models.auto.modeling_auto",
         *("accelerate", "deepspeed"),  # where they are there, saving asks for them
     )
     return tuple(n for n in found if importlib.util.find_spec(n) is not None)
@@ -125,7 +116,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
     runner = Runner(folder=os.getcwd(), place=place, localises=1)
     kind = model_types()[model]
     try:
-        Stack(kind, PLANS[plan]).output_name()  # it trains on one process
+        Stack(kind).output_name()  # it trains on one process
         runs += _misloaded(plan, model, place)
         for name, scenario in scenarios(plan, model) if not runs else ():
             runs.append(_run_of(name, runner.run(NO_SCALER, Scenario.parse(scenario))))
@@ -198,12 +189,12 @@ def _with_odd_heads(kind: ModelType, runner: Runner) -> list[Run]:
 
     A plan may refuse that; if it accepts it, it must be right.
     """
-    odd = Stack(kind, PLANS["tp"], odd_heads=True)
+    odd = Stack(kind, odd_heads=True)
     try:
         odd.output_name()
     except Exception:  # no such model on one process either
         return []
-    scenario = f"tp2/2/fp32/own/none/model={ZOO}:tp.odd.{kind.name},steps=1"
+    scenario = f"tp2/2/fp32/own/none/model={ZOO}:odd.{kind.name},steps=1"
     run = _run_of(ODD_HEADS, runner.run(NO_SCALER, Scenario.parse(scenario)))
     refused = run.status == "error" and run.ended != RankState.HUNG.value
     return [structs.replace(run, status="skipped") if refused else run]

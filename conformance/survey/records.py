@@ -43,6 +43,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field=
     started: str
     limit_s: float
     """Time limit of a model under a plan."""
+    jobs: int = 1
+    """Models that were judged at a time."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,13 @@
-"""The survey: judges every model type under its plans, one after another.
+"""The survey: judges every model type under its plans, a few models at a time.
 
-A child process judges them, because a model may hang or end its process. The survey
-waits on a pipe: it ends a child that is late or gone, with its ranks, and starts a new
-one for the next model. The record of a model is one line of a file, written at once, so
-that a survey can be interrupted and continued.
+Child processes judge them, because a model may hang or end its process. The survey
+waits on their pipes: it ends a child that is late or gone, with its ranks, and starts a
+new one for the next model. The record of a model is one line of a file, written at
+once, so that a survey can be interrupted and continued.
+
+Two children by default: references train in one process, and ranks wait for each other,
+so that one model at a time leaves much of two cores idle. All plans of a model go to
+one child, where they share what does not depend on the plan.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from multiprocessing.connection import Connection
+from itertools import groupby
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Self
@@ -37,15 +42,17 @@ from rich.progress import (
 
 from ... import __version__
 from ..status import UsageError, plain
-from .catalogue import ModelType, chosen_types
+from .catalogue import PLANS, ModelType, chosen_types
 from .records import Header, ModelRecord, Survey, append, read_survey
 
-__all__ = ["Judging", "SurveySettings", "conduct", "writing"]
+__all__ = ["Judging", "SurveySettings", "conduct", "finished", "writing"]
 
 START_S = 180.0
 """Time limit of a child to import torch and transformers."""
 GRACE_S = 10.0
 """Extra time in which a child reports a model's time limit by itself."""
+READY = b"ready"
+"""What a child sends once it can judge."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -64,6 +71,8 @@ class SurveySettings:
     """Model types or folders; by default all."""
     out: Path
     limit_s: float = 60.0
+    jobs: int = 2
+    """Models that are judged at a time."""
     quiet: bool = False
     command: str = ""
 
@@ -73,7 +82,10 @@ class SurveySettings:
         return self.out / "survey.jsonl"
 
     def chosen(self) -> list[tuple[str, ModelType]]:
-        """(plan, model type) of all that is to be judged.
+        """(plan, model type) of all that is to be judged, model after model.
+
+        The plans of a model share its references, of which few are kept: the plan with
+        an odd number of heads is last, since that is another model.
 
         Raises:
             UsageError: for a name that no model has.
@@ -85,7 +97,8 @@ class SurveySettings:
                 plans = " or ".join(self.plans)
                 text = f"no model type {name!r} of transformers has rules for {plans}"
                 raise UsageError(text)
-        return found
+        plans = [*PLANS][::-1]
+        return sorted(found, key=lambda pair: (pair[1].name, plans.index(pair[0])))
 
 
 @contextmanager
@@ -121,16 +134,12 @@ def conduct(settings: SurveySettings, console: Console) -> Survey:
     left = [(p, k) for p, k in chosen if (p, k.name) not in done]
     if left:
         append(settings.path, header)
-        with Judging(settings.out / "judging.log", settings.limit_s) as judging:
-            _judge_all(left, judging, settings, console)
+        _judge_all(left, settings, console)
     return read_survey(settings.path)
 
 
 def _judge_all(
-    left: Sequence[tuple[str, ModelType]],
-    judging: Judging,
-    settings: SurveySettings,
-    console: Console,
+    left: Sequence[tuple[str, ModelType]], settings: SurveySettings, console: Console
 ) -> None:
     bar = Progress(
         TextColumn("{task.percentage:>3.0f}%"),
@@ -144,16 +153,31 @@ def _judge_all(
         transient=True,
         disable=settings.quiet,
     )
-    with bar:
+    # the plans of a model, one after another
+    models = [[*plans] for _, plans in groupby(left, lambda pair: pair[1].name)]
+    log = settings.out / "judging.log"
+    with bar, ExitStack() as stack:
         task = bar.add_task("", total=len(left))
-        for plan, kind in left:
-            bar.update(task, description=f"{plan} {kind.name}")
-            record = judging.judge(plan, kind)
-            append(settings.path, record)
-            bar.advance(task)
-            if record.verdict != "right" and not settings.quiet:
-                text = f"{record.verdict:<10} {plan} {kind.name}: {record.reason}"
-                console.print(plain(text)[:160], markup=False, highlight=False)
+        children = [
+            stack.enter_context(Judging(log, settings.limit_s))
+            for _ in range(min(settings.jobs, len(models)))
+        ]
+        due: dict[Judging, list[tuple[str, ModelType]]] = {c: [] for c in children}
+        while models or any(due.values()) or any(c.busy for c in children):
+            for child in children:
+                if not child.busy and not due[child] and models:
+                    due[child] = models.pop(0)
+                if not child.busy and due[child]:
+                    plan, kind = due[child].pop(0)
+                    bar.update(task, description=f"{plan} {kind.name}")
+                    child.begin(plan, kind)
+            for record in finished([c for c in children if c.busy]):
+                append(settings.path, record)
+                bar.advance(task)
+                if record.verdict != "right" and not settings.quiet:
+                    name = f"{record.plan} {record.model}"
+                    text = plain(f"{record.verdict:<10} {name}: {record.reason}")
+                    console.print(text[:160], markup=False, highlight=False)
 
 
 def _header(settings: SurveySettings) -> Header:
@@ -168,6 +192,7 @@ def _header(settings: SurveySettings) -> Header:
         command=settings.command,
         started=_now(),
         limit_s=settings.limit_s,
+        jobs=settings.jobs,
     )
 
 
@@ -187,7 +212,7 @@ def _now() -> str:
 
 
 class Judging:
-    """The child process; a context manager that ends it, and with it its ranks."""
+    """A child that judges; a context manager that ends it, and with it its ranks."""
 
     def __init__(self, log: Path, limit_s: float) -> None:
         """Start nothing yet.
@@ -200,6 +225,9 @@ class Judging:
         self.limit_s = limit_s
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
+        self._record: ModelRecord | None = None
+        """What is known of the model that is judged now."""
+        self._begun = self._until = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -207,31 +235,62 @@ class Judging:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def judge(self, plan: str, kind: ModelType) -> ModelRecord:
-        """Have a model judged; if it ends or delays the child, that is its verdict."""
-        begun = time.monotonic()
-        record = ModelRecord(
+    @property
+    def busy(self) -> bool:
+        """Whether a model is judged now."""
+        return self._record is not None
+
+    @property
+    def pipe(self) -> Connection:
+        """Becomes readable when the child has something to say, or is gone."""
+        assert self._pipe is not None
+        return self._pipe
+
+    @property
+    def left_s(self) -> float:
+        """Time left to the model, or to the child to start."""
+        return max(0.0, self._until - time.monotonic())
+
+    def begin(self, plan: str, kind: ModelType) -> None:
+        """Have a model judged; :func:`finished` has its record."""
+        assert not self.busy
+        self._record = ModelRecord(
             plan=plan, model=kind.name, folder=kind.folder, verdict="crashed"
         )
+        self._begin_clock()
+        if self._pipe is None:
+            self._start()
+            self._until = self._begun + START_S
+        with suppress(ConnectionError):  # it is gone: the end of its pipe will say so
+            self.pipe.send_bytes(msgspec.json.encode((plan, kind.name)))
+
+    def take(self) -> ModelRecord | None:
+        """The record, once the pipe is readable or no time is left.
+
+        If the model ends or delays the child, that is its verdict. None if the child
+        has only started.
+        """
+        record = self._record
+        assert record is not None
         try:
-            pipe = self._started()
-            begun = time.monotonic()
-            pipe.send_bytes(msgspec.json.encode((plan, kind.name)))
-            # the grace lets the child report the limit itself, with what it knows of
-            # the model
-            if pipe.poll(self.limit_s + GRACE_S):
-                record = msgspec.json.decode(pipe.recv_bytes(), type=ModelRecord)
+            if self.pipe.poll():
+                message = self.pipe.recv_bytes()
+                if message == READY:
+                    self._begin_clock()
+                    return None
+                record = msgspec.json.decode(message, type=ModelRecord)
             else:
+                self.end()
                 text = f"not judged within {self.limit_s:g} s"
                 record = msgspec.structs.replace(
                     record, verdict="too slow", reason=text
                 )
-                self.end()
         except (EOFError, ConnectionError):
             code = self.end()
             text = f"the process that judged it ended with exit code {code}"
             record = msgspec.structs.replace(record, reason=text)
-        seconds = round(time.monotonic() - begun, 2)
+        self._record = None
+        seconds = round(time.monotonic() - self._begun, 2)
         return msgspec.structs.replace(record, seconds=seconds, finished=_now())
 
     def end(self) -> int | None:
@@ -246,9 +305,13 @@ class Judging:
         process.join()
         return code
 
-    def _started(self) -> Connection:
-        if self._pipe is not None:
-            return self._pipe
+    def _begin_clock(self) -> None:
+        self._begun = time.monotonic()
+        # the grace lets the child report the limit itself, with what it knows of the
+        # model
+        self._until = self._begun + self.limit_s + GRACE_S
+
+    def _start(self) -> None:
         os.environ.update(QUIET)  # the child's, and its ranks'
         # spawn: a fork would inherit this process's threads and modules
         context = multiprocessing.get_context("spawn")
@@ -259,10 +322,14 @@ class Judging:
         self._process.start()
         # else this process holds both ends, and a child that dies gives no end of file
         theirs.close()
-        if not self._pipe.poll(START_S):
-            raise ConnectionError(f"no answer within {START_S:g} s")
-        self._pipe.recv_bytes()
-        return self._pipe
+
+
+def finished(children: Collection[Judging]) -> Iterator[ModelRecord]:
+    """Wait until one of the children is done, late or gone; yield their records."""
+    wait([c.pipe for c in children], min(c.left_s for c in children))
+    for child in children:
+        if (child.pipe.poll() or not child.left_s) and (record := child.take()):
+            yield record
 
 
 def _serve(pipe: Connection, log: str, limit_s: float) -> None:
@@ -276,7 +343,7 @@ def _serve(pipe: Connection, log: str, limit_s: float) -> None:
     from .judging import judge_model, ranks
 
     with ranks(limit_s) as place:
-        pipe.send_bytes(b"ready")
+        pipe.send_bytes(READY)
         while True:
             try:
                 plan, name = msgspec.json.decode(pipe.recv_bytes())

@@ -1,8 +1,10 @@
 """Zoo: each model type of transformers that ships a parallel plan, as a workload.
 
-``gradparity.conformance.survey.zoo:tp.qwen3`` is a workload (docs/workload.md): a tiny
-model of random weights, made from its own configuration class, saved to a temporary
-folder and loaded from there under its own plan, as users do. Nothing is downloaded.
+``gradparity.conformance.survey.zoo:types.qwen3`` is a workload (docs/workload.md): a
+tiny model of random weights, made from its own configuration class, saved to a
+temporary folder and loaded from there under its own plan, as users do. Nothing is
+downloaded. Its meshes are those of all plans: what does not depend on the plan, such as
+the reference training, is then made once for all of them.
 
 [Note: Weights]
 Initial weights hide faults: biases of zero may be added twice, norms of one may be
@@ -28,11 +30,12 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -40,7 +43,7 @@ from .catalogue import PLANS, ModelType, Plan, model_types
 from .records import Rule
 from .tiny import FIRST_TOKEN, HIDDEN, VOCAB, shrink, with_odd_heads
 
-__all__ = ["WRITTEN_INPUTS", "Net", "Stack", "ep", "fsdp_tp", "tp"]
+__all__ = ["WRITTEN_INPUTS", "Net", "Stack", "odd", "types"]
 
 ROWS, TOKENS = 8, 8
 
@@ -78,7 +81,8 @@ class AtLeastDouble(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         kwargs = kwargs or {}
-        if torch.float32 in args:
+        # not ``in``: it would compare tensors with a dtype, which raises and is caught
+        if any(a is torch.float32 for a in args):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
@@ -86,12 +90,13 @@ class AtLeastDouble(TorchFunctionMode):
 
 
 class Stack:
-    """One model type under one plan."""
+    """One model type; the mesh says under which plan it is laid out."""
 
-    def __init__(self, kind: ModelType, plan: Plan, *, odd_heads: bool = False) -> None:
-        self.kind, self.plan = kind, plan
-        self.meshes = (plan.mesh,)
-        self.odd_heads = odd_heads
+    meshes = tuple(plan.mesh for plan in PLANS.values())
+    model_axes = ("tp", "ep")
+
+    def __init__(self, kind: ModelType, *, odd_heads: bool = False) -> None:
+        self.kind, self.odd_heads = kind, odd_heads
 
     def settings(self) -> dict[str, Any]:
         """Arguments of the configuration class."""
@@ -139,11 +144,18 @@ class Stack:
             output.flatten(0, -2), targets.flatten() % classes
         )
 
-    def parallelize(self, model: Net, mesh: DeviceMesh | None = None) -> nn.Module:
-        """Load the model under its plan, as users do; it makes a mesh of its own."""
+    def parallelize(self, model: Net, mesh: DeviceMesh) -> nn.Module:
+        """Load the model under the plan of a mesh."""
+        axes = mesh.mesh_dim_names
+        plan = next(plan for plan in PLANS.values() if (*plan.mesh,) == axes)
+        return self.load(model, plan)
+
+    def load(self, model: Net, plan: Plan) -> nn.Module:
+        """Load the model under a plan, as users do; it makes meshes of its own."""
         from transformers.distributed import DistributedConfig
 
-        with tempfile.TemporaryDirectory() as folder:
+        once = patch.object(dist, "init_device_mesh", _mesh_made_once)
+        with tempfile.TemporaryDirectory() as folder, once:
             shared = [folder]
             if dist.get_rank() == 0:
                 model.net.save_pretrained(folder)  # type: ignore[operator]  # of an untyped package
@@ -152,7 +164,7 @@ class Stack:
                 shared[0],
                 dtype=torch.float32,
                 distributed_config=DistributedConfig(
-                    **self.plan.sizes, tp_plan=replaced_rules(self.kind) or None
+                    **plan.sizes, tp_plan=replaced_rules(self.kind) or None
                 ),
             )
             dist.barrier()  # rank 0 removes the folder once all have read it
@@ -161,6 +173,28 @@ class Stack:
     def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
         """SGD: an update is the gradient."""
         return torch.optim.SGD([p for _, p in parameters], lr=0.1, foreach=False)
+
+
+def _mesh_made_once(
+    device: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]
+) -> DeviceMesh:
+    """A mesh in place of ``init_device_mesh``'s: the first such of this process.
+
+    Each load makes two meshes of four axes: with four ranks that are 24 process groups,
+    each with a barrier. A user loads once in a process; the survey loads often. torch
+    also keeps layouts by mesh, and hands those of an equal earlier mesh out.
+    """
+    return _known_mesh(dist.group.WORLD, device, shape, mesh_dim_names)
+
+
+@cache
+def _known_mesh(
+    world: dist.ProcessGroup | None,  # a new world needs new meshes
+    device: str,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+) -> DeviceMesh:
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def _waves(tokens: Tensor, width: int = HIDDEN) -> Tensor:
@@ -265,10 +299,10 @@ def misloaded(plan: str, model: str) -> dict[str, float]:
     Returns:
         Name -> relative norm of the difference.
     """
-    stack = Stack(model_types()[model], PLANS[plan])
+    stack = Stack(model_types()[model])
     torch.manual_seed(0)
     saved = stack.model()
-    loaded = stack.parallelize(saved)
+    loaded = stack.load(saved, PLANS[plan])
     found = {}
     for name, parameter in loaded.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -316,7 +350,7 @@ def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
     with torch.device("meta"):
-        model = model_class(kind)(config_class(kind)(**Stack(kind, plan).settings()))
+        model = model_class(kind)(config_class(kind)(**Stack(kind).settings()))
     rules = {**model.tp_plan, **(model.ep_plan if "ep_size" in plan.sizes else {})}
     owner = parameter.rpartition(".")[0]
     general = (wildcards(parameter), wildcards(owner))
@@ -391,20 +425,18 @@ def _rank(name: str) -> int:
 
 
 class _Types:
-    """Workloads of one plan by model type; in ``odd`` with an odd number of heads."""
+    """Workloads by model type."""
 
-    def __init__(self, plan: str, *, odd_heads: bool = False) -> None:
-        self.plan, self.odd_heads = PLANS[plan], odd_heads
-        if not odd_heads:
-            self.odd = _Types(plan, odd_heads=True)
+    def __init__(self, *, odd_heads: bool = False) -> None:
+        self.odd_heads = odd_heads
 
     def __getattr__(self, name: str) -> Stack:
         kind = model_types().get(name)
         if kind is None:
             raise AttributeError(name)
-        return Stack(kind, self.plan, odd_heads=self.odd_heads)
+        return Stack(kind, odd_heads=self.odd_heads)
 
 
-tp = _Types("tp")
-ep = _Types("ep")
-fsdp_tp = _Types("fsdp+tp")
+types = _Types()
+odd = _Types(odd_heads=True)
+"""With a number of heads that 2 does not divide."""

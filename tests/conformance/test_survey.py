@@ -35,7 +35,7 @@ from gradparity.conformance.survey.records import (
     append,
     read_survey,
 )
-from gradparity.conformance.survey.survey import Judging
+from gradparity.conformance.survey.survey import Judging, finished
 
 HEADER = Header(
     package="transformers",
@@ -197,7 +197,11 @@ def test_a_model_that_ends_or_delays_the_judge_is_reported(
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
     with Judging(tmp_path / "log", limit_s) as judging:
         for _ in range(2):  # the next model has a child of its own
-            found = judging.judge("tp", KIND)
+            judging.begin("tp", KIND)
+            records: list[ModelRecord] = []
+            while not records:  # the child's start is an answer, too
+                records += finished([judging])
+            (found,) = records
             assert (found.verdict, found.model) == (verdict, "made_up")
             assert reason in found.reason
 
