@@ -97,8 +97,8 @@ class SurveySettings:
                 plans = " or ".join(self.plans)
                 text = f"no model type {name!r} of transformers has rules for {plans}"
                 raise UsageError(text)
-        plans = [*PLANS][::-1]
-        return sorted(found, key=lambda pair: (pair[1].name, plans.index(pair[0])))
+        order = [*PLANS][::-1]
+        return sorted(found, key=lambda pair: (pair[1].name, order.index(pair[0])))
 
 
 @contextmanager
