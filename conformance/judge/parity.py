@@ -390,7 +390,8 @@ def gradient_of(
 
 def mean_loss(seen: Iterable[StepTrace]) -> float | None:
     """The loss of a step: the mean of the ranks that have one, by their weights."""
-    known = [(at.loss, at.weight) for at in seen if at.loss is not None]
+    # the mean of a rank without tokens is 0 / 0
+    known = [(at.loss, at.weight) for at in seen if at.loss is not None and at.weight]
     total = sum(weight for _, weight in known)
     return sum(loss * weight for loss, weight in known) / total if total else None
 

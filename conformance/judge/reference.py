@@ -232,6 +232,7 @@ class ReferenceRun:
         self.optimizers = {
             name: self.workload.optimizers[key.optimizer]([(name, parameter)])
             for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad  # an optimizer may leave frozen ones out
         }
         self.start = self._flat({n: p for n, p in self.model.named_parameters()})
         self.losses: list[float] = []

@@ -274,6 +274,23 @@ class Engine:
         self.module, self.parameters = made.module, made.parameters
         self.optimizers = made.optimizers
 
+    def find_parameters(self) -> None:
+        """Find the stack's parameters again, which a load may have replaced."""
+        if self.gives_weights:
+            workload = self.scenario.workload
+            assert workload.weights is not None
+            parts = read_local_parts(
+                workload, "weights", workload.weights(self.module), self.whole
+            )
+            held = {name: part.tensor for name, part in parts.items()}
+        else:
+            held = dict(self.module.named_parameters())
+        found = {full_name(name, self.whole): p for name, p in held.items()}
+        if found.keys() != self.parameters.keys():
+            text = f"left {len(found)} parameters of {len(self.parameters)}"
+            raise self.scenario.workload.refuse("load_checkpoint", text)
+        self.parameters = {name: found[name] for name in self.parameters}
+
     def clip(self) -> None:
         """Clip the unscaled gradients as the recipe says."""
         clip = self.scenario.parsed_recipe.training.clip

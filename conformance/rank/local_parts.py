@@ -87,8 +87,9 @@ def read_local_parts(
     for key, value in given.items():
         name = full_name(str(key), whole)
         if name not in whole:
-            text = f"gave {key!r}, which is not in the model: expected names of model()"
-            raise workload.refuse(call, f"{text}, such as {', '.join([*whole][:4])}")
+            raise workload.refuse(
+                call, f"gave {key!r}, {_unknown(workload, name, whole)}"
+            )
         if name in found:
             raise workload.refuse(call, f"gave {name} twice")
         pair = isinstance(value, tuple | list) and len(value) == 2
@@ -97,6 +98,18 @@ def read_local_parts(
         if value is not None:
             found[name] = _local_part(workload, call, name, value, whole[name].shape)
     return found
+
+
+def _unknown(workload: ResolvedWorkload, name: str, whole: Mapping[str, Tensor]) -> str:
+    with torch.random.fork_rng(devices=[]):
+        model = workload.model()
+    held = dict(model.named_parameters(remove_duplicate=False))
+    first = {p: n for n, p in model.named_parameters()}
+    if (tied := held.get(full_name(name, held))) is not None:
+        text = f"which is tied to {first[tied]} in model(): give it by that name"
+        return f"{text}, on every rank"
+    text = "which is not in the model: expected names of model(), such as"
+    return f"{text} {', '.join([*whole][:4])}"
 
 
 def _local_part(

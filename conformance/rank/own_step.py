@@ -352,11 +352,9 @@ class OwnStep:
             self._keep_given_gradients()
         self._decide()
         owned = [self._enter(optimizer) for optimizer in engine.optimizers]
-        deciding = [
-            # by identity: two optimizers may have equal lists of names
-            next(n for n, names in enumerate(engine.owned) if names is mine)
-            for mine in owned
-        ]
+        # by identity: two optimizers may have equal lists of names
+        numbers = {id(names): number for number, names in enumerate(engine.owned)}
+        deciding = [numbers.get(id(names)) for names in owned]
         before = before[0], [*before[1], *self.found]
         record_effect(engine, seen, before, deciding)
         changed = [d.parameters_changed for d in seen.decisions]
@@ -455,6 +453,7 @@ class OwnStep:
             if judged.scaler is None and error.call in _CHECKPOINT:
                 raise CannotError(f"without a scaler: {error}") from error
             raise
+        engine.find_parameters()
         loaded = self._weights()
         # moved: weights that training had changed; back: those that the load restored
         moved = [name for name in held if held[name] != made[name]]

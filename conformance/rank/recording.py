@@ -122,6 +122,8 @@ def recording_gradients(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Copy the gradients at the moment an optimizer is called."""
 
     def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
+        if seen.decisions[number].optimizer_called:
+            return  # its class has changed them and calls the step of its base class
         seen.decisions[number].optimizer_called = True
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
         for name in engine.owned[number]:
@@ -174,9 +176,12 @@ def record_effect(
     engine: Engine,
     seen: StepTrace,
     before: tuple[dict[str, str], list[str]],
-    deciding: Sequence[int],
+    deciding: Sequence[int | None],
 ) -> None:
-    """See what has changed; ``deciding`` gives the decision of each optimizer."""
+    """See what has changed; ``deciding`` gives the decision of each optimizer.
+
+    It is None for an optimizer that steps tensors beside the model only.
+    """
     held = engine.local_tensors()
     seen.digests = {name: digest(part) for name, part in held.items()}
     for number, decision in enumerate(seen.decisions):
@@ -188,5 +193,6 @@ def record_effect(
     # of one that was first seen in this step nothing was known before
     known = before[1] + [NO_STATE] * (len(states) - len(before[1]))
     for number, state, earlier in zip(deciding, states, known, strict=True):
-        seen.decisions[number].state_changed |= state != earlier
+        if number is not None:
+            seen.decisions[number].state_changed |= state != earlier
     seen.parameters = {name: floats(part) for name, part in held.items()}

@@ -1,5 +1,6 @@
 """Steps of unusual form: right ones are not accused, faults in them are found."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.localise import _as_called
+from gradparity.conformance.rank.local_parts import read_local_parts
 from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
 from gradparity.conformance.run.runner import _cannot
 from gradparity.conformance.space.recomputation import why_not_recomputed
 from gradparity.conformance.space.workload_checks import check_workload
-from gradparity.fixtures import Batch, WorkloadError
+from gradparity.fixtures import Batch, WorkloadError, resolve_workload
 from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS, RIGHT_STEPS, Steps
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Base
@@ -124,6 +126,24 @@ def test_a_stack_whose_frozen_parameters_train_again_is_not_tried_frozen(
 
 
 # - On one process
+
+
+class Tied(OneProcess):
+    def model(self) -> nn.Module:
+        made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        made[1].weight = made[0].weight
+        return made
+
+
+def test_a_second_name_of_a_tied_weight_is_refused_with_its_first() -> None:
+    """The last stage of a pipeline knows it by that name only."""
+    workload = resolve_workload(f"{__name__}:Tied")
+    whole = {n: p.detach() for n, p in Tied().model().named_parameters()}
+    told = "gave 'module.1.weight', which is tied to 0.weight in model()"
+    with pytest.raises(WorkloadError, match=re.escape(told)):
+        read_local_parts(workload, "weights", {"module.1.weight": whole}, whole)
+    with pytest.raises(WorkloadError, match=r"'head', which is not in the model"):
+        read_local_parts(workload, "weights", {"head": whole}, whole)
 
 
 class Empty(nn.Module):
