@@ -282,7 +282,7 @@ class Engine:
             parts = read_local_parts(
                 workload, "weights", workload.weights(self.module), self.whole
             )
-            held = {name: part.tensor for name, part in parts.items()}
+            held: dict[str, Any] = {n: part.tensor for n, part in parts.items()}
         else:
             held = dict(self.module.named_parameters())
         found = {full_name(name, self.whole): p for name, p in held.items()}

@@ -192,7 +192,7 @@ def record_effect(
     states = [optimizer_digest(optimizer) for optimizer in engine.optimizers]
     # of one that was first seen in this step nothing was known before
     known = before[1] + [NO_STATE] * (len(states) - len(before[1]))
-    for number, state, earlier in zip(deciding, states, known, strict=True):
-        if number is not None:
-            seen.decisions[number].state_changed |= state != earlier
+    for place, state, earlier in zip(deciding, states, known, strict=True):
+        if place is not None:
+            seen.decisions[place].state_changed |= state != earlier
     seen.parameters = {name: floats(part) for name, part in held.items()}
