@@ -79,6 +79,7 @@ def test_call_histories_are_hunted_and_printed_as_a_line(tmp_path: Path) -> None
     assert "departure from the oracle" in told.getvalue()
 
 
+@pytest.mark.slow
 def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
     # the plain scaler is not right in every family, and a quick machine comes to all
     code, output = hunted("GradScaler", 4, tmp_path, module="gradparity.scaler")

@@ -34,24 +34,29 @@ def located(runner: Runner, id: str, scaler: str = "none") -> Location:
     return found
 
 
+RIGHT = [
+    own(misplaced.Right, "tp2/2/fp32"),
+    own(misplaced.Right, "dp2/2/fp32"),
+    own(misplaced.RightSequence),
+    own(misplaced.RightSharded, "dp2/2/fp32"),
+    own(misplaced.RightPipeline, "stages2/2/fp32"),
+]
+MORE_THAT_ARE_RIGHT = [
+    own(misplaced.Right, "dp2/2/bf16-autocast", "steps=2,recipe=accumulate"),
+    own(misplaced.Right, "dp2-tp2/4/fp32"),
+    own(misplaced.RightContext, "dp2-cp2/4/fp32", "steps=2,recipe=accumulate"),
+    "ddp/2/fp32/adamw/none/steps=2",
+    "fsdp1/2/fp16-params/sgd/none/steps=2",
+    "fsdp/2/fp16-reduce/sgd/none/model=text-tied,steps=2",
+    "fsdp+tp/4/fp32/sgd/none/model=text,steps=2",
+    "pp/2/fp32/sgd/none/model=text,steps=2",
+    "ep/2/fp32/sgd/none/model=digits-experts,steps=2",
+]
+
+
 @pytest.mark.parametrize(
     "id",
-    [
-        own(misplaced.Right, "tp2/2/fp32"),
-        own(misplaced.Right, "dp2/2/fp32"),
-        own(misplaced.Right, "dp2/2/bf16-autocast", "steps=2,recipe=accumulate"),
-        own(misplaced.Right, "dp2-tp2/4/fp32"),
-        own(misplaced.RightSequence),
-        own(misplaced.RightSharded, "dp2/2/fp32"),
-        own(misplaced.RightPipeline, "stages2/2/fp32"),
-        own(misplaced.RightContext, "dp2-cp2/4/fp32", "steps=2,recipe=accumulate"),
-        "ddp/2/fp32/adamw/none/steps=2",
-        "fsdp1/2/fp16-params/sgd/none/steps=2",
-        "fsdp/2/fp16-reduce/sgd/none/model=text-tied,steps=2",
-        "fsdp+tp/4/fp32/sgd/none/model=text,steps=2",
-        "pp/2/fp32/sgd/none/model=text,steps=2",
-        "ep/2/fp32/sgd/none/model=digits-experts,steps=2",
-    ],
+    [*RIGHT, *(pytest.param(i, marks=pytest.mark.slow) for i in MORE_THAT_ARE_RIGHT)],
 )
 def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
     found = located(runner, id)

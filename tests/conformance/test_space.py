@@ -35,7 +35,7 @@ LONG = [
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(pytest.param(i, marks=[pytest.mark.slow] * ("/8/" in i)) for i in LAID_OUT),
+        *(pytest.param(laid_out, marks=pytest.mark.slow) for laid_out in LAID_OUT),
         *WITH_RECIPE,
         *SPECIAL,
         *(pytest.param(long, marks=pytest.mark.slow) for long in LONG),

@@ -84,6 +84,7 @@ def test_a_wrong_scaler_is_shown(scripts: Scripts) -> None:
     assert output.startswith("step 1: ranks disagree on (scale, growth tracker)")
 
 
+@pytest.mark.slow
 def test_the_workload_is_looked_for_where_the_script_runs(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

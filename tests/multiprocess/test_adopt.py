@@ -93,6 +93,7 @@ class TestOwnGroup(TestCase):
         assert said in done.stdout, said
 
 
+@pytest.mark.slow
 def test_our_class_without_pytest(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("""
 import unittest, torch, torch.distributed as dist

@@ -48,7 +48,12 @@ print(forkserver().pid, *cluster.pids, *children, flush=True)
 """
 
 
-@pytest.fixture(params=["", SESSION_FORK], ids=["fresh", "forked"])
+@pytest.fixture(
+    params=[
+        pytest.param("", id="fresh"),
+        pytest.param(SESSION_FORK, id="forked", marks=pytest.mark.slow),
+    ]
+)
 def first(request: pytest.FixtureRequest) -> str:
     """How a program begins: its forkserver is fresh, or a fork of the program."""
     return str(request.param)

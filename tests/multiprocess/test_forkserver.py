@@ -35,6 +35,7 @@ def test_a_preloaded_module_may_print_much(tmp_path: Path) -> None:
         assert cluster.run(lambda: "loud" in sys.modules) == [True]
 
 
+@pytest.mark.slow
 def test_an_import_that_never_ends_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     with Cluster(1) as cluster:  # torch has been imported
