@@ -14,7 +14,8 @@ nothing shows whether they carry the scale.
 
 Under FSDP2 and DDP gradients are views of one buffer and have one version: clipping
 those of another optimizer changes it. So where there may be several optimizers, views
-are not left to a kernel.
+are not left to a kernel, and what was left to one is divided when another optimizer is
+seen for the first time.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class GradScaler(_TorchGradScaler):
         skips = self._enabled and is_true(any_of(found.values(), scale.device))
         if optimizer is not None and not skips:
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-            if fused and self._records.may_share:
+            if fused and (self._records.may_share or len(self._records) > 1):
                 fused = not any(map(is_view, local_tensors(grads.gradients)))
             fused = fused and self._enabled
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
@@ -740,7 +740,13 @@ class GradScaler(_TorchGradScaler):
         state = self._states.get(id(optimizer))
         if state is not None and state.optimizer is optimizer:
             return state
-        return self._records.start(optimizer, self._states)
+        known = len(self._records)
+        state = self._records.start(optimizer, self._states)
+        if len(self._records) > known:
+            for other in self._states.values():
+                if len(unchanged(other.folded)) == len(other.folded.refs):
+                    _divide_folded(other)
+        return state
 
     # - Update
 

@@ -87,6 +87,9 @@ class OptimizerRecords:
     def __reduce__(self) -> tuple[Any, ...]:
         return OptimizerRecords, ()  # a copy of the scaler meets its optimizers anew
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def find(self, optimizer: Any) -> OptimizerRecord | None:
         """Return the record of an optimizer, None if it was never seen."""
         record = self._records.get(id(optimizer))
