@@ -32,6 +32,7 @@ ENOUGH = 0.5
 """The part of the comparisons that were due which ``noise`` must at least rest on."""
 _ROUNDOFF = 2.0**-24
 """Of fp32, in which parameters are stored before the first step."""
+# SAFETY_FACTOR of judge.bounds, which imports torch: comparing recordings needs none
 _HEAD_ROOM = 8.0
 _MEASURES = ("norm", "largest element")
 Values = NDArray[Any]

@@ -118,6 +118,7 @@ class Boundaries:
         self.inside: dict[Call, Call] = {}
         references = _References(scenario, schedule, step)
         for each in watched:
+            # ranks that see the same rows share a reference
             if each.rows not in self.known:
                 self.known[each.rows], truth = references.known(each.batches)
                 self.of_whole |= references.of_whole
@@ -587,6 +588,7 @@ def _bounded(
         unknown = [(np.inf, np.inf)] * (len(errors) < len(noisy))
         noise[boundary] = tuple(map(max, zip(*errors, *unknown, strict=True)))
     known = {}
+    # activations and gradients each have a median noise of their own
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
         some = [b for b in values if b.kind in kinds]
         own = {b: sizes(values[b]) for b in some}

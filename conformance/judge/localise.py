@@ -265,6 +265,7 @@ class _Gradients:
         """The location if gradients depart and no activation does."""
         rank_of = {m: i for i, m in enumerate(boundaries.backwards)}
         rows = self.departed["gradient"]
+        # backward reaches it first; parameters of unknown modules come last
         first = min(
             rows,
             key=lambda row: rank_of.get(row.parameter.rpartition(".")[0], len(rank_of)),
@@ -398,6 +399,7 @@ class _Gradients:
             for group in replicas.values()
             for _, mine, _ in group
         )
+        # equal replicas: something has reduced them
         if alike == 0.0:
             return ""
         if all(abs(ratio - 1) <= self.rest for _, ratio, _ in ratios):

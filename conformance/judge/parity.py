@@ -338,6 +338,7 @@ def _clip_rows(
     """The factor of each gradient against the truth's gradient before clipping."""
     steps = zip(_steps(phases), factors, schedule.skipped, strict=True)
     for step, (seen, due, skipped) in enumerate(steps):
+        # with a bad gradient the ranks clip by a norm that is not finite
         for trace, at in seen if not skipped else ():
             for name, true in parity_bounds.truth.gradients[step].items():
                 if name not in at.gradients:

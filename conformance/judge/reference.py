@@ -380,6 +380,7 @@ class ReferenceRun:
         dtype = self.precision.parameter_dtype
         if dtype is None:
             return self.model(inputs)
+        # as fully_shard: parameters stay in fp32, and the forward sees cast copies
         narrow = {n: p.to(dtype) for n, p in self.model.named_parameters()}
         batch = Batch(inputs=inputs, targets=())
         narrowed = batch.map(lambda t: t.to(dtype) if t.is_floating_point() else t)

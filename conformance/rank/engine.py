@@ -208,6 +208,7 @@ class Engine:
         """
         # fp64 holds any count of tokens exactly
         total = torch.tensor(count, dtype=torch.float64, device=self.device)
+        # one axis after the other: together they are all ranks with different rows
         for axis in self._data_axes:
             dist.all_reduce(total, group=self.mesh.get_group(axis))
         if not total > 0:
@@ -268,6 +269,7 @@ class Engine:
         same = made.index.keys() == self.index.keys() and all(
             np.array_equal(places, self.index[n]) for n, places in made.index.items()
         )
+        # the trace has one index for all steps
         if not same:
             text = "lays the model out otherwise when it is called again"
             raise self.scenario.workload.refuse("parallelize", text)
@@ -570,6 +572,7 @@ def _split(scenario: Scenario, names: Iterable[str]) -> list[list[str]]:
 
 def shard_id(index: NDArray[np.int64]) -> str:
     """Digest of an index map; replicas have equal ones."""
+    # a digest: ranks exchange it
     return hashlib.blake2b(index.tobytes(), digest_size=6).hexdigest()
 
 

@@ -302,6 +302,8 @@ class _Watch:
         ]
         if name is not None:
             self.log.modules += 1
+            # registered after the hooks of the layout: they have cast and laid out what
+            # a module is given, and what it returns, when these see it
             enter = torch.compiler.disable(partial(self._enter, name))
             leave = torch.compiler.disable(partial(self._leave, name))
             found += [

@@ -134,6 +134,7 @@ class OptimizerCalls:
         try:
             yield
         finally:
+            # of an optimizer that raised in its step, _after was not called
             for hook in [*hooks, *self._last.values()]:
                 hook.remove()
             self._last.clear()
@@ -146,6 +147,7 @@ class OptimizerCalls:
         used = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
         # a container of optimizers steps those in it
         inside = any(self._depth[key] for key in self._depth if key != id(optimizer))
+        # a step trace has one gradient and one decision for each parameter
         if used & self._stepped and not inside:
             text = f"stepped twice in one call: {type(optimizer).__name__}.step() came"
             raise self.workload.refuse(

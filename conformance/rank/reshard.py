@@ -1,9 +1,8 @@
-"""Handover: the state of a training that goes on on another world.
+"""Reshard: carry the state of a training to another world.
 
-Model and optimizers are laid out anew through the engine's element numbers, to the bit
-and whatever the two layouts are: how they are sharded is not in question. The scaler's
-state goes the way a user's does: the first rank saves, every rank of the new world
-loads.
+The state of model and optimizers is written element by element, through the engine's
+element numbers: bitwise, for any two layouts. The scaler's state goes the way a user's
+does: the first rank saves, every rank of the new world loads.
 """
 
 from __future__ import annotations

@@ -110,6 +110,8 @@ def observe_rank(
         for step in range(scenario.resume_step if saved else 0, steps):
             trace.steps.append(StepTrace(step=step))
             if scenario.parsed_recipe.resume and step == scenario.resume_step:
+                # also the first step of a second world, which has what the first one
+                # saved
                 judged.resume(saved) if own is None else own.resume()
             with nullcontext() if around is None else around(engine, step):
                 _observe_step(engine, judged, trace, faults, own)

@@ -431,6 +431,7 @@ class Runner:
             found = followed_schedule(scenario, *phases)
             if (found.skipped, found.idle) == (schedule.skipped, schedule.idle):
                 break
+            # with other choices it may skip other steps, so it is compared again
             schedule = found
         return phases
 

@@ -44,6 +44,7 @@ def _lead(agent: Agent, arguments: Sequence[str], command: Command) -> int:
         code = error.code if isinstance(error.code, int) else 2
     finally:
         try:
+            # the others wait for this flag, whatever the command came to
             agent.reported()
             agent.finish(code)
         except HarnessError:

@@ -167,6 +167,7 @@ class Bundle:
         """On one line, or one part per line if that is too long."""
         line = ", ".join(name + self.expression(each) for name, each in parts)
         line = f"{begin}{line}{end}"
+        # the name of a variable or of an argument may stand before it
         if len(line) + indent < WIDTH - 10 or not parts:
             return line
         space = " " * (indent + 4)

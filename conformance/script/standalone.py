@@ -187,6 +187,7 @@ def _stack(scenario: Scenario) -> Stack:
             loss=models.cross_entropy,
             optimizer=OPTIMIZERS[scenario.optimizer],
         )
+        # the second half, as ``frozen_names`` chooses it in the scenario's model
         frozen = [n for n in _names(trained.model) if n.startswith(("down.", "head."))]
     parallel = scenario.parsed_topology.parallel
     of_layouts = ("train_step", "shard", "weights", "gradients") if parallel else ()
@@ -267,6 +268,7 @@ def _scaled(scenario: Scenario, spec: str, trained: Stack) -> scaler.ScaledStack
         split=split_names if recipe.optimizers == 2 else None,
         order=PARAM_ORDERS[scenario.param_order],
         decay=LR_DECAY if recipe.training.decay else 0.0,
+        # the gradients of step 0 are compared: no fault may be due there
         parity=is_workload(scenario.model)
         and scenario.parsed_precision.is_full
         and all(fault.step for fault in first),

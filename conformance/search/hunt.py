@@ -41,6 +41,7 @@ from .call_histories import CallSearchSettings, Departure, search_histories
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
 
+# the first is what a scenario shrinks to; the last is no power of two
 SCALES = (1024.0, 1.0, 2.0**16, OVERFLOWING_SCALE, 3.0)
 MAX_STEPS = 12
 ROUND = 10

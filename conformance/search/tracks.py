@@ -207,6 +207,7 @@ class AgreedTorch(torch.amp.GradScaler):
     ) -> Any:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         facts, which = self.facts(), self._number(optimizer)
+        # where no rank has a gradient torch records nothing, and its step raises
         if self.replica.size > 1 and facts.any[which]:
             found[torch.device("cpu")] = torch.tensor(float(facts.bad[which]))
         return found
@@ -270,6 +271,7 @@ class AgreedTorch(torch.amp.GradScaler):
     def update(self, new_scale: Any = None) -> None:
         """As torch's, on an idle rank too."""
         if self.replica.idle:
+            # torch makes its scale in the first call of scale
             self.scale(torch.ones(()))
             facts = self.facts()
             for which in self.replica.clipped | self.replica.stepped:

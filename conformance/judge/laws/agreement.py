@@ -147,6 +147,7 @@ def _replica_sets(evidence: Evidence) -> dict[tuple[str, str], list[int]]:
     sets: dict[tuple[str, str], list[int]] = defaultdict(list)
     for position, trace in enumerate(evidence.ranks):
         for name, shard in trace.shards.items():
+            # empty shards have equal digests and are no replicas
             if len(trace.index[name]):
                 sets[name, shard].append(position)
     return {key: ranks for key, ranks in sets.items() if len(ranks) > 1}
