@@ -537,7 +537,19 @@ class OwnStep:
             }
 
     def _enter(self, optimizer: Any) -> list[str]:
-        """Names of an optimizer's parameters; a new one decides for itself."""
+        """Names of an optimizer's parameters; a new one decides for itself.
+
+        [Note: Optimizers that are found]
+        Nothing hands a stack's optimizers to the judge: one is found when a scaler is
+        handed it, or when it steps. ``engine.owned`` has a list of names for each
+        decision. The first list are the names without a known optimizer; one that is
+        found takes its names out of it and gets a list at the end, so that decisions
+        keep their numbers from step to step. Two kinds get no list:
+        - an optimizer without known parameters, such as one of fp32 copies, decides for
+          the first list;
+        - an optimizer of some parameters of one that the scaler was handed is inside
+          that one, and skips with it.
+        """
         engine, mine = self.engine, {id(p) for p in parameters_of(optimizer)}
         if isinstance(optimizer, torch.optim.Optimizer) and not any(
             optimizer is known for known in engine.optimizers

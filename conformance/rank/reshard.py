@@ -38,6 +38,7 @@ def optimizer_states(engine: Engine) -> dict[str, dict[str, Any]]:
 def _flat(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
+    # a 0-d tensor, such as a step count, is one value of the whole parameter
     part = local(value.detach()).cpu().numpy().copy()
     return part.reshape(-1) if value.ndim else part
 

@@ -107,6 +107,7 @@ class Oracle:
         """Whether an event is allowed: after the check its outcome is not specified."""
         absent = self.absent.get(call.which, set())
         left = self.world_size - len(absent | {call.rank})
+        # a rank without gradients cannot have a bad one, and a bad one is not removed
         allowed = {
             "none": call.which not in self.bad and left > 0,
             "both": not absent,
@@ -141,6 +142,7 @@ class Oracle:
     def _step(self, call: Call) -> bool:
         if call.which in self.stepped:
             return False
+        # without unscale_ the step checks
         found = self.found.setdefault(call.which, call.which in self.bad)
         here = self.rank not in self.absent.get(call.which, ())
         self.taken[call.which] += here and not found
@@ -164,6 +166,7 @@ class Oracle:
         return self._begin()
 
     def _set(self, call: Call) -> bool:
+        # the growth tracker stays as it is, as in torch
         self.scale = 2.0**call.which
         return self._begin()
 

@@ -59,6 +59,7 @@ def reported(evidence: Evidence) -> Finding:
             continue  # the step is to be skipped: its norm is not finite
         due, bound = parity.reference_norm[step], parity.norm_bound[step]
         reported = _reports(evidence, seen)
+        # weights that have departed have another gradient, and a right norm of it
         if not math.isfinite(bound) or _has_departed(parity, step):
             missed += len(report)
             continue

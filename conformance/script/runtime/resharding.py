@@ -55,6 +55,7 @@ class Resharded:
             where, values = (torch.cat(each) for each in zip(*found, strict=True))
             whole = values.new_empty(int(where.max()) + 1)
             whole[where] = values
+            # a stage of a pipeline has some of the parameters
             if key[0] in self.params:
                 self.put(whole, key)
         state: dict[str, Any] = files[0][0]
