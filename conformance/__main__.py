@@ -66,6 +66,7 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
 def _command(arguments: Sequence[str], agent: Agent | None) -> int:
     if arguments and arguments[0] in TOOLS:
         return _tool(TOOLS[arguments[0]], arguments[1:])
+    # before parse, which does not know the options of these commands
     plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
         return int(entry.load()(list(arguments[1:])))
@@ -85,6 +86,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from .run.session import RunSettings, run
 
     replayed = parsed.command == "replay"
+    # first: a scenario without a script is bad usage, found before any rank starts
     if replayed and parsed.script is not None:
         _script(parsed)
     settings = RunSettings(
@@ -93,6 +95,7 @@ def _run(parsed: argparse.Namespace) -> int:
         preset=getattr(parsed, "preset", "default"),
         scenarios=parsed.scenario,
         require=getattr(parsed, "require", ()),
+        # in another folder, so that the report of the run stays in its place
         out=parsed.out or (Path("parity-replay") if replayed else None),
         report=parsed.report,
         fail_fast=getattr(parsed, "fail_fast", False),
@@ -133,6 +136,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     if found is None:
         why = case.problem or "the run did not come to its end"
         print(plain(f"nothing was compared: {why}"))
+        # a pass is 0, but nothing was compared
         return EXIT_CODES[case.status] or EXIT_CODES["inconclusive"]
     print(plain(found.text))
     for name in found.parameters:

@@ -101,6 +101,7 @@ class ChoiceLog(TorchDispatchMode):
         of_numbers = scores.is_floating_point() and set(types) <= {Tensor}
         if dim is None or not of_numbers or not 1 < scores.shape[dim] <= MAX_CHOICES:
             return found
+        # topk keeps the dim, max and argmax may drop it
         keeps = indices.ndim == scores.ndim
         wide = indices if keeps else indices.unsqueeze(dim)
         rows = scores.detach().movedim(dim, -1)

@@ -146,6 +146,7 @@ class Recorder:
         """The record of ``case``."""
         record = case_record(case, self.devices)
         broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
+        # also where nothing is broken
         if broken <= self._shown:
             return record
         try:

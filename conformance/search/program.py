@@ -139,6 +139,7 @@ def _parse_call(text: str, world_size: int) -> Call:
 
 def _numbers(kind: str) -> tuple[int, ...]:
     """Numbers permitted after the colon."""
+    # the first number is what a drawn call shrinks to
     if kind in ("back", "cback", "gback", "seed", "autograd"):
         return (2, 0, 1)
     if kind == "set":
@@ -304,6 +305,7 @@ def programs(name: str) -> st.SearchStrategy[Program]:
                 for shape in family.shapes
             ]
         )
+        # mostly single calls, which break the known order of the shapes
         part = st.one_of(part, part, shape)
     words = [st.sampled_from(("", word)) for word in family.maybe.split()]
     always = frozenset(family.always.split())

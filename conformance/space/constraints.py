@@ -152,6 +152,7 @@ def _workload_reason(workload: ResolvedWorkload, topology: str, recipe: str) -> 
     if workload.train_step is not None:
         if recipe in _TRAIN_STEP_DECIDES:
             return _TRAIN_STEP_DECIDES[recipe]
+        # every workload has a model, so other recipes need nothing
         attribute, what = _TRAIN_STEP_NEEDS.get(recipe, ("model", ""))
         if getattr(workload, attribute) is None:
             return f"the workload has no {what}"
@@ -165,6 +166,7 @@ def _workload_reason(workload: ResolvedWorkload, topology: str, recipe: str) -> 
         and not chosen.defer_sync
     ):
         return "it cuts rows, and the workload has micro_batches, in every recipe"
+    # with shard, only a rank knows how many rows it has
     if chosen.parts > 1 and workload.micro_batches is None and workload.shard is None:
         try:
             layout = workload.topologies[topology]

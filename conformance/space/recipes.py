@@ -113,6 +113,7 @@ class Recipe:
             if self.uneven
             else [rows // self.parts] * self.parts
         )
+        # few rows may make unequal parts equal, and the recipe would test nothing
         if min(sizes) < 1 or sum(sizes) != rows or self.uneven == (len({*sizes}) == 1):
             kind = "unequal" if self.uneven else "equal"
             text = f"{rows} rows of a rank cannot be cut in {self.parts} {kind} parts"

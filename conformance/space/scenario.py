@@ -221,6 +221,7 @@ def _faults_before(faults: tuple[Fault, ...], resume_step: int, world_size: int)
 
 
 def _plain(value: object) -> str:
+    # 1024 for 1024.0: an id has one form
     is_whole = isinstance(value, float) and value.is_integer()
     return str(int(value)) if is_whole else str(value)  # type: ignore[call-overload]  # a whole float
 
@@ -250,6 +251,7 @@ def _parse_settings(text: str) -> dict[str, Any]:
 def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
     for fault in faults:
         known = (*PLACES, LOSS)
+        # the model is made only for a fault that names a parameter
         if fault.parameter not in known:
             known += _parameters(scenario.model)
         if fault.parameter not in known:
