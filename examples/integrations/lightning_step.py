@@ -3,10 +3,9 @@ r"""PyTorch Lightning 2.6.6 in fp16 as a workload: its ``MixedPrecision`` plugin
     gradparity run --quick --precision fp16-autocast \
         --workload examples.integrations.lightning_step:DdpOurs
 
-Needs pytorch-lightning. Ends with PASS, in about a minute on two cores. Ddp,
-ModelParallel and Mixed have Lightning's plugin, and end with FAIL: its schedules move
-on skipped steps. The classes named Ours have our integration; docs/integrations has
-what breaks under which.
+Needs pytorch-lightning. Ends with PASS, in about a minute on two cores. Ddp and
+ModelParallel have Lightning's plugin, and end with FAIL: its schedules move on skipped
+steps. The classes named Ours have our integration; docs/integrations has all results.
 
 ``precision="16-mixed"`` is refused by ``ModelParallelStrategy`` and on CPUs; a plugin
 is not. Each step is a ``fit`` of one, and optimizer and schedule outlast it.

@@ -188,8 +188,8 @@ def unpack(packed: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(packed, type=kind)
     except msgspec.DecodeError as error:
         raise HarnessError(
-            f"torchrun's store holds what is no {kind}: {error}; all hosts need the "
-            "same version of gradparity"
+            f"a value in torchrun's store is not of type {kind}: {error}; all hosts "
+            "need the same version of gradparity"
         ) from error
 
 

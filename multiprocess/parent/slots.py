@@ -109,7 +109,7 @@ class SlotPool:
 
     def _unwritable(self, error: OSError) -> HarnessError:
         return HarnessError(
-            f"no lock can be made in {self.folder}: {error}; XDG_CACHE_HOME may name a "
+            f"no lock can be made in {self.folder}: {error}; set XDG_CACHE_HOME to a "
             "folder that can be written."
         )
 
