@@ -175,6 +175,7 @@ def _case(runs: Sequence[CaseRecord]) -> BaselineCase:
 
 
 def _exact(case: CaseRecord) -> Exact:
+    # How much a law compared before it failed depends on where it failed.
     passes = [v for v in case.verdicts if v.status == "pass"]
     return Exact(
         status=case.status,
@@ -195,6 +196,7 @@ def _measured(runs: Sequence[CaseRecord]) -> Measured:
         parameters={
             name: spread_of([worst([c.parameters[name]]) for c in curves])
             for name in names
+            # One that a run lacks has no spread, and would later be missed.
             if all(name in c.parameters for c in curves)
         },
     )

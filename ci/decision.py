@@ -94,6 +94,7 @@ def decide(report: Report, terms: Terms) -> Decision:
         notes += left
     notes += _unexpected(live, checked)
     if terms.baseline is not None:
+        # After the expectations: what is not in the report has no verdict to excuse.
         reasons += check_vanished(report, terms.baseline)
         notes += _unknown(report, terms.baseline)
     reasons += check_whole(

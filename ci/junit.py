@@ -29,6 +29,7 @@ _COUNTS = {"failures": ("fail",), "errors": ("error", "inconclusive")}
 
 def xml_text(text: str) -> str:
     """``text`` with a mark for each character that XML 1.0 cannot hold."""
+    # Messages hold what a user's code printed: one such character would lose the file.
     return _INVALID.sub("\ufffd", text)
 
 
