@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.status import UsageError
@@ -206,6 +207,46 @@ def test_a_model_that_ends_or_delays_the_judge_is_reported(
             assert reason in found.reason
 
 
+def _answers(pipe: Connection, log: str, limit_s: float) -> None:
+    pipe.send_bytes(survey.READY)
+    plan, name = json.loads(pipe.recv_bytes())
+    right = record(name, plan=plan, verdict="right")
+    pipe.send_bytes(msgspec.json.encode(right))
+    signal.pause()
+
+
+def test_a_model_that_hangs_does_not_delay_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
+    with Judging(tmp_path / "a", 600) as late, Judging(tmp_path / "b", 600) as other:
+        monkeypatch.setattr(survey, "_serve", _hangs)
+        late.begin("tp", KIND)
+        monkeypatch.setattr(survey, "_serve", _answers)
+        other.begin("ep", KIND)
+        records: list[ModelRecord] = []
+        while not records:
+            records += finished([late, other])
+        assert [(r.plan, r.verdict) for r in records] == [("ep", "right")]
+        assert late.busy and not other.busy
+
+
+def test_a_request_for_fp32_gives_fp64() -> None:
+    """Positional and by name, also where tensors are among the arguments."""
+    from gradparity.conformance.survey.zoo import AtLeastDouble
+
+    wide = torch.ones(2, dtype=torch.float64)
+    with AtLeastDouble():
+        found = (
+            wide.to(torch.float32),
+            wide.float(),
+            torch.softmax(wide, 0, torch.float32),
+            torch.softmax(wide, 0, dtype=torch.float32),
+        )
+    assert {each.dtype for each in found} == {torch.float64}
+
+
 def test_without_the_package_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +272,8 @@ needs_transformers = pytest.mark.skipif(
 
 @needs_transformers
 @pytest.mark.parametrize(
-    "options", [["--model", "nobody"], ["--plan", "pp"], ["--limit", "0"]]
+    "options",
+    [["--model", "nobody"], ["--plan", "pp"], ["--limit", "0"], ["--jobs", "0"]],
 )
 def test_bad_usage_is_one_line(
     options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -252,6 +294,17 @@ def test_the_catalogue_is_that_of_the_package() -> None:
     assert {"qwen3", "mixtral", "gemma3_text"} <= names["tp"]
     assert "mixtral" in names["ep"] and "qwen3" not in names["ep"]
     assert "qwen3_5_text" not in names["ep"]  # ``base_model_ep_plan = None``
+
+
+@needs_transformers
+def test_the_plans_of_a_model_are_judged_in_turn(tmp_path: Path) -> None:
+    """They share references, of which few are kept."""
+    settings = survey.SurveySettings(
+        plans=("tp", "ep", "fsdp+tp"), names=("qwen3_moe", "mixtral"), out=tmp_path
+    )
+    plans = ["fsdp+tp", "ep", "tp"]
+    due = [(plan, name) for name in ("mixtral", "qwen3_moe") for plan in plans]
+    assert [(plan, kind.name) for plan, kind in settings.chosen()] == due
 
 
 @needs_transformers
