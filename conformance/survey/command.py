@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         survey = conduct(settings, console)
         found = families(survey)
         if not parsed.no_scripts:
-            survey = confirm_all(survey, found, settings.path, console)
+            path = settings.path
+            survey = confirm_all(survey, found, path, console, settings.jobs)
         folder = settings.out / "findings"
         kept = [write_finding(family, survey, folder) for family in found]
         page = settings.out / "transformers.md"

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,7 +235,11 @@ def script(failure: Failure, title: str, header: Header) -> str:
 
 
 def confirm_all(
-    survey: Survey, found: Sequence[Family], path: Path, console: Console
+    survey: Survey,
+    found: Sequence[Family],
+    path: Path,
+    console: Console,
+    jobs: int = 1,
 ) -> Survey:
     """Run the script of every failure that was not run yet.
 
@@ -243,27 +248,39 @@ def confirm_all(
         found: the families of its failures.
         path: file of the records; scripts are kept beside it.
         console: prints each.
+        jobs: scripts that run at a time.
     """
     folder = path.parent / "scripts"
     folder.mkdir(exist_ok=True)
     known = {record.key: record for record in survey.scripts}
-    for family in found:
-        for failure in family.failures:
+    left = [
+        (family, failure)
+        for family in found
+        for failure in family.failures
+        if (family.id, *failure.model.key) not in known
+    ]
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        running = {}
+        for family, failure in left:
             plan, name = failure.model.key
-            if (family.id, plan, name) in known:
-                continue
             file = folder / f"{family.id}-{plan}-{name}.py"
             text = script(failure, what(family, plan), survey.headers[-1])
             file.write_text(text, encoding="utf-8")
-            shows, told = run_script(file)
+            running[pool.submit(run_script, file)] = (family.id, plan, name)
+        for done in as_completed(running):
+            (finding, plan, name), (shows, told) = running[done], done.result()
             record = ScriptRecord(
-                finding=family.id, plan=plan, model=name, shows=shows, text=told
+                finding=finding, plan=plan, model=name, shows=shows, text=told
             )
             append(path, record)
             known[record.key] = record
             said = "shows it" if shows else f"does not show it: {told}"
-            line = plain(f"script of {family.id}, {plan} {name}: {said}")
+            line = plain(f"script of {finding}, {plan} {name}: {said}")
             console.print(line[:160], markup=False, highlight=False)
+    finally:
+        # after Ctrl-C no further script is started
+        pool.shutdown(cancel_futures=True)
     return msgspec.structs.replace(survey, scripts=tuple(known.values()))
 
 

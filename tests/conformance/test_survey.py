@@ -36,6 +36,7 @@ from gradparity.conformance.survey.records import (
     append,
     read_survey,
 )
+from gradparity.conformance.survey.script import SYNC_LAST
 from gradparity.conformance.survey.survey import Judging, finished
 
 HEADER = Header(
@@ -384,3 +385,16 @@ def test_a_model_with_wrongly_loaded_weights_is_reported(tmp_path: Path) -> None
     lines = text.read_text().splitlines()
     assert len(lines) <= 80
     assert max(map(len, lines)) <= 88
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_models_share_ranks_of_two_axes(tmp_path: Path) -> None:
+    """The second model gets the meshes of the first, and with them its groups."""
+    out = tmp_path / "out"
+    command = ["survey", "transformers", "--plan", "fsdp+tp", "--out", str(out)]
+    command += ["--no-scripts", "--limit", "300", "--quiet", "--jobs", "1"]
+    assert main([*command, "--model", "qwen2", "qwen3"]) == 1
+    right, wrong = read_survey(out / "survey.jsonl").models
+    assert (right.model, right.verdict) == ("qwen2", "right")
+    assert [r.name for r in wrong.runs if r.status == "fail"] == [SYNC_LAST]
