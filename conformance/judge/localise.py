@@ -302,6 +302,8 @@ class _Gradients:
             if factor is None
             else f"is {_times(factor)}"
         )
+        seen = any(at.gradients for _, at in self.seen)
+        known = f"of step {self.step} are right" if seen else "are out of sight"
         return Location(
             where="update",
             module=row.parameter.rpartition(".")[0],
@@ -309,7 +311,7 @@ class _Gradients:
             factor=factor,
             error=row.error,
             bound=row.bound,
-            text=f"all gradients of step {self.step} are right, the update of "
+            text=f"all gradients {known}, the update of "
             f"{_some(self.names)} {departs}: look at the optimizer, and at what comes "
             "between it and the gradients",
         )

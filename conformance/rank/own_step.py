@@ -322,6 +322,10 @@ class OwnStep:
         self.found: list[str] = []
         """Digests of optimizers that were first seen in this step, before they step."""
         self.scaled = self.parts = 0
+        self.copies_gradients = 0.0
+        """Sum of squares of the gradients of copies, which an optimizer steps."""
+        self.steps_copies = False
+        """Whether it has stepped them with other gradients than the parameters have."""
         self.excused = False
         """Whether some step has moved weights, or had a gradient that is not finite."""
 
@@ -331,6 +335,7 @@ class OwnStep:
         self.called.clear()
         self.found.clear()
         self.scaled = 0
+        self.copies_gradients = 0.0
         micro_batches = engine.micro_batches(global_batch(engine, seen.step))
         self.parts = len(micro_batches)
         seen.scale_before, seen.growth_before = judged.state()
@@ -352,6 +357,8 @@ class OwnStep:
         seen.scale_after, seen.growth_after = judged.state()
         if workload.gradients is not None:
             self._keep_given_gradients()
+        else:
+            self._leave_out_unused()
         self._decide()
         owned = [self._enter(optimizer) for optimizer in engine.optimizers]
         # by identity: two optimizers may have equal lists of names
@@ -359,6 +366,8 @@ class OwnStep:
         deciding = [numbers.get(id(names)) for names in owned]
         before = before[0], [*before[1], *self.found]
         record_effect(engine, seen, before, deciding)
+        if not seen.step:
+            self._check_no_numbers()
         changed = [d.parameters_changed for d in seen.decisions]
         # a loss scaling of the stack's own may skip, for what only other ranks see
         moved = self.calls.seen > 0 or False not in changed
@@ -389,6 +398,8 @@ class OwnStep:
         hidden = self.workload.gradients is None and not any(
             seen.gradients for seen in trace.steps
         )
+        if self.steps_copies:  # the law says that nothing could be compared, and why
+            return
         if hidden and called and any(map(self.engine.trains, self.engine.index)):
             text = "an optimizer was called, and no parameter had a grad: write"
             raise self.workload.refuse("gradients", f"{text} gradients(stack)")
@@ -579,10 +590,51 @@ class OwnStep:
         if self.workload.gradients is not None:
             return
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
+        if names is self.unknown:
+            self.copies_gradients += sum(
+                float(np.square(floats(local(p.grad) / scale), dtype=np.float64).sum())
+                for p in parameters_of(optimizer)
+                if p.grad is not None
+            )
         for name in names:
             # once: a container and the optimizer inside of it use the same gradient
             if name in gradients and name not in seen.gradients:
                 record_gradient(engine, seen, name, gradients[name], scale)
+
+    def _leave_out_unused(self) -> None:
+        """Forget the gradients of parameters whose copies were stepped with others.
+
+        An engine may reduce gradients into buffers of its own, for its shards of copies
+        of the parameters, and leave behind what backward has made.
+        """
+        seen = self.seen
+        held = [name for name in self.unknown if name in seen.gradients]
+        squares = (np.square(seen.gradients[n], dtype=np.float64) for n in held)
+        size = float(sum(found.sum() for found in squares))
+        # the same numbers in another order of summation
+        if held and not np.isclose(self.copies_gradients, size, rtol=1e-3, atol=0.0):
+            self.steps_copies = True
+            for name in held:
+                del seen.gradients[name], seen.places[name], seen.partial[name]
+
+    def _check_no_numbers(self) -> None:
+        """Check that no copies of element numbers have been written back."""
+        engine = self.engine
+        if engine.is_single or engine.gives_weights:
+            return
+        to_start = to_numbers = 0.0
+        for name, now in self.seen.parameters.items():
+            places = engine.index[name]
+            start = engine.whole[name].reshape(-1).cpu().numpy()[places]
+            to_start += float(np.abs(now - start).sum())
+            to_numbers += float(np.abs(now - places).sum())
+        if to_numbers < to_start:
+            raise self.workload.refuse(
+                "train_step",
+                "wrote copies back that parallelize had made of the parameters, which "
+                "hold numbers of their elements then: write weights(stack), and the "
+                "model is laid out with its true values",
+            )
 
     def _keep_given_gradients(self) -> None:
         engine, seen = self.engine, self.seen

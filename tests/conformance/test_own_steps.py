@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,7 +17,12 @@ from gradparity.conformance.run.runner import _cannot
 from gradparity.conformance.space.recomputation import why_not_recomputed
 from gradparity.conformance.space.workload_checks import check_workload
 from gradparity.fixtures import Batch, WorkloadError, resolve_workload
-from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS, RIGHT_STEPS, Steps
+from gradparity.fixtures.faulty.own_steps import (
+    FAULTY_STEPS,
+    RIGHT_STEPS,
+    Stepped,
+    Steps,
+)
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Base
 from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
@@ -123,6 +129,82 @@ def test_a_stack_whose_frozen_parameters_train_again_is_not_tried_frozen(
     case = judged(runner, at(MakesParametersAnew, "dp1/1/fp32,recipe=frozen"))
     assert case.status is Status.SKIPPED
     assert "frozen parameters train again" in case.verdicts[0].message
+
+
+# - Optimizers that step copies of the parameters
+
+
+class StepsShards(Steps):
+    """ZeRO-1: sums into a buffer of its own, steps its half of a flat copy."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Stepped:
+        stack = super().parallelize(model, mesh)
+        stack.beside = []  # made of the weights at the first step, as engines do
+        return stack
+
+    def train_step(self, stack: Stepped, micro_batches: Any, scaler: Any) -> Tensor:
+        parameters = list(stack.module.parameters())
+        stack.module.zero_grad()
+        total = self.passes(stack, micro_batches)
+        mine = dist.get_rank(stack.group)
+        if not stack.beside:
+            whole = nn.utils.parameters_to_vector(parameters).detach()
+            stack.beside = [nn.Parameter(p.clone()) for p in whole.chunk(stack.ranks)]
+            stack.second = self.optimizer([("flat", stack.beside[mine])])
+        gradient = torch.cat([p.grad.reshape(-1) for p in parameters])  # type: ignore[union-attr]
+        stack.average(gradient)
+        stack.beside[mine].grad = gradient.chunk(stack.ranks)[mine].clone()
+        stack.second.step()
+        for rank, part in enumerate(stack.beside):
+            dist.broadcast(part.detach(), group=stack.group, group_src=rank)
+        whole = torch.cat([p.detach() for p in stack.beside])
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(whole, stack.module.parameters())
+        return total
+
+
+def test_gradients_that_the_optimizer_does_not_use_are_not_compared(
+    runner: Runner,
+) -> None:
+    case = judged(runner, at(StepsShards, "dp2/2/fp32"))
+    found = {v.law: v for v in case.verdicts}
+    assert not [v for v in case.verdicts if v.status is Status.FAIL]
+    assert found["parity.gradient"].status is Status.INCONCLUSIVE
+    assert "let gradients(stack) give what it used" in found["parity.gradient"].message
+    assert found["parity.update"].status is Status.PASS
+
+
+class WritesMastersBack(Steps):
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Stepped:
+        stack = super().parallelize(model, mesh)
+        stack.kept = {n: p.detach().clone() for n, p in model.named_parameters()}
+        stack.optimizer = self.optimizer(
+            [(n, nn.Parameter(p)) for n, p in stack.kept.items()]
+        )
+        return stack
+
+    def train_step(self, stack: Stepped, micro_batches: Any, scaler: Any) -> Tensor:
+        masters = stack.optimizer.param_groups[0]["params"]
+        stack.module.zero_grad()
+        total = self.passes(stack, micro_batches)
+        for parameter, master in zip(stack.module.parameters(), masters, strict=True):
+            assert parameter.grad is not None
+            stack.average(parameter.grad)
+            master.grad = parameter.grad
+        stack.optimizer.step()
+        with torch.no_grad():
+            for one, master in zip(stack.module.parameters(), masters, strict=True):
+                one.copy_(master)
+        return total
+
+
+def test_masters_without_weights_are_refused_by_the_method_they_need(
+    runner: Runner,
+) -> None:
+    case = runner.run("none", at(WritesMastersBack, "dp2/2/fp32"))
+    assert case.status is Status.ERROR
+    assert "train_step: wrote copies back that parallelize had made" in case.problem
+    assert "write weights(stack)" in case.problem
 
 
 # - On one process

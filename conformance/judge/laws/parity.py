@@ -59,6 +59,7 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         found = inconclusive(
             f"{compared} of {due} comparisons of the {kind} could be made: elsewhere "
             "the references are not finite, or the optimizer was not called"
+            + (_HIDDEN if kind == "gradient" and _reads_grad(evidence) else "")
         )
     else:
         found = Finding(
@@ -66,6 +67,18 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             message=f"worst {kind} at {worst.ratio:.2g} of its bound ({_where(worst)})",
         )
     return replace(found, compared=compared, not_compared=missed)
+
+
+_HIDDEN = (
+    "; or it is none of torch's, or steps copies of the parameters with gradients of "
+    "their own: let gradients(stack) give what it used"
+)
+
+
+def _reads_grad(evidence: Evidence) -> bool:
+    """Whether the gradients of a stack's own step are those of its parameters."""
+    workload = evidence.scenario.workload
+    return workload.train_step is not None and workload.gradients is None
 
 
 def _all_bad(evidence: Evidence) -> bool:
