@@ -59,6 +59,7 @@ from .reference import (
     Reference,
     Schedule,
     Variant,
+    reduced_in,
     train_reference,
 )
 
@@ -168,7 +169,8 @@ def _noisy_runs(
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
     gradient = bounds()
     adaptive = scenario.workload.adaptive(scenario.optimizer)
-    half = scenario.parsed_precision.compute_dtype != torch.float32
+    computed = scenario.parsed_precision.compute_dtype
+    half = computed != torch.float32 or reduced_in(scenario) is not None
     if adaptive and half:  # see [Note: Sign flips]
         other = Variant(sign_flip=_noise(gradient))
         runs.append(train_reference(scenario, schedule, other))

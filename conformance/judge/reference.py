@@ -22,6 +22,7 @@ from torch.func import functional_call
 from ...fixtures import PRECISIONS, Batch, Precision, resolve_workload
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import initial_model
+from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..space.recipes import CLIP_VALUE, LR_DECAY, Training, clip_norm_of
 from ..space.scenario import Scenario
@@ -34,6 +35,7 @@ __all__ = [
     "ReferenceRun",
     "Schedule",
     "Variant",
+    "reduced_in",
     "reference_before",
     "rows_apart",
     "train_reference",
@@ -169,7 +171,14 @@ def _key(scenario: Scenario) -> _Key:
         seed=scenario.seed,
         loss_factor=scenario.loss_factor,
         training=scenario.parsed_recipe.training,
+        reduced_in=reduced_in(scenario),
     )
+
+
+def reduced_in(scenario: Scenario) -> torch.dtype | None:
+    """The half precision in which a workload promises to reduce gradients, if any."""
+    promised = promised_dtype(scenario)
+    return promised if promised in (torch.bfloat16, torch.float16) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +191,7 @@ class _Key:
     seed: int
     loss_factor: float = 1.0
     training: Training = field(default_factory=Training)
+    reduced_in: torch.dtype | None = None
 
 
 @lru_cache(maxsize=KEPT)
@@ -261,6 +271,7 @@ class ReferenceRun:
             weights = self._weights(batch, parts, [count for _, count in passes])
             for (value, _), weight in zip(passes, weights, strict=True):
                 (value * (scale * weight)).backward()
+                self._round_gradients()
         self.choices.append(log.choices)
         self.errors.append(log.errors)
         self._unscale(scale)
@@ -285,6 +296,15 @@ class ReferenceRun:
                     group["lr"] *= LR_DECAY
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _round_gradients(self) -> None:
+        """Round what has been added up so far, where a stack reduces in less."""
+        dtype = self.key.reduced_in
+        if dtype is None or self.variant.double:
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.to(dtype))
 
     def _flip_signs(self, named: dict[str, nn.Parameter], step: int) -> None:
         for name, limit in (
