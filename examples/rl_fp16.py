@@ -2,14 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/rl_fp16.py --dtype fp16 --out fp16.json
 
-A byte-level language model learns by policy gradient to write vowels. Rank 0 samples
-completions with a copy of the weights; all four ranks train. Compare --dtype fp16 with
-bf16, and --scaler torch.amp:GradScaler with ours: docs/rl.md has the figures.
-
-Each step prints nothing; the last line is the record of the last step: reward, KL, how
-far training is from the rollout (off), the scale of each rank, and how many parameters
-differ within a tensor-parallel pair (apart: 0 with our scaler). 40 steps take some
-minutes on two cores, --steps 4 less than one.
+A byte-level language model learns by policy gradient to write vowels. Compare --dtype
+bf16 and --scaler torch.amp:GradScaler: docs/rl.md. 40 steps take some minutes.
 """
 
 from __future__ import annotations
@@ -87,7 +81,7 @@ def apart(model: nn.Module, mesh: DeviceMesh) -> int:
 
 
 def train(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Some steps of REINFORCE with a baseline for each prompt and a KL term."""
+    """Some steps of REINFORCE, with each prompt's mean reward as baseline and a KL."""
     dtype = DTYPES[options.dtype]
     shape = (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
@@ -97,23 +91,17 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     actor = TOPOLOGIES["fsdp+tp"].apply(actor, mesh, policy)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=2e-3)
-    # 2^24 overflows in fp16 at once: the first steps are skipped, on purpose. Without
-    # fp16 the scaler does nothing.
-    scaler = resolve_name(options.scaler)(
-        "cpu", init_scale=2.0**24, growth_interval=8,
-        enabled=options.dtype == "fp16",
-    )  # fmt: skip
-    told: list[dict[str, Any]] = []
+    # 2^24 overflows in fp16 at once: the first steps are skipped, on purpose.
+    made = {"init_scale": 2.0**24, "growth_interval": 8}
+    scaler = resolve_name(options.scaler)("cpu", enabled=dtype == torch.float16, **made)
+    told = []
     for step in range(options.steps):
         weights = {n: p.full_tensor() for n, p in actor.named_parameters()}
-        # The rollout computes in the dtype of training: what is left between the two is
-        # what this example measures.
-        engine.load_state_dict(weights)  # casts
+        engine.load_state_dict(weights)  # casts: the rollout computes as training does
         drawn: list[Any] = [rollout(engine, step) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(drawn)
         tokens, sampled = drawn[0]
         reward = VOWELS[tokens[:, PROMPT:]].float().mean(1).view(PROMPTS, SAMPLES)
-        # The baseline: each completion is compared with the others of its prompt.
         better = (reward - reward.mean(1, True)) / (reward.std(1, keepdim=True) + 1e-4)
         mine, old, advantage = (
             x.chunk(shape[0])[mesh.get_local_rank("dp")]
@@ -121,8 +109,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
         optimizer.zero_grad()
         new = log_probs(actor, mine)
-        # An estimate of the KL divergence from the first model that is never negative:
-        # exp(x) - x - 1.
+        # exp(x) - x - 1: an estimate of the KL divergence that is never negative.
         ahead = log_probs(first, mine) - new
         kl = ahead.exp() - ahead - 1
         scaler.scale((KL * kl - advantage * new).mean()).backward()
@@ -143,9 +130,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run as one rank of torchrun; rank 0 writes the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=main.__doc__)
     add = parser.add_argument
     add("--dtype", choices=DTYPES, default="fp16", help="of training and rollout")
     add("--scaler", default="gradparity.scaler:GradScaler", help="module:class")
