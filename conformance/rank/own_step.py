@@ -394,7 +394,9 @@ class OwnStep:
             if name not in engine.trained and any(g.any() for g in found):
                 text = "frozen parameters train again once parallelize is done"
                 raise CannotError(f"{text}: {name}")
-        called = any(d.optimizer_called for s in trace.steps for d in s.decisions)
+        decisions = [d for seen in trace.steps for d in seen.decisions]
+        # without gradients an optimizer moves nothing: then they are not hidden
+        called = any(d.optimizer_called and d.parameters_changed for d in decisions)
         hidden = self.workload.gradients is None and not any(
             seen.gradients for seen in trace.steps
         )
