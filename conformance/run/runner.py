@@ -638,7 +638,12 @@ def _cannot(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
 
 
 def _root_cause(failure: WorldFailure) -> str:
-    return " ".join(failure.root.headline.split())[:600]
+    root = failure.root
+    text = " ".join(root.headline.split())[:600]
+    # a library that aborts says why: gloo, that ranks send unequal sizes
+    last = root.output.split("\n") if root.state in _LOST else []
+    said = [" ".join(line.split()) for line in last if line.strip()]
+    return f"{text}; its last line: {said[-1][:300]}" if said else text
 
 
 def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
