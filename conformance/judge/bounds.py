@@ -22,7 +22,8 @@ gradient of an element was smaller than the bound on gradient errors, rounding d
 the direction of a full step: the weight of the element is 0 from that step on. Its
 gradient is still compared. Where a gradient is exactly 0 in the truth and in all noisy
 runs (behind a layer that begins at zero, a row of an embedding without tokens), nothing
-was rounded, and the weight stays as it is. Under SGD all weights are 1.
+was rounded, and the weight stays as it is, unless the whole gradient is within its
+bound, that is, rounding alone. Under SGD all weights are 1.
 
 [Note: Sign flips]
 Such a step also changes later gradients, by far more than rounding: one weight that
@@ -240,7 +241,10 @@ def _weights(
             # written so that a nan bound counts as too large
             size[~(size > bounds[step][n][1])] = 0.0
             others = sum(np.abs(run.gradients[step].get(n, 0.0)) for run in runs)
-            size[(gradients[n] == 0.0) & (others == 0.0)] = np.inf
+            exact = (gradients[n] == 0.0) & (others == 0.0)
+            # a gradient that is rounding alone may be zero in all runs by chance
+            if exact.all() or sizes(gradients[n])[0] > bounds[step][n][0]:
+                size[exact] = np.inf
             smallest[n] = np.minimum(smallest.get(n, np.inf), size)
         # relative to the largest, so that an update's weight is at most 1; infinite
         # where there was no gradient yet
