@@ -121,8 +121,7 @@ def _head(survey: Survey) -> str:
             f"Recorded {header.started[:10]}: transformers {header.version}, torch "
             f"{header.torch}, Python {header.python}, {header.machine}, gradparity "
             f"{header.gradparity}; {len(survey.models)} models in {seconds / 60:.0f} "
-            f"minutes of judging, {header.jobs} at a time, in {len(survey.headers)} "
-            "call(s)."
+            f"minutes of judging, in {len(survey.headers)} call(s)."
         ),
         summary="\n".join(_summary(survey)),
     )
