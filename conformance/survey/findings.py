@@ -38,7 +38,7 @@ SCRIPT_S = 600.0
 """Time limit of a script, with room for a busy machine."""
 THREADS: Mapping[str, str] = {
     "transformers-tp-checkpoint-conversion": (
-        "no thread found for `Chunk`, `Concatenate` and `Interleave`; "
+        "no thread found for `Chunk` and `Concatenate`; "
         "huggingface/transformers#48519 (open) is the same of `Transpose` and "
         "`PermuteForRope`"
     )
@@ -354,11 +354,11 @@ _LOADER = (
     "it in another form, which a `WeightConverter` of `conversion_mapping.py` brings "
     "into the model's. Where the parameter is a DTensor, each rank takes its slice of "
     "the tensor of the checkpoint, by the placement of the converted one ({where}), "
-    "and converts the slice. `Chunk`, `Concatenate` and `Interleave` along the sharded "
-    "dimension then give a rank rows of another part, or in another order; all shapes "
-    "fit. FSDP2 shards parameters that the tensor-parallel plan leaves whole. The "
+    "and converts the slice. `Chunk` and `Concatenate` along the sharded dimension "
+    "then give a rank rows of another part, or in another order; all shapes fit. FSDP2 "
+    "shards parameters that the tensor-parallel plan leaves whole, too. The "
     'docstring of `Split` warns of this ("not TP-safe, a sharded fused tensor needs '
-    "each target's local slice\"); the others have no such warning, and the model "
+    "each target's local slice\"); those two have no such warning, and the model "
     "ships the plan. What helps is to convert before the shard is taken. Seen with "
     "transformers {version}; the attached script exits 1 while it shows.{more}"
 )
