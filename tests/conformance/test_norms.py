@@ -47,6 +47,7 @@ def test_a_right_stack_breaks_no_law(runner: Runner, stack: type[Any], at: str) 
     assert {f.status for f in accused.values()} <= {Status.SKIPPED}, accused
     decided = {
         stacks.ClipsByTheWholeNorm: {"norm.reported", "norm.factor"},
+        stacks.CompressesAsPromised: {"dtype.reduction"},
         stacks.FlatEngine: {*NEW},
         stacks.Replicated: {"dtype.reduction"},
         stacks.ShardedWithAPolicy: {"dtype.reduction"},
