@@ -133,6 +133,7 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
         p.grad = placed()
     locals_: list[Any] = [p.grad.to_local() for p in params]
     theirs, ours = _scaler(torch.amp.GradScaler), _scaler(GradScaler)
+    ours_fused = _scaler(GradScaler)  # a run has one optimizer for these gradients
     plain, fused = _optimizer(params, False), _optimizer(params, True)
     zero, inv = torch.zeros(()), torch.tensor(1.0)
     message = torch.zeros(2, dtype=torch.int64)
@@ -155,9 +156,9 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         theirs.step(optimizer)
 
-    def our_clip(optimizer: Any) -> None:
-        ours.clip_grad_norm_(optimizer, 1.0)
-        ours.step(optimizer)
+    def our_clip(scaler: Any, optimizer: Any) -> None:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
 
     def then_step(scaler: Any) -> Callable[[], None]:
         def both() -> None:
@@ -180,9 +181,9 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
 
     work = {
         "torch clip, fused": (lambda: torch_clip(fused), ends(theirs)),
-        "our clip, fused": (lambda: our_clip(fused), ends(ours)),
+        "our clip, fused": (lambda: our_clip(ours_fused, fused), ends(ours_fused)),
         "torch clip": (lambda: torch_clip(plain), ends(theirs)),
-        "our clip": (lambda: our_clip(plain), ends(ours)),
+        "our clip": (lambda: our_clip(ours, plain), ends(ours)),
         "torch unscale_": (lambda: theirs.unscale_(plain), ends(theirs)),
         "our unscale_": (lambda: ours.unscale_(plain), ends(ours)),
         "torch unscale_ and step": (then_step(theirs), ends(theirs)),
