@@ -156,7 +156,7 @@ from body import body
 
 tests, size = map(int, sys.argv[1:])
 torch.set_num_threads(1)
-torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what torch puts off
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # runs torch's lazy imports
 for number in range(tests):
     with tempfile.TemporaryDirectory() as folder:
         pids = []

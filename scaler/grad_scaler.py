@@ -356,10 +356,12 @@ class GradScaler(_TorchGradScaler):
             )
         skips = self._enabled and is_true(any_of(found.values(), scale.device))
         if optimizer is not None and not skips:
-            fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+            fused = self._enabled and getattr(
+                optimizer, "_step_supports_amp_scaling", False
+            )
+            # See [Note: A clip left to a kernel] in clip.py.
             if fused and (self._records.may_share or len(self._records) > 1):
                 fused = not any(map(is_view, local_tensors(grads.gradients)))
-            fused = fused and self._enabled
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
@@ -743,6 +745,7 @@ class GradScaler(_TorchGradScaler):
         known = len(self._records)
         state = self._records.start(optimizer, self._states)
         if len(self._records) > known:
+            # See [Note: A clip left to a kernel] in clip.py.
             for other in self._states.values():
                 if len(unchanged(other.folded)) == len(other.folded.refs):
                     _divide_folded(other)

@@ -588,7 +588,7 @@ def _bounded(
         unknown = [(np.inf, np.inf)] * (len(errors) < len(noisy))
         noise[boundary] = tuple(map(max, zip(*errors, *unknown, strict=True)))
     known = {}
-    # activations and gradients each have a median noise of their own
+    # activations and gradients are rounded differently: a median noise for each
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
         some = [b for b in values if b.kind in kinds]
         own = {b: sizes(values[b]) for b in some}

@@ -46,7 +46,7 @@ from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_na
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
 from .layout_checks import check_layout, check_share, same_everywhere
-from .local_parts import check_values, full_name, read_local_parts
+from .local_parts import LocalPart, check_values, full_name, read_local_parts
 from .modules import modules_in
 from .routing import Choices
 
@@ -180,14 +180,10 @@ class Engine:
         """This rank's local part of each parameter, and its layout."""
         if not self.gives_weights:
             return {n: local(p.detach()) for n, p in self.parameters.items()}
-        workload = self.scenario.workload
-        assert workload.weights is not None
-        now = read_local_parts(
-            workload, "weights", workload.weights(self.module), self.whole
-        )
+        now = self._given_weights()
         if [*now] != [*self.index]:
             text = f"gave {len(now)} names, {len(self.index)} right after parallelize"
-            raise workload.refuse("weights", text)
+            raise self.scenario.workload.refuse("weights", text)
         return {name: local(part.tensor.detach()) for name, part in now.items()}
 
     @property
@@ -278,20 +274,23 @@ class Engine:
 
     def find_parameters(self) -> None:
         """Find the stack's parameters again, which a load may have replaced."""
+        found: dict[str, Any]
         if self.gives_weights:
-            workload = self.scenario.workload
-            assert workload.weights is not None
-            parts = read_local_parts(
-                workload, "weights", workload.weights(self.module), self.whole
-            )
-            held: dict[str, Any] = {n: part.tensor for n, part in parts.items()}
+            found = {n: part.tensor for n, part in self._given_weights().items()}
         else:
-            held = dict(self.module.named_parameters())
-        found = {full_name(name, self.whole): p for name, p in held.items()}
+            named = self.module.named_parameters()
+            found = {full_name(n, self.whole): p for n, p in named}
         if found.keys() != self.parameters.keys():
             text = f"left {len(found)} parameters of {len(self.parameters)}"
             raise self.scenario.workload.refuse("load_checkpoint", text)
         self.parameters = {name: found[name] for name in self.parameters}
+
+    def _given_weights(self) -> dict[str, LocalPart]:
+        """What ``weights(stack)`` of the workload returns now."""
+        workload = self.scenario.workload
+        assert workload.weights is not None
+        weights = workload.weights(self.module)
+        return read_local_parts(workload, "weights", weights, self.whole)
 
     def clip(self) -> None:
         """Clip the unscaled gradients as the recipe says."""

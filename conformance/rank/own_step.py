@@ -606,8 +606,8 @@ class OwnStep:
     def _leave_out_unused(self) -> None:
         """Forget the gradients of parameters whose copies were stepped with others.
 
-        An engine may reduce gradients into buffers of its own, for its shards of copies
-        of the parameters, and leave behind what backward has made.
+        An engine may reduce gradients into its own buffers, step its shards of copies
+        of the parameters with them, and leave the result of backward in ``.grad``.
         """
         seen = self.seen
         held = [name for name in self.unknown if name in seen.gradients]

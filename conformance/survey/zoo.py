@@ -153,7 +153,7 @@ class Stack:
         return self.load(model, plan)
 
     def load(self, model: Net, plan: Plan) -> nn.Module:
-        """Load the model under a plan, as users do; it makes meshes of its own."""
+        """Load the model under a plan, as users do; transformers makes the meshes."""
         from transformers.distributed import DistributedConfig
 
         once = patch.object(dist, "init_device_mesh", _mesh_made_once)

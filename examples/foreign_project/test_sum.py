@@ -1,4 +1,4 @@
-"""A project of its own: one test on every rank, and nothing else of gradparity.
+"""A separate project: one test that runs on every rank.
 
     pip install gradparity pytest
     pytest

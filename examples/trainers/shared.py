@@ -2,7 +2,7 @@
 
 Not a script to run. Every script takes the same options. It trains up to ``--steps``;
 when ``--folder`` holds a checkpoint it goes on from there, and it leaves one at the
-end. Each rank appends to ``curve-RANK.jsonl``: step, loss of its own rows, scale.
+end. Each rank appends to ``curve-RANK.jsonl``: step, loss of the rank's rows, scale.
 Floats in JSON are exact, so two runs are equal if and only if their files are.
 """
 

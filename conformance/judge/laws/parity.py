@@ -70,8 +70,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
 
 
 _HIDDEN = (
-    "; or it is none of torch's, or steps copies of the parameters with gradients of "
-    "their own: let gradients(stack) give what it used"
+    ", or torch has no such optimizer class, or the optimizer steps copies of the "
+    "parameters with other gradients: let gradients(stack) give what it used"
 )
 
 
