@@ -114,7 +114,7 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: str
     reference: str
     verdict: str
-    """``bug``: its script shows it in fp32 and in fp64."""
+    """``bug``: its script shows it."""
     where: str
     judge: str
     """The judge's description."""
@@ -129,7 +129,7 @@ class FindingRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Output of the script."""
     models: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()
-    """Those models whose own script shows it in fp32 and in fp64."""
+    """Those models whose own script shows it."""
 
 
 def families(survey: Survey) -> list[Family]:

@@ -2,7 +2,8 @@
 
 It needs only torch and transformers, for the package's maintainers. Many models compute
 norms or rotary positions in fp32 for any dtype, so an error that fp32 rounding explains
-is no error in fp64 either.
+is no error in fp64 either. A weight that is loaded wrong is shown in fp32 alone, as
+loading rounds nothing.
 """
 
 from __future__ import annotations
@@ -137,34 +138,28 @@ def seen(model, whole=lambda parameter: parameter):
 def run_rank(rank, folder):
     """Load the model under its plan."""
     dist.init_process_group("gloo", f"file://{{folder}}/s", rank=rank, world_size={n})
-    for dtype in (torch.float32, torch.float64):
-        load = {model}.from_pretrained
-        model = load(folder, dtype=dtype, distributed_config=PLAN)
-{eager}        found = seen(model, lambda parameter: parameter.full_tensor())
-        torch.save(found, f"{{folder}}/{{dtype}}-{{rank}}.pt")
+    model = {model}.from_pretrained(folder, distributed_config=PLAN)
+    found = seen(model, lambda parameter: parameter.full_tensor())
+    torch.save(found, f"{{folder}}/{{rank}}.pt")
 
 
 def main():
-    """Print the errors of weight and output in fp32 and in fp64."""
+    """Print the errors of weight and output."""
     torch.set_num_threads(1)  # threads do not survive a fork
     model = {model}({config}(**CONFIG)).eval()
     for p in model.parameters():  # no zeros and ones, which hide errors
         drawn = torch.randn(p.shape)
         p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
-    shows = True
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         again = {model}.from_pretrained(folder)  # on one process all is well
         assert all(map(torch.equal, model.parameters(), again.parameters()))
         mp.start_processes(run_rank, (folder,), {n}, start_method="fork")
-        for dtype in (torch.float32, torch.float64):
-            model.to(dtype)
-{eager_too}            found = torch.load(f"{{folder}}/{{dtype}}-0.pt")
-            errors = [(f - t).norm() / t.norm() for f, t in zip(found, seen(model))]
-            print(f"{{PARAMETER}}, {{dtype}}: relative error {{errors[0]:.2g}};",
-                  f"of the model's output {{errors[1]:.2g}}")
-            shows &= bool(min(errors) > 0.01)
-    return int(shows)
+        found = torch.load(f"{{folder}}/0.pt")
+        errors = [(f - t).norm() / t.norm() for f, t in zip(found, seen(model))]
+        print(f"{{PARAMETER}}: relative error {{errors[0]:.2g}}")
+        print(f"output of the model: relative error {{errors[1]:.2g}}")
+    return int(min(errors) > 0.01)
 
 
 if __name__ == "__main__":
@@ -209,7 +204,7 @@ def script_of(
         settings: arguments of the configuration.
         inputs: argument of the model -> expression in ``tokens``.
         output: attribute of what the model returns.
-        misloads: whether it shows weights and outputs, and no gradient.
+        misloads: whether it shows weights and outputs in fp32, and no gradient.
     """
     mesh = PLANS[plan].mesh
     shares = mesh.get("dp", 1)
