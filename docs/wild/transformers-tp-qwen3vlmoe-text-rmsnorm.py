@@ -1,7 +1,7 @@
 """gradient of k_norm.weight wrong under the tp plan.
 
 Needs torch and transformers alone: random weights, no download. Exits 1 while it shows.
-Made by gradparity's survey on 2026-11-22: transformers 5.23.0, torch 2.13.0+cpu.
+Made by gradparity's survey on 2026-11-23: transformers 5.23.0, torch 2.13.0+cpu.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """gradient of k_norm.weight wrong under the tp plan, with several micro-batches.
 
 Needs torch and transformers alone: random weights, no download. Exits 1 while it shows.
-Made by gradparity's survey on 2026-11-22: transformers 5.23.0, torch 2.13.0+cpu.
+Made by gradparity's survey on 2026-11-23: transformers 5.23.0, torch 2.13.0+cpu.
 """
 
 import sys
@@ -12,13 +12,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemma4UnifiedTextConfig
+from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedForCausalLM
 
-CONFIG = {"num_hidden_layers": 2, "layer_types": ["full_attention", "full_attention"],
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads":
-    4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "use_cache": False}
+CONFIG = {"num_hidden_layers": 2, "layer_types": ["sliding_attention",
+    "full_attention"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "sliding_window": 4, "per_layer_config": {},
+    "use_cache": False, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+    "moe_intermediate_size": 64}
 PLAN = DistributedConfig(tp_size=2)
 PARAMETER = "model.layers.0.self_attn.q_norm.weight"
 ROWS = torch.randint(24, 64, (8, 9), generator=torch.manual_seed(0))
@@ -39,8 +41,9 @@ def run_rank(rank, folder):
     """Load the model under its plan, and take the gradient."""
     dist.init_process_group("gloo", f"file://{folder}/s", rank=rank, world_size=2)
     for dtype in (torch.float32, torch.float64):
-        load = Qwen3ForCausalLM.from_pretrained
+        load = Gemma4UnifiedForCausalLM.from_pretrained
         model = load(folder, dtype=dtype, distributed_config=PLAN)
+        model.set_experts_implementation("eager")  # grouped ones take no fp64
         found = gradient(model, ROWS)
         torch.save(found, f"{folder}/{dtype}-{rank}.pt")
 
@@ -48,7 +51,7 @@ def run_rank(rank, folder):
 def main():
     """Print the gradient's error in fp32 and in fp64."""
     torch.set_num_threads(1)  # threads do not survive a fork
-    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG)).eval()
+    model = Gemma4UnifiedForCausalLM(Gemma4UnifiedTextConfig(**CONFIG)).eval()
     for p in model.parameters():  # no zeros and ones, which hide errors
         drawn = torch.randn(p.shape)
         p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
@@ -57,6 +60,7 @@ def main():
         model.save_pretrained(folder)
         mp.start_processes(run_rank, (folder,), 2, start_method="fork")
         for dtype in (torch.float32, torch.float64):
+            model.set_experts_implementation("eager")  # grouped ones take no fp64
             model.to(dtype)
             true, again = gradient(model, ROWS), gradient(model, ROWS.flip(0))
             found = torch.load(f"{folder}/{dtype}-0.pt")
