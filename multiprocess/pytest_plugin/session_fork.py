@@ -7,7 +7,8 @@ that it can go whole.
 
 1. pytest is about to collect a module whose text speaks of ``mark.world``; nothing has
    imported torch yet. Then the loader of torch is watched.
-2. When torch has been loaded, this process is looked at: a fork copies one thread and
+2. When torch has been loaded, and with it those slow parts of torch that the module
+   imports at its top, this process is looked at: a fork copies one thread and
    all memory, which is safe where nobody else runs in this process, nothing is shared
    with another one, and nothing has begun that a copy would end a second time. No test
    module has come further than its import of torch.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import _warnings
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -59,6 +61,9 @@ _HARMLESS = re.compile(r"/dev/(null|tty|u?random|pts/\d+)$|.* \(deleted\)$")
 
 INSTALLED = re.compile(r"/(site|dist)-packages/")
 """In the path of each file that an installation has put there."""
+
+_IMPORTED = re.compile(rb"^(?:from|import)\s+([\w.]+)", re.MULTILINE)
+"""A module that is imported at the top of another one."""
 
 _STDLIB = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")
@@ -119,6 +124,7 @@ class TorchImportHook:
         """
         self._words = tuple(words)
         self._opened = opened
+        self._costly: list[str] = []
         self._forked = False
 
     def watch_module(self, path: Path) -> None:
@@ -130,6 +136,13 @@ class TorchImportHook:
         except OSError:
             return  # pytest says so
         if any(word in text for word in self._words):
+            from ..rank.worker import COSTLY
+
+            # torch's test classes take longer to import than torch itself.
+            needed = {name.decode() for name in _IMPORTED.findall(text)}
+            self._costly = [
+                name for name in COSTLY if name.startswith("torch.") and name in needed
+            ]
             sys.meta_path.insert(0, self)
 
     def stop(self, *, expected: bool = False) -> None:
@@ -170,6 +183,10 @@ class TorchImportHook:
             def exec_module(module: ModuleType) -> None:
                 del loader.exec_module
                 load(module)
+                for name in self._costly:
+                    # What it raises, the test module shows.
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
                 self._forked = fork_server_off(before, must=mode() == "fork")
 
             loader.exec_module = exec_module

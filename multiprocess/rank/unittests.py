@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from .global_state import forget_meshes
 from .world import current_world
 
 _OF_A_RANK = ("GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
@@ -264,6 +263,9 @@ def _forget() -> None:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import set_debug_level_from_env
+
+    # It imports torch, and the plugin imports this module before the session does.
+    from .global_state import forget_meshes
 
     global _prepared
     _prepared = None

@@ -104,6 +104,25 @@ def test_a_fork_of_the_session(world):
     assert ("-m\\0pytest" in open(f"/proc/{os.getppid()}/cmdline").read()) is %s
 """
 
+ADOPTED = """
+import os, sys
+import torch
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+MODULE = sys.modules["torch.testing._internal.common_distributed"]
+os.environ.setdefault("ADDRESS", str(id(MODULE)))  # the session's: ranks get its values
+
+class TestAdopted(MultiProcContinuousTest):
+    world_size = 2
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    def test_it(self):
+        assert os.environ["ADDRESS"] == str(id(MODULE))
+"""
+
 THREAD = """
 import threading, time
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
@@ -230,6 +249,15 @@ def test_an_unsafe_session_gets_a_fresh_server(
     (tmp_path / "conftest.py").write_text(before)
     (tmp_path / "test_it.py").write_text(SESSION_SERVER % forked)
     done = session(tmp_path, "test_it.py", mode=mode)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_fork_has_torchs_test_classes_where_tests_are_adopted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_it.py").write_text(ADOPTED)
+    done = session(tmp_path, "test_it.py", "--gradparity-adopt")
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
