@@ -23,7 +23,17 @@ from rich.console import Console
 
 from ..status import plain, write_whole
 from .catalogue import PLANS, model_types
-from .records import Header, ModelRecord, Rule, Run, ScriptRecord, Survey, append
+from .records import (
+    ODD_HEADS,
+    Header,
+    ModelRecord,
+    Rule,
+    Run,
+    ScriptRecord,
+    Survey,
+    append,
+    wildcards,
+)
 from .script import MICRO_BATCHES, script_of
 
 __all__ = [
@@ -145,6 +155,7 @@ def families(survey: Survey) -> list[Family]:
             if known is None or known.error < failure.error:
                 found[key][model.key] = failure
     plans = [*PLANS]
+    # within a plan the fastest first: it stands for the smallest model
     made = [
         Family(
             accumulates=key[0],
@@ -163,7 +174,7 @@ def families(survey: Survey) -> list[Family]:
 
 def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
     """Each parameter in the first run in which it departs."""
-    known = set[str]()
+    known = set[str]()  # what departs in an earlier run departs in the later ones, too
     failed = [run for run in model.runs if run.departed]
     # one wrong gradient changes the norm and with it every clipped gradient
     plain_runs = [run for run in failed if not run.name.endswith("clipped")]
@@ -171,25 +182,21 @@ def _failures(model: ModelRecord) -> Iterable[tuple[Failure, Rule]]:
         if run.misloaded:
             worst = run.parameter
             found = Failure(model=model, run=run, parameter=worst, error=run.error)
-            yield found, model.rules[_general(worst)]
+            yield found, model.rules[wildcards(worst)]
             return
         inside = [n for n in run.departed if n.startswith(f"{run.forward}.")]
         if run.forward and inside:  # departures after that module are its consequences
             first = inside[0]
             error = run.departed[first]
             found = Failure(model=model, run=run, parameter=first, error=error)
-            yield found, model.rules[_general(first)]
+            yield found, model.rules[wildcards(first)]
             return
         for name, error in run.departed.items():
-            general = _general(name)
+            general = wildcards(name)
             if general not in known and general in model.rules:
                 failure = Failure(model=model, run=run, parameter=name, error=error)
                 yield failure, model.rules[general]
-        known |= {_general(name) for name in run.departed}
-
-
-def _general(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        known |= {wildcards(name) for name in run.departed}
 
 
 def what(family: Family, plan: str = "") -> str:
@@ -211,7 +218,7 @@ def script(failure: Failure, title: str, header: Header) -> str:
     from .zoo import WRITTEN_INPUTS, Stack, config_class, model_class
 
     kind = model_types()[failure.model.model]
-    odd = failure.run.name == "3 heads over 2 ranks"
+    odd = failure.run.name == ODD_HEADS
     stack = Stack(kind, odd_heads=odd)
     inputs = {"input_ids": "tokens[:, :-1]"}
     inputs = dict(WRITTEN_INPUTS.get(kind.name, inputs))
@@ -259,7 +266,7 @@ def confirm_all(
         for failure in family.failures
         if (family.id, *failure.model.key) not in known
     ]
-    pool = ThreadPoolExecutor(jobs)
+    pool = ThreadPoolExecutor(jobs)  # of threads: each only waits for a process
     try:
         running = {}
         for family, failure in left:
@@ -286,6 +293,7 @@ def confirm_all(
 
 def run_script(file: Path) -> tuple[bool, str]:
     """Run a script alone; whether it shows its finding, and what it printed."""
+    # as a maintainer would run it: nothing of this project on the path
     away = ("PYTHONPATH", "PYTHONWARNINGS")
     environment = {k: v for k, v in os.environ.items() if k not in away}
     environment |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -299,7 +307,8 @@ def run_script(file: Path) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"not done within {SCRIPT_S:g} s"
-    # a script that raises also exits with 1, but prints no finding
+    # a script that raises also exits with 1, but prints no finding; one that shows it
+    # prints a line in fp32 and one in fp64, or one of the weight and one of the output
     shows = done.returncode == 1 and done.stdout.count("relative error") == 2
     if done.returncode and not shows:
         return False, done.stderr[-300:].strip()

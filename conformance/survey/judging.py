@@ -20,27 +20,35 @@ from ..run.runner import Case, Runner
 from ..space.scenario import Scenario
 from ..status import plain
 from .catalogue import PLANS, ModelType, model_types
-from .records import LOADED, WEIGHTS, ModelRecord, Rule, Run
+from .records import (
+    LOADED,
+    ODD_HEADS,
+    WEIGHTS,
+    ModelRecord,
+    Rule,
+    Run,
+    wildcards,
+)
 from .zoo import (
     Stack,
     misloaded,
     replaced_rules,
     rule_of,
     rule_of_loader,
-    wildcards,
 )
 
 __all__ = ["judge_model", "ranks"]
 
 STEPS = 2
-ODD_HEADS = "3 heads over 2 ranks"
+"""The second one shows what an update or a leftover of the first did wrong."""
 ZOO = "gradparity.conformance.survey.zoo"
 _RUNS = {
     "tp": ("plain", "accumulate", "accumulate-uneven", "clip-norm"),
     "ep": ("plain", "accumulate", "clip-norm"),
     "fsdp+tp": ("plain", "accumulate", "accumulate-no-sync", "clip-norm"),
 }
-"""Plan -> recipes."""
+"""Plan -> recipes. Hooks on sums are wrong only with accumulation, deferred
+synchronisation needs FSDP2; clipping is last, as one wrong gradient changes all."""
 WORDS = {
     "plain": "1 micro-batch",
     "accumulate": "2 equal micro-batches",
@@ -63,6 +71,7 @@ def scenarios(plan: str, model: str) -> Iterator[tuple[str, str]]:
     topology = "-".join(f"{axis}{size}" for axis, size in mesh.items())
     world = math.prod(mesh.values())
     for recipe in _RUNS[plan]:
+        # a wrong norm shows in the first step, and each step costs references
         steps = 1 if recipe == "clip-norm" else STEPS
         settings = f"model={ZOO}:types.{model},steps={steps}"
         if recipe != "plain":
@@ -113,6 +122,7 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
     runs: list[Run] = []
     verdict, reason, rules = "", "", dict[str, Rule]()
     replaced = dict[str, str]()
+    # one: it costs a second run, and the first failure names the module to look at
     runner = Runner(folder=os.getcwd(), place=place, localises=1)
     kind = model_types()[model]
     try:
@@ -121,14 +131,15 @@ def judge_model(plan: str, model: str, place: Place) -> ModelRecord:
         for name, scenario in scenarios(plan, model) if not runs else ():
             runs.append(_run_of(name, runner.run(NO_SCALER, Scenario.parse(scenario))))
             if runs[-1].status == "error":
-                break
+                break  # the other recipes would most likely end in the same way
         verdict = _verdict(runs)
         judged = verdict in ("right", "wrong") and not runs[0].misloaded
+        # once: the other plans split heads by the same rules
         if plan == "tp" and judged:
             runs += _with_odd_heads(kind, runner)
             verdict = _verdict(runs)
-        told = (r.message for r in runs if r.status not in ("pass", "skipped"))
-        reason = next(told, "")
+        open_ = (r.message for r in runs if r.status not in ("pass", "skipped"))
+        reason = next(open_, "")
         rules = _rules(plan, kind, runs)
         replaced = dict(replaced_rules(kind))
     except Exception as error:  # the package's code may raise any exception

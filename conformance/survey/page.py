@@ -109,7 +109,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _head(survey: Survey) -> str:
     header = survey.headers[-1]
-    from .judging import STEPS
+    from .judging import STEPS  # here, because it imports torch
 
     seconds = sum(m.seconds for m in survey.models)
     return _TEXT.format(

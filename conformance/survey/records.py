@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from ..status import UsageError
 
 __all__ = [
     "LOADED",
+    "ODD_HEADS",
     "WEIGHTS",
     "Header",
     "ModelRecord",
@@ -20,6 +22,7 @@ __all__ = [
     "Survey",
     "append",
     "read_survey",
+    "wildcards",
 ]
 
 
@@ -27,6 +30,8 @@ WEIGHTS = "weights"
 """In the place of a law: a model is loaded as it was saved."""
 LOADED = "weights as loaded"
 """Name of the run that looks at it; it is recorded where it fails."""
+ODD_HEADS = "3 heads over 2 ranks"
+"""Name of the run with a number of heads that the ranks do not divide."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", tag_field="kind"):
@@ -148,9 +153,14 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """A whole survey; if a model was judged twice, its last record."""
 
     headers: tuple[Header, ...]
-    """One a call: a survey that was interrupted is gone on with."""
+    """One for each call of the command: an interrupted survey is continued."""
     models: tuple[ModelRecord, ...]
     scripts: tuple[ScriptRecord, ...] = ()
+
+
+def wildcards(name: str) -> str:
+    """A parameter's name with ``*`` for each number of a layer, as rules have it."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 Line = Header | ModelRecord | ScriptRecord
@@ -168,6 +178,7 @@ def read_survey(path: Path) -> Survey:
     models: dict[tuple[str, str], ModelRecord] = {}
     scripts: dict[tuple[str, str, str], ScriptRecord] = {}
     lines = path.read_bytes().split(b"\n") if path.exists() else []
+    # after the last newline: nothing, or the line that a killed survey was writing
     for number, line in enumerate(lines[:-1], 1):
         try:
             found = _DECODER.decode(line)
@@ -200,4 +211,5 @@ def append(path: Path, record: Line) -> None:
             file.truncate(text.rfind(b"\n") + 1)
         file.write(_ENCODER.encode(record) + b"\n")
         file.flush()
+        # hours of judging must survive a loss of power
         os.fsync(file.fileno())

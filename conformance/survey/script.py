@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .catalogue import PLANS
-from .records import LOADED
+from .records import LOADED, ODD_HEADS
 from .tiny import FIRST_TOKEN, VOCAB
 
 __all__ = ["MICRO_BATCHES", "script_of"]
@@ -27,7 +27,7 @@ MICRO_BATCHES = {
     "2 equal micro-batches": 2,
     SYNC_LAST: 2,
     "3 unequal micro-batches": 3,
-    "3 heads over 2 ranks": 1,
+    ODD_HEADS: 1,
 }
 """Name of a run -> how many the script takes."""
 
@@ -219,6 +219,7 @@ def script_of(
         sizes.append(f'tp_plan=dict.fromkeys([{names}], "replicate")')
     called = ", ".join(f"{name}={text}" for name, text in inputs.items())
     forward = f"        output = model({called}).{output}.flatten(0, -2)"
+    # the inputs of some models are expressions of several lines
     if max(map(len, forward.splitlines())) > WIDTH:
         forward = forward.replace(".flatten", "\n        output = output.flatten")
     return (_LOADED if misloads else _TEMPLATE).format(
@@ -248,7 +249,7 @@ def script_of(
 
 
 def _filled(opening: str, items: Sequence[str], closing: str, taken: int) -> str:
-    """A literal or call as few lines of source, behind ``taken`` characters."""
+    """A literal or call in few lines of source, after ``taken`` characters."""
     filled = textwrap.fill(
         opening + ", ".join(items) + closing,
         width=WIDTH,

@@ -172,6 +172,7 @@ def _judge_all(
                     bar.update(task, description=f"{plan} {kind.name}")
                     child.begin(plan, kind)
             for record in finished([c for c in children if c.busy]):
+                # at once: what was judged outlives a Ctrl-C and a crash
                 append(settings.path, record)
                 bar.advance(task)
                 if record.verdict != "right" and not settings.quiet:
@@ -252,7 +253,7 @@ class Judging:
         return max(0.0, self._until - time.monotonic())
 
     def begin(self, plan: str, kind: ModelType) -> None:
-        """Have a model judged; :func:`finished` has its record."""
+        """Have the child judge a model; :func:`finished` yields the record."""
         assert not self.busy
         self._record = ModelRecord(
             plan=plan, model=kind.name, folder=kind.folder, verdict="crashed"
@@ -326,6 +327,7 @@ class Judging:
 
 def finished(children: Collection[Judging]) -> Iterator[ModelRecord]:
     """Wait until one of the children is done, late or gone; yield their records."""
+    # the pipe of a dead child is readable, too: its end of file
     wait([c.pipe for c in children], min(c.left_s for c in children))
     for child in children:
         if (child.pipe.poll() or not child.left_s) and (record := child.take()):
@@ -334,7 +336,8 @@ def finished(children: Collection[Judging]) -> Iterator[ModelRecord]:
 
 def _serve(pipe: Connection, log: str, limit_s: float) -> None:
     """Main function of the child: judge requests until the survey closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the survey ends this process
+    # Ctrl-C reaches the whole process group; the survey ends this process itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "ab") as file:
         for fd in (1, 2):
             # by descriptor: native code and ranks print there, too

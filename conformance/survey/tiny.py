@@ -16,6 +16,8 @@ from typing import Any
 
 __all__ = ["FIRST_TOKEN", "HEADS", "HIDDEN", "VOCAB", "shrink", "with_odd_heads"]
 
+# 2 divides them all, so that no plan over 2 ranks is refused for its sizes; and
+# HIDDEN is HEADS * HEAD_DIM, because some models compute one from the others
 VOCAB = 64
 HIDDEN = 32
 HEADS = 4
@@ -24,6 +26,7 @@ HEAD_DIM = 8
 FIRST_TOKEN = 24
 """Tokens from here on are words; those before it are special."""
 MAX_LAYERS = 6
+"""Limit of the depth where a model lists more kinds of layers."""
 
 _RULES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size.*|num_embeds|num_embeddings|codebook_size", VOCAB),
@@ -141,6 +144,7 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         with suppress(AttributeError):  # layers may have values of their own
+            # ``...`` is absent: None is a value of many fields
             known[field.name] = vars(default).get(field.name, ...)
             if known[field.name] is ...:  # kept under another name
                 known[field.name] = getattr(default, field.name)
@@ -165,6 +169,8 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
         elif name in small or isinstance(value, bool):
             continue
         elif _TOKEN.fullmatch(name) and isinstance(value, int | list):
+            # each below FIRST_TOKEN and another one: a word must not be taken for
+            # padding or for the place of an image
             small[name] = token if isinstance(value, int) else [token]
             token += 1
         elif isinstance(value, list) and len(value) == count and _limit(name):
@@ -176,15 +182,18 @@ def shrink(kind: Any, **settings: Any) -> dict[str, Any]:
             if limit is None:
                 continue
             small[name] = limit
+            # a smaller default stays: 0 often switches a feature off
             if isinstance(value, int) and value < limit and not more:
                 small[name] = value
     if "kv_lora_rank" in known and "num_key_value_heads" in small:
         small["num_key_value_heads"] = HEADS  # latent attention has no groups
     if "per_layer_config" in default.to_dict():
-        small["per_layer_config"] = {}
+        small["per_layer_config"] = {}  # its keys are layers of the full model
     if "use_cache" in known:
-        small["use_cache"] = False
+        small["use_cache"] = False  # training reads no keys of earlier tokens
     small |= given
+    # only what differs: a class derives fields that it is not given, and the script of
+    # a finding lists these arguments
     return {n: v for n, v in small.items() if n in given or v != known.get(n)}
 
 

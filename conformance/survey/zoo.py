@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -40,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from .catalogue import PLANS, ModelType, Plan, model_types
-from .records import Rule
+from .records import Rule, wildcards
 from .tiny import FIRST_TOKEN, HIDDEN, VOCAB, shrink, with_odd_heads
 
 __all__ = ["WRITTEN_INPUTS", "Net", "Stack", "odd", "types"]
@@ -174,6 +173,7 @@ class Stack:
 
     def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
         """SGD: an update is the gradient."""
+        # foreach kernels refuse plain tensors beside DTensors, and plans leave both
         return torch.optim.SGD([p for _, p in parameters], lr=0.1, foreach=False)
 
 
@@ -184,7 +184,7 @@ def _mesh_made_once(
 
     Each load makes two meshes of four axes: with four ranks that are 24 process groups,
     each with a barrier. A user loads once in a process; the survey loads often. torch
-    also keeps layouts by mesh, and hands those of an equal earlier mesh out.
+    also caches layouts by mesh, and returns those of an equal earlier mesh.
     """
     return _known_mesh(dist.group.WORLD, device, shape, mesh_dim_names)
 
@@ -290,11 +290,11 @@ def replaced_rules(kind: ModelType) -> Mapping[str, str]:
 
 @torch.no_grad()
 def misloaded(plan: str, model: str) -> dict[str, float]:
-    """Parameters that a model loaded under a plan has otherwise than the saved one.
+    """Parameters whose values differ after a model was saved and loaded under a plan.
 
-    None where its output is that of the saved one: then only the order in which the
-    parts of a DTensor are put together is another, and parity judges the rest. Runs on
-    every rank of a world.
+    Empty if the output of the loaded model is right: then the plan only concatenates
+    the parts of a DTensor in another order, and parity judges the rest. Runs on every
+    rank of a world.
 
     Args:
         plan: a key of ``PLANS``.
@@ -361,11 +361,12 @@ def rule_of(kind: ModelType, plan: Plan, parameter: str) -> Rule:
     """
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    with torch.device("meta"):
+    with torch.device("meta"):  # for its module names and rules: no values are needed
         model = model_class(kind)(config_class(kind)(**Stack(kind).settings()))
     rules = {**model.tp_plan, **(model.ep_plan if "ep_size" in plan.sizes else {})}
     owner = parameter.rpartition(".")[0]
     general = (wildcards(parameter), wildcards(owner))
+    # a rule may name the parameter itself (experts) or the module that holds it
     style = next((rules[name] for name in general if name in rules), "")
     made_by = type(ALL_PARALLEL_STYLES[style]) if style else None
     return Rule(
@@ -384,11 +385,6 @@ def rule_of_loader() -> Rule:
         where=_place_of(DtensorShardOperation),
         module="",
     )
-
-
-def wildcards(name: str) -> str:
-    """A name with ``*`` for each number of a layer."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _place_of(kind: Any) -> str:
@@ -437,11 +433,12 @@ def _rank(name: str) -> int:
 
 
 class _Types:
-    """Workloads by model type."""
+    """Workloads as attributes: a scenario id names one as ``zoo:types.qwen3``."""
 
     def __init__(self, *, odd_heads: bool = False) -> None:
         self.odd_heads = odd_heads
 
+    # not a dict: ``module:attribute`` is resolved by getattr alone
     def __getattr__(self, name: str) -> Stack:
         kind = model_types().get(name)
         if kind is None:
