@@ -103,6 +103,7 @@ def set_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a module property
     if device.type != "cuda":
         return
+    # else cuBLAS may sum in another order from run to run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

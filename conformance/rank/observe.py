@@ -258,7 +258,7 @@ class ReductionLog(CallLog):
         if self._stepped or "reduce" not in collective.call:
             return
         into = self.reductions if in_backward() else self._late
-        # a reduce-scatter has its output before its input
+        # a reduce-scatter has its output before its input, an all-reduce has only one
         for tensor in [*_tensors(args[1:2])] or [*_tensors(args[:1])]:
             if tensor.is_floating_point() and _is_of_parameter(tensor.shape):
                 dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """The step of a workload that trains by itself, observed from outside.
 
-``train_step`` owns the passes, the clipping and the step. What the judge does between
-two calls of its own loop it does here inside of them: a scaler is handed over behind a
+``train_step`` makes the passes, the clipping and the step, so the judge cannot act
+between them as in its own loop. It acts inside: ``train_step`` gets the scaler behind a
 thin object that watches its calls and plants faults, and hooks that torch calls for
 every optimizer show which gradients are used.
 """
@@ -189,7 +189,7 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 class WatchedScaler:
-    """The judged scaler, as ``train_step`` is handed it.
+    """The judged scaler, as ``train_step`` receives it.
 
     The judge watches the calls that all scalers have; any other goes straight through.
     """
@@ -553,14 +553,14 @@ class OwnStep:
         """Names of an optimizer's parameters; a new one decides for itself.
 
         [Note: Optimizers that are found]
-        Nothing hands a stack's optimizers to the judge: one is found when a scaler is
-        handed it, or when it steps. ``engine.owned`` has a list of names for each
-        decision. The first list are the names without a known optimizer; one that is
-        found takes its names out of it and gets a list at the end, so that decisions
-        keep their numbers from step to step. Two kinds get no list:
+        The judge is not given a stack's optimizers: it finds one when a scaler receives
+        it, or when it steps. ``engine.owned`` has a list of names for each decision.
+        The first list are the names without a known optimizer; one that is found takes
+        its names out of it and gets a list at the end, so that decisions keep their
+        numbers from step to step. Two kinds get no list:
         - an optimizer without known parameters, such as one of fp32 copies, decides for
           the first list;
-        - an optimizer of some parameters of one that the scaler was handed is inside
+        - an optimizer of some parameters of one that the scaler has received is inside
           that one, and skips with it.
         """
         engine, mine = self.engine, {id(p) for p in parameters_of(optimizer)}

@@ -1,4 +1,4 @@
-"""Random layers: what they draw on a rank, and how they are turned off.
+"""Random layers: the numbers that they draw on a rank, and what these are applied to.
 
 A draw is identified by the first tensor that its numbers are combined with. Ranks on
 which that tensor is bitwise equal hold the same activation, whatever the layout, and

@@ -46,8 +46,9 @@ __all__ = [
 def promised_dtype(scenario: Scenario) -> torch.dtype | None:
     """In which dtype a workload promises to reduce gradients, if it does."""
     usual = scenario.workload.reduce_dtype
-    handed = scenario.parsed_topology.fully_shards  # the policy, which then says so
-    policy = scenario.parsed_precision.reduce_dtype if handed else None
+    # fully_shard takes the policy of the precision, which has a reduce_dtype of its own
+    takes_policy = scenario.parsed_topology.fully_shards
+    policy = scenario.parsed_precision.reduce_dtype if takes_policy else None
     return usual and (policy or usual)
 
 
@@ -138,7 +139,7 @@ def recording_gradients(engine: Engine, seen: StepTrace) -> Iterator[None]:
 
 
 def grad_scale_of(optimizer: torch.optim.Optimizer) -> float:
-    """What a fused optimizer, which is handed the scale, divides by in its kernel."""
+    """The scale by which a fused optimizer divides gradients in its kernel, else 1."""
     grad_scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if grad_scale is None else float(local(grad_scale))
 

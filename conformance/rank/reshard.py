@@ -76,6 +76,8 @@ def _whole(parts: list[tuple[NDArray[np.int64], Any]]) -> Any:
 
 
 def _joined(parts: Iterable[Part]) -> NDArray[Any]:
+    # ranks with empty shards do not know the dtype, and replicas overwrite each other
+    # with equal values
     held = [(index, values) for index, values in parts if len(index)]
     size = 1 + max(int(index.max()) for index, _ in held)
     full = np.empty(size, held[0][1].dtype)

@@ -1,4 +1,4 @@
-"""Specs: what the command line names by ``module:attribute``."""
+"""Scalers named ``module:attribute``: load them, refuse those that lack calls."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ PAGE = "docs/judged-scaler.md"
 
 
 class JudgedScaler(Protocol):
-    """What is called of a judged scaler, and all that is read of it.
+    """All that the judge calls and reads of a scaler; docs/judged-scaler.md.
 
-    It is what ``torch.amp.GradScaler`` has; the page is docs/judged-scaler.md.
+    It is a part of ``torch.amp.GradScaler``.
     """
 
     def scale(self, outputs: Any) -> Any:
@@ -68,7 +68,7 @@ class JudgedScaler(Protocol):
 
 
 METHODS = tuple(name for name in vars(JudgedScaler) if not name.startswith("_"))
-"""Their names."""
+"""The methods that a judged scaler must have."""
 CONSTRUCTOR: dict[str, Any] = {
     "device": "cpu",
     "init_scale": 2.0**10,

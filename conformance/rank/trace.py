@@ -74,7 +74,7 @@ class Reduction:
     dtype: str
     """As torch calls it, for example ``float32``."""
     elements: int
-    """Of the tensor that was handed over."""
+    """Number of elements of the reduced tensor."""
 
 
 @dataclass(kw_only=True)
