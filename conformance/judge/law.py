@@ -81,7 +81,7 @@ Judge = Callable[[Evidence], Finding]
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """One rule that every correct scaler obeys."""
+    """One rule that every correct scaler, or every correct stack, keeps."""
 
     id: str
     """Stable id, ``chapter.name``."""
@@ -147,13 +147,13 @@ def _over_parts(law: Law, evidence: Evidence) -> Finding:
     return replace(there, message=message, compared=compared, not_compared=missed)
 
 
-_AFTER_THE_REFERENCE = ("parity", "norm")
+_AGAINST_THE_REFERENCE = ("parity", "norm")
 """Chapters that compare with a reference; a random forward has none."""
 
 
 def _finding(law: Law, evidence: Evidence) -> Finding:
     random = evidence.scenario.parsed_recipe.training.random
-    if random and law.chapter in _AFTER_THE_REFERENCE:
+    if random and law.chapter in _AGAINST_THE_REFERENCE:
         return skipped("random layers are on: every other recipe turns them off")
     if evidence.scaler or law.of_stack:
         return law.judge(evidence)

@@ -48,7 +48,7 @@ Limits = tuple[tuple[tuple[str, float], ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """How the sharded run's optimizer was handed parameters that were not used.
+    """How the sharded run's optimizer received parameters that were not used.
 
     Both are right, but only with zeros do weight decay and momentum act on them.
     """

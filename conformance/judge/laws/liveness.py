@@ -32,7 +32,7 @@ def _completes(evidence: Evidence) -> Finding:
         return _hang(evidence, done)
     if not problems:
         return count_or_inconclusive(done, "rank-steps completed", evidence.unseen)
-    # A rank that raised explains one that hung: it waited for the first.
+    # a rank that raised explains one that hung: that one waited for it
     first = min((p for p, _ in problems), key=lambda p: p.step)
     ranks = [
         rank for p, rank in problems if (p.step, p.call) == (first.step, first.call)

@@ -161,6 +161,7 @@ def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:
         for name in at.gradients:
             places = trace.places(at, name)
             before = known.get(name, places[:0])
+            # what an earlier rank holds, too, is a replica
             values = gradient_of(at_ranks, trace, at, name)[~np.isin(places, before)]
             square += float(np.square(values, dtype=np.float64).sum())
             known[name] = np.union1d(before, places)
@@ -233,6 +234,7 @@ def _is_clipping(
     step, due = rows[0].step, rows[0].due
     slack = _slack(parity, step) * parity.clip_norm
     excess = _used_norm(evidence, seen) - parity.clip_norm
+    # it ends at clip_norm, or there was nothing to clip: only the gradient is wrong
     if abs(excess) <= slack or due == 1.0:
         return False
     if _is_of_its_gradients(evidence, step, seen, _reports(evidence, seen)):

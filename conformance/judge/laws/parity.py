@@ -32,8 +32,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     compared, missed = parity.compared[kind], parity.not_compared[kind]
     due, first = compared + missed, parity.first_bad.get(kind)
     drew = [t.rank for t in evidence.ranks if any(s.drew for s in t.steps)]
-    # A departure that may come from the reference, and not from the run, is
-    # inconclusive: the reasons for that are asked before any violation.
+    # a departure that may come from the reference, and not from the run, is
+    # inconclusive, so these reasons come before the violation
     if first is not None and drew:
         found = inconclusive(
             f"{_departed(first).message}; but {rank_list(drew)} drew random numbers in "

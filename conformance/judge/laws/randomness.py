@@ -68,6 +68,7 @@ def replicas(evidence: Evidence) -> Finding:
         for trace, s in zip(evidence.ranks, seen, strict=True):
             for key, draws in _by_activation(s).items():
                 where = _rows(evidence, trace), key
+                # with the first such rank: equality is transitive
                 other, theirs = first.setdefault(where, (trace, draws))
                 # different numbers of draws cannot be paired
                 if other is trace or len(theirs) != len(draws):
@@ -117,6 +118,7 @@ def data(evidence: Evidence) -> Finding:
                 if not (draw.applied and draw.by_row and draw.bits >= ENOUGH_BITS):
                     continue
                 compared += 1
+                # over all steps: a rank must not repeat its numbers either
                 alike = known[draw.module, draw.call, draw.used]
                 for before, other, theirs in alike:
                     if theirs.applied == draw.applied or not _apart(
@@ -179,6 +181,7 @@ def recompute(evidence: Evidence) -> Finding:
 
 def _first_runs(draw: Draw, forward: Sequence[Draw]) -> list[Draw]:
     """Draws of forward that ``draw`` may repeat."""
+    # a layer may be called twice; the activation, if known, says which call it was
     alike = [d for d in forward if d.call == draw.call]
     same = [d for d in alike if draw.applied and d.applied == draw.applied]
     return same or alike

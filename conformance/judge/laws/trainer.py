@@ -51,6 +51,7 @@ def _beside(evidence: Evidence, what: str) -> Iterator[_Beside]:
     """
     for step, seen in evidence.steps():
         bad = any(s.non_finite for s in seen)
+        # None: a rank on which nothing of an optimizer trains
         changed = {d.parameters_changed for s in seen for d in s.decisions} - {None}
         if changed != {not bad}:
             continue
