@@ -136,6 +136,7 @@ class Torchrun(Place):
         )
 
     def _make(self, world: int) -> BaseCluster:
+        # here, because most sessions have no torchrun
         from ...multiprocess.elastic.agent import AgentCluster
 
         spec = self.devices.spec(world, self.timeout_s)

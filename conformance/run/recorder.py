@@ -36,6 +36,8 @@ from .runner import Case
 
 __all__ = ["Recorder", "case_record", "command_line", "make_header", "replay_command"]
 
+# those that change numbers or transports: a report is not to hold a whole environment,
+# which may have secrets
 _RELEVANT = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_VISIBLE_DEVICES",
@@ -146,7 +148,7 @@ class Recorder:
         """The record of ``case``."""
         record = case_record(case, self.devices)
         broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
-        # also where nothing is broken
+        # empty where nothing is broken
         if broken <= self._shown:
             return record
         try:

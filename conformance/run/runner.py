@@ -52,16 +52,16 @@ TRIES = 3
 Phases = tuple[tuple[RankTrace, ...], ...]
 """One trace a rank, for each world that a run was on."""
 _LOST = {RankState.KILLED, RankState.EXITED}
-# states of a rank that prove nothing about the scaler
+"""States of a rank that prove nothing about the scaler."""
 _CHECKS = re.compile(
     rf'/conformance/rank/worker\.py", line \d+ in '
     rf"({all_say_right.__name__}|{checked_collective.__name__})$",
     re.MULTILINE,
 )
-# where a rank waits for the others once its step is made
+"""The frames in which a rank waits for the others, once its step is made."""
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
 _OF_TORCH = re.compile("/torch/|/multiprocess/")
-# files whose frames do not say which code waits
+"""Files whose frames do not say which code waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """The traces of one case, before it is judged."""
+    """The traces of one case, before it is judged; :class:`Evidence` has the words."""
 
     spec: str
     scenario: Scenario
@@ -481,7 +481,7 @@ def _without_scaler(scenario: Scenario) -> Scenario:
 
 
 def _unjudged(stack: Case) -> Case | None:
-    """The case of any scaler if the stack itself is wrong, else None."""
+    """The case that every scaler gets if the stack itself is wrong, else None."""
     if stack.skipped and stack.scenario.parsed_topology.narrowed:
         return stack
     wrong = [v for v in stack.verdicts if v.status == Status.FAIL]
@@ -604,7 +604,7 @@ def _is_victim(outcome: RankOutcome) -> bool:
 
 
 def _blameless(outcome: RankOutcome) -> RankTrace:
-    """The trace of a rank whose peer failed first, without the error it then raised."""
+    """The trace of a victim, without the error that it raised after its peer failed."""
     assert isinstance(outcome.exception, JudgedError)
     trace = outcome.exception.trace
     trace.problem = None

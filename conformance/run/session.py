@@ -38,7 +38,7 @@ from .spmd import REPORT_NOTE
 __all__ = ["MAX_LOCALISED", "RunSettings", "run"]
 
 MAX_LOCALISED = 16
-"""Number of parity failures that a run localises."""
+"""Number of parity failures that a run localises: each costs a second run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
         # report
         for spec in scalers if settings.refuse_unfit else ():
             refuse_unfit(place.ranks(1), spec, folder, settings.devices.device)
+        # for the agent that ends the report if this process dies
         if agent is not None:
             agent.note(REPORT_NOTE, str(path.absolute()))
         earlier = _earlier_attempt(

@@ -16,7 +16,7 @@ __all__ = ["REPORT_NOTE", "main_on_torchrun"]
 
 Command = Callable[[Sequence[str], Agent | None], int]
 ON_RANKS = ("run", "replay")
-"""Commands that use torchrun's ranks; rank 0 alone does the others."""
+"""Commands that use torchrun's ranks; only rank 0 runs the others."""
 REPORT_NOTE = "report"
 """Key of the store under which the leader writes the report's path."""
 _BROKEN = 3
