@@ -35,6 +35,7 @@ def write_page(report: Report, folder: Path) -> Path:
 
 def render_page(report: Report) -> str:
     """The page as text; everything from models and exceptions is escaped."""
+    # StrictUndefined: a misspelt name in the template fails here and not at the reader
     environment = Environment(
         loader=PackageLoader("gradparity.conformance.report"),
         autoescape=True,
@@ -99,7 +100,11 @@ def _more_facts(verdict: Verdict) -> list[str]:
 
 
 def _anchor(record: CaseRecord) -> str:
-    """Made from the text, not from the parsed id: newer scenarios have one, too."""
+    """The id of a run in the page, made from the text of its scenario.
+
+    Not from the parsed scenario: a report of a newer version may have an id that this
+    version cannot parse.
+    """
     digest = hashlib.blake2b(record.scenario.encode(), digest_size=5)
     return f"s-{digest.hexdigest()}"
 
@@ -154,7 +159,7 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
         (v.status, record)
         for record in records
         for v in record.findings
-        # a broken harness has no verdicts: it marks every chapter
+        # where the harness broke there are no verdicts: every chapter is marked
         if v.law.partition(".")[0] in (chapter, HARNESS)
     ]
     status = worst_of(s for s, _ in found)
@@ -198,7 +203,7 @@ def _stories(report: Report) -> list[Story]:
 def _capped(stories: Sequence[Story]) -> list[Story]:
     """The stories in their order; plots and scripts beyond the caps are left out."""
     plot_bytes, script_bytes, kept = MAX_PLOT_BYTES, MAX_SCRIPT_BYTES, {}
-    # failing stories first: they keep their plots when the caps are reached
+    # failing stories first, so that they keep their plots when the caps are reached
     for story in sorted(stories, key=lambda s: s.status == "pass"):
         own = [plot for _, plots in story.records for plot in plots]
         plot_bytes -= sum(map(len, [*story.plots, *own]))

@@ -122,8 +122,10 @@ def line_chart(title: str, series: Sequence[Series]) -> Markup:
         return Markup("")
     finite = [v for s in drawn for v in s.values if math.isfinite(v)]
     low, high = min(finite), max(finite)
+    # a constant curve has no range: it is drawn in the middle of some height
     pad = (high - low) * 0.06 or abs(high) * 0.01 or 1.0
     frame = _Frame(low - pad, high + pad, max(len(s.values) for s in drawn))
+    # only the extremes are labelled, once if they are equal
     body = [frame.axis(v) for v in dict.fromkeys((low, high))]
     body += [frame.steps(), *(frame.line(s) for s in drawn)]
     legend, height = _legend(drawn)
@@ -132,6 +134,8 @@ def line_chart(title: str, series: Sequence[Series]) -> Markup:
 
 @dataclass(frozen=True)
 class _Frame:
+    """Steps and values -> pixels."""
+
     low: float
     high: float
     count: int
@@ -193,7 +197,9 @@ def skip_strip(record: CaseRecord, curves: Curves) -> Markup:
     steps = max((len(row) for row in curves.stepped), default=0)
     if all(stepped is None for row in curves.stepped for stepped in row):
         return Markup("")
+    # narrower squares for long runs: the strip never gets wider than a phone
     size = min(16.0, (WIDTH - LEFT) / steps)
+    # one path for each kind of square: an element for each would make the page huge
     paths: dict[str, list[str]] = {"on": [], "off": [], "unknown": [], "cross": []}
     body = []
     for rank, row in enumerate(curves.stepped):

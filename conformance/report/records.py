@@ -238,7 +238,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
         if not self.problem:
             return self.verdicts
         broke = Verdict(law=HARNESS, status="error", message=self.problem)
-        # early versions gave every law a separate error
+        # reports of early versions gave every law its own error
         return (broke, *(v for v in self.verdicts if v.status != "error"))
 
     @property
@@ -300,7 +300,7 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 class _Version(msgspec.Struct):
-    """Version field of any header: it decides whether the rest can be read."""
+    """Version field of any header, read first: it decides how to read the rest."""
 
     schema: int
 

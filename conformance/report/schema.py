@@ -39,6 +39,7 @@ def report_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Line)
     parts = schema["$defs"]
     parts["Header"]["properties"]["schema"] = {"const": SCHEMA_VERSION}
+    # msgspec gives the fields their types; only the source has their texts
     for record in (
         Header,
         Launcher,

@@ -18,8 +18,10 @@ __all__ = ["MAX_LINES", "escape", "render", "row"]
 
 MAX_LINES = 40
 """Limit of a table: code hosts fold longer comments."""
+# rows, failures and the lines around them make at most MAX_LINES together
 _MAX_ROWS = 26
 _MAX_STORIES = 5
+# characters: a wider cell makes code hosts scroll the table
 _CELL = 90
 _STORY = 240
 _SPECIAL = re.compile(
@@ -94,6 +96,7 @@ def _shown(groups: Sequence[list[CaseRecord]]) -> list[list[CaseRecord]]:
     """The rows that fit; rows that did not pass come first."""
     if len(groups) <= _MAX_ROWS:
         return list(groups)
+    # not RANKING: a pass is worth more here than a layout that was not run
     order = ("error", "fail", "inconclusive", "pass", "skipped")
     ranked = sorted(groups, key=lambda cases: order.index(_status(cases)))
     # by identity: the rows stay in the order of the report

@@ -58,6 +58,7 @@ def progress(console: Console, planned: int, *, quiet: bool) -> Iterator[Ticker]
         planned: number of cases to come.
         quiet: show nothing.
     """
+    # a bar needs a terminal; the log of a CI job gets a line for each failure
     if quiet or not console.is_terminal:
         yield _LogTicker(console, quiet=quiet)
         return
@@ -117,7 +118,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
     record = next((r for r in shown if r.failures), None)
     if record is None:
         return f"{status.upper()} ({len(records)} runs){_undecided(records)}"
-    # what comes later may follow from it: a wrong update gives wrong gradients
+    # later ones may follow from the earliest: a wrong update gives wrong gradients
     verdict = min(record.failures, key=lambda v: -1 if v.step is None else v.step)
     chapter = verdict.law.partition(".")[0]
     return (
@@ -151,6 +152,7 @@ def _number(value: Number) -> str:
 def print_report(console: Console, report: Report) -> None:
     """Print the matrix topology x scaler, then the locations of parity failures."""
     console.print(_matrix(report))
+    # by text: several cases often fail in one place
     places = {c.location.text: c for c in report.cases if c.location}
     for text, case in list(places.items())[:PLACES]:
         where = Text(f"where {plain(case.scenario)}: ", style="bold")
