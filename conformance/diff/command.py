@@ -33,6 +33,7 @@ from .recording import (
 __all__ = ["DiffSettings", "diff"]
 
 _JSON_VERSION = 1
+"""Of what ``--json`` writes: raised when a field is renamed or removed."""
 _WORDS = {
     "pass": "SAME",
     "fail": "DIFFERENT",
@@ -107,8 +108,8 @@ def diff(settings: DiffSettings, tell: Callable[[str], None]) -> int:
     Returns:
         0 the same, 1 different, 3 a side broke, 4 nothing is known.
 
-    Raises: UsageError: for bad usage, including errors that a side finds in its
-        workload.
+    Raises:
+        UsageError: for bad usage, including errors that a side finds in its workload.
     """
     with tempfile.TemporaryDirectory(prefix="gradparity-diff-") as scratch:
         with _sides(settings, Path(scratch)) as sides:
@@ -221,6 +222,7 @@ def _worktrees(
             if commit == ".":
                 folders.append(checkout.absolute())
                 continue
+            # named as the checkout: code may depend on the name of its folder
             folder = scratch / f"worktree-{name}" / (checkout.resolve().name or "tree")
             made.append(folder)
             _git(checkout, "worktree", "add", "--detach", str(folder), commit)
@@ -284,13 +286,14 @@ def _recorded(side: _Side, scratch: Path, tell: Callable[[str], None]) -> Path:
         )
         return out
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    # a module that one side lacks is the caller's choice of sides, not our fault
     if done.returncode == USAGE or "ModuleNotFoundError" in lines[-1]:
         raise UsageError(f"{side.name}: {side.text}: {plain(lines[-1])}")
     raise RuntimeError("\n".join([f"side {side.name} broke:", *lines]))
 
 
 def _packages_apart(folders: Sequence[Path]) -> dict[str, tuple[str, str]]:
-    """Return package -> versions in A and B where they differ; "" if not installed."""
+    """Package -> its versions in A and B, where they differ; "" if not installed."""
     a, b = (read_recording(folder).packages for folder in folders)
     pairs = {name: (a.get(name, ""), b.get(name, "")) for name in sorted(a | b)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -125,7 +125,7 @@ def compare_runs(a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf]) -> Outcome:
             return found.ended("different", rows + _batches(a, b))
         beyond = sorted((r for r in rows if r.ratio > 1), key=lambda r: -r.ratio)
         if beyond:
-            # of the two measures of a tensor the one that exceeds its limit by more
+            # of the two measures of a tensor the one that is further beyond its limit
             found.first = [*{(r.parameter, r.rank): r for r in beyond[::-1]}.values()]
             found.first.sort(key=lambda r: -r.ratio)
             more = f"; {len(found.first)} tensors differ there" * (len(found.first) > 1)

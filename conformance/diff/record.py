@@ -134,7 +134,8 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
         return msgspec.structs.replace(run, problem=plain(str(error))), {}
     except WorldFailure as failure:
         headline = plain(failure.root.headline)
-        # an exception is behaviour of the stack; a rank that died proves nothing
+        # an exception is the stack's behaviour, which may differ between the sides; a
+        # rank that died proves nothing
         told = isinstance(failure.root.exception, WorkloadError)
         name = "problem" if told else "broken"
         return msgspec.structs.replace(run, **{name: headline}), {}
@@ -145,6 +146,7 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
 
 
 def _without_workload(scenario: str) -> str:
+    # two workloads are compared scenario by scenario, so their names must not count
     return re.sub(r"/?\bmodel=[^,/]*,?", "/", scenario).removesuffix("/")
 
 

@@ -143,6 +143,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_array(arrays: Arrays, values: NDArray[np.generic]) -> str:
     """Keep an array; returns its digest, which is its name."""
+    # the dtype, too: equal bytes of two dtypes are different values
     values = np.ascontiguousarray(values)
     made = hashlib.blake2b(str(values.dtype).encode(), digest_size=12)
     made.update(values.view(np.uint8).data)
@@ -158,6 +159,7 @@ def write_arrays(folder: Path, number: int, arrays: ArraysOf) -> None:
 
 def write_recording(folder: Path, runs: tuple[Run, ...], torch: str) -> None:
     """Write the rest, last: a folder without this file is no recording."""
+    # here: only the side that records needs them, not the process that compares
     import platform
     from importlib.metadata import distributions
 
