@@ -30,12 +30,14 @@ def turn_off_random_layers(stack: object) -> None:
     Args:
         stack: a module, or an object that holds modules.
     """
+    # an engine or a trainer has its module as an attribute
     held = [stack, *getattr(stack, "__dict__", {}).values()]
     for root in [h for h in held if isinstance(h, nn.Module)]:
         for module in root.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
             for name, value in vars(module).items():
+                # a float from 0 to 1: not a module, a flag or a number of layers
                 is_number = isinstance(value, float) and 0.0 < value <= 1.0
                 if is_number and any(word in name for word in _PROBABILITIES):
                     setattr(module, name, 0.0)

@@ -221,7 +221,7 @@ CONTROL_RECIPES = tuple(
     if recipe.enabled
     and recipe.new_scale is None
     and not recipe.primed
-    # without a scaler they are the recipes without unscale_
+    # without a scaler a recipe with unscale_ is the one without it, once more
     and not name.endswith("unscale")
 )
 """Recipes that apply without a scaler."""

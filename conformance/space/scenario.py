@@ -273,6 +273,7 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
 
 @lru_cache
 def _parameters(model: str) -> tuple[str, ...]:
+    # a model draws its weights from the global generator, which others use
     with torch.random.fork_rng(devices=[]):
         return tuple(
             name for name, _ in resolve_workload(model).model().named_parameters()

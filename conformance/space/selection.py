@@ -77,6 +77,7 @@ class Selection:
         if self.topologies:
             return list(self.topologies)
         made = self.resolved.topologies
+        # narrowed meshes come with their own runs, see ``catalogue._narrowed``
         usual = [name for name in usual if not made[name].narrowed]
         if self.world_size is None:
             return usual

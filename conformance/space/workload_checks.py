@@ -54,7 +54,7 @@ def check_workload(spec: str) -> None:
     """
     workload = resolve_workload(spec)
     model, batch = _model(workload), _batch(workload)
-    _check_loss(workload, model, batch)
+    _check_loss(workload, model, batch)  # its backward gives the gradients below
     _check_gradients(workload, model)
     _check_mean(workload, model, batch)
     _check_optimizer(workload, model)
