@@ -241,7 +241,7 @@ class _Trimmed(ast.NodeTransformer):
         return "\n".join(line for line in found if "\0" not in line)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        """Those of settings are not in the script, so there are no fields."""
+        """Shorten it; a script has no classes of settings, so there are no fields."""
         self._shorten(node)
         return self.generic_visit(node)
 

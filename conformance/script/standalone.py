@@ -163,6 +163,7 @@ def _refusal_of_own(scenario: Scenario, spec: str) -> str:
 def _of_the_stack(scenario: Scenario, spec: str) -> bool:
     """Whether the script tests the stack alone, in a loop of plain steps."""
     recipe = scenario.parsed_recipe
+    # equal to the plain recipe but for its passes, which a train_step is given
     passes_alone = replace(recipe, text="", parts=1, uneven=False, defer_sync=False)
     return (
         is_workload(scenario.model)
@@ -224,7 +225,7 @@ def _own(spec: str) -> Code:
 
 
 _CUTS = {1: None, 2: passes.halves, 3: passes.three_unequal}
-"""Micro-batches of a recipe -> the function that makes them."""
+"""Micro-batches of a recipe -> the function that cuts the rows."""
 
 
 def _passes(scenario: Scenario) -> Callable[..., None] | None:
