@@ -100,6 +100,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not arguments:
         parser.print_help(sys.stderr)
         parser.exit(USAGE)
+    # argparse itself would list the old names, and suggest nothing
     known = [name for name in commands.choices if name not in OLD_COMMANDS]
     if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
         parser.error(
@@ -116,6 +117,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 "preset beside it"
             )
         parsed.topology, parsed.preset = layouts, "layouts"
+    # a misspelt --require would let every scaler pass
     judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
     for spec in getattr(parsed, "require", ()):
         if spec not in judged:
@@ -352,6 +354,7 @@ def _add_small(commands: Commands) -> None:
 
 def _add_tools(commands: Commands) -> None:
     """Tools for work on gradparity itself; without help a command is not listed."""
+    # an installed wheel has no benchmarks/: it lists no command that it cannot run
     shown = _TOOLS_HELP if TOOLS_FOLDER.is_dir() else {}
     for name in ("bench", *TOOLS):
         tool = (
@@ -381,6 +384,7 @@ def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
 def folder(text: str) -> Path:
     """A folder that exists or can be made."""
     path = Path(text)
+    # found now and not after a run of minutes
     for place in (path, *path.parents):
         if place.is_dir():
             return path

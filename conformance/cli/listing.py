@@ -81,6 +81,7 @@ def explain(what: str) -> str:
     Raises:
         UsageError: if ``what`` is none of them.
     """
+    # laws before scenarios: only an id has a slash
     found = [law for law in LAWS.values() if current_law(what) in (law.id, law.chapter)]
     if found:
         return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in found)
