@@ -75,6 +75,7 @@ QUICK_S = 4.0
 HANGS = "does not return"
 TORCH = "torch.amp:GradScaler"
 PATIENCE = timedelta(seconds=20)
+"""How long a rank waits at the store for the others, after a call that all make."""
 History = tuple[Call, ...]
 
 
