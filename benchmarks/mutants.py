@@ -201,12 +201,13 @@ def mutants(settings: MutantSettings, console: Console) -> int:
     Raises:
         UsageError: for unknown presets, before anything is started.
     """
+    # an unknown preset is found now, and not after the first one has run
     for preset in settings.presets:
         select(preset, settings.selection)
     started = time.monotonic()
     runner = Runner(folder=settings.folder, timeout_s=settings.timeout_s)
     header = make_header(
-        planned=0,
+        planned=0,  # not known: a scaler that is caught is left out of the rest
         place=runner.place,
         preset=" ".join(settings.presets),
         seed=settings.selection.seed,
@@ -260,6 +261,7 @@ def _seeded(settings: MutantSettings) -> Iterator[tuple[str, Scenario]]:
     preset, first = settings.presets[0], settings.selection.seed
     for seed in range(first, first + settings.seeds):
         chosen = select(preset, replace(settings.selection, seed=seed))
+        # another part for each seed: together the seeds cover the preset
         for scenario in chosen[seed % settings.share :: settings.share]:
             yield preset, scenario
 

@@ -112,6 +112,7 @@ def _summary(matrix: Matrix) -> Iterator[str]:
 
 def _letters() -> dict[str, str]:
     """Law -> a short column head."""
+    # names would make a table of some thirty columns too wide to read raw
     return {law: chr(ord("A") + place) for place, law in enumerate(LAWS)}
 
 

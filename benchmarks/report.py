@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _repeated(report: Report) -> list[CaseRecord]:
     ids = dict.fromkeys(case.scenario for case in report.cases)
+    # other seeds, because a report refuses two cases with one id
     chosen = list(islice(product(range(SCENARIOS), ids), SCENARIOS))
     by_id = {each: [c for c in report.cases if c.scenario == each] for each in ids}
     return [

@@ -65,7 +65,7 @@ def optimizer(*parameters: torch.nn.Parameter) -> Idle:
 def alike(rank: Rank, scaler: Any) -> None:
     """All ranks hold the same."""
     held = optimizer(rank.parameter(), rank.parameter(sharded=False))
-    for _ in range(2):
+    for _ in range(2):  # the first iteration of a scaler sends a message more
         scaler.step(held)
         scaler.update()
 

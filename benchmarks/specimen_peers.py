@@ -147,6 +147,7 @@ def _on_rank(spec: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     stack, places = _laid_out(workload, mesh)
     own = getattr(workload, "train_step", None) is not None
+    # DebugMode needs the same calls on both sides, which a train_step has not
     hashes = None if own else _hashes_differ(workload, stack, mesh)
     optimizer = None
     if not own:

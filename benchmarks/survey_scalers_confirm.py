@@ -24,6 +24,7 @@ from gradparity.conformance.status import UsageError
 __all__ = ["Confirmation", "broken_laws", "confirm", "examples"]
 
 TRIES = 3
+"""Scripts that are run for a law: its coarser judge may not see the first ones."""
 TIMEOUT_S = 300.0
 
 
@@ -48,6 +49,7 @@ def broken_laws(cases: Iterable[CaseRecord]) -> list[str]:
 def examples(cases: Iterable[CaseRecord], law: str) -> list[CaseRecord]:
     """Cases that fail ``law``: few ranks before many, short ids before long ones."""
     found = [c for c in cases if any(v.law == law for v in c.failures)]
+    # a short id has few settings that differ from their defaults
     return sorted(found, key=lambda c: (c.world_size, len(c.scenario), c.scenario))
 
 

@@ -81,6 +81,7 @@ def judge_peers(
     _run(folder / "smoke", specs, console, scenarios=SMOKE)
     smoke = read_report(folder / "smoke" / "report.jsonl")
     left = [spec for spec in specs if spec not in _fallen(smoke)]
+    # then the harness or this machine is at fault, and no peer may be accused
     if OURS not in left:
         raise UsageError(f"our own scaler fails the smoke level: {_fallen(smoke)}")
     _run(folder / "run", left, console, preset=preset)

@@ -140,4 +140,5 @@ def _ms(seconds: float) -> int:
 
 def _uuid(*parts: str) -> str:
     """The same id for the same parts, in every run."""
+    # uuid5: readers follow a test over runs by its id
     return str(uuid.uuid5(uuid.NAMESPACE_URL, "gradparity:" + "\n".join(parts)))

@@ -141,6 +141,7 @@ def read_expectations(path: Path) -> list[Expectation]:
 
 def _current(entry: Any) -> Any:
     """An entry in current names."""
+    # msgspec says afterwards what is wrong with an entry that is no table
     if not isinstance(entry, dict):
         return entry
     entry = {"world_size" if key == "world" else key: entry[key] for key in entry}

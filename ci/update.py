@@ -59,6 +59,7 @@ def update(
     for report in reports:
         _check(report)
     new = make_baseline(reports)
+    # read although it will be replaced: a file that is no baseline is kept
     old = read_baseline(path) if path.exists() else None
     found = list(_differences(old, new))
     for line in folded(found):
