@@ -24,6 +24,7 @@ from gradparity.tests.docs_blocks import ROOT
 PAGE = ROOT / "docs" / "architecture.md"
 OURS = "gradparity.scaler:GradScaler"
 SCENARIO = "fsdp/2/fp32/sgd/inf@r0s1:first/steps=2"
+ROOMS = ("scaler", "multiprocess", "fixtures", "conformance", "ci")
 _STEP = re.compile(r"^\d+\. `([\w/]+\.py): ([\w.]+)`", re.MULTILINE)
 TEST = """
 import pytest, sys
@@ -97,6 +98,28 @@ def test_a_wrong_walk_is_seen() -> None:
     assert missed([("a.py", "g"), ("a.py", "f")], ran) == ["a.py: f"]
     assert missed([("a.py", "k"), ("b.py", "h")], ran) == ["a.py: k"]
     assert [len(walk) for walk in walks()] == [13, 10, 16, 10, 6]
+
+
+def lost_paths(text: str) -> list[str]:
+    """Files, folders and modules that the page names and that do not exist."""
+    named = re.findall(r"`([\w./-]+/[\w.-]*|\w+\.(?:py|md))`", text)
+    # the page names a file from the root, or in the folder that it speaks of
+    rooms = (ROOT / room for room in ROOMS)
+    folders = [ROOT, *(path.parent for room in rooms for path in room.rglob("*.py"))]
+    lost = [n for n in named if not any((each / n).exists() for each in {*folders})]
+    for folder, modules in re.findall(r"^\| `(\w+)/` \| (.*?) \|", text, re.MULTILINE):
+        held = {path.stem for path in (ROOT / "conformance" / folder).iterdir()}
+        lost += [
+            f"{folder}/{m}" for m in re.findall(r"`(\w+)`", modules) if m not in held
+        ]
+    return lost
+
+
+def test_every_path_exists() -> None:
+    text = PAGE.read_text()
+    assert lost_paths(text) == []
+    assert lost_paths("`scaler/gone.py`, `gone.py`") == ["scaler/gone.py", "gone.py"]
+    assert lost_paths("| `judge/` | `law`, `gone` | |") == ["judge/gone"]
 
 
 def train_step() -> list[tuple[str, str]]:
