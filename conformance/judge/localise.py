@@ -297,11 +297,11 @@ class _Gradients:
         row = self.departed["update"][0]
         moves = (pair for name in self.names for pair in self._moves(name))
         factor = _common((multiple_of(*pair) for pair in moves), self.rest)
-        departs = (
-            f"departs by {row.error:.2g} (bound {row.bound:.1g})"
-            if factor is None
-            else f"is {_times(factor)}"
-        )
+        departs = f"departs by {row.error:.2g} (bound {row.bound:.1g})"
+        if not np.isfinite(row.error):
+            departs = "is not finite"
+        elif factor is not None:
+            departs = f"is {_times(factor)}"
         seen = any(at.gradients for _, at in self.seen)
         known = f"of step {self.step} are right" if seen else "are out of sight"
         return Location(
@@ -415,7 +415,7 @@ def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
     """The common factor of all (factor, rest) pairs if every rest is small enough."""
     factors = []
     for factor, rest in found:
-        if rest > most:
+        if not rest <= most:  # nan, too: what is not finite is no multiple
             return None
         factors.append(factor)
     middle = float(np.median(factors)) if factors else 0.0

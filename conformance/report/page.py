@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from markupsafe import Markup
 from ..status import RANKING, Verdict, worst_of, write_whole
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .records import HARNESS, CaseRecord, Report
-from .terminal import cell, facts, plain, worst_status
+from .terminal import cell, facts, plain, scaler_name, worst_status
 
 __all__ = ["render_page", "write_page"]
 
@@ -61,7 +63,8 @@ def render_page(report: Report) -> str:
         tallies=_tallies(report),
         filters=_filters(stories),
         undrawn=sum(story.undrawn for story in stories),
-        groups={t: [s for s in stories if s.topology == t] for t in report.topologies},
+        named=scaler_name,
+        groups={t: _of_topology(t, stories) for t in report.topologies},
     )
 
 
@@ -95,8 +98,18 @@ def _more_facts(verdict: Verdict) -> list[str]:
     return [
         fact
         for fact in facts(verdict)
-        if fact.rpartition(" = ")[2] not in verdict.message
+        if not _states(verdict.message, fact.rpartition("= ")[2])
     ]
+
+
+def _states(message: str, fact: str) -> bool:
+    """Whether a message has a fact, as a whole word."""
+    forms = [fact]
+    with suppress(ValueError):  # of a name, ranks or a step
+        forms.append(f"{float(fact):.3g}")  # messages round to fewer digits
+    return any(
+        re.search(rf"(?<![\w.]){re.escape(form)}(?!\w|\.\w)", message) for form in forms
+    )
 
 
 def _anchor(record: CaseRecord) -> str:
@@ -143,6 +156,8 @@ def _rows(report: Report, chapters: Sequence[str]) -> list[Row]:
     cells: dict[tuple[str, str, str], list[CaseRecord]] = {}
     for case in report.cases:
         cells.setdefault((case.topology, case.precision, case.scaler), []).append(case)
+    # the rows of a topology stand together, in whatever order its cases ran
+    order = report.topologies
     return [
         Row(
             topology=topology,
@@ -150,7 +165,9 @@ def _rows(report: Report, chapters: Sequence[str]) -> list[Row]:
             scaler=scaler,
             marks=[_mark(chapter, records) for chapter in chapters],
         )
-        for (topology, precision, scaler), records in cells.items()
+        for (topology, precision, scaler), records in sorted(
+            cells.items(), key=lambda cell: order.index(cell[0][0])
+        )
     ]
 
 
@@ -212,6 +229,12 @@ def _capped(stories: Sequence[Story]) -> list[Story]:
             story = replace(story, scripts={})
         kept[story.id] = story if plot_bytes > 0 else _without_plots(story)
     return [kept[story.id] for story in stories]
+
+
+def _of_topology(topology: str, stories: Sequence[Story]) -> list[Story]:
+    """The stories of a topology, the worst first: a reader looks for what is wrong."""
+    found = [story for story in stories if story.topology == topology]
+    return sorted(found, key=lambda story: -RANKING.index(story.status))
 
 
 def _story(records: Sequence[CaseRecord]) -> Story:

@@ -26,7 +26,15 @@ from rich.text import Text
 from ..status import Number, Verdict, plain, rank_list, worst_of
 from .records import CaseRecord, Report
 
-__all__ = ["cell", "facts", "plain", "print_report", "progress", "worst_status"]
+__all__ = [
+    "cell",
+    "facts",
+    "plain",
+    "print_report",
+    "progress",
+    "scaler_name",
+    "worst_status",
+]
 
 PLACES = 3
 """Number of locations that are shown; most have one cause."""
@@ -109,6 +117,11 @@ def worst_status(records: Sequence[CaseRecord]) -> str:
     return worst_of(r.status for r in records)
 
 
+def scaler_name(spec: str) -> str:
+    """A scaler as a reader sees it; ``none`` is a word of the command line."""
+    return "no scaler" if spec == "none" else spec
+
+
 def cell(records: Sequence[CaseRecord]) -> str:
     """One cell of the matrix in words: verdict and first evidence."""
     status = worst_status(records)
@@ -168,7 +181,7 @@ def _matrix(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.add_column("topology", no_wrap=True)
     for scaler in report.scalers:
-        table.add_column(Text(plain(scaler)), overflow="fold", ratio=1)
+        table.add_column(Text(plain(scaler_name(scaler))), overflow="fold", ratio=1)
     for topology in report.topologies:
         cells = [report.of(topology, scaler) for scaler in report.scalers]
         table.add_row(

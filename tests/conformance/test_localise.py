@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from torch import nn
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.judge.boundaries import multiple_of
+from gradparity.conformance.judge.localise import _common
 from gradparity.conformance.rank.modules import is_whole, names_of
 from gradparity.conformance.report.page import render_page
 from gradparity.conformance.report.records import Location, read_report
@@ -246,6 +249,13 @@ def test_a_second_run_that_breaks_changes_no_verdict(runner: Runner) -> None:
 
 
 # - Names of modules
+
+
+def test_what_is_not_finite_is_no_multiple() -> None:
+    right = np.ones(3)
+    pairs = [multiple_of(2 * right, right), multiple_of(np.full(3, np.nan), right)]
+    assert _common(pairs[:1], 1e-3) == 2.0
+    assert _common(pairs, 1e-3) is None
 
 
 def test_a_stage_that_counts_its_layers_anew_goes_by_its_parameters() -> None:

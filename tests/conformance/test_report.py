@@ -298,6 +298,33 @@ def test_laws_that_apply_to_no_run_have_no_column() -> None:
     assert "Laws on dtype apply to no run here." in page
 
 
+def test_a_page_shows_what_is_wrong_first() -> None:
+    """Rows of a topology stand together, failing runs first, no number twice."""
+    bad = case(
+        "none", "fail", "step 1: relative norm of the error 1.05, bound 1.79e-06"
+    )
+    numbers = {"error": 1.05019, "bound": 1.79233e-06, "ratio": 7.0}
+    (verdict,) = bad.verdicts
+    verdicts = (msgspec.structs.replace(verdict, step=1, numbers=numbers),)
+    runs = [
+        msgspec.structs.replace(
+            record, topology=t, precision=p, scenario=f"{t}/2/{p}/{record.status}"
+        )
+        for t, p, record in (
+            ("ddp", "fp32", case("none")),
+            ("fsdp", "fp32", case("none")),
+            ("ddp", "fp16", msgspec.structs.replace(bad, verdicts=verdicts)),
+        )
+    ]
+    page = render_page(report_of(*runs))
+    heads = re.findall(r'<th scope="row">(ddp|fsdp)</th><th', page)
+    assert heads == ["ddp", "ddp", "fsdp"]
+    stories = re.findall(r'data-verdict="(\w+)"', page)
+    assert stories == ["fail", "pass", "pass"]
+    assert re.findall(r'<span class="soft why">(.*?)</span>', page) == ["ratio = 7"]
+    assert "<code>no scaler</code>" in page and "<code>none</code>" not in page
+
+
 def test_the_page_of_an_incomplete_report_says_so() -> None:
     assert "This report is incomplete" in render_page(report_of(case()))
 
