@@ -55,14 +55,16 @@ def promised_dtype(scenario: Scenario) -> torch.dtype | None:
 @contextmanager
 def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Note which random numbers a step's passes draw; choose as the reference did."""
-    generator, log = torch.get_rng_state(), DrawLog()
+    generator = torch.get_rng_state()
     random = engine.scenario.parsed_recipe.training.random
+    log = DrawLog() if random else None
     choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
-    with log if random else nullcontext(), choices or nullcontext():
+    with log or nullcontext(), choices or nullcontext():
         yield
     if choices is not None:
         seen.unclear_choices = choices.unclear
-    seen.draws = log.draws
+    if log is not None:
+        seen.draws = log.draws
     # by the generator, because the log is active only where random layers are on
     seen.drew = not torch.equal(generator, torch.get_rng_state())
 
