@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.scaler.integrations.accelerate import use_scaler
 
-from ..stacks.accelerate_fsdp2 import fsdp_on_cpu
+from ..stacks.on_cpu import accelerate_takes_fsdp
 from .shared import Pair, Place, Stepped, weighted
 
 
@@ -97,7 +97,7 @@ class Fsdp2(Ddp):
     meshes = ({"fsdp": 2},)
 
     def accelerator(self) -> Any:
-        fsdp_on_cpu()
+        accelerate_takes_fsdp()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
         )

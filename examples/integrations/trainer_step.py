@@ -18,10 +18,10 @@ from typing import Any
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from ..stacks.accelerate_fsdp2 import fsdp_on_cpu
-from ..stacks.hf_trainer import Own, Stack
+from ..stacks.hf_trainer import Stack
+from ..stacks.on_cpu import accelerate_takes_fsdp
 from .shared import Pair, Place
 
 
@@ -39,11 +39,11 @@ class Fsdp2(Stack):
             lr_scheduler_type="constant", max_grad_norm=self.clip_norm,
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
         )  # fmt: skip
-        fsdp_on_cpu()
+        accelerate_takes_fsdp()
         return made
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
-        stack = Own(model, self.arguments())
+        stack = Trainer(model, self.arguments())
         place = stack.accelerator.scaler = Place()
         stack.create_optimizer()
         stack.create_scheduler(1000)

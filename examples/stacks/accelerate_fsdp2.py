@@ -4,25 +4,16 @@ r"""Accelerate's FSDP2 loop as a workload: prepare, backward, clip_grad_norm_ an
         --workload examples.stacks.accelerate_fsdp2:Stack
 
 Needs accelerate. Ends with PASS in under half a minute on two cores.
-
-Accelerate gives CPU ranks DDP even where FSDP is asked for. Here they are declared to
-be GPU ranks, while tensors stay on the CPU; on GPUs leave ``fsdp_on_cpu`` out.
 """
 
 from typing import Any
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .on_cpu import accelerate_takes_fsdp
 from .shared import Pair, Regression, weighted
-
-
-def fsdp_on_cpu() -> None:
-    """Forget the last run's singletons; let the next Accelerator choose FSDP."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
 class Stack(Regression):
@@ -31,7 +22,7 @@ class Stack(Regression):
     clip_norm = 0.1
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
-        fsdp_on_cpu()
+        accelerate_takes_fsdp()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
         )

@@ -19,19 +19,8 @@ from torch import Tensor, nn
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def gradients(weight: Tensor, rows: Tensor) -> list[Tensor]:
-    """The gradient of each half of the rows."""
-    found = []
-    for half in rows.chunk(2):
-        leaf = weight.clone().requires_grad_()
-        (half @ leaf.T).square().mean().backward()
-        assert leaf.grad is not None
-        found.append(leaf.grad)
-    return found
-
-
-def moved(stage: int, managed: bool, weight: Tensor, rows: Tensor) -> Tensor:
-    """Minus the update of one step after two backwards."""
+def moved(stage: int, managed: bool, weight: Tensor, halves: list[Tensor]) -> Tensor:
+    """Minus the update of one step after a backward of each half."""
     model = nn.Linear(4, 4, bias=False)
     model.load_state_dict({"weight": weight})
     engine, *_ = deepspeed.initialize(
@@ -46,31 +35,24 @@ def moved(stage: int, managed: bool, weight: Tensor, rows: Tensor) -> Tensor:
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
         },
     )
-    for half in rows.chunk(2):
+    for half in halves:
         engine.backward(engine(half).square().mean())
     engine.step()
-    full = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
-    trained: Tensor = full.view_as(weight)
-    return weight - trained
+    full: Tensor = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
+    return weight - full.view_as(weight)
 
 
-def main() -> None:
-    """Print one line for each stage."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    store = tempfile.NamedTemporaryFile()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
-    )
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+with tempfile.NamedTemporaryFile() as store:
+    dist.init_process_group("gloo", f"file://{store.name}", rank=0, world_size=1)
     torch.manual_seed(0)
-    weight, rows = torch.randn(4, 4), torch.randn(8, 4)
-    first, last = gradients(weight, rows)
+    weight = torch.randn(4, 4, requires_grad=True)
+    halves = list(torch.randn(8, 4).chunk(2))
+    losses = [(half @ weight.T).square().mean() for half in halves]
+    first, last = (torch.autograd.grad(loss, weight)[0] for loss in losses)
     for stage, managed in [(1, True), (2, True), (3, True), (1, False), (2, False)]:
-        found = moved(stage, managed, weight, rows)
+        found = moved(stage, managed, weight.detach(), halves)
         kept = "both" if torch.allclose(found, first + last, atol=1e-5) else "neither"
         kept = "the last" if torch.allclose(found, last, atol=1e-5) else kept
         print(f"ZeRO {stage}, managed {managed}: trains on {kept} of two backwards")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -15,10 +15,8 @@ import deepspeed
 from deepspeed.pipe import PipelineModule
 from torch.distributed.device_mesh import DeviceMesh
 
+from .on_cpu import deepspeed_without_kernels
 from .shared import Pair, Regression
-
-# An operation that DeepSpeed would compile at the first start; gloo does without it.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Stack(Regression):
@@ -31,6 +29,7 @@ class Stack(Regression):
         return list(zip(*(t.chunk(4) for t in batch), strict=True))
 
     def parallelize(self, model: Any, mesh: DeviceMesh) -> Any:
+        deepspeed_without_kernels()
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         module = PipelineModule(
             list(model), num_stages=mesh.size(), loss_fn=self.loss,

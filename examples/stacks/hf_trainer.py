@@ -5,28 +5,18 @@ r"""transformers' Trainer under FSDP2 as a workload: its own loop trains each st
 
 Needs transformers and accelerate. Ends with PASS in about half a minute on two cores.
 
-The loss is a mean over all targets that count, on all ranks and in all micro-batches.
-The Trainer does the same by ``average_tokens_across_devices``, its default.
+The loss is a mean over all targets that count, on all ranks and in all micro-batches:
+the Trainer computes it so by ``average_tokens_across_devices``, its default.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from .accelerate_fsdp2 import fsdp_on_cpu
+from .on_cpu import accelerate_takes_fsdp
 from .shared import VOCABULARY, Pair, Tokens
-
-
-class Own(Trainer):  # type: ignore[misc]  # its types are not followed
-    """Takes the judge's micro-batches for its data."""
-
-    micro_batches: Sequence[dict[str, Tensor]] = ()
-
-    def get_train_dataloader(self) -> Any:
-        return self.micro_batches
 
 
 class Stack(Tokens):
@@ -49,19 +39,19 @@ class Stack(Tokens):
             max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
             report_to=[], disable_tqdm=True,
         )  # fmt: skip
-        fsdp_on_cpu()
-        stack = Own(model, args)
+        accelerate_takes_fsdp()
+        stack = Trainer(model, args)
         stack.create_optimizer()  # train() would do it, and lay the model out, too late
         stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
         stack.model_wrapped = stack.model
         return stack
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
-        stack.micro_batches = [
+        # train() runs max_steps=1 step, on these micro-batches.
+        stack.args.gradient_accumulation_steps = len(micro_batches)
+        stack.get_train_dataloader = lambda: [
             {"input_ids": x, "shift_labels": y, "labels": y} for x, y in micro_batches
         ]
-        # train() runs max_steps=1 step: these micro-batches are one.
-        stack.args.gradient_accumulation_steps = len(micro_batches)
         loss = stack.train().training_loss
         return loss, stack.state.log_history[0]["grad_norm"]
 

@@ -4,42 +4,19 @@ r"""Megatron-Core's GPT as a workload: tensor parallel, with a sharded vocabular
         --workload examples.stacks.megatron_gpt:Stack
 
 Needs megatron-core. Ends with PASS in under half a minute on two cores.
-
-On a CPU some of Megatron stands in the way and is replaced: CUDA's random states in
-``fork`` (dropout is off), CUDA's current device, a causal mask made on CUDA. Groups
-that it drops where torch.distributed is not there stay, for the one process of the
-reference. On GPUs leave the replacements out.
 """
 
-import sys
-from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from .megatron_on_cpu import Alone, device_of, replace_cuda
 from .shared import VOCABULARY, Tokens
 
-parallel_state._set_global_memory_buffer()
-NAME = "get_tensor_model_parallel_group_if_none"
-for module in [m for n, m in sys.modules.items() if n.startswith("megatron.core")]:
-    if hasattr(module, NAME):  # it drops a group where nothing is distributed
-        setattr(module, NAME, lambda group, *_, **__: group)
-CudaRNGStatesTracker.fork = lambda *_: nullcontext()
-
-
-class Alone:
-    """Stands for the group of one process, where there is no torch.distributed."""
-
-    size, rank = (lambda _: 1), (lambda _: 0)
+replace_cuda()
 
 
 class GPT(GPTModel):  # type: ignore[misc]  # its types are not followed
@@ -53,15 +30,15 @@ class GPT(GPTModel):  # type: ignore[misc]  # its types are not followed
         )  # fmt: skip
         groups = ProcessGroupCollection(tp=group, cp=Alone(), pp=Alone(), embd=None)
         super().__init__(
-            config, get_gpt_layer_local_spec(), VOCABULARY, 16,
+            config, gpt_layer_specs.get_gpt_layer_local_spec(), VOCABULARY, 16,
             position_embedding_type="rope", pg_collection=groups, parallel_output=False,
         )  # fmt: skip
 
-    def forward(self, tokens: Tensor) -> Any:
+    def forward(self, tokens: torch.Tensor) -> Any:
         length = tokens.shape[1]
         future = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         places = torch.arange(length).expand_as(tokens)
-        with patch.object(torch.cuda, "current_device", lambda: tokens.device):
+        with device_of(tokens):
             return super().forward(tokens, places, future)
 
 
@@ -70,20 +47,14 @@ class Stack(Tokens):
 
     meshes = ({"tp": 2},)
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return GPT(Alone())
 
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def parallelize(self, model: Any, mesh: Any) -> Any:
         sharded, rank = GPT(mesh.get_group("tp")), mesh.get_local_rank("tp")
-        # gradparity has set the weights of the whole model: copy each rank's part, as
-        # Megatron marks it by partition_dim.
-        whole = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, p in sharded.named_parameters():
-                split = getattr(p, "partition_dim", -1)
-                p.copy_(
-                    whole[name].chunk(mesh.size(), split)[rank]
-                    if split >= 0
-                    else whole[name]
-                )
+        # Each rank gets its part of the weights, as Megatron marks it.
+        for name, p in sharded.named_parameters():
+            whole, split = model.get_parameter(name), getattr(p, "partition_dim", -1)
+            part = whole.chunk(mesh.size(), split)[rank] if split >= 0 else whole
+            p.data.copy_(part)
         return sharded

@@ -1,10 +1,7 @@
 """What the stacks share: two small problems, each with a right answer to compare with.
 
-Not a stack to run: a stack subclasses Regression or Tokens and adds ``meshes``,
-``parallelize`` and mostly ``train_step``; see docs/stacks.md.
+Not a stack to run: a stack subclasses Regression or Tokens; see docs/stacks.md.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -35,8 +32,7 @@ class Regression:
 
     def batch(self, step: int, seed: int) -> Pair:
         generator = torch.Generator().manual_seed(1000 * seed + step)
-        # 24 rows: 2 ranks, 2 or 4 micro-batches, and unequal ones of 3 backwards.
-        x = torch.randn(24, 16, generator=generator)
+        x = torch.randn(24, 16, generator=generator)  # 2 ranks, 6 micro-batches
         return x, x.abs()[:, :4]
 
     def loss(self, output: Any, targets: Tensor) -> Any:
