@@ -6,6 +6,7 @@ so it can be tested on made-up traces.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -70,8 +71,27 @@ class Evidence:
     def decisions(self) -> Iterator[tuple[int, Sequence[Decision]]]:
         """(step, one decision a rank) for each completed step and each optimizer."""
         for step, seen in self.steps():
-            for each in zip(*(s.decisions for s in seen), strict=True):
+            ranks = [
+                self._decisions_due(*pair)
+                for pair in zip(self.ranks, seen, strict=True)
+            ]
+            for each in zip(*ranks, strict=True):
                 yield step, each
+
+    def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
+        """A rank's decisions; that nothing moved shows no skip where nothing is due."""
+        for number, decision in enumerate(at.decisions):
+            names = [n for owned in trace.owned[number : number + 1] for n in owned]
+            if self.parity is not None:
+                still = (at.step, trace.rank, number) in self.parity.still
+            else:
+                used = [at.gradients[n] for n in names if n in at.gradients]
+                still = bool(used) and not any(gradient.any() for gradient in used)
+            # a warm-up that begins at 0
+            still |= {at.rates.get(name) for name in names} == {0.0}
+            if still and decision.parameters_changed is False:
+                decision = dataclasses.replace(decision, parameters_changed=None)
+            yield decision
 
 
 ENOUGH = 0.5

@@ -19,8 +19,16 @@ from ...fixtures import is_workload
 from ..rank.trace import RankTrace, StepTrace
 from ..space.recipes import clip_norm_of
 from ..space.scenario import Scenario
+from ..space.workload_checks import counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
-from .reference import Idle, Reference, Schedule, rows_apart
+from .reference import (
+    TRUTH,
+    Idle,
+    Reference,
+    Schedule,
+    rows_apart,
+    train_reference,
+)
 
 __all__ = [
     "SAFETY_FACTOR",
@@ -111,6 +119,8 @@ class Parity:
     """The norm to which gradients are to be clipped, if they are."""
     cuts_rows: bool = False
     """Whether the run splits rows although gradients are not sums over rows."""
+    still: frozenset[tuple[int, int, int]] = frozenset()
+    """(step, rank, optimizer) of which the truth moves no parameter, either."""
     clipped: list[ClipRow] = field(default_factory=list)
     """Of each gradient of the steps in which none is bad, where they are clipped."""
 
@@ -203,6 +213,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         norm_bound=[step["norm"][0] for step in parity_bounds.norm],
         clip_norm=clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
         cuts_rows=_cuts_rows(scenario) and not rows_apart(scenario.model),
+        still=frozenset(_still(scenario, schedule, phases)),
     )
     if parity.clip_norm is not None:
         # as torch.nn.utils.clip_grad_norm_ computes the factor
@@ -213,6 +224,34 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     for row in _rows(schedule, phases, parity_bounds):
         parity.add(row)
     return parity
+
+
+def _still(
+    scenario: Scenario, schedule: Schedule, phases: Iterable[Sequence[RankTrace]]
+) -> Iterator[tuple[int, int, int]]:
+    """Steps that rightly move none of an optimizer's parameters on a rank.
+
+    Their gradients may be zero there (behind a layer that begins at zero, a shard of an
+    embedding without tokens), or the optimizer only prepares in its first step.
+    """
+    truth = train_reference(scenario, schedule, TRUTH)  # its updates without weights
+    before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
+    for seen, skipped, now in zip(
+        _steps(phases), schedule.skipped, truth.updates, strict=True
+    ):
+        moves = {
+            # by at least what the stored fp32 parameter can show
+            n: np.abs(now[n] - before[n]) >= np.spacing(np.abs(at).astype(np.float32))
+            for n, at in ((n, truth.start[n] + now[n]) for n in now)
+        }
+        before = now
+        for trace, at in seen:
+            for number, names in enumerate(trace.owned[: len(at.decisions)]):
+                held = [n for n in names if n in trace.index]
+                if skipped.isdisjoint(held) and not any(
+                    moves[n][trace.index[n]].any() for n in held
+                ):
+                    yield at.step, trace.rank, number
 
 
 def _cuts_rows(scenario: Scenario) -> bool:
@@ -255,7 +294,7 @@ def _check_counts(
     """
     for seen, whole in zip(_steps(phases), truth.counts, strict=False):
         for trace, at in seen:
-            if at.count is None or whole is None or at.count == whole:
+            if at.count is None or whole is None or counts_equal(at.count, whole):
                 continue
             what = "leave a hole" if at.count < whole else "overlap"
             raise scenario.workload.refuse(

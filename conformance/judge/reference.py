@@ -26,7 +26,7 @@ from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..space.recipes import CLIP_VALUE, LR_DECAY, Training, clip_norm_of
 from ..space.scenario import Scenario
-from ..space.workload_checks import ROUNDING
+from ..space.workload_checks import FP32_INSIDE, ROUNDING, new_tensors_in_fp64
 
 __all__ = [
     "Idle",
@@ -119,10 +119,6 @@ NOISY = (
     Variant(parts=4),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
-FP32_INSIDE = 1024 * 2.0**-24
-"""Relative to the largest element of a gradient: permitted difference of fp64 runs of a
-model that computes in fp32 inside. Rounding stays below it with models of this size;
-cutting a layer over all rows changes far more."""
 KEPT = 16
 """Number of references kept: enough for two schedules of a scenario, which its scalers
 share. In the default preset a cache of 256 held a gigabyte and saved 5 % of the
@@ -266,7 +262,8 @@ class ReferenceRun:
         parts = self._parts(batch)
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
         # in backward a forward may run again
-        with log if chooses_in_forward(self.key.model) else nullcontext():
+        chooses = chooses_in_forward(self.key.model)
+        with log if chooses else nullcontext(), self._new_tensors():
             passes = [self._objective(part) for part in parts]
             weights = self._weights(batch, parts, [count for _, count in passes])
             for (value, _), weight in zip(passes, weights, strict=True):
@@ -296,6 +293,10 @@ class ReferenceRun:
                     group["lr"] *= LR_DECAY
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _new_tensors(self) -> AbstractContextManager[Any]:
+        wide = self.variant.double
+        return new_tensors_in_fp64(self.key.model) if wide else nullcontext()
 
     def _round_gradients(self) -> None:
         """Round what has been added up so far, where a stack reduces in less."""
@@ -362,8 +363,9 @@ class ReferenceRun:
 
     def one_pass(self, part: Batch, factor: float) -> None:
         """Forward and backward of a given micro-batch, without a step."""
-        value, _ = self._objective(self._wide(part))
-        (value * factor).backward()
+        with self._new_tensors():
+            value, _ = self._objective(self._wide(part))
+            (value * factor).backward()
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""

@@ -20,6 +20,8 @@ from .torch_internals import TorchDispatchMode, makes_view
 
 __all__ = ["HalfNoise", "not_elementwise"]
 
+STEPS = 4
+"""Steps of the probe: the first ones may only prepare (SOAP, Shampoo)."""
 EQUAL = 1e-9
 """Relative difference in fp64 up to which two updates are the same."""
 
@@ -28,7 +30,7 @@ EQUAL = 1e-9
 def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
     """Matrices whose optimizer does not treat each element separately.
 
-    The probe steps with a gradient and with a permutation of it: an elementwise
+    The probe steps with gradients and with a permutation of them: an elementwise
     optimizer gives the same updates, permuted.
 
     Args:
@@ -39,14 +41,15 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
         return frozenset()
     workload = resolve_workload(spec)
 
-    def update(name: str, gradient: Tensor) -> Tensor:
+    def update(name: str, gradients: list[Tensor]) -> Tensor:
         # zeros, so that weight decay, which no permutation of gradients moves, adds
         # nothing
-        parameter = nn.Parameter(torch.zeros_like(gradient))
+        parameter = nn.Parameter(torch.zeros_like(gradients[0]))
         made = workload.optimizers[optimizer]([(name, parameter)])
-        parameter.grad = gradient.clone()
-        with workload.calling("optimizer"):
-            made.step()
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            with workload.calling("optimizer"):
+                made.step()
         return parameter.detach().flatten()
 
     found = set()
@@ -55,10 +58,10 @@ def not_elementwise(spec: str, optimizer: str) -> frozenset[str]:
         for name, parameter in workload.model().named_parameters():
             if parameter.ndim < 2 or not parameter.requires_grad:
                 continue
-            gradient = torch.randn(parameter.shape, dtype=torch.float64)
-            order = torch.randperm(gradient.numel())
-            moved = update(name, gradient)[order]
-            again = update(name, gradient.flatten()[order].view_as(gradient))
+            shape, order = parameter.shape, torch.randperm(parameter.numel())
+            gradients = [torch.randn(shape, dtype=torch.float64) for _ in range(STEPS)]
+            moved = update(name, gradients)[order]
+            again = update(name, [g.flatten()[order].view(shape) for g in gradients])
             if (moved - again).norm() > EQUAL * moved.norm():
                 found.add(name)
     return frozenset(found)

@@ -144,7 +144,8 @@ class Judged:
         if self.scaler is None:
             self.engine.clip()
             for optimizer in optimizers:
-                optimizer.step()
+                with self.engine.scenario.workload.calling("optimizer"):
+                    optimizer.step()
             return
         for optimizer in optimizers * self.recipe.unscale:
             with self.watch("unscale_"):

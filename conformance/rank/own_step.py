@@ -188,6 +188,18 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in groups for p in group["params"]]
 
 
+def _rates(engine: Engine, optimizer: Optimizer) -> dict[str, float]:
+    """Name -> the learning rate with which an optimizer is about to step it."""
+    rates = {
+        id(p): float(group["lr"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if isinstance(group.get("lr"), int | float | Tensor)
+    }
+    named = engine.parameters.items()
+    return {name: rates[id(p)] for name, p in named if id(p) in rates}
+
+
 class WatchedScaler:
     """The judged scaler, as ``train_step`` receives it.
 
@@ -589,6 +601,7 @@ class OwnStep:
         engine, seen = self.engine, self.seen
         names = self._enter(optimizer)
         self.called.append(names)
+        seen.rates |= _rates(engine, optimizer)
         if self.workload.gradients is not None:
             return
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)

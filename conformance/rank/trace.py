@@ -174,6 +174,9 @@ class StepTrace:
     """Random numbers drawn in forward, in order, where random layers are on."""
     drew: bool = False
     """Whether anything drew random numbers in the passes."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Parameter name -> learning rate of the optimizer that stepped it, where the
+    workload trains by itself."""
     unclear_choices: int = 0
     """Rows of a learned router that could be either of two of the reference."""
 

@@ -7,24 +7,36 @@ be a mean over rows or a sum with its count; the optimizer must take all paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from ...fixtures import (
     OWN,
     Batch,
     ResolvedWorkload,
+    WorkloadError,
     is_workload,
     resolve_workload,
 )
 from .random_layers import turn_off_random_layers
 from .scenario import Scenario
 
-__all__ = ["PARTS", "ROUNDING", "check_workload", "check_workloads"]
+__all__ = [
+    "FP32_INSIDE",
+    "PARTS",
+    "ROUNDING",
+    "check_workload",
+    "check_workloads",
+    "counts_equal",
+    "new_tensors_in_fp64",
+]
 
 MAX_ELEMENTS = 2**24
 """Limit for one parameter: its elements are numbered in fp32."""
@@ -32,6 +44,67 @@ PARTS = 4
 """Number of parts of a batch in the check that parts make up the whole."""
 ROUNDING = 2.0**-30
 """Relative: far above fp64 rounding, far below the error of a loss that is no mean."""
+FP32_INSIDE = 1024 * 2.0**-24
+"""Relative: permitted difference of fp64 runs of a model or loss that computes in fp32
+inside. Rounding stays below it with models of this size; cutting a layer over all rows
+changes far more."""
+
+
+def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
+    """A context for the passes of a workload's model in fp64.
+
+    A state of zeros or a mask that a forward creates is in fp32, beside parameters in
+    fp64: most layers raise. Where this one does, the context widens such tensors.
+    """
+    return _NewTensorsInFp64() if _needs_wide_tensors(name) else nullcontext()
+
+
+@cache
+def _needs_wide_tensors(name: str) -> bool:
+    if not is_workload(name):
+        return False
+    workload = resolve_workload(name)
+    batch = _wide(workload.batch(0, 0))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = workload.model().double()
+        for widened in (False, True):
+            with suppress(WorkloadError):
+                with _NewTensorsInFp64() if widened else nullcontext():
+                    _objective(workload, model, [batch])
+                return widened
+    return False
+
+
+def _wide(batch: Batch) -> Batch:
+    return batch.map(lambda t: t.double() if t.is_floating_point() else t)
+
+
+class _NewTensorsInFp64(TorchFunctionMode):
+    """Makes tensors that are created without a dtype fp64 and not fp32.
+
+    Not ``torch.set_default_dtype``, which acts on all threads.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, and widen what it made."""
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func not in _CREATE or kwargs.get("dtype") is not None:
+            return found
+        return found.double() if found.dtype == torch.float32 else found
+
+
+_CREATE = {
+    *(torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.tensor),
+    *(torch.arange, torch.linspace, torch.logspace),
+}
 
 
 def check_workloads(scenarios: Iterable[Scenario]) -> None:
@@ -68,9 +141,13 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
             "model", f"returned {type(model).__name__}, expected a module"
         )
     twins = dict(again.named_parameters())
-    if not any(p.requires_grad for p in model.parameters()):
-        raise workload.refuse("model", "has no parameter that trains")
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise workload.refuse(
+                "model",
+                f"{name} has no shape yet: call the lazy model once on inputs of "
+                "batch() before it is returned",
+            )
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             got = f"{parameter.dtype} on {parameter.device}"
             raise workload.refuse(
@@ -85,6 +162,8 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
                 f"{name} has other values when made again: after the same "
                 "torch.manual_seed the model must be the same",
             )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise workload.refuse("model", "has no parameter that trains")
     return model
 
 
@@ -156,8 +235,18 @@ def _objective(
     """The mean of means, weighted by rows, and None; or sum and count of them all."""
     found, parts = [], [*parts]
     for part in parts:
-        with workload.calling("forward"):
-            output = model(part.inputs)
+        try:
+            with workload.calling("forward"):
+                output = model(part.inputs)
+        except WorkloadError as error:
+            if isinstance(part.inputs, Tensor) or not _is_of_call(error.__cause__):
+                raise
+            text = str(error).partition("forward: ")[2]
+            raise workload.refuse(
+                "forward",
+                f"{text}; the model is called with the inputs of batch() as its one "
+                f"argument, here a {type(part.inputs).__name__}: let forward unpack it",
+            ) from error
         found.append(workload.objective(output, part.targets))
     counts = [count for _, count in found if count is not None]
     if counts:
@@ -165,6 +254,11 @@ def _objective(
     weights = [part.elements for part in parts]
     values = [v * w for (v, _), w in zip(found, weights, strict=True)]
     return torch.stack(values).sum() / sum(weights), None
+
+
+def _is_of_call(error: BaseException | None) -> bool:
+    """Whether an error is that of a call with other arguments than were expected."""
+    return isinstance(error, TypeError) and "argument" in str(error)
 
 
 def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
@@ -186,7 +280,7 @@ def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
 def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
     """Check that the losses of parts make up the loss of the whole batch."""
     # in fp64, where rounding cannot hide a loss that is no mean
-    wide = batch.map(lambda t: t.double() if t.is_floating_point() else t)
+    wide = _wide(batch)
     model = model.double()
     own = workload.micro_batches
     with torch.no_grad():
@@ -200,10 +294,35 @@ def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
                     f"elements of the targets, the batch has {wide.elements}; where "
                     "some are padding, let the loss be (sum, count)",
                 )
-            _check_made_up(workload, model, wide, parts, "micro_batches")
+            # else the objective is that of these parts, whatever it is
+            if not _same_parts(workload, wide, parts):
+                _check_made_up(workload, model, wide, parts, "micro_batches")
         else:
             _check_made_up(workload, model, wide, wide.in_parts(PARTS), "loss")
     model.float()
+
+
+def _same_parts(workload: ResolvedWorkload, whole: Batch, parts: list[Batch]) -> bool:
+    """Whether the ranks' shares are cut in the parts in which the batch is cut.
+
+    Then the mean over these parts is the objective, and a part may couple its rows:
+    batch statistics, a balance of experts, pairs of rows.
+    """
+    if workload.shard is not None or len(parts) == 1:
+        return False
+    cut = workload.micro_batches
+    assert cut is not None
+    for topology in workload.topologies.values():
+        count = topology.shares(topology.default_world_size)
+        theirs = [p for i in range(count) for p in cut(whole.shard(i, count))]
+        same = len(theirs) == len(parts) and all(
+            len(one.tensors) == len(other.tensors)
+            and all(map(_same_bits, one.tensors, other.tensors))
+            for one, other in zip(parts, theirs, strict=True)
+        )
+        if not same:
+            return False
+    return True
 
 
 def _check_made_up(
@@ -213,25 +332,50 @@ def _check_made_up(
     parts: list[Batch],
     call: str,
 ) -> None:
-    value, count = _objective(workload, model, [whole])
-    made, of_parts = _objective(workload, model, parts)
+    try:
+        with new_tensors_in_fp64(workload.name):
+            value, count = _objective(workload, model, [whole])
+            made, of_parts = _objective(workload, model, parts)
+    except WorkloadError as error:
+        text = str(error).partition(f"{error.call}: ")[2]
+        raise workload.refuse(
+            error.call,
+            f"{text}; in fp64, in which the reference trains, and not in fp32: make "
+            "new tensors in the dtype of the inputs or of the parameters",
+        ) from error
     largest = max(abs(value.item()), abs(made.item()))
+    # logits.float() before the cross entropy: the loss is then a mean within fp32
+    rounding = ROUNDING if value.dtype == torch.float64 else FP32_INSIDE
     if count is not None:
-        if count != of_parts or abs(value - made) > ROUNDING * largest * len(parts):
+        off = abs(value - made) > rounding * largest * len(parts)
+        if off or of_parts is None or not counts_equal(count, of_parts):
             raise workload.refuse(
                 call,
                 f"the batch has the sum {value.item():.9g} and the count {count:g}, "
                 f"its {len(parts)} parts together {made.item():.9g} and {of_parts:g}, "
                 "in fp64: sums and counts of parts must add up",
             )
-    elif abs(value - made) > ROUNDING * largest:
+    elif abs(value - made) > rounding * largest:
         raise workload.refuse(
             call,
             f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
             f"over its {len(parts)} parts, in fp64: data parallel training averages "
             "over rows, so the loss must be a mean over them (no sum, no batch norm, "
-            "no fp32 inside), or (sum, count)",
+            "no fp32 inside the model), or (sum, count). If it couples rows on "
+            "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
+            "the same for the whole batch and for the shares of the ranks",
         )
+
+
+def counts_equal(one: float, other: float) -> bool:
+    """Whether two sums of the same counts are equal: exactly, if they are integers.
+
+    Sums of weights (of classes, of tokens) depend on the order of addition, and may be
+    in fp32.
+    """
+    if one == int(one) and other == int(other):
+        return one == other
+    return abs(one - other) <= FP32_INSIDE * max(one, other)
 
 
 def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
@@ -239,7 +383,7 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
     # with all parameters and with one, as the reference makes one optimizer for each
     for some in (named, named[:1]):
         for make in workload.optimizers.values():
-            made = make(some)
+            made = make(some) if some is named else _made_alone(workload, make, some)
             if not isinstance(made, torch.optim.Optimizer):
                 text = f"returned {type(made).__name__}, expected torch's Optimizer"
                 raise workload.refuse("optimizer", text)
@@ -250,6 +394,20 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
                     "optimizer", f"was given {lost[0]} and left it out"
                 )
     _check_alone(workload, named)
+
+
+def _made_alone(
+    workload: ResolvedWorkload, make: Callable[[Any], Any], some: Any
+) -> Any:
+    try:
+        return make(some)
+    except WorkloadError as error:
+        text = f"with {some[0][0]} alone it {str(error).partition('optimizer: ')[2]}"
+        raise workload.refuse(
+            "optimizer",
+            f"{text}; the reference has an optimizer for each parameter, so leave out "
+            "groups and optimizers that would be empty",
+        ) from error
 
 
 def _check_alone(
@@ -266,7 +424,10 @@ def _check_alone(
         for _ in range(2)
     ]
 
+    drew = False
+
     def moved(names: Iterable[str]) -> dict[str, Tensor]:
+        nonlocal drew
         some = {
             n: nn.Parameter(torch.ones(sizes[n], dtype=torch.float64)) for n in names
         }
@@ -276,10 +437,19 @@ def _check_alone(
             for gradients in steps:
                 for name, parameter in some.items():
                     parameter.grad = gradients[name].clone()
+                state = torch.get_rng_state()
                 made.step()
+                drew |= not torch.equal(state, torch.get_rng_state())
         return {name: p.detach() - 1 for name, p in some.items()}
 
     for name, beside in moved(sizes).items():
+        if drew:
+            raise workload.refuse(
+                "optimizer",
+                "draws random numbers in step: on another number of ranks or in "
+                "another order they are others, so its updates cannot be compared. "
+                "Judge the stack with the noise, or the stochastic rounding, at 0",
+            )
         off = float((moved([name])[name] - beside).norm())
         if off > ROUNDING * float(beside.norm()):
             raise workload.refuse(

@@ -47,6 +47,12 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             "layer that looks at all rows at once does that. Write shard or "
             "micro_batches if parts are to give what the whole does"
         )
+    elif first is not None and (rates := _moving_rate(evidence, first)):
+        found = inconclusive(
+            f"{_departed(first).message}; but the stack moves its learning rate "
+            f"({rates}), and the reference has no schedule: judge it with a factor of "
+            "1 at every step"
+        )
     elif first is not None and _unclear(evidence, first.step):
         found = inconclusive(
             f"{_departed(first).message}; but up to there a learned router chose by "
@@ -84,6 +90,26 @@ def _reads_grad(evidence: Evidence) -> bool:
 def _all_bad(evidence: Evidence) -> bool:
     """Whether no step had only finite gradients."""
     return all(any(s.non_finite for s in seen) for _, seen in evidence.steps())
+
+
+def _moving_rate(evidence: Evidence, first: ParityRow) -> str:
+    """A learning rate that changes in the run, and what a departure has to do with it.
+
+    Empty where some gradient departs before any weight was stepped with it.
+    """
+    assert evidence.parity is not None
+    gradient = evidence.parity.first_bad.get("gradient")
+    before_any_step = first.step == 0 and first.kind != "update"
+    if before_any_step or (gradient is not None and gradient.step == 0):
+        return ""
+    rates: dict[str, dict[float, int]] = {}
+    for trace in evidence.ranks:
+        for at in trace.steps:
+            for name, rate in at.rates.items():
+                rates.setdefault(name, {}).setdefault(rate, at.step)
+    moving = next((n for n, found in rates.items() if len(found) > 1), "")
+    steps = [f"{rate:g} at step {step}" for rate, step in rates.get(moving, {}).items()]
+    return f"{moving}: {', '.join(steps[:2])}" if moving else ""
 
 
 def _unclear(evidence: Evidence, last: int) -> bool:
