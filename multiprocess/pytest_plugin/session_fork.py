@@ -22,6 +22,7 @@ Where it is not safe a fresh server is started when the tests have been collecte
 from __future__ import annotations
 
 import _warnings
+import ast
 import atexit
 import contextlib
 import ctypes
@@ -61,9 +62,6 @@ _HARMLESS = re.compile(r"/dev/(null|tty|u?random|pts/\d+)$|.* \(deleted\)$")
 
 INSTALLED = re.compile(r"/(site|dist)-packages/")
 """In the path of each file that an installation has put there."""
-
-_IMPORTED = re.compile(rb"^(?:from|import)\s+([\w.]+)", re.MULTILINE)
-"""A module that is imported at the top of another one."""
 
 _STDLIB = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")
@@ -124,11 +122,12 @@ class TorchImportHook:
         """
         self._words = tuple(words)
         self._opened = opened
-        self._costly: list[str] = []
+        self._paths: set[str] = set()
         self._forked = False
 
     def watch_module(self, path: Path) -> None:
         """Wait for torch from now on if the module at ``path`` speaks of worlds."""
+        self._paths.add(str(path))
         if self in sys.meta_path or "torch" in sys.modules or mode() == "fresh":
             return
         try:
@@ -136,13 +135,6 @@ class TorchImportHook:
         except OSError:
             return  # pytest says so
         if any(word in text for word in self._words):
-            from ..rank.worker import COSTLY
-
-            # torch's test classes take longer to import than torch itself.
-            needed = {name.decode() for name in _IMPORTED.findall(text)}
-            self._costly = [
-                name for name in COSTLY if name.startswith("torch.") and name in needed
-            ]
             sys.meta_path.insert(0, self)
 
     def stop(self, *, expected: bool = False) -> None:
@@ -179,11 +171,13 @@ class TorchImportHook:
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             load, before = loader.exec_module, Snapshot(opened=self._opened)
+            # torch's test classes take longer to import than torch itself
+            needed = self._costly_parts()
 
             def exec_module(module: ModuleType) -> None:
                 del loader.exec_module
                 load(module)
-                for name in self._costly:
+                for name in needed:
                     # What it raises, the test module shows.
                     with contextlib.suppress(Exception):
                         importlib.import_module(name)
@@ -191,6 +185,24 @@ class TorchImportHook:
 
             loader.exec_module = exec_module
         return spec
+
+    def _costly_parts(self) -> list[str]:
+        """Slow parts of torch that the module which imports torch now needs, too."""
+        from ..rank.worker import COSTLY
+
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename not in self._paths:
+            frame = frame.f_back
+        if frame is None:
+            return []
+        needed: set[str] = set()
+        for node in ast.parse(Path(frame.f_code.co_filename).read_bytes()).body:
+            if isinstance(node, ast.Import):
+                needed |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                needed |= {f"{node.module}.{alias.name}" for alias in node.names}
+                needed.add(node.module)
+        return [n for n in COSTLY if n.startswith("torch.") and n in needed]
 
     def _unhook(self) -> None:
         if self in sys.meta_path:

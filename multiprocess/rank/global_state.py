@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -25,6 +26,32 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _set_autocast(value: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled("cpu", value[0])
+    torch.set_autocast_dtype("cpu", value[1])
+
+
+def _flushes_denormals() -> bool:
+    # torch has no getter; the CPU shows it
+    return not torch.full((), 1e-40).mul(1.0).item()
+
+
+def _handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in _SIGNALS]
+
+
+def _set_handlers(handlers: list[Any]) -> None:
+    for number, handler in zip(_SIGNALS, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that programs handle; reading the handlers of all 64 costs 10 us."""
+
 # Typed loosely: each setter takes what its getter gave.
 _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -33,6 +60,11 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (_determinism, _set_determinism),
+    (_autocast, _set_autocast),
+    (_flushes_denormals, torch.set_flush_denormal),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    (_handlers, _set_handlers),
     (os.getcwd, os.chdir),
     (lambda: dict(os.environ), lambda env: _restore_environment(env)),
     (lambda: list(sys.path), lambda path: sys.path.__setitem__(slice(None), path)),

@@ -1,7 +1,9 @@
 """What a cluster promises when nothing goes wrong."""
 
+import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -163,6 +165,12 @@ def test_settings_do_not_leak_into_the_next_call(
         torch.set_grad_enabled(False)
         torch.set_num_threads(2)
         torch.use_deterministic_algorithms(True)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        torch.set_flush_denormal(True)
+        sys.setrecursionlimit(5000)
+        gc.disable()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.environ["SPOILT"] = "1"
         os.chdir(folder)
         sys.path.append("/spoilt")
@@ -175,6 +183,12 @@ def test_settings_do_not_leak_into_the_next_call(
             torch.is_grad_enabled(),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.full((), 1e-40).mul(1.0).item(),
+            sys.getrecursionlimit(),
+            gc.isenabled(),
+            signal.getsignal(signal.SIGTERM),
             "SPOILT" in os.environ,
             os.getcwd(),
             "/spoilt" in sys.path,
