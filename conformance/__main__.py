@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import runpy
 import signal
@@ -14,9 +15,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..multiprocess.environment import needs_agent
+from ..multiprocess.environment import needs_agent, unsupported
 from .cli.arguments import COMMANDS as GROUP
 from .cli.arguments import DEFAULT_SCALER, FORMATS, TOOLS, TOOLS_FOLDER, parse
+from .rank import PRELOAD
 from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
@@ -73,7 +75,29 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
     parsed = parse(arguments)
     parsed.arguments = arguments
     parsed.agent = agent
+    if parsed.command in STARTING_RANKS and agent is None:
+        _fork_server_off()
     return COMMANDS[parsed.command](parsed)
+
+
+def _fork_server_off() -> None:
+    """Import what a rank needs, and make the forkserver a fork of this process.
+
+    So torch is imported once for both. Later is too late: a process with threads is not
+    forked. Where it is not safe, a server of its own is started with the first ranks.
+    """
+    from ..multiprocess.pytest_plugin import session_fork
+
+    with as_usage(ValueError):
+        mode = session_fork.mode()
+    if mode == "fresh" or unsupported() or "torch" in sys.modules:
+        return
+    # no modules: the fork keeps all that there are, as nothing is a test's
+    opened, none = session_fork.open_targets(), frozenset[str]()
+    before = session_fork.Snapshot(opened=opened, modules=none)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    session_fork.fork_server_off(before, must=mode == "fork")
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -368,6 +392,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "survey": _survey,
     "bench": _bench,
 }
+
+STARTING_RANKS = ("run", "replay", "localise", "hunt", "machine")
+"""Commands that start ranks in any case."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,6 +19,7 @@ import torch
 from ...multiprocess import WorldSpec
 from ...multiprocess.spec import Backend, Device
 from ..status import UsageError
+from . import PRELOAD
 
 __all__ = ["Devices", "device_names", "set_deterministic", "visible_gpus"]
 
@@ -54,6 +55,7 @@ class Devices:
             device=self.device,
             share_devices=self.share,
             timeout_s=timeout_s,
+            preload=PRELOAD,
         )
 
     def check(self, ranks: int, gpus: int, way_out: str) -> None:

@@ -93,7 +93,7 @@ class _WarmPool(Pool):
 
     def _make(self, world: int) -> BaseCluster:
         spec = self.devices.spec(world, self.timeout_s)
-        cluster = Cluster.of(replace(spec, preload=_preloaded()))
+        cluster = Cluster.of(replace(spec, preload=(*spec.preload, *_preloaded())))
         return self._stack.enter_context(cluster)
 
 

@@ -269,6 +269,9 @@ def test_a_killed_rank_gives_exit_3_and_an_incomplete_report(tmp_path: Path) -> 
         assert process.poll() is None
         time.sleep(0.1)
     family = descendants(process.pid)
+    # its forkserver is a fork of it, so that torch is imported once
+    commands = [Path(f"/proc/{p}/cmdline").read_text() for p in (process.pid, *family)]
+    assert {*commands} == {commands[0]}
     os.kill(int(ranks[0].name.partition("-")[2]), signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == 3, output
