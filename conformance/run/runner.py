@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ from .launcher import Place, Pool
 __all__ = ["Case", "Phases", "Runner"]
 
 _LOGGER = logging.getLogger(__name__)
+BEHIND = 3
+"""Number of cases whose ranks have ended and that wait to be judged: a case keeps its
+traces in memory until then."""
 TRIES = 3
 """How often a run is made until the reference's choices fit it."""
 Phases = tuple[tuple[RankTrace, ...], ...]
@@ -217,42 +221,47 @@ class Runner:
         begin: Callable[[str, str], None],
         end: Callable[[Case], bool],
     ) -> None:
-        """Judge all ``pairs`` in order; a case is judged while the next one trains.
+        """Judge all ``pairs`` in order; cases are judged while the next ones train.
 
         Ranks are processes and references train in a thread: one after the other they
-        would leave half of two cores idle.
+        would leave half of two cores idle. Of one case the ranks take longer and of
+        another the references, so the thread may be some cases behind.
 
         Args:
             pairs: (``module:attribute``, what to train).
             begin: called with spec and scenario id before its ranks start.
-            end: called with each judged case, in any thread; True ends the run.
+            end: called with each judged case, in order; True ends the run.
         """
-
-        def judged(seen: _Seen) -> bool | Case:
-            # localising needs the ranks, which train the next case now: ended() does it
-            case = self._judge(seen)
-            return case if self._is_localised(case) else end(case)
-
-        def ended(last: Future[bool | Case]) -> bool:
-            result = last.result()
-            if isinstance(result, bool):
-                return result
-            return end(self._localised_where_due(result))  # the ranks are free now
-
         pairs = list(pairs)
         for name in {scenario.model for _, scenario in pairs}:
             # seeds torch's global generator, so not while a judge trains references
             chooses_in_forward(name)
-        last: Future[bool | Case] | None = None
+        behind: deque[Future[Case]] = deque()
+
+        def ended() -> bool:
+            case = behind[0].result()
+            behind.popleft()
+            # localising needs the ranks, which train nothing now
+            return end(self._localised_where_due(case))
+
         with ThreadPoolExecutor(1, "judge") as judge:
-            for spec, scenario in pairs:
-                begin(spec, scenario.id)
-                seen = self._observe(spec, scenario)
-                if last is not None and ended(last):
-                    return
-                last = judge.submit(judged, seen)
-            if last is not None:
-                ended(last)
+            try:
+                for spec, scenario in pairs:
+                    begin(spec, scenario.id)
+                    seen = self._observe(spec, scenario)
+                    behind.append(judge.submit(self._judge, seen))
+                    while behind and (len(behind) > BEHIND or behind[0].done()):
+                        if ended():
+                            return
+                while behind and not ended():
+                    pass
+            # a broken harness, or ctrl-C: cases whose ranks have ended are judged
+            except BaseException:
+                while behind and not end(behind.popleft().result()):
+                    pass
+                raise
+            finally:
+                judge.shutdown(wait=False, cancel_futures=True)
 
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
         """Run the ranks, and the control a second time if they differ from it."""

@@ -1,5 +1,6 @@
 """The runner on made-up ranks: what it does twice before it accuses anybody."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from gradparity.conformance.rank.trace import Problem, RankTrace
 from gradparity.conformance.rank.worker import JudgedError
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run.launcher import Place
+from gradparity.conformance.run.runner import BEHIND
 from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
 from gradparity.tests.made_up import SCENARIO, rank_trace
 
@@ -238,6 +240,61 @@ def test_a_control_without_a_judged_scaler_is_made_once() -> None:
     runner = Runner(folder=".", place=place)
     runner.run(NO_SCALER, replace(SCENARIO, init_scale=8.0), parity=False)
     assert place.calls == [NO_SCALER]
+
+
+class Watched(Runner):
+    """Its judge begins once ``due`` cases have begun; ``last`` ends end the run."""
+
+    def __init__(self, due: int, last: int = 0) -> None:
+        super().__init__(folder=".", place=MadeUp(scaler=[right]))
+        self.due, self.last = due, last
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        self.enough = threading.Event()
+
+    def begin(self, _: str, scenario: str) -> None:
+        self.begun.append(scenario)
+        if len(self.begun) == self.due:
+            self.enough.set()
+
+    def end(self, case: Case) -> bool:
+        self.ended.append(case.scenario.id)
+        return len(self.ended) == self.last
+
+    def _judge(self, seen: Any, parity: bool = True) -> Case:
+        assert self.enough.wait(60), "the ranks wait for the judge"
+        return super()._judge(seen, parity=False)
+
+
+def seeds(count: int) -> list[tuple[str, Scenario]]:
+    return [(SCALER, replace(SCENARIO, seed=seed)) for seed in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, BEHIND, BEHIND + 3])
+def test_the_judge_may_be_some_cases_behind_and_all_end_in_order(count: int) -> None:
+    runner = Watched(min(count, BEHIND + 1))
+    runner.run_all(seeds(count), runner.begin, runner.end)
+    assert runner.ended == runner.begun
+    assert len(runner.ended) == count
+
+
+def test_nothing_ends_after_the_case_that_ends_the_run() -> None:
+    runner = Watched(BEHIND + 1, last=2)
+    runner.run_all(seeds(BEHIND + 3), runner.begin, runner.end)
+    assert runner.ended == runner.begun[:2]
+
+
+def test_cases_that_were_trained_before_an_interrupt_are_judged() -> None:
+    runner = Watched(3)
+
+    def begin(spec: str, scenario: str) -> None:
+        runner.begin(spec, scenario)
+        if len(runner.begun) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_all(seeds(5), begin, runner.end)
+    assert runner.ended == runner.begun[:2]
 
 
 def test_a_planted_fault_that_strikes_nothing_ends_in_no_pass(
