@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Two a core of a small machine: tests wait for half of their time.
 WORKERS ?= 4
 
-.PHONY: parity test test-all under-load lint gate baseline planted bench report docs \
+.PHONY: parity test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
   survey-scalers who-passes specimens survey torch-versions wild relock clean setup \
   setup-test mutants
 
@@ -26,21 +26,26 @@ parity: setup  ## the main job: train on meshes, compare every step on every ran
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
 	  --scaler torch.amp:GradScaler --require gradparity.scaler:GradScaler --out $(REPORT)
 
-test: SELECT := -m 'not slow'
-test: lint  ## ruff, mypy strict, pytest under xdist; nothing may be left behind
-	$(PYTEST)
+# mypy takes one core only: it runs beside the tests.
+test: ruff  ## ruff, mypy strict, pytest under xdist; nothing may be left behind
+	$(MAKE) --no-print-directory -j 2 mypy pytest SELECT="-m 'not slow'"
 
-test-all: lint  ## the same, with the tests that take long and seldom fail
-	$(PYTEST)
+test-all: ruff  ## the same, with the tests that take long and seldom fail
+	$(MAKE) --no-print-directory -j 2 mypy pytest
 
-PYTEST = $(BIN)/python tests/nothing_left.py $(BIN)/pytest -n $(WORKERS) --dist worksteal -q $(SELECT)
+pytest: setup-test
+	$(BIN)/python tests/nothing_left.py $(BIN)/pytest -n $(WORKERS) --dist worksteal -q $(SELECT)
 
 under-load: setup-test  ## make test, RUNS times beside four busy loops
 	$(BIN)/python tests/under_load.py $(or $(RUNS),3)
 
-lint: setup-test
+lint: ruff mypy
+
+ruff: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: setup-test
 	$(BIN)/mypy
 
 gate: setup  ## what this repository asks of itself: fp32 on digits, the same on every machine
