@@ -98,12 +98,12 @@ class _Side:
     """Further import paths."""
 
 
-def diff(settings: DiffSettings, tell: Callable[[str], None]) -> int:
+def diff(settings: DiffSettings, show: Callable[[str], None]) -> int:
     """Run both sides and compare them.
 
     Args:
         settings: what to compare.
-        tell: called with each line of the result.
+        show: called with each line of the result.
 
     Returns:
         0 the same, 1 different, 3 a side broke, 4 nothing is known.
@@ -113,17 +113,17 @@ def diff(settings: DiffSettings, tell: Callable[[str], None]) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="gradparity-diff-") as scratch:
         with _sides(settings, Path(scratch)) as sides:
-            recordings = [_recorded(side, Path(scratch), tell) for side in sides]
+            recordings = [_recorded(side, Path(scratch), show) for side in sides]
             if apart := _packages_apart(recordings):
-                tell(plain(f"packages: {_packages_told(apart)}"))
+                show(plain(f"packages: {_packages_text(apart)}"))
             outcomes = _outcomes(sides, recordings, settings)
         status = worst_of(RESULTS[found.result] for found in outcomes)
         if status == "skipped":
             status = "inconclusive"
         for found in outcomes:
-            for line in _told(found):
-                tell(plain(line))
-        tell(f"diff: {_WORDS[status]}: {_counts(outcomes)}")
+            for line in _outcome_lines(found):
+                show(plain(line))
+        show(f"diff: {_WORDS[status]}: {_counts(outcomes)}")
         if settings.json is not None:
             _write_json(settings.json, status, sides, recordings, outcomes)
     return EXIT_CODES[status]
@@ -249,7 +249,7 @@ def _git(checkout: Path, *words: str) -> None:
         raise UsageError(f"{checkout}: git {words[0]} {words[1]}: {plain(last)}")
 
 
-def _recorded(side: _Side, scratch: Path, tell: Callable[[str], None]) -> Path:
+def _recorded(side: _Side, scratch: Path, show: Callable[[str], None]) -> Path:
     """Run a side; returns the folder of its recording.
 
     Raises:
@@ -278,7 +278,7 @@ def _recorded(side: _Side, scratch: Path, tell: Callable[[str], None]) -> Path:
     if done.returncode == 0:
         seconds = time.monotonic() - start
         recording = read_recording(out)
-        tell(
+        show(
             plain(
                 f"{side.name}: {side.text}: {len(recording.runs)} scenarios in "
                 f"{seconds:.0f} s, torch {recording.torch}, Python {recording.python}"
@@ -299,12 +299,12 @@ def _packages_apart(folders: Sequence[Path]) -> dict[str, tuple[str, str]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _packages_told(apart: dict[str, tuple[str, str]]) -> str:
-    told = [
+def _packages_text(apart: dict[str, tuple[str, str]]) -> str:
+    texts = [
         f"{n} {a or 'none'} in A, {b or 'none'} in B" for n, (a, b) in apart.items()
     ]
-    more = [f"{len(told) - _PACKAGES} more"] if len(told) > _PACKAGES else []
-    return "; ".join(told[:_PACKAGES] + more)
+    more = [f"{len(texts) - _PACKAGES} more"] if len(texts) > _PACKAGES else []
+    return "; ".join(texts[:_PACKAGES] + more)
 
 
 def _outcomes(
@@ -339,7 +339,7 @@ def _outcomes(
     return outcomes
 
 
-def _told(found: Outcome) -> Iterator[str]:
+def _outcome_lines(found: Outcome) -> Iterator[str]:
     other = found.b.scenario
     where = found.a.scenario if other == found.a.scenario else found.a.pairs_with
     if found.a.pairs_with != found.b.pairs_with:
@@ -357,12 +357,12 @@ def _counts(outcomes: Sequence[Outcome]) -> str:
         "undecided": "undecided",
         "broken": "broken",
     }
-    told = [
+    texts = [
         f"{count} {word}"
         for result, word in words.items()
         if (count := sum(found.result == result for found in outcomes))
     ]
-    return f"{len(outcomes)} scenarios: {', '.join(told) or 'none'}"
+    return f"{len(outcomes)} scenarios: {', '.join(texts) or 'none'}"
 
 
 def _write_json(

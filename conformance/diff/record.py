@@ -136,8 +136,8 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
         headline = plain(failure.root.headline)
         # an exception is the stack's behaviour, which may differ between the sides; a
         # rank that died proves nothing
-        told = isinstance(failure.root.exception, WorkloadError)
-        name = "problem" if told else "broken"
+        of_stack = isinstance(failure.root.exception, WorkloadError)
+        name = "problem" if of_stack else "broken"
         return msgspec.structs.replace(run, **{name: headline}), {}
     except Exception as error:  # of this scenario only: the others go on
         traceback.print_exc()

@@ -276,13 +276,13 @@ def confirm_all(
             file.write_text(text, encoding="utf-8")
             running[pool.submit(run_script, file)] = (family.id, plan, name)
         for done in as_completed(running):
-            (finding, plan, name), (shows, told) = running[done], done.result()
+            (finding, plan, name), (shows, printed) = running[done], done.result()
             record = ScriptRecord(
-                finding=finding, plan=plan, model=name, shows=shows, text=told
+                finding=finding, plan=plan, model=name, shows=shows, text=printed
             )
             append(path, record)
             known[record.key] = record
-            said = "shows it" if shows else f"does not show it: {told}"
+            said = "shows it" if shows else f"does not show it: {printed}"
             line = plain(f"script of {finding}, {plan} {name}: {said}")
             console.print(line[:160], markup=False, highlight=False)
     finally:

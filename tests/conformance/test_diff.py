@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.diff.command import _packages_apart, _packages_told
+from gradparity.conformance.diff.command import _packages_apart, _packages_text
 from gradparity.conformance.diff.differences import Outcome, compare_runs
 from gradparity.conformance.diff.recording import (
     Arrays,
@@ -372,6 +372,6 @@ def test_packages_of_other_versions_are_named(tmp_path: Path) -> None:
     apart = _packages_apart(recordings)
     assert apart == {"x": ("1", "1.1"), "y": ("2", ""), "z": ("", "3")}
     text = "x 1 in A, 1.1 in B; y 2 in A, none in B; z none in A, 3 in B"
-    assert _packages_told(apart) == text
+    assert _packages_text(apart) == text
     many = {f"p{n}": ("1", "2") for n in range(11)}
-    assert _packages_told(many).endswith("p7 1 in A, 2 in B; 3 more")
+    assert _packages_text(many).endswith("p7 1 in A, 2 in B; 3 more")

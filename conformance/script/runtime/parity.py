@@ -122,5 +122,5 @@ def departures(rows: Rows, stack: Stack) -> Iterator[tuple[int, str]]:
                         wrong[name] = f"{relative:.2g} > {limit:.1g}"
                 if wrong:
                     text = f"{kind}s are not those of one process: {[*wrong]}"
-                    told = ", ".join(wrong.values())
-                    yield step, f"rank {rank}: {text}; relative errors {told}"
+                    listed = ", ".join(wrong.values())
+                    yield step, f"rank {rank}: {text}; relative errors {listed}"

@@ -161,9 +161,11 @@ def train_on_ranks(
     # fork hands the stack over as it is: a workload need not be picklable
     fork, world = mp.get_context("fork"), math.prod(phase.mesh.values())
     log = fork.Queue()
-    told = world, log, f"file://{folder}/rendezvous-{phase.steps.start}"
+    common = world, log, f"file://{folder}/rendezvous-{phase.steps.start}"
     ranks = [
-        fork.Process(target=rank_main, args=(rank, *told, train, stack, phase, folder))
+        fork.Process(
+            target=rank_main, args=(rank, *common, train, stack, phase, folder)
+        )
         for rank in range(world)
     ]
     for process in ranks:
@@ -190,14 +192,14 @@ def train_on_ranks(
 
 
 def rank_main(
-    rank: int, world: int, log: Any, address: str, train: Any, *told: Any
+    rank: int, world: int, log: Any, address: str, train: Any, *training: Any
 ) -> None:
     """One rank: write the rows that ``train`` yields, one a step, to ``log``."""
-    stack, phase, _ = told
+    stack, phase, _ = training
     step = phase.steps.start
     try:
         dist.init_process_group("gloo", address, rank=rank, world_size=world)
-        for row in train(*told):
+        for row in train(*training):
             log.put((rank, step, row))
             step += 1
         log.put((rank, None, None))

@@ -32,10 +32,10 @@ from .ranks import (
 __all__ = ["main"]
 
 
-def given(told: Any, shapes: dict[str, torch.Size]) -> dict[str, tuple[Any, Tensor]]:
+def given(values: Any, shapes: dict[str, torch.Size]) -> dict[str, tuple[Any, Tensor]]:
     """The result of ``weights`` or ``gradients``, with the places of its elements."""
     found = {}
-    for key, value in told.items():
+    for key, value in values.items():
         name = full_name(key, shapes)
         numbers = torch.arange(shapes[name].numel())
         if isinstance(value, DTensor):
@@ -73,9 +73,9 @@ def train(stack: Stack, phase: Phase, folder: str) -> Iterator[Row]:
             used.clear()
         row: Row = {"norm": {}}
         if stack.train_step:
-            told = stack.train_step(module, parts_of(layout, step), None)
-            if isinstance(told, tuple):
-                row["norm"]["whole"] = np.array([float(told[1])]), [0]
+            returned = stack.train_step(module, parts_of(layout, step), None)
+            if isinstance(returned, tuple):
+                row["norm"]["whole"] = np.array([float(returned[1])]), [0]
         else:
             optimizer.zero_grad()
             phase.passes(layout, step, lambda loss, *_: loss)
