@@ -301,6 +301,7 @@ def test_a_parity_failure_names_parameter_rank_and_bound() -> None:
     ):
         found = finding(of, f"parity.{law}")
         assert found.message == f"step 2: {subject} {bound} {error}, bound 1"
+        assert found.ranks == (() if law == "loss" else (1,))
 
 
 def test_parity_of_gradients_is_skipped_if_all_steps_are_bad() -> None:

@@ -124,7 +124,8 @@ def _departed(row: ParityRow) -> Finding:
         message=f"step {row.step}: {_subject(row)} departs from the fp64 truth: "
         f"relative {row.measure} of the error {row.error:.3g}, bound {row.bound:.3g}",
         step=row.step,
-        ranks=(row.rank,),
+        # the loss that is compared is the mean of all ranks
+        ranks=() if row.kind == "loss" else (row.rank,),
         parameter=row.parameter,
         numbers={"error": row.error, "bound": row.bound},
     )
