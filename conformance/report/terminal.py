@@ -165,16 +165,34 @@ def _number(value: Number) -> str:
 def print_report(console: Console, report: Report) -> None:
     """Print the matrix topology x scaler, then the locations of parity failures."""
     console.print(_matrix(report))
-    # by text: several cases often fail in one place
-    places = {c.location.text: c for c in report.cases if c.location}
-    for text, case in list(places.items())[:PLACES]:
-        where = Text(f"where {plain(case.scenario)}: ", style="bold")
-        console.print(where.append(plain(text), style="not bold"), soft_wrap=True)
+    places = _places(report)
+    for first, *others in places[:PLACES]:
+        assert first.location is not None
+        where = Text(f"where {plain(first.scenario)}: ", style="bold")
+        text = plain(first.location.text)
+        runs = "run" if len(others) == 1 else "runs"
+        text += f" (and in {len(others)} more {runs})" if others else ""
+        console.print(where.append(text, style="not bold"), soft_wrap=True)
     if len(places) > PLACES:
         console.print(f"where: {len(places) - PLACES} more are on the page")
     if report.incomplete:
         line = f"INCOMPLETE: {plain(report.incomplete)}"
         console.print(Text(line, style="bold magenta"), soft_wrap=True)
+
+
+def _places(report: Report) -> list[list[CaseRecord]]:
+    """The cases that were localised, together where they depart in one place.
+
+    A factor belongs to the place: gradients that are halved and gradients that are
+    doubled have two causes.
+    """
+    places: dict[tuple[str, ...], list[CaseRecord]] = {}
+    for case in report.cases:
+        if (found := case.location) is not None:
+            factor = "" if found.factor is None else f"{float(found.factor):.3g}"
+            place = (case.scaler, found.where, found.module, found.inside, factor)
+            places.setdefault(place, []).append(case)
+    return list(places.values())
 
 
 def _matrix(report: Report) -> Table:

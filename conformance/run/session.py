@@ -216,10 +216,13 @@ def _show(settings: RunSettings, console: Console) -> None:
     if not settings.quiet:
         print_report(console, report)
     lines = [plain(text) for text in report.header.launcher.restarts]
+    reasons: dict[str, list[str]] = {}
+    for record in report.cases:
+        if record.status == "skipped":
+            reasons.setdefault(record.verdicts[0].message, []).append(record.scenario)
     skipped = [
-        f"{r.scenario}: {r.verdicts[0].message}"
-        for r in report.cases
-        if r.status == "skipped"
+        f"{of[0]}{f' and {len(of) - 1} more' if of[1:] else ''}: {why}"
+        for why, of in reasons.items()
     ]
     left_out = [] if settings.scenarios else not_tried(settings.selection)
     # a pass of what was tried must not look like a pass of everything

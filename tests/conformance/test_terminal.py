@@ -79,11 +79,18 @@ def test_facts_are_step_ranks_parameter_and_numbers() -> None:
 def test_the_first_places_are_shown_and_the_others_counted() -> None:
     places = [f"the gradient of w{i} departs" for i in range(PLACES + 2)]
     cases = [
-        replace(case(f"a:B{i}", "fail"), location=Location(where="gradient", text=text))
-        for i, text in enumerate(places)
+        replace(
+            case("a:B", "fail"),
+            location=Location(where="gradient", module=f"w{i}", text=text),
+        )
+        for i, text in enumerate([*places, f"{places[0]} in another recipe"])
     ]
+    again = cases[-1].location
+    assert again is not None
+    cases[-1] = replace(cases[-1], location=replace(again, module="w0"))
     made, file = console(terminal=False)
     print_report(made, report_of(*cases))
     seen = file.getvalue()
     assert [text in seen for text in places] == [True] * PLACES + [False] * 2
+    assert f"{places[0]} (and in 1 more run)" in seen
     assert "where: 2 more are on the page" in seen
