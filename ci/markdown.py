@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.report.table import escape, row
-from ..conformance.report.terminal import cell, facts
+from ..conformance.report.terminal import cell, facts, scaler_name
 from ..conformance.status import RANKING, Verdict, case_status
 from .reasons import at
 
@@ -95,7 +95,7 @@ def _left_out(count: int) -> str:
 def _matrix(report: Report) -> Iterator[str]:
     if not report.cases:
         return
-    yield row(["topology", *(escape(s) for s in report.scalers)])
+    yield row(["topology", *(escape(scaler_name(s)) for s in report.scalers)])
     yield row(["---"] * (1 + len(report.scalers)))
     for topology in report.topologies:
         cells = [cell(report.of(topology, scaler)) for scaler in report.scalers]
