@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,7 @@ from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
 
 __all__ = ["main", "render"]
 
+WIDTH = 100
 _HEAD = """\
 # Laws
 
@@ -71,12 +73,18 @@ def _entry(law: Law) -> str:
 
 def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
-    yield f"{law.text}\n"
-    yield f"*Why:* {law.reason}\n"
+    yield _filled(law.text)
+    yield _filled(f"*Why:* {law.reason}")
     every = FAULTY | FAULTY_STACKS | FAULTY_TRAINERS | FAULTY_STEPS
     faulty = [f"`{made.__name__}`" for made, how in every.items() if how.law == law.id]
     if faulty:
-        yield f"*Broken on purpose by:* {', '.join(faulty)}\n"
+        yield _filled(f"*Broken on purpose by:* {', '.join(faulty)}")
+
+
+def _filled(text: str) -> str:
+    """A paragraph in lines that are readable raw."""
+    lines = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
