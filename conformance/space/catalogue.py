@@ -16,6 +16,7 @@ new choices for their cost come first, so that a common fault shows early.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -152,10 +153,8 @@ def _three_runs(
         **OVERFLOWS_OF_ITSELF[bool(selection.workload)],
     )
     # a parameter that the topology splits: only the ranks that hold it see the fault
-    target, holder = (
-        split_parameter(model),
-        0 if topology.pipelined else world_size - 1,
-    )
+    target = split_parameter(model)
+    holder = 0 if topology.pipelined else last_holder(topology, world_size, model)
     yield run(
         precision="fp32",
         optimizer=optimizers[1],
@@ -192,6 +191,23 @@ def _layouts(selection: Selection) -> Iterator[Scenario]:
 def split_parameter(model: str) -> str:
     """A parameter that is sharded if any is; for a workload it is not known."""
     return MODELS[model].sharded if model in MODELS else "first"
+
+
+@cache
+def last_holder(topology: Topology, world_size: int, model: str) -> int:
+    """The last rank that holds elements of the split parameter.
+
+    With fewer rows than shards some ranks hold none, and a fault there would never be
+    injected. Replicas are the outermost axis of a mesh.
+    """
+    if model not in MODELS or topology.tensors == "plain":
+        return world_size - 1
+    rows = MODELS[model].make().get_parameter(split_parameter(model)).shape[0]
+    shape = topology.mesh_shape(world_size)
+    shards = math.prod(n for axis, n in shape.items() if axis != "replicate")
+    # as torch.chunk: shards of one size, then a smaller one, then empty ones
+    size = math.ceil(rows / shards)
+    return world_size - shards + math.ceil(rows / size) - 1
 
 
 def columns(selection: Selection) -> dict[str, list[str]]:
@@ -297,7 +313,7 @@ def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
         optimizer=row["optimizer"],
         param_order=row["param_order"],
         recipe=row["recipe"],
-        faults=_faults(row, world_size),
+        faults=_faults(row, topology, world_size),
         model=model,
         loss_factor=LOSS_FACTORS[row["loss_factor"]],
         **{"seed": selection.seed} | made | settings,
@@ -311,11 +327,12 @@ def _world_size(topology: Topology, model: str) -> int:
     return topology.default_world_size
 
 
-def _faults(row: Row, world_size: int) -> str:
-    rank = str(world_size - 1) if row["ranks"] == "last" else row["ranks"]
-    target = (
-        split_parameter(row["model"]) if row["target"] == "split" else row["target"]
-    )
+def _faults(row: Row, topology: Topology, world_size: int) -> str:
+    target, model = row["target"], row["model"]
+    last = world_size - 1
+    if target == "split":
+        target, last = split_parameter(model), last_holder(topology, world_size, model)
+    rank = str(last) if row["ranks"] == "last" else row["ranks"]
     steps = WHEN[row["when"]]
     plan = ";".join(f"{row['kind']}@r{rank}s{step}:{target}" for step in steps)
     return plan or "none"

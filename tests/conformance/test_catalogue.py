@@ -4,6 +4,7 @@ import itertools
 import re
 
 import pytest
+import torch
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.space import catalogue
@@ -100,6 +101,21 @@ def test_default_injects_at_every_place_on_every_topology() -> None:
                 assert re.search(f"@r{rank}s.:{re.escape(target)}", plans), target
     long = {s.faults for s in chosen if s.steps == catalogue.LONG}
     assert len(long) == 2 and "none" in long
+
+
+def test_default_plants_no_fault_where_a_rank_holds_nothing_of_the_parameter() -> None:
+    # 3 rows: two for the first of two shards, none for the last of four
+    for name, ranks, last in (("ddp", 4, 3), ("fsdp", 2, 1), ("fsdp", 4, 2)):
+        holder = catalogue.last_holder(TOPOLOGIES[name], ranks, "digits-uneven")
+        assert holder == last
+    assert catalogue.last_holder(TOPOLOGIES["hsdp"], 4, "digits-uneven") == 3
+    for s in select("default", Selection()):
+        name = catalogue.split_parameter(s.model)
+        for rank in re.findall(rf"@r(\d+)s.:{re.escape(name)}", s.faults):
+            rows = torch.arange(MODELS[s.model].make().get_parameter(name).shape[0])
+            shards = s.world_size // (2 if s.topology.startswith("hsdp") else 1)
+            held = rows.chunk(shards)
+            assert s.topology == "ddp" or int(rank) % shards < len(held), s.id
 
 
 @pytest.mark.parametrize(
