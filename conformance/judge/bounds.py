@@ -33,6 +33,14 @@ So one more reference flips the sign of every gradient element that is no larger
 the noise. In fp32 no such flip was ever seen, and a bound that allowed for it would
 hide real faults.
 
+[Note: Bias corrections]
+``torch.compile(optimizer.step)`` and ``capturable=True`` compute Adam's ``1 - beta**t``
+in fp32. All elements of a step then have one relative error, of which ``bias_error``
+is the largest possible value. A stack that steps its own optimizers may do either, so
+in fp32 it gets one more reference, whose steps are longer by that error over
+``SAFETY_FACTOR``: the bound on an update is then the error itself, and later gradients
+are bounded by its effect on them. Half precision has noise far above it.
+
 [Note: Whole matrices]
 An optimizer that makes a matrix orthogonal (Muon) mixes all elements. Its updates are
 compared without weights, and further references measure their noise: they change
@@ -174,6 +182,11 @@ def _noisy_runs(
     half = computed != torch.float32 or reduced_in(scenario) is not None
     if adaptive and half:  # see [Note: Sign flips]
         other = Variant(sign_flip=_noise(gradient))
+        runs.append(train_reference(scenario, schedule, other))
+        gradient = bounds()
+    if adaptive and not half and scenario.workload.train_step is not None:
+        # see [Note: Bias corrections]
+        other = Variant(double=True, bias_errors=1 / SAFETY_FACTOR)
         runs.append(train_reference(scenario, schedule, other))
         gradient = bounds()
     if not_elementwise(scenario.model, scenario.optimizer):  # [Note: Whole matrices]

@@ -8,6 +8,7 @@ may show, and the bounds of ``parity`` are made of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,6 +36,7 @@ __all__ = [
     "ReferenceRun",
     "Schedule",
     "Variant",
+    "bias_error",
     "reduced_in",
     "reference_before",
     "rows_apart",
@@ -108,6 +110,8 @@ class Variant:
     """If not 0, the seed of noise for an optimizer of whole matrices: within these
     limits in the gradients, and in its half-precision results."""
     limits: Limits = ()
+    bias_errors: float = 0.0
+    """Steps are longer by this multiple of what errors of bias corrections explain."""
 
 
 TRUTH = Variant(double=True)
@@ -119,6 +123,7 @@ NOISY = (
     Variant(parts=4),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
+FP32_UNIT = 2.0**-24
 KEPT = 48
 """Number of references kept, about 0.2 GB. The topologies of the parity preset share
 them: it trains 76, and with 16 kept 275. Of 256 the default preset would make a
@@ -247,6 +252,7 @@ class ReferenceRun:
         self.norms: list[float] = []
         self.counts: list[float | None] = []
         self.rows_apart: bool | None = None
+        self.steps_made = dict.fromkeys(self.optimizers, 0)
         self.generator = torch.Generator().manual_seed(variant.nudged)
         self.replayed: tuple[dict[str, Choices], ...] = ()
         """Per step: the choices that routers must make; empty: their own."""
@@ -286,8 +292,11 @@ class ReferenceRun:
         self._flip_signs(named, step)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
+                before = named[name].detach().clone()
                 with self._nudged(name, named[name], step):
                     optimizer.step()
+                self.steps_made[name] += 1
+                self._lengthen(optimizer, named[name], before, self.steps_made[name])
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
                     group["lr"] *= LR_DECAY
@@ -327,6 +336,19 @@ class ReferenceRun:
         noise = torch.rand(gradient.shape, generator=self.generator)
         gradient += limit * (2 * noise - 1)
         return HalfNoise(self.generator)
+
+    def _lengthen(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameter: nn.Parameter,
+        before: Tensor,
+        steps_made: int,
+    ) -> None:
+        betas = optimizer.param_groups[0].get("betas", ())
+        if self.variant.bias_errors and betas:
+            share = self.variant.bias_errors * bias_error(betas, steps_made)
+            with torch.no_grad():
+                parameter += share * (parameter - before)
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:
@@ -435,6 +457,22 @@ def _shuffled(parts: list[Batch], variant: Variant) -> list[Batch]:
     return [
         part for first in range(variant.parts) for part in parts[first :: variant.parts]
     ]
+
+
+def bias_error(betas: Iterable[float], steps_made: int) -> float:
+    """Largest relative error of a step of Adam with bias corrections in fp32.
+
+    A correction is ``1 - beta**t``. Rounding of beta changes the power by at most
+    ``t`` units, its own rounding by one more, and this error is relative to what the
+    subtraction leaves, which rounds once. The second correction is under a root.
+
+    Args:
+        betas: of the first and the second moment.
+        steps_made: ``t``, with this step.
+    """
+    powers = [float(beta) ** steps_made for beta in betas]
+    errors = [(steps_made + 1) * p / (1 - p) + 1 for p in powers if p < 1]
+    return FP32_UNIT * sum(e * x for e, x in zip(errors, (1, 1 / 2), strict=False))
 
 
 @lru_cache
