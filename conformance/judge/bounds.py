@@ -102,6 +102,8 @@ class ParityBounds:
     loss: Sequence[dict[str, Pair]]
     norm: Sequence[dict[str, Pair]] = ()
     """Of the norm of the whole unscaled gradient before it is clipped."""
+    noisy: Sequence[Reference] = ()
+    """The correct runs that the bounds are made of."""
 
 
 def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
@@ -130,6 +132,7 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
             roundoff,
             [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
         ),
+        noisy=runs,
     )
 
 

@@ -376,14 +376,17 @@ def _clip_rows(
 ) -> Iterator[ClipRow]:
     """The factor of each gradient against the truth's gradient before clipping."""
     steps = zip(_steps(phases), factors, schedule.skipped, strict=True)
+    noisy, worst = parity_bounds.noisy, 0.0
     for step, (seen, due, skipped) in enumerate(steps):
+        rows = []
         # with a bad gradient the ranks clip by a norm that is not finite
         for trace, at in seen if not skipped else ():
             for name, true in parity_bounds.truth.gradients[step].items():
                 if name not in at.gradients:
                     continue
+                places = trace.places(at, name)
                 # the reference records clipped gradients: this undoes its factor
-                whole = true[trace.places(at, name)] / due
+                whole = true[places] / due
                 size = float(np.linalg.norm(whole))
                 noise, _ = parity_bounds.gradient[step][name]
                 if not size or not np.isfinite(noise):
@@ -391,18 +394,48 @@ def _clip_rows(
                 values = gradient_of(seen, trace, at, name).astype(np.float64)
                 factor = float(values @ whole) / size**2
                 rest = float(np.linalg.norm(values - factor * whole))
-                # clipping scales the noise of a gradient, too
-                parallel = rest <= noise * max(1.0, abs(factor) / due)
-                yield ClipRow(
-                    step=step,
-                    parameter=name,
-                    rank=trace.rank,
-                    factor=factor,
-                    due=due,
-                    bound=noise / size,
-                    # with a larger bound even half the due factor would pass
-                    above_noise=parallel and noise / size < due / 2,
+                # a gradient that is not larger than its noise has no direction
+                if noise < size * due:
+                    runs = [run.gradients[step].get(name) for run in noisy]
+                    worst = max(worst, _factor_noise(runs, places, true[places]))
+                rows.append(
+                    ClipRow(
+                        step=step,
+                        parameter=name,
+                        rank=trace.rank,
+                        factor=factor,
+                        due=due,
+                        bound=noise / size,
+                        # clipping scales the noise of a gradient, too
+                        above_noise=rest <= noise * max(1.0, abs(factor) / due),
+                    )
                 )
+        yield from (_decided(row, SAFETY_FACTOR * worst) for row in rows)
+
+
+def _factor_noise(
+    runs: Iterable[Doubles | None], places: NDArray[np.int64], true: Doubles
+) -> float:
+    """By how much the factors of correct runs are off, relative to the due one."""
+    off = [
+        float(g[places] @ true) / float(true @ true) - 1 for g in runs if g is not None
+    ]
+    return max((abs(x) for x in off if np.isfinite(x)), default=float("inf"))
+
+
+def _decided(row: ClipRow, worst: float) -> ClipRow:
+    """Decide whether a factor is known, and by which bound.
+
+    Noise in other directions than the gradient's does not change its factor. So where
+    the bound of the gradient cannot tell the factor, that of factors may: the largest
+    error that correct runs show so far, in any parameter.
+    """
+    bound = row.bound
+    if row.due / 2 <= bound < row.due:
+        bound = min(bound, worst * row.due)
+    # with a larger bound even half the due factor would pass
+    above = row.above_noise and bound < row.due / 2
+    return replace(row, bound=bound, above_noise=above)
 
 
 def gradient_of(

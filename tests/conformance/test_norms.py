@@ -1,5 +1,6 @@
 """Norms that stacks report, factors they clip by, dtypes they reduce in."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge.laws.norm import _used_norm
+from gradparity.conformance.judge.laws.norm import _used_norm, factor
+from gradparity.conformance.judge.parity import measure_parity
 from gradparity.conformance.status import Finding
 from gradparity.fixtures.faulty import stacks
 from gradparity.fixtures.faulty.plain import Broken
@@ -111,6 +113,37 @@ def test_the_recipe_that_clips_is_looked_at_too(runner: Runner, scaler: str) -> 
     assert found["norm.factor"].status is Status.PASS
     assert found["norm.factor"].compared == 64
     assert found["norm.reported"].status is Status.SKIPPED
+
+
+NOISY = (
+    "tp/2/bf16-autocast/adagrad/nan@r*s1:last[last];nan@r*s3:last[last]"
+    "/steps=5,recipe=clip-norm,interval=2"
+)
+"""The noise of these gradients is half their size after two steps, that of their
+factors is 1 %."""
+
+
+@pytest.mark.parametrize(
+    ("planted", "status"),
+    [(1.0, Status.PASS), (0.5, Status.FAIL), (1.0 / 0.711, Status.FAIL)],
+)
+def test_a_factor_is_known_in_noise_that_is_as_large_as_the_gradient(
+    runner: Runner, planted: float, status: Status
+) -> None:
+    scenario = Scenario.parse(NOISY)
+    case = runner.run("gradparity.fixtures.faulty:PlainScaler", scenario)
+    assert case.evidence is not None
+    traces = copy.deepcopy(case.evidence.ranks)
+    for trace in traces:
+        for gradient in trace.steps[2].gradients.values():
+            gradient *= planted
+    measured = measure_parity(scenario, traces)
+    found = factor(replace(case.evidence, ranks=traces, parity=measured))
+    assert found.status is status, found
+    if status is Status.PASS:
+        assert found.compared > 40  # of 3 steps, 2 ranks, 8 parameters
+    else:
+        assert "step 2: every gradient on ranks 0, 1 clipped" in found.message
 
 
 # - On made-up traces
