@@ -255,3 +255,46 @@ class AlwaysRandom(Right):
 class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rand_like(x)
+
+
+class Blocks(nn.Module):
+    layerdrop = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def probability(self) -> float:
+        return self.layerdrop
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if not self.training or torch.rand(()) >= self.probability():
+                x = x + block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+class ConfiguredBlocks(Blocks):
+    config = {"layerdrop": 0.5}  # noqa: RUF012  # as people write it
+
+    def probability(self) -> float:
+        return self.config["layerdrop"]
+
+
+class DropsLayers(Dropout):
+    """No fault: blocks are left out by chance, with a probability of the class."""
+
+    meshes: object = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return Blocks()
+
+
+class DropsByConfig(Dropout):
+    """Blocks are left out by chance, with a probability that the judge cannot find."""
+
+    def model(self) -> nn.Module:
+        return ConfiguredBlocks()

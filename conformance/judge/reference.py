@@ -348,7 +348,7 @@ class ReferenceRun:
         if self.variant.bias_errors and betas:
             share = self.variant.bias_errors * bias_error(betas, steps_made)
             with torch.no_grad():
-                parameter += share * (parameter - before)
+                parameter.add_(parameter - before, alpha=share)
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:

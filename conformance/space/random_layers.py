@@ -23,9 +23,9 @@ _PROBABILITIES = ("drop", "jitter")
 def turn_off_random_layers(stack: object) -> None:
     """Set the probability of every random layer to 0, so that a run can be compared.
 
-    This sets torch's dropouts, and every attribute of a module whose name contains
-    ``drop`` or ``jitter`` and whose value is a number from 0 to 1, as in torch's
-    attention and recurrent layers and in transformers' models.
+    This sets torch's dropouts, and every attribute of a module or of its class whose
+    name contains ``drop`` or ``jitter`` and whose value is a number from 0 to 1, as in
+    torch's attention and recurrent layers and in transformers' models.
 
     Args:
         stack: a module, or an object that holds modules.
@@ -36,11 +36,19 @@ def turn_off_random_layers(stack: object) -> None:
         for module in root.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
-            for name, value in vars(module).items():
+            # the class's attributes too: as the module's own they hide those
+            for name, value in _attributes(module).items():
                 # a float from 0 to 1: not a module, a flag or a number of layers
                 is_number = isinstance(value, float) and 0.0 < value <= 1.0
                 if is_number and any(word in name for word in _PROBABILITIES):
                     setattr(module, name, 0.0)
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for kind in reversed(type(module).__mro__):
+        found |= vars(kind)
+    return found | vars(module)
 
 
 @cache

@@ -215,18 +215,66 @@ def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
                 "depends on how a batch is split, and cannot be compared. Keep the "
                 "state as it is in forward",
             )
-        raise workload.refuse(
-            "forward",
-            f"{losses} for one batch, "
-            "with every probability of dropout set to 0: what a random forward "
-            "computes cannot be compared. Keep the probability, or size, of other "
-            "noise in an attribute with 'drop' or 'jitter' in its name, and draw "
-            "nothing where it is 0",
-        )
+        raise _random_forward(workload, model, batch, losses)
     if not value.requires_grad:
         raise workload.refuse("loss", "is not connected with any parameter")
     with workload.calling("backward"):
         value.backward()
+
+
+def _random_forward(
+    workload: ResolvedWorkload, model: nn.Module, batch: Batch, losses: str
+) -> WorkloadError:
+    return workload.refuse(
+        "forward",
+        f"{losses} for one batch, and what a random forward computes cannot be "
+        f"compared. {_where_random(workload, model, batch)}. Turned off are torch's "
+        "dropouts and attributes of modules or their classes with 'drop' or 'jitter' "
+        "in their names, if they are numbers from 0 to 1. Keep the probability, or "
+        "size, of other noise there, not in a config, and draw nothing where it is 0",
+    )
+
+
+def _where_random(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> str:
+    """The first module whose call differs between two forwards of one batch."""
+    first, second = (_calls(workload, model, batch) for _ in range(2))
+    for (name, output), (other, again) in zip(first, second, strict=False):
+        if name != other:
+            return f"One forward calls {name}, another one {other} in its place"
+        if not _equal(output, again):
+            return f"{name} is the first whose output differs: look there and before it"
+    return "Two more forwards were equal"
+
+
+def _calls(
+    workload: ResolvedWorkload, model: nn.Module, batch: Batch
+) -> list[tuple[str, Any]]:
+    """The modules that a forward calls, with their outputs."""
+    calls: list[tuple[str, Any]] = []
+    hooks = []
+    for name, module in model.named_modules():
+        label = f"{name or 'the model'} ({type(module).__name__})"
+        hooks.append(
+            module.register_forward_hook(
+                lambda _, __, output, label=label: calls.append((label, output))
+            )
+        )
+    with torch.no_grad(), workload.calling("forward"):
+        model(batch.inputs)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two outputs are equal, as far as they are tensors."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return _equal([*one.values()], [*other.values()])
+    if isinstance(one, tuple | list):
+        return all(map(_equal, one, other))
+    return True
 
 
 def _objective(
@@ -346,25 +394,30 @@ def _check_made_up(
     largest = max(abs(value.item()), abs(made.item()))
     # logits.float() before the cross entropy: the loss is then a mean within fp32
     rounding = ROUNDING if value.dtype == torch.float64 else FP32_INSIDE
+    rounding *= largest * (1 if count is None else len(parts))
+    adds_up = count is None or (of_parts is not None and counts_equal(count, of_parts))
+    if adds_up and abs(value - made) <= rounding:
+        return
+    again, _ = _objective(workload, model, [whole])
+    if again.item() != value.item():
+        losses = f"gave the losses {value.item():g} and {again.item():g}"
+        raise _random_forward(workload, model, whole, losses)
     if count is not None:
-        off = abs(value - made) > rounding * largest * len(parts)
-        if off or of_parts is None or not counts_equal(count, of_parts):
-            raise workload.refuse(
-                call,
-                f"the batch has the sum {value.item():.9g} and the count {count:g}, "
-                f"its {len(parts)} parts together {made.item():.9g} and {of_parts:g}, "
-                "in fp64: sums and counts of parts must add up",
-            )
-    elif abs(value - made) > rounding * largest:
         raise workload.refuse(
             call,
-            f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
-            f"over its {len(parts)} parts, in fp64: data parallel training averages "
-            "over rows, so the loss must be a mean over them (no sum, no batch norm, "
-            "no fp32 inside the model), or (sum, count). If it couples rows on "
-            "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
-            "the same for the whole batch and for the shares of the ranks",
+            f"the batch has the sum {value.item():.9g} and the count {count:g}, "
+            f"its {len(parts)} parts together {made.item():.9g} and {of_parts or 0:g}, "
+            "in fp64: sums and counts of parts must add up",
         )
+    raise workload.refuse(
+        call,
+        f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
+        f"over its {len(parts)} parts, in fp64: data parallel training averages "
+        "over rows, so the loss must be a mean over them (no sum, no batch norm, "
+        "no fp32 inside the model), or (sum, count). If it couples rows on "
+        "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
+        "the same for the whole batch and for the shares of the ranks",
+    )
 
 
 def counts_equal(one: float, other: float) -> bool:

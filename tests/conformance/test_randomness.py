@@ -12,8 +12,13 @@ from gradparity.conformance.rank.randomness import DrawLog
 from gradparity.conformance.rank.trace import Draw
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.space.catalogue import Selection, select
-from gradparity.conformance.space.random_layers import turn_off_random_layers
+from gradparity.conformance.space.random_layers import (
+    draws_in_forward,
+    turn_off_random_layers,
+)
+from gradparity.conformance.space.workload_checks import check_workload
 from gradparity.conformance.status import UsageError
+from gradparity.fixtures import WorkloadError
 from gradparity.tests import random_stacks as stacks
 from gradparity.tests.made_up import finding, rank_trace
 
@@ -335,6 +340,24 @@ def test_random_layers_are_turned_off_wherever_the_modules_are() -> None:
     parts: Any = engine.module
     assert parts["drop"].p == parts["attention"].dropout == parts["rnn"].dropout == 0.0
     assert (parts.jitter_noise, parts.dropped) == (0.0, 3)
+
+
+def test_layers_left_out_by_an_attribute_of_the_class_are_kept() -> None:
+    check_workload(f"{MODULE}:DropsLayers")
+    # of the model that was made, not of the class: with recipe=random it is on again
+    assert stacks.Blocks.layerdrop == 0.5
+    assert draws_in_forward(f"{MODULE}:DropsLayers")
+
+
+def test_a_forward_that_stays_random_says_where() -> None:
+    torch.manual_seed(0)  # one forward in 64 is like the one before
+    with pytest.raises(WorkloadError) as refused:
+        check_workload(f"{MODULE}:DropsByConfig")
+    told = str(refused.value)
+    assert "One forward calls blocks." in told and "in its place" in told
+    assert "not in a config" in told
+    with pytest.raises(WorkloadError, match=r"1 \(Noise\) is the first whose output"):
+        check_workload(f"{MODULE}:AlwaysRandom")
 
 
 # - Laws on made-up draws
