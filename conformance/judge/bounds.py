@@ -104,6 +104,8 @@ class ParityBounds:
     """Of the norm of the whole unscaled gradient before it is clipped."""
     noisy: Sequence[Reference] = ()
     """The correct runs that the bounds are made of."""
+    moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
+    """[step][parameter] -> elements that the truth moves in this step."""
 
 
 def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
@@ -133,6 +135,7 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
             [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
         ),
         noisy=runs,
+        moves=_moves(truth),
     )
 
 
@@ -227,6 +230,20 @@ def _hidden(truth: Reference) -> list[Tensors]:
         }
         for updates in truth.updates
     ]
+
+
+def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
+    """Elements that a step moves by at least what a stored fp32 parameter can show."""
+    before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
+    found = []
+    for now in truth.updates:
+        steps = {n: np.abs(t - before[n]) for n, t in now.items()}
+        stored = {
+            n: np.abs(truth.start[n] + t).astype(np.float32) for n, t in now.items()
+        }
+        found.append({n: steps[n] >= np.spacing(stored[n]) for n in now})
+        before = now
+    return found
 
 
 def _losses(run: Reference) -> list[Tensors]:

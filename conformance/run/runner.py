@@ -648,7 +648,9 @@ def _cannot(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
 
 def _root_cause(failure: WorldFailure) -> str:
     root = failure.root
-    text = " ".join(root.headline.split())[:600]
+    # its own text names rank and call; the headline would add our class before it
+    own = isinstance(root.exception, WorkloadError)
+    text = " ".join((str(root.exception) if own else root.headline).split())[:600]
     # a library that aborts says why: gloo, that ranks send unequal sizes
     last = root.output.split("\n") if root.state in _LOST else []
     said = [" ".join(line.split()) for line in last if line.strip()]

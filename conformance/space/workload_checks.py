@@ -398,7 +398,8 @@ def _check_made_up(
     adds_up = count is None or (of_parts is not None and counts_equal(count, of_parts))
     if adds_up and abs(value - made) <= rounding:
         return
-    again, _ = _objective(workload, model, [whole])
+    with new_tensors_in_fp64(workload.name):
+        again, _ = _objective(workload, model, [whole])
     if again.item() != value.item():
         losses = f"gave the losses {value.item():g} and {again.item():g}"
         raise _random_forward(workload, model, whole, losses)

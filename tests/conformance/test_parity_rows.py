@@ -171,3 +171,16 @@ def test_a_parameter_is_reported_with_its_own_ratio() -> None:
     parity.add(row("gradient", error=0.5))
     assert parity.per_parameter == {"w": 0.5}
     assert parity.per_step == [0.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "counted"),
+    [("update", 0.5, False), ("update", 2.0, True), ("gradient", 0.5, True)],
+)
+def test_within_a_bound_of_its_own_size_an_update_proves_nothing(
+    kind: str, error: float, counted: bool
+) -> None:
+    parity = Parity(per_step=[0.0] * 3)
+    parity.add(row(kind, error))  # its bound is 1
+    assert parity.compared[kind] == counted
+    assert parity.not_compared[kind] == (not counted)

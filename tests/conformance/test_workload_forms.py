@@ -1,5 +1,7 @@
 """Models, losses and optimizers of unusual form: right ones pass, faults are found."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,9 @@ def spec(stack: type) -> str:
     return f"{__name__}:{stack.__name__}"
 
 
-def judged(runner: Runner, stack: type, where: str = "dp2/2/fp32") -> Case:
+def judged(runner: Runner, stack: type, recipe: str = "plain") -> Case:
     check_workload(spec(stack))
-    text = f"{where}/own/none/model={spec(stack)},steps=3"
+    text = f"dp2/2/fp32/own/none/model={spec(stack)},recipe={recipe},steps=3"
     case = runner.run("none", Scenario.parse(text))
     assert not case.problem
     return case
@@ -141,6 +143,32 @@ def test_counts_are_exact_where_they_are_integers(
     one: float, other: float, equal: bool
 ) -> None:
     assert counts_equal(one, other) is equal
+
+
+# - The page's own example
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "workload.md").read_text(encoding="utf-8")
+(ENGINE,) = re.findall(r"```python\n(class Engine:.*?)```", PAGE, re.DOTALL)
+
+
+class Holder:
+    def __init__(self, module: nn.Module, optimizer: optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+
+exec(ENGINE)  # of this repository's own page
+
+
+class OnThePage(globals()["Engine"], Replicated):  # type: ignore[misc]  # made by exec
+    pass
+
+
+def test_the_engine_on_the_page_is_right_with_unequal_micro_batches(
+    runner: Runner,
+) -> None:
+    case = judged(runner, OnThePage, recipe="accumulate-uneven")
+    assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
 
 
 # - Steps that move nothing

@@ -65,6 +65,7 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         found = inconclusive(
             f"{compared} of {due} comparisons of the {kind} could be made: elsewhere "
             "the references are not finite, or the optimizer was not called"
+            + (_BLIND if kind == "update" else "")
             + (_HIDDEN if kind == "gradient" and _reads_grad(evidence) else "")
         )
     else:
@@ -75,6 +76,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     return replace(found, compared=compared, not_compared=missed)
 
 
+_BLIND = (
+    ", or correct runs differ by as much as the update itself (the optimizer is "
+    "ill-conditioned on this model)"
+)
 _HIDDEN = (
     ", or torch has no such optimizer class, or the optimizer steps copies of the "
     "parameters with other gradients: let gradients(stack) give what it used"
