@@ -273,7 +273,8 @@ class ReferenceRun:
             passes = [self._objective(part) for part in parts]
             weights = self._weights(batch, parts, [count for _, count in passes])
             for (value, _), weight in zip(passes, weights, strict=True):
-                (value * (scale * weight)).backward()
+                with self.workload.calling("backward"):
+                    (value * (scale * weight)).backward()
                 self._round_gradients()
         self.choices.append(log.choices)
         self.errors.append(log.errors)
@@ -293,7 +294,8 @@ class ReferenceRun:
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 before = named[name].detach().clone()
-                with self._nudged(name, named[name], step):
+                nudged = self._nudged(name, named[name], step)
+                with self.workload.calling("optimizer"), nudged:
                     optimizer.step()
                 self.steps_made[name] += 1
                 self._lengthen(optimizer, named[name], before, self.steps_made[name])
@@ -415,7 +417,8 @@ class ReferenceRun:
 
     def _objective(self, part: Batch) -> tuple[Tensor, float | None]:
         with self.precision.autocast("cpu"):
-            output = self._forward(part.inputs)
+            with self.workload.calling("forward"):
+                output = self._forward(part.inputs)
             first, count = self.workload.objective(output, part.targets)
             losses = self.key.training.losses_of(first, output)
         return torch.stack(losses).sum() * self.key.loss_factor, count

@@ -641,7 +641,10 @@ def _cannot(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
     if not isinstance(error, WorkloadError):
         return ""
     laid_out = error.call == "parallelize" and (unasked or frozen)
-    tried = frozen or (narrowed and own_step)
+    # an autograd of its own (torch.func) may know no checkpointing; torch's own error
+    # is the finding of the recipe
+    unknown = recipe.recompute and own_step and "raised CheckpointError" not in text
+    tried = frozen or (narrowed and own_step) or unknown
     trained = error.call == "train_step" and tried and "train_step: raised" in text
     return text if laid_out or trained else ""
 

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call, grad_and_value
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.law import Evidence
+from gradparity.conformance.judge.reference import Schedule, Variant, train_reference
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.conformance.space.workload_checks import check_workload, counts_equal
@@ -328,6 +330,66 @@ def test_without_a_reference_gradients_say_whether_a_step_is_due() -> None:
 
 def test_an_optimizer_that_prepares_first_is_known_for_whole_matrices() -> None:
     assert not_elementwise(spec(Prepares), "own") == {"0.weight", "1.weight"}
+
+
+class RaisesInBf16(Replicated):
+    """As a scatter of two dtypes under autocast."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_forward_hook(lambda _, __, output: self.scattered(output))
+        return model
+
+    @staticmethod
+    def scattered(output: Tensor) -> Tensor:
+        if output.dtype is torch.bfloat16:
+            raise RuntimeError("expected self.dtype to be equal to src.dtype")
+        return output
+
+
+def test_a_reference_that_raises_is_not_the_judges_fault() -> None:
+    where = f"dp2/2/bf16-autocast/own/none/model={spec(RaisesInBf16)},steps=1"
+    scenario = Scenario.parse(where)
+    schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
+    with pytest.raises(WorkloadError, match="forward: raised RuntimeError: expected"):
+        train_reference(scenario, schedule, Variant())
+
+
+class Functional(Replicated):
+    """Gradients by torch.func, which knows no checkpointing."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        return Holder(model, self.optimizer(list(model.named_parameters())))
+
+    def weights(self, stack: Holder) -> dict[str, Tensor]:
+        return dict(stack.module.named_parameters())
+
+    def train_step(self, stack: Holder, micro_batches: Any, scaler: Any) -> Tensor:
+        ((inputs, targets),) = micro_batches
+        named = dict(stack.module.named_parameters())
+
+        def objective(weights: dict[str, Tensor]) -> Tensor:
+            output = functional_call(stack.module, weights, (inputs,))
+            return self.loss(output, targets)
+
+        held = {name: p.detach() for name, p in named.items()}
+        gradients, value = grad_and_value(objective)(held)
+        for name, parameter in named.items():
+            dist.all_reduce(gradients[name])
+            parameter.grad = gradients[name] / dist.get_world_size()
+        stack.optimizer.step()
+        mean: Tensor = value
+        return mean
+
+
+@pytest.mark.parametrize(
+    ("recipe", "status"), [("plain", "pass"), ("recompute", "skipped")]
+)
+def test_an_autograd_that_knows_no_checkpointing_is_not_tried_with_it(
+    runner: Runner, recipe: str, status: str
+) -> None:
+    case = judged(runner, Functional, recipe)
+    assert case.status == status, case.verdicts[0].message
 
 
 # - What is refused, in words that say the way out
