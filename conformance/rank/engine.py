@@ -48,6 +48,7 @@ from ..space.scenario import Scenario
 from .layout_checks import check_layout, check_share, same_everywhere
 from .local_parts import LocalPart, check_values, full_name, read_local_parts
 from .modules import modules_in
+from .observe import local_part
 from .routing import Choices
 
 __all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
@@ -179,12 +180,12 @@ class Engine:
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's local part of each parameter, and its layout."""
         if not self.gives_weights:
-            return {n: local(p.detach()) for n, p in self.parameters.items()}
+            return {n: local_part(p) for n, p in self.parameters.items()}
         now = self._given_weights()
         if [*now] != [*self.index]:
             text = f"gave {len(now)} names, {len(self.index)} right after parallelize"
             raise self.scenario.workload.refuse("weights", text)
-        return {name: local(part.tensor.detach()) for name, part in now.items()}
+        return {name: local_part(part.tensor) for name, part in now.items()}
 
     @property
     def is_single(self) -> bool:

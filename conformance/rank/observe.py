@@ -39,6 +39,7 @@ __all__ = [
     "ReductionLog",
     "digest",
     "gradient_places",
+    "local_part",
     "non_finite",
     "numbers_laid_out_as",
     "optimizer_digest",
@@ -48,9 +49,17 @@ __all__ = [
 Places = NDArray[np.int64]
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` on this rank, without history, sharing its memory."""
+    # where gradients are enabled, to_local of a DTensor is a step of autograd, and
+    # detach one of DTensor's operators: four times the time
+    with torch.no_grad():
+        return local(tensor).detach()
+
+
 def digest(tensor: Tensor) -> str:
     """Digest of the bits of the local elements of ``tensor``, whatever its dtype."""
-    part = local(tensor.detach()).contiguous().cpu()
+    part = local_part(tensor).contiguous().cpu()
     return _hash([part.view(-1).view(torch.uint8).numpy().tobytes()])
 
 
@@ -76,7 +85,7 @@ NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()
 
 def _is_zero(value: object) -> bool:
     if isinstance(value, Tensor):
-        return not bool(local(value).count_nonzero())
+        return not bool(local_part(value).count_nonzero())
     return value is None or value == 0
 
 
@@ -93,7 +102,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 def non_finite(gradient: Tensor, scale: float) -> bool:
     """Whether a local gradient, or the gradient divided by ``scale``, is not finite."""
-    part = local(gradient.detach())
+    part = local_part(gradient)
     if part.is_sparse:
         part = part.coalesce().values()
     return not bool(torch.isfinite(part.float() / scale).all())
