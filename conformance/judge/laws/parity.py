@@ -107,14 +107,22 @@ def _moving_rate(evidence: Evidence, first: ParityRow) -> str:
     before_any_step = first.step == 0 and first.kind != "update"
     if before_any_step or (gradient is not None and gradient.step == 0):
         return ""
-    rates: dict[str, dict[float, int]] = {}
+    rates: dict[str, dict[int, set[float]]] = {}
     for trace in evidence.ranks:
         for at in trace.steps:
             for name, rate in at.rates.items():
-                rates.setdefault(name, {}).setdefault(rate, at.step)
-    moving = next((n for n, found in rates.items() if len(found) > 1), "")
-    steps = [f"{rate:g} at step {step}" for rate, step in rates.get(moving, {}).items()]
-    return f"{moving}: {', '.join(steps[:2])}" if moving else ""
+                rates.setdefault(name, {}).setdefault(at.step, set()).add(rate)
+    for name, steps in rates.items():
+        # rates that differ on ranks are no schedule
+        if any(len(held) > 1 for held in steps.values()):
+            continue
+        first_steps: dict[float, int] = {}
+        for step, (rate,) in sorted(steps.items()):
+            first_steps.setdefault(rate, step)
+        if len(first_steps) > 1:
+            told = [f"{rate:g} at step {step}" for rate, step in first_steps.items()]
+            return f"{name}: {', '.join(told[:2])}"
+    return ""
 
 
 def _unclear(evidence: Evidence, last: int) -> bool:
