@@ -387,7 +387,13 @@ class _Watch:
         boundary = Boundary(at.micro_batch, at.module, at.call, kind, at.slot)
 
         def keep(gradient: Tensor) -> None:
+            before = self.log.passed.get(boundary)
             self._keep(boundary, gradient)
+            now = self.log.passed.get(boundary)
+            # each of several losses has its own backward through one graph
+            if before is not None and now is not None and now is not before:
+                total = replace(now, values=before.values + now.values)
+                self.log.passed[boundary] = total
 
         tensor.register_hook(keep)
 

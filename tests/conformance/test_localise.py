@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -11,7 +12,13 @@ from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.judge.boundaries import multiple_of
 from gradparity.conformance.judge.localise import _common
-from gradparity.conformance.rank.modules import is_whole, names_of
+from gradparity.conformance.rank.modules import (
+    OUTPUT_GRADIENT,
+    Boundary,
+    is_whole,
+    names_of,
+    watch_modules,
+)
 from gradparity.conformance.report.page import render_page
 from gradparity.conformance.report.records import Location, read_report
 from gradparity.conformance.report.terminal import print_report
@@ -281,3 +288,14 @@ def test_a_wrapper_and_a_part_are_not_the_model() -> None:
     part = nn.Sequential(model[0])
     assert not is_whole(part, "", model)
     assert is_whole(model[0], "0", model)
+
+
+def test_the_gradients_of_several_backwards_through_one_graph_add_up() -> None:
+    """An actor and a critic on one encoder, each with a backward of its own."""
+    model = nn.Linear(2, 2)
+    with watch_modules([model], {model: ""}) as log:
+        output = model(torch.ones(3, 2))
+        output.sum().backward(retain_graph=True)
+        (2 * output).sum().backward()
+    seen = log.passed[Boundary(0, "", 0, OUTPUT_GRADIENT, 0)]
+    assert (seen.values == 3).all()
