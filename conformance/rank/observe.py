@@ -159,7 +159,7 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
 
     Returns:
         The ranks, including this one, empty if the gradient is no partial sum; and the
-        divisor of the sum, which is not 1 for a partial mean.
+        divisor of the sum: the ranks of the axes over which it is a partial mean.
     """
     if not isinstance(gradient, DTensor):
         return (), 1
@@ -174,7 +174,8 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
         for kind, at in zip(kinds, here, strict=True)
     )
     ranks = tuple(mesh.mesh[along].reshape(-1).tolist())
-    return ranks, len(ranks) if "avg" in kinds else 1
+    averaged = [n for n, kind in zip(mesh.shape, kinds, strict=True) if kind == "avg"]
+    return ranks, math.prod(averaged)
 
 
 class CallLog(TorchDispatchMode):

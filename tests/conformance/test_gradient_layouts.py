@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -17,6 +18,7 @@ from torch.distributed.tensor import (
 )
 
 from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.rank.observe import partial_ranks
 from gradparity.tests.stacks import Right
 
 MODULE = "gradparity.tests.conformance.test_gradient_layouts"
@@ -148,3 +150,17 @@ def test_wrong_gradients_fail_however_they_are_laid_out(
     found = case(runner, stack)
     told = {v.law: v.message for v in found.verdicts if v.status == "fail"}
     assert "departs from the fp64 truth" in told["parity.gradient"], found.problem
+
+
+@pytest.mark.world(size=4, backend="simulated")
+def test_a_partial_sum_over_one_axis_may_be_a_mean_over_the_other() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    for placements, divisor in (
+        (("sum", "avg"), 2),
+        (("avg", "avg"), 4),
+        (("sum", "sum"), 1),
+    ):
+        partial_sum = DTensor.from_local(
+            torch.ones(2), mesh, [Partial(kind) for kind in placements]
+        )
+        assert partial_ranks(partial_sum) == ((0, 1, 2, 3), divisor)
