@@ -120,7 +120,7 @@ class Parity:
     def add(self, row: ParityRow) -> None:
         """Add one comparison; without a bound that tells, count it as not compared."""
         # within such a bound an update that was never made would pass, too
-        blind = row.kind == "update" and row.bound >= 1 and row.ratio <= 1
+        blind = row.kind == "update" and row.bound > 1 and row.ratio <= 1
         if blind or not np.isfinite(row.bound):
             self.not_compared[row.kind] += 1
             return
