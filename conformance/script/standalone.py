@@ -37,6 +37,7 @@ from ..rank.scaler_spec import NO_SCALER
 from ..space.random_layers import draws_in_forward
 from ..space.recipes import LR_DECAY, Recipe
 from ..space.scenario import Scenario
+from ..space.workload_checks import needs_wide_tensors
 from ..status import UsageError, write_whole
 from .bundle import Bundle, Code
 from .runtime import models, passes, scaler, stack
@@ -146,6 +147,11 @@ def _refusal(scenario: Scenario, spec: str) -> str:
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
     if draws_in_forward(scenario.model):
         return "a workload with random layers"
+    if needs_wide_tensors(scenario.model):
+        return (
+            f"{scenario.model}: its forward makes new tensors without a dtype, and the "
+            "script trains in fp64, too: make them in the dtype of the inputs"
+        )
     recipe = scenario.parsed_recipe
     if recipe.training.frozen or recipe.recompute:
         return (

@@ -35,6 +35,7 @@ __all__ = [
     "check_workload",
     "check_workloads",
     "counts_equal",
+    "needs_wide_tensors",
     "new_tensors_in_fp64",
 ]
 
@@ -56,11 +57,16 @@ def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
     A state of zeros or a mask that a forward creates is in fp32, beside parameters in
     fp64: most layers raise. Where this one does, the context widens such tensors.
     """
-    return _NewTensorsInFp64() if _needs_wide_tensors(name) else nullcontext()
+    return _NewTensorsInFp64() if needs_wide_tensors(name) else nullcontext()
 
 
 @cache
-def _needs_wide_tensors(name: str) -> bool:
+def needs_wide_tensors(name: str) -> bool:
+    """Whether the forward of a user's own workload creates tensors that must be fp64.
+
+    Args:
+        name: a model of a scenario.
+    """
     if not is_workload(name):
         return False
     workload = resolve_workload(name)

@@ -19,7 +19,9 @@ from gradparity.conformance.judge.law import Evidence
 from gradparity.conformance.judge.reference import Schedule, Variant, train_reference
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
+from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.space.workload_checks import check_workload, counts_equal
+from gradparity.conformance.status import UsageError
 from gradparity.fixtures import WorkloadError, resolve_workload
 from gradparity.fixtures.faulty.stacks import Base, Named
 
@@ -124,6 +126,12 @@ def test_the_objective_may_be_weighted_or_couple_rows(
 ) -> None:
     case = judged(runner, stack)
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
+
+
+def test_a_script_is_refused_where_fp64_needs_the_judges_context() -> None:
+    text = f"dp2/2/fp32/own/none/model={spec(Weighted)},steps=1"
+    with pytest.raises(UsageError, match="forward makes new tensors without a dtype"):
+        standalone_script(Scenario.parse(text), "none")
 
 
 def test_a_wrong_factor_on_parts_that_couple_rows_is_caught(runner: Runner) -> None:
