@@ -96,6 +96,23 @@ class Weighted(Replicated):
         return value, weights[due].sum()
 
 
+class HalfWeights(Weighted):
+    """The weights, and so the counts, are in the dtype of the output."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        weights = torch.linspace(0.1, 1.3, VOCABULARY).to(output.dtype)
+        value, _ = super().loss(output, targets)
+        return value, weights[targets.flatten()].sum()
+
+
+def test_counts_that_are_rounded_to_half_precision_leave_no_hole(
+    runner: Runner,
+) -> None:
+    where = f"dp2/2/bf16-autocast/own/none/model={spec(HalfWeights)},steps=1"
+    case = runner.run("none", Scenario.parse(where))
+    assert not case.problem
+
+
 class BatchNormInParts(Replicated):
     """Batch statistics of four rows, which are the same on one process."""
 
