@@ -286,6 +286,49 @@ class LosesHalf(Right):
         return super().parallelize(model, mesh)
 
 
+class NoMeshes(Right):
+    """A number of ranks and no meshes."""
+
+    meshes = 2
+
+
+class PropertyRaises(Right):
+    """An optional attribute cannot be read."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        raise RuntimeError("not set yet")
+
+
+class ModelExits(Right):
+    """Ends the process where the model is made."""
+
+    def model(self) -> nn.Module:
+        raise SystemExit(3)
+
+
+class SaysNonsense(Right):
+    """Its average is a list, its count of skips a word."""
+
+    def train_step(self, stack: object, micro_batches: object, scaler: object) -> None:
+        raise NotImplementedError
+
+    def ema(self, stack: object) -> list[Tensor]:
+        return [torch.ones(2)]
+
+    def skipped_steps(self, stack: object) -> str:
+        return "none"
+
+
+class LeavesOnRank1(Right):
+    """Ends one rank as a script does."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if rank() == 1:
+            raise SystemExit("no GPU")
+        return super().parallelize(model, mesh)
+
+
 class Dies(Right):
     """A rank ends in forward."""
 

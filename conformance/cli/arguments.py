@@ -405,6 +405,12 @@ PATHS = (Path, folder, file)
 """Types of options that name a file or a folder."""
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more ranks, got {text}")
+    return int(text)
+
+
 def _positive(text: str) -> float:
     try:
         number = float(text)
@@ -417,7 +423,10 @@ def _positive(text: str) -> float:
 
 def _names(text: str) -> list[str]:
     """``a,b`` as two names."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"needs a name, got {text!r}")
+    return found
 
 
 def _specs(text: str) -> list[str]:
@@ -486,7 +495,7 @@ _SELECTION: Options = {
     "precision": repeated("NAME", "only these precisions"),
     "optimizer": repeated("NAME", "only these optimizers"),
     "world-size": {
-        "type": int,
+        "type": _count,
         "metavar": "N",
         "help": "ranks, instead of each topology's own number",
     },

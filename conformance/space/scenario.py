@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -34,6 +35,16 @@ from .constraints import resharded_world, why_not
 from .recipes import CONTROL_RECIPES, Recipe, recipes_of
 
 __all__ = ["Scenario"]
+
+
+_LIMITS = {
+    "loss_factor": (0.0, math.inf),
+    "init_scale": (0.0, math.inf),
+    "growth_factor": (1.0, math.inf),
+    "backoff_factor": (0.0, 1.0),
+    "growth_interval": (0, math.inf),
+}
+"""Field -> what its value lies between; scalers rightly refuse other settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +98,12 @@ class Scenario:
             raise UsageError(reason)
         if self.steps < 1:
             raise UsageError(f"a scenario takes at least 1 step, got {self.steps}")
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            if not least < value < most:  # a nan is neither
+                raise UsageError(
+                    f"{name} must be above {least:g} and below {most:g}, got {value:g}"
+                )
         if self.parsed_recipe.resharded and self.steps < 2:
             raise UsageError(
                 f"recipe {self.recipe!r} trains on two worlds: choose at least 2 steps"

@@ -13,7 +13,7 @@ from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.space.constraints import why_not
-from gradparity.fixtures import resolve_workload
+from gradparity.fixtures import WorkloadError, resolve_workload
 from gradparity.tests import random_stacks, stacks
 
 HERE = Path(__file__).parents[1]
@@ -117,6 +117,7 @@ def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -
         (stacks.RaisesOnRank1, "(stacks.py in parallelize, line"),
         (stacks.LosesHalf, "parallelize: no rank holds 32 of 64 elements of 0.weight"),
         (stacks.Dies, "rank 1: exited with code 9"),
+        (stacks.LeavesOnRank1, "rank 1, parallelize: raised SystemExit: no GPU"),
     ],
 )
 @pytest.mark.parametrize("scaler", ["none", OURS])
@@ -134,6 +135,9 @@ def test_a_stack_that_breaks_is_an_error_and_no_verdict(
     [
         (stacks.NoOptimizer, "has no optimizer: it needs model, batch, loss"),
         (stacks.PipelineAxis, "meshes: got {'pp': 2}"),
+        (stacks.NoMeshes, "meshes: got 2, expected one or more"),
+        (stacks.PropertyRaises, "an attribute: raised RuntimeError: not set yet"),
+        (stacks.ModelExits, "model: raised SystemExit: 3"),
         (stacks.TakesNoMesh, "parallelize: takes (model), expected (model, mesh"),
         (stacks.LossIsNone, "loss: got None, expected a method"),
         (stacks.ForwardRaises, "(stacks.py in forward, line"),
@@ -165,6 +169,20 @@ def test_bad_workloads_are_usage_errors(
     assert words in told
     assert told.count("\n") == 1
     assert not report.exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("ema", "ema: returned [tensor([1., 1.])], expected a dict of name -> tensor"),
+        ("skipped_steps", "skipped_steps: returned 'none', expected a whole number"),
+    ],
+)
+def test_what_a_trainer_says_of_itself_is_checked(call: str, words: str) -> None:
+    resolved = resolve_workload(f"{MODULE}:SaysNonsense")
+    with pytest.raises(WorkloadError) as refused:
+        getattr(resolved, call)(None)
+    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(
