@@ -230,38 +230,55 @@ class Runner:
         Args:
             pairs: (``module:attribute``, what to train).
             begin: called with spec and scenario id before its ranks start.
-            end: called with each judged case, in order; True ends the run.
+            end: called with each judged case, in order and in any thread; True ends the
+                run.
         """
         pairs = list(pairs)
         for name in {scenario.model for _, scenario in pairs}:
             # seeds torch's global generator, so not while a judge trains references
             chooses_in_forward(name)
-        behind: deque[Future[Case]] = deque()
+        behind: deque[Future[Case | None]] = deque()
+        held = stopped = False
 
-        def ended() -> bool:
-            case = behind[0].result()
-            behind.popleft()
-            # localising needs the ranks, which train nothing now
-            return end(self._localised_where_due(case))
+        def judged(seen: _Seen) -> Case | None:
+            # Localising needs the ranks, which train another case now: such a case is
+            # held, and all after it, until catch_up ends them.
+            nonlocal held, stopped
+            if stopped:
+                return None
+            case = self._judge(seen)
+            held = held or self._is_localised(case)
+            if held:
+                return case
+            stopped = end(case)
+            return None
+
+        def catch_up(most: int) -> bool:
+            # the ranks are free now
+            nonlocal held, stopped
+            while behind and (held or len(behind) > most or behind[0].done()):
+                case = behind.popleft().result()
+                if case is not None and not stopped:
+                    stopped = end(self._localised_where_due(case))
+            held = held and bool(behind)
+            return stopped
 
         with ThreadPoolExecutor(1, "judge") as judge:
             try:
                 for spec, scenario in pairs:
                     begin(spec, scenario.id)
                     seen = self._observe(spec, scenario)
-                    behind.append(judge.submit(self._judge, seen))
-                    while behind and (len(behind) > BEHIND or behind[0].done()):
-                        if ended():
-                            return
-                while behind and not ended():
-                    pass
-            # a broken harness, or ctrl-C: cases whose ranks have ended are judged
+                    behind.append(judge.submit(judged, seen))
+                    if catch_up(BEHIND):
+                        return
+                catch_up(0)
             except BaseException:
-                while behind and not end(behind.popleft().result()):
-                    pass
+                # a broken harness, or ctrl-C: cases whose ranks have ended are judged
+                while behind:
+                    case = behind.popleft().result()
+                    if case is not None and not stopped:
+                        stopped = end(case)
                 raise
-            finally:
-                judge.shutdown(wait=False, cancel_futures=True)
 
     def _observe(self, spec: str, scenario: Scenario) -> _Seen:
         """Run the ranks, and the control a second time if they differ from it."""

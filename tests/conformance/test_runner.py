@@ -278,6 +278,39 @@ def test_the_judge_may_be_some_cases_behind_and_all_end_in_order(count: int) -> 
     assert len(runner.ended) == count
 
 
+def test_a_case_ends_while_the_next_one_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, first_ended = Watched(1), threading.Event()
+    observe, end = runner._observe, runner.end
+
+    def observe_late(spec: str, scenario: Scenario) -> Any:
+        assert scenario.seed == 0 or first_ended.wait(60), "it waits for the next one"
+        return observe(spec, scenario)
+
+    def told(case: Case) -> bool:
+        first_ended.set()
+        return end(case)
+
+    monkeypatch.setattr(runner, "_observe", observe_late)
+    runner.run_all(seeds(2), runner.begin, told)
+    assert runner.ended == runner.begun
+
+
+def test_cases_behind_one_that_needs_the_ranks_end_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, localised = Watched(BEHIND), []
+    monkeypatch.setattr(runner, "_is_localised", lambda case: case.scenario.seed == 1)
+
+    def localise(case: Case) -> Case:
+        localised.append((case.scenario.seed, len(runner.ended)))
+        return case
+
+    monkeypatch.setattr(runner, "_localised_where_due", localise)
+    runner.run_all(seeds(BEHIND + 2), runner.begin, runner.end)
+    assert runner.ended == runner.begun
+    assert localised[0] == (1, 1)
+
+
 def test_nothing_ends_after_the_case_that_ends_the_run() -> None:
     runner = Watched(BEHIND + 1, last=2)
     runner.run_all(seeds(BEHIND + 3), runner.begin, runner.end)
