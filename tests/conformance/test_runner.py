@@ -298,15 +298,28 @@ def test_a_case_ends_while_the_next_one_trains(monkeypatch: pytest.MonkeyPatch) 
 def test_cases_behind_one_that_needs_the_ranks_end_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner, localised = Watched(BEHIND), []
-    monkeypatch.setattr(runner, "_is_localised", lambda case: case.scenario.seed == 1)
+    runner, localised, third_judged = Watched(1), [], threading.Event()
+    observe, judge = runner._observe, runner._judge
+
+    def observe_late(spec: str, scenario: Scenario) -> Any:
+        assert scenario.seed < 3 or third_judged.wait(60)
+        return observe(spec, scenario)
+
+    def judged(seen: Any) -> Case:
+        case = judge(seen)
+        if seen.scenario.seed == 2:
+            third_judged.set()
+        return case
 
     def localise(case: Case) -> Case:
         localised.append((case.scenario.seed, len(runner.ended)))
         return case
 
+    monkeypatch.setattr(runner, "_observe", observe_late)
+    monkeypatch.setattr(runner, "_judge", judged)
+    monkeypatch.setattr(runner, "_is_localised", lambda case: case.scenario.seed == 1)
     monkeypatch.setattr(runner, "_localised_where_due", localise)
-    runner.run_all(seeds(BEHIND + 2), runner.begin, runner.end)
+    runner.run_all(seeds(4), runner.begin, runner.end)
     assert runner.ended == runner.begun
     assert localised[0] == (1, 1)
 
