@@ -23,7 +23,6 @@ from gradparity.multiprocess.parent.slots import visible_gpus
 
 if TYPE_CHECKING:  # they import torch, which xdist's controller does not need
     from gradparity.conformance import Runner
-    from gradparity.conformance.run.launcher import Place
     from gradparity.tests.script_server import Scripts
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -67,22 +66,13 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Scripts"]:
         yield made
 
 
-@pytest.fixture(scope="session")
-def warm_ranks() -> Iterator["Place"]:
-    """The judge's ranks, which stay warm for all modules that a worker tests."""
-    from gradparity.conformance.rank.devices import Devices
-    from gradparity.conformance.run.launcher import Pool
-
-    with Pool(Devices(), timeout_s=60) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
-def runner(warm_ranks: "Place") -> "Runner":
-    """A judge for the tests of one module."""
+def runner() -> Iterator["Runner"]:
+    """A judge whose ranks stay warm for the tests of one module."""
     from gradparity.conformance import Runner
 
-    return Runner(folder=".", place=warm_ranks)
+    with Runner(folder=".", timeout_s=60) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
