@@ -532,7 +532,7 @@ def test_parts_that_are_not_the_batch_are_an_error(
         (StepTakesNoScaler, "train_step: takes (stack, micro_batches), expected"),
         (ClipsWithoutStep, "clip_norm: needs train_step, which clips"),
         (ClipsToNothing, "clip_norm: got 0.0, expected a norm above 0"),
-        (ReducesInText, "reduce_dtype: got 'bf16', expected a dtype"),
+        (ReducesInText, "reduce_dtype: got 'bf16', expected a floating dtype"),
     ],
 )
 def test_faults_of_a_workload_known_before_the_run_are_usage_errors(
