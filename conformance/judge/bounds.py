@@ -220,28 +220,25 @@ def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
     )
 
 
+def _spacings(truth: Reference) -> list[Tensors]:
+    """Distance to the next fp32 number at the value that is stored after each step."""
+    return [
+        {n: np.spacing(np.abs(truth.start[n] + t).astype(np.float32)) for n, t in u}
+        for u in (updates.items() for updates in truth.updates)
+    ]
+
+
 def _hidden(truth: Reference) -> list[Tensors]:
     """Errors of updates that the rounding of the stored fp32 parameters explains."""
-    return [
-        {
-            # half the distance to the next fp32 number at the value that is stored
-            n: np.spacing(np.abs(truth.start[n] + update).astype(np.float32)) / 2.0
-            for n, update in updates.items()
-        }
-        for updates in truth.updates
-    ]
+    return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth)]
 
 
 def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
     """Elements that a step moves by at least what a stored fp32 parameter can show."""
     before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
     found = []
-    for now in truth.updates:
-        steps = {n: np.abs(t - before[n]) for n, t in now.items()}
-        stored = {
-            n: np.abs(truth.start[n] + t).astype(np.float32) for n, t in now.items()
-        }
-        found.append({n: steps[n] >= np.spacing(stored[n]) for n in now})
+    for now, least in zip(truth.updates, _spacings(truth), strict=True):
+        found.append({n: np.abs(now[n] - before[n]) >= least[n] for n in now})
         before = now
     return found
 

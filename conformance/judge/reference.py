@@ -8,8 +8,8 @@ may show, and the bounds of ``parity`` are made of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -293,12 +293,10 @@ class ReferenceRun:
         self._flip_signs(named, step)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
-                before = named[name].detach().clone()
                 nudged = self._nudged(name, named[name], step)
-                with self.workload.calling("optimizer"), nudged:
+                longer = self._longer_step(name, optimizer, named[name])
+                with self.workload.calling("optimizer"), nudged, longer:
                     optimizer.step()
-                self.steps_made[name] += 1
-                self._lengthen(optimizer, named[name], before, self.steps_made[name])
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
                     group["lr"] *= LR_DECAY
@@ -339,18 +337,21 @@ class ReferenceRun:
         gradient += limit * (2 * noise - 1)
         return HalfNoise(self.generator)
 
-    def _lengthen(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameter: nn.Parameter,
-        before: Tensor,
-        steps_made: int,
-    ) -> None:
+    @contextmanager
+    def _longer_step(
+        self, name: str, optimizer: torch.optim.Optimizer, parameter: nn.Parameter
+    ) -> Iterator[None]:
+        """Lengthen the step that is taken inside, in the variant that does so."""
         betas = optimizer.param_groups[0].get("betas", ())
-        if self.variant.bias_errors and betas:
-            share = self.variant.bias_errors * bias_error(betas, steps_made)
-            with torch.no_grad():
-                parameter.add_(parameter - before, alpha=share)
+        if not (self.variant.bias_errors and betas):
+            yield
+            return
+        before = parameter.detach().clone()
+        yield
+        self.steps_made[name] += 1
+        share = self.variant.bias_errors * bias_error(betas, self.steps_made[name])
+        with torch.no_grad():
+            parameter.add_(parameter - before, alpha=share)
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:
