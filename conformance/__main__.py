@@ -84,7 +84,7 @@ def _fork_server_off() -> None:
     """Import what a rank needs, and make the forkserver a fork of this process.
 
     So torch is imported once for both. Later is too late: a process with threads is not
-    forked. Where it is not safe, a server of its own is started with the first ranks.
+    forked. Where it is not safe, the first ranks start a separate server.
     """
     from ..multiprocess.pytest_plugin import session_fork
 

@@ -46,7 +46,7 @@ __all__ = [
 def promised_dtype(scenario: Scenario) -> torch.dtype | None:
     """In which dtype a workload promises to reduce gradients, if it does."""
     usual = scenario.workload.reduce_dtype
-    # fully_shard takes the policy of the precision, which has a reduce_dtype of its own
+    # fully_shard takes the policy of the precision, with its own reduce_dtype
     takes_policy = scenario.parsed_topology.fully_shards
     policy = scenario.parsed_precision.reduce_dtype if takes_policy else None
     return usual and (policy or usual)

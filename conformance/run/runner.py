@@ -658,7 +658,7 @@ def _cannot(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
     if not isinstance(error, WorkloadError):
         return ""
     laid_out = error.call == "parallelize" and (unasked or frozen)
-    # an autograd of its own (torch.func) may know no checkpointing; torch's own error
+    # a stack's own autograd (torch.func) may not support checkpointing; torch's error
     # is the finding of the recipe
     unknown = recipe.recompute and own_step and "raised CheckpointError" not in text
     tried = frozen or (narrowed and own_step) or unknown

@@ -206,7 +206,7 @@ def why_not(workload: ResolvedWorkload, choices: Mapping[str, str]) -> str:
         choices: some fields of a scenario.
     """
     own = is_workload(workload.name)
-    # a user's workload has topologies of its own, which the fixtures' rules do not know
+    # the fixtures' rules do not know the topologies of a user's workload
     pairs = [*(_WORKLOAD_PAIRS if own else PAIRS)]
     for a, b in pairs:
         if a not in choices or b not in choices:

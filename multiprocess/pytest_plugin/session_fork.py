@@ -7,11 +7,11 @@ that it can go whole.
 
 1. pytest is about to collect a module whose text speaks of ``mark.world``; nothing has
    imported torch yet. Then the loader of torch is watched.
-2. When torch has been loaded, and with it those slow parts of torch that the module
-   imports at its top, this process is looked at: a fork copies one thread and
-   all memory, which is safe where nobody else runs in this process, nothing is shared
-   with another one, and nothing has begun that a copy would end a second time. No test
-   module has come further than its import of torch.
+2. When torch has been loaded, with those slow parts of torch that the module imports
+   at its top, this process is checked. A fork copies one thread and all memory. That is
+   safe where nothing else runs in this process, nothing is shared with another one, and
+   nothing has begun that a copy would end a second time. No test module has come
+   further than its import of torch.
 3. The fork resets what was the session's: signals, descriptors, exit handlers,
    streams, hooks, the project's modules. It never returns: what the frames below it
    hold stays as it is, and none of it is unwound, closed or ended a second time.
