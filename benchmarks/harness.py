@@ -32,6 +32,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ CONTINUOUS = """
 import torch, torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-class Test(MultiProcContinuousTest):
+class Body(MultiProcContinuousTest):
     world_size = {size}
 
     @classmethod
@@ -75,20 +76,13 @@ class Test(MultiProcContinuousTest):
         value = torch.ones(1) * self.rank
         dist.all_reduce(value)
         assert value.item() == sum(range({size}))
-
-for number in range({tests}):
-    def test(self):
-        self._body()
-    test.__name__ = f"test_{{number}}"
-    setattr(Test, test.__name__, test)
-del test
 """
 
 CASE = """
 import torch, torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-class Test(MultiProcessTestCase):
+class Body(MultiProcessTestCase):
     world_size = {size}
 
     def setUp(self):
@@ -104,13 +98,13 @@ class Test(MultiProcessTestCase):
         dist.all_reduce(value)
         assert value.item() == sum(range({size}))
         dist.destroy_process_group()
+"""
 
-for number in range({tests}):
-    def test(self):
-        self._body()
-    test.__name__ = f"test_{{number}}"
-    setattr(Test, test.__name__, test)
-del test
+CLASSES = """
+for group in range({classes}):
+    tests = {{f"test_{{n}}": lambda self: self._body() for n in range({tests})}}
+    tests["__module__"] = __name__
+    globals()[f"Test{{group}}"] = type(f"Test{{group}}", (Body,), tests)
 """
 
 NOTHING = """
@@ -183,18 +177,27 @@ print(used.ru_utime + used.ru_stime)
 
 HARNESSES = {
     "gradparity": OURS,
-    "MultiProcContinuousTest": CONTINUOUS,
-    "MultiProcessTestCase": CASE,
+    "MultiProcContinuousTest": CONTINUOUS + CLASSES,
+    "MultiProcessTestCase": CASE + CLASSES,
 }
 PYTEST = ("-p", "no:cacheprovider")
 ADOPT = "--gradparity-adopt"
+ADOPTED = (
+    ("MultiProcContinuousTest", 1),
+    ("MultiProcContinuousTest", 10),
+    ("MultiProcessTestCase", 1),
+    ("MultiProcessTestCase", 2),
+)
+"""Torch's classes, and how many of them run one after the other."""
 COMMON = "torch.testing._internal.common_distributed"
 SLOW_S = 1.5e-3
 """No collective of two ranks on one machine takes this long."""
 RESULTS = Path(__file__).parent / "results" / "harness.json"
 
 
-def session(source: str, size: int, tests: int, *options: str) -> dict[str, float]:
+def session(
+    source: str, size: int, tests: int, *options: str, classes: int = 1
+) -> dict[str, float]:
     """Run one generated test file; return wall and CPU seconds of the whole tree.
 
     Bytecode is kept, as it is where nothing else is asked for: pytest would compile its
@@ -202,7 +205,8 @@ def session(source: str, size: int, tests: int, *options: str) -> dict[str, floa
     """
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "test_it.py").write_text(source.format(size=size, tests=tests))
+        source = source.format(size=size, tests=tests, classes=classes)
+        Path(folder, "test_it.py").write_text(source)
         Path(folder, "body.py").write_text(BODY)
         before = _cpu_s()
         began = time.monotonic()
@@ -214,7 +218,7 @@ def session(source: str, size: int, tests: int, *options: str) -> dict[str, floa
             text=True,
         )
         wall_s = time.monotonic() - began
-    if f"{tests} passed" not in done.stdout:
+    if f"{classes * tests} passed" not in done.stdout:
         raise RuntimeError(done.stdout + done.stderr)
     return {"wall_s": round(wall_s, 3), "cpu_s": round(_cpu_s() - before, 3)}
 
@@ -378,29 +382,34 @@ def _plain_processes_s(size: int, tests: int) -> float:
     return float(done.stdout)
 
 
-def adopted(size: int, tests: int) -> dict[str, Any]:
+def adopted(size: int, tests: int) -> list[dict[str, Any]]:
     """CPU of the same tests on torch's classes: by those, and adopted.
 
     ``above_cpu_s`` is without what a session takes that imports torch's module and runs
-    as many empty tests.
+    as many empty tests. A class of ``MultiProcContinuousTest`` starts its ranks once,
+    one of ``MultiProcessTestCase`` for each test.
     """
-    names = ("MultiProcContinuousTest", "MultiProcessTestCase")
     nothing = f"{NOTHING}import {COMMON}\n"
     session(nothing, size, tests)  # fills the caches of bytecode
-    empty_s = min(session(nothing, size, tests)["cpu_s"] for _ in range(3))
-    found: dict[str, Any] = {"tests": tests, "size": size, "empty_cpu_s": empty_s}
-    for name in names:
-        ours = [session(HARNESSES[name], size, tests, ADOPT) for _ in range(3)]
-        ours_s = min(run["cpu_s"] for run in ours)
-        theirs_s = session(HARNESSES[name], size, tests)["cpu_s"]
-        found[name] = {
-            "cpu_s": theirs_s,
-            "adopted_cpu_s": ours_s,
-            "above_cpu_s": round(theirs_s - empty_s, 2),
-            "adopted_above_cpu_s": round(ours_s - empty_s, 2),
-            "ratio": round(theirs_s / ours_s, 1),
-            "ratio_above": round((theirs_s - empty_s) / (ours_s - empty_s), 1),
-        }
+    found = []
+    for name, classes in ADOPTED:
+        run = partial(session, HARNESSES[name], size, tests, classes=classes)
+        empty_s = min(session(nothing, size, classes * tests)["cpu_s"] for _ in "123")
+        ours_s = min(run(ADOPT)["cpu_s"] for _ in "123")
+        theirs_s = run()["cpu_s"]
+        found.append(
+            {
+                "name": name,
+                "classes": classes,
+                "tests": classes * tests,
+                "empty_cpu_s": empty_s,
+                "cpu_s": theirs_s,
+                "adopted_cpu_s": ours_s,
+                "above_cpu_s": round(theirs_s - empty_s, 2),
+                "adopted_above_cpu_s": round(ours_s - empty_s, 2),
+                "ratio": round(theirs_s / ours_s, 1),
+            }
+        )
     return found
 
 
@@ -492,9 +501,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _record(found: dict[str, Any], file: Path) -> int:
     _print(found)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".new")
-    partial.write_text(json.dumps(found, indent=1) + "\n")
-    partial.replace(file)
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.replace(file)
     if file == RESULTS:
         write_tables(found)
     return 0

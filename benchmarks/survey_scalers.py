@@ -19,8 +19,8 @@ from gradparity.benchmarks.survey_scalers_run import (
     not_judged,
     read_record,
 )
-from gradparity.ci.markdown import escape
 from gradparity.conformance.report.records import Report, ReportError
+from gradparity.conformance.report.table import escape, legible
 from gradparity.conformance.space.catalogue import PRESETS
 from gradparity.conformance.status import RANKING, UsageError, Verdict, write_whole
 from gradparity.fixtures.peers import PEERS
@@ -172,4 +172,4 @@ def _story(name: str, record: Record) -> Iterator[str]:
 
 def _seen(verdict: Verdict) -> str:
     text = " ".join(verdict.message.split())
-    return escape(text if len(text) <= 200 else text[:197] + "...")
+    return legible(text if len(text) <= 200 else text[:197] + "...")

@@ -14,7 +14,7 @@ from ..status import Number, case_status, worst_of
 from .records import CaseRecord, Comparison, Report
 from .terminal import plain
 
-__all__ = ["MAX_LINES", "escape", "render", "row"]
+__all__ = ["MAX_LINES", "escape", "legible", "render", "row"]
 
 MAX_LINES = 40
 """Limit of a table: code hosts fold longer comments."""
@@ -51,6 +51,18 @@ _RESULTS = {
 def escape(text: str) -> str:
     """``text`` on one line, shown by Markdown as it is, also inside a table."""
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", plain(text))
+
+
+def legible(text: str) -> str:
+    """The same, for a page that is also read raw: a code span where one is needed."""
+    text = plain(text)
+    if escape(text) == text:
+        return text
+    if r"\|" in text:  # no table has both: the backslash escapes the one that follows
+        return escape(text)
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return fence + space + text.replace("|", r"\|") + space + fence
 
 
 def row(cells: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..report.table import escape, row
+from ..report.table import legible, row
 from ..status import plain
 from .catalogue import PLANS, chosen_types
 from .findings import FindingRecord
@@ -189,4 +189,4 @@ def _wrong(model: ModelRecord) -> str:
 
 def _cell(text: str) -> str:
     short = text if len(text) <= 160 else text[:157] + "..."
-    return escape(short)
+    return legible(short)

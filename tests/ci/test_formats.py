@@ -16,11 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from junitparser import xunit2
+from markdown_it import MarkdownIt
 from msgspec.structs import replace
 
 from gradparity.ci import annotations, badge, ctrf, junit, markdown
 from gradparity.ci.locate import Place, locate
 from gradparity.conformance.report.records import Report
+from gradparity.conformance.report.table import legible
 from gradparity.conformance.report.terminal import plain
 from gradparity.tests.ci.test_samples import (
     case,
@@ -97,6 +99,18 @@ def test_markdown_of_usual_text_is_readable_raw() -> None:
     usual = "linux-x86_64, fp16 autocast: step 1: ranks 0, 1 scale 512 (it's 50%)"
     assert markdown.escape(usual) == usual
     assert markdown.escape("_a_ :b: http://c") == ("&#95;a&#95; &#58;b: http&#58;//c")
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "_scale is `None` | ``x``", "`", r"a\|b"])
+def test_a_legible_cell_shows_the_text_as_it_is(text: str) -> None:
+    page = (
+        MarkdownIt("commonmark")
+        .enable("table")
+        .render(f"| a | b |\n|---|---|\n| {legible(text)} | end |\n")
+    )
+    table = ET.fromstring(page)
+    cells = ["".join(cell.itertext()).strip() for cell in table.iter("td")]
+    assert cells == [plain(text).strip(), "end"]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
