@@ -56,7 +56,11 @@ def traces_of(
     return [trace]
 
 
-@pytest.mark.parametrize("scenario", [DIGITS, TEXT], ids=["digits", "text"])
+@pytest.mark.parametrize(
+    "scenario",
+    [DIGITS, pytest.param(TEXT, marks=pytest.mark.slow)],
+    ids=["digits", "text"],
+)
 def test_a_right_run_is_within_its_bounds(scenario: Scenario) -> None:
     parity = measure_parity(scenario, traces_of(scenario))
     assert parity.compared.total() > 100
@@ -275,8 +279,8 @@ def test_a_sign_flip_run_flips_small_elements_only() -> None:
     ("precision", "optimizer", "sign_flip"),
     [
         ("fp16-autocast", "adamw", 1),
-        ("bf16-autocast", "adagrad", 1),
-        ("fp16-autocast", "sgd-momentum", 0),
+        pytest.param("bf16-autocast", "adagrad", 1, marks=pytest.mark.slow),
+        pytest.param("fp16-autocast", "sgd-momentum", 0, marks=pytest.mark.slow),
         ("fp32", "adamw", 0),
     ],
 )
@@ -297,6 +301,7 @@ def test_adaptive_optimizers_in_half_precision_get_a_sign_flip_reference(
     assert all(len(steps) == 4 and min(map(len, steps)) > 0 for steps in found)
 
 
+@pytest.mark.slow
 def test_one_flipped_weight_accuses_no_scaler() -> None:
     """As in fsdp+tp/4/fp16-reduce/adagrad on the text, whose scaler was right."""
     scenario = Scenario.parse("single/1/fp16-autocast/adagrad/none/model=text,steps=4")
