@@ -50,6 +50,7 @@ from .local_parts import LocalPart, check_values, full_name, read_local_parts
 from .modules import modules_in
 from .observe import local_part
 from .routing import Choices
+from .torch_internals import set_loss_function
 
 __all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
 
@@ -371,7 +372,7 @@ class Engine:
 
         # The schedule holds its loss function from construction, but the scaler changes
         # per step: this closure passes it in.
-        self.schedule._loss_fn = prepared_loss
+        set_loss_function(self.schedule, prepared_loss)
         stage, stages = self.mesh.get_local_rank("pp"), self.mesh["pp"].size()
         with self.scenario.parsed_precision.autocast(self.device.type):
             if stage == 0:

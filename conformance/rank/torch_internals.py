@@ -6,14 +6,17 @@ signature that is used here, so that a new torch fails there and not in a verdic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "makes_view",
     "overload_of",
     "ranks_of",
+    "set_loss_function",
     "set_timeout",
 ]
 
@@ -69,6 +73,13 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     elif not isinstance(group, dist.ProcessGroup):  # functional collectives know names
         group = _resolve_process_group(group)
     return tuple(dist.get_process_group_ranks(group))
+
+
+def set_loss_function(
+    schedule: ScheduleGPipe, loss: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Replace the loss function with which a pipeline's schedule was constructed."""
+    schedule._loss_fn = loss
 
 
 def set_timeout(limit: timedelta) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gradparity.conformance
 from gradparity.conformance.rank import torch_internals as internals
@@ -23,6 +25,7 @@ PRIVATE = {
     *("_resolve_process_group", "_set_pg_timeout", "_functional_collectives"),
     *("_current_graph_task_id", "_current_autograd_node", "_input_metadata"),
     *("_schema", "_overloadname", "_python_dispatch", "_distributed_c10d", "_C"),
+    "_loss_fn",
 }
 """Names that only ``torch_internals`` may say."""
 
@@ -60,6 +63,22 @@ def test_private_names_of_operators_work() -> None:
     assert declared[2].has_default_value() and declared[2].default_value is None
     assert internals.makes_view(view) and not internals.makes_view(bernoulli)
     assert not internals.makes_view(torch.ops.aten.add_.Tensor)
+
+
+def test_the_loss_function_of_a_schedule_is_replaced(two: Cluster) -> None:
+    def losses() -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+        first, cpu = dist.get_rank() == 0, torch.device("cpu")
+        part = torch.nn.Linear(2, 2)
+        stage = PipelineStage(part, dist.get_rank(), 2, cpu, group=mesh.get_group())
+        schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+        internals.set_loss_function(schedule, lambda output, _: output.sum() * 0 + 3)
+        found: list[Tensor] = []
+        x = torch.ones(4, 2)
+        schedule.step(x) if first else schedule.step(target=x, losses=found)
+        return [loss.item() for loss in found]
+
+    assert two.run(losses) == [[], [3.0, 3.0]]
 
 
 def test_a_dispatch_mode_sees_operators() -> None:
