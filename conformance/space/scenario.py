@@ -45,6 +45,13 @@ _LIMITS = {
     "growth_interval": (0, math.inf),
 }
 """Field -> what its value lies between; scalers rightly refuse other settings."""
+_MOST = {
+    "world_size": (1024, "each rank is a process, and one process judges all of them"),
+    "steps": (1000, "all steps are held in memory, and rounding adds up in long runs"),
+    "seed": (2**32, "workloads seed generators of 64 bits with multiples of it"),
+    "growth_interval": (2**31 - 1, "scalers count good steps in 32 bits"),
+}
+"""Field -> its largest value, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +98,10 @@ class Scenario:
                 raise UsageError(
                     f"unknown {name} {value!r}: expected one of {', '.join(table)}"
                 )
+        for name, (largest, why) in _MOST.items():
+            if abs(value := getattr(self, name)) > largest:
+                got = value if abs(value) < 10**20 else "more than 20 digits"
+                raise UsageError(f"{name} is at most {largest}, got {got}: {why}")
         _check_faults(parse_faults(self.faults), self)
         self.parsed_topology.mesh_shape(self.world_size)
         reason = self.not_runnable()
@@ -161,15 +172,17 @@ class Scenario:
             UsageError: if ``text`` is no id; says what was got and what was expected.
         """
         parts = current_id(text).split("/")
-        if len(parts) not in (5, 6) or not parts[1].isdigit():
+        if len(parts) not in (5, 6) or not parts[1].isdecimal():
             raise UsageError(
                 f"{text!r} is no scenario id: expected topology/world/precision/"
                 "optimizer/faults[/key=value,...], for example fsdp/2/fp32/sgd/none"
             )
         extra = _parse_settings(parts[5]) if len(parts) == 6 else {}
+        with as_usage(ValueError):  # too many digits
+            world_size = int(parts[1])
         return cls(
             topology=parts[0],
-            world_size=int(parts[1]),
+            world_size=world_size,
             precision=parts[2],
             optimizer=parts[3],
             faults=parts[4],
