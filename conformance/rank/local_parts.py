@@ -21,7 +21,14 @@ from torch.distributed.tensor import DTensor
 from ...fixtures import ResolvedWorkload, local
 from .observe import numbers_laid_out_as
 
-__all__ = ["WRAPPERS", "LocalPart", "check_values", "full_name", "read_local_parts"]
+__all__ = [
+    "WRAPPERS",
+    "LocalPart",
+    "by_full_name",
+    "check_values",
+    "full_name",
+    "read_local_parts",
+]
 
 WRAPPERS = (
     "_fsdp_wrapped_module",
@@ -80,10 +87,28 @@ def read_local_parts(
         WorkloadError: for unknown names, and for tensors whose shape does not fit their
             slices.
     """
+    found: dict[str, LocalPart] = {}
+    for name, value in by_full_name(workload, call, given, whole).items():
+        pair = isinstance(value, tuple | list) and len(value) == 2
+        if call == "gradients" and pair and value[0] is None:
+            continue  # no gradient, of these slices
+        if value is not None:
+            found[name] = _local_part(workload, call, name, value, whole[name].shape)
+    return found
+
+
+def by_full_name(
+    workload: ResolvedWorkload, call: str, given: Any, whole: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """What a method gives by names of wrapped parameters, by those of the model.
+
+    Raises:
+        WorkloadError: for a name that the model does not have, or has under another.
+    """
     if not isinstance(given, Mapping):
         text = f"returned {type(given).__name__}, expected a dict of name -> tensor"
         raise workload.refuse(call, text)
-    found: dict[str, LocalPart] = {}
+    found: dict[str, Any] = {}
     for key, value in given.items():
         name = full_name(str(key), whole)
         if name not in whole:
@@ -92,11 +117,7 @@ def read_local_parts(
             )
         if name in found:
             raise workload.refuse(call, f"gave {name} twice")
-        pair = isinstance(value, tuple | list) and len(value) == 2
-        if call == "gradients" and pair and value[0] is None:
-            continue  # no gradient, of these slices
-        if value is not None:
-            found[name] = _local_part(workload, call, name, value, whole[name].shape)
+        found[name] = value
     return found
 
 

@@ -41,7 +41,7 @@ from ..space.recipes import CLIP_NORM
 from ..space.scenario import Scenario
 from .engine import Engine
 from .judged import Judged, JudgedError
-from .local_parts import full_name, read_local_parts
+from .local_parts import by_full_name, read_local_parts
 from .observe import CallLog, digest, non_finite, optimizer_digest, partial_ranks
 from .recording import (
     digests_of,
@@ -438,11 +438,11 @@ class OwnStep:
         schedule = workload.lr_schedule and repr(workload.lr_schedule(stack))
         average = None
         if workload.ema is not None:
-            parts = {n: local(p.detach()) for n, p in workload.ema(stack).items()}
-            average = {
-                full_name(n, self.engine.whole): (part.numel(), digest(part))
-                for n, part in parts.items()
-            }
+            given = by_full_name(
+                workload, "ema", workload.ema(stack), self.engine.whole
+            )
+            parts = {n: local(p.detach()) for n, p in given.items()}
+            average = {n: (part.numel(), digest(part)) for n, part in parts.items()}
         count = workload.skipped_steps
         skips = None if count is None else int(count(stack))
         return schedule, average, skips

@@ -128,6 +128,13 @@ class TrainsAModule(Trains):
         return super().train_step(engine, micro_batches, scaler)
 
 
+class Averages(Trains):
+    """No fault: the weights as their average, by the names that DDP gives them."""
+
+    def ema(self, stack: Engine) -> Any:
+        return self.weights(stack)
+
+
 class TwoOptimizers(Trains):
     """No fault: weights and biases have an optimizer each; a scaler skips one alone."""
 
@@ -350,6 +357,21 @@ class UnknownGradients(FlatShards):
         return {f"inner.{n}": g for n, g in super().gradients(stack).items()}
 
 
+class UnknownAverages(Trains):
+    """Names its running averages otherwise."""
+
+    def ema(self, stack: Engine) -> Any:
+        return {f"inner.{n}": w for n, w in self.weights(stack).items()}
+
+
+class AveragesTwice(Trains):
+    """Gives one average under two names."""
+
+    def ema(self, stack: Engine) -> Any:
+        found = self.weights(stack)
+        return found | {n.removeprefix("module."): w for n, w in found.items()}
+
+
 class WrongSlices(FlatShards):
     """Says that it holds more than it does."""
 
@@ -488,6 +510,14 @@ def test_weights_are_read_by_name_and_layout_whoever_trains(runner: Runner) -> N
         assert not found.evidence.parity.not_compared
 
 
+def test_averages_are_known_by_names_of_wrapped_parameters(runner: Runner) -> None:
+    found = case(runner, Averages)
+    assert found.status == "pass", (found.problem, failed(found))
+    told = {v.law: v for v in found.verdicts}["trainer.average"]
+    # 4 parameters in 3 steps, on two ranks
+    assert (told.status, told.compared) == ("pass", 12)
+
+
 def test_the_norm_that_a_stack_reports_is_kept(runner: Runner) -> None:
     for stack in (Trains, TrainsSharded, FlatShards):
         found = case(runner, stack)
@@ -568,6 +598,11 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner) -> None:
             UnknownGradients,
             "gradients: gave 'inner.0.weight', which is not in the model",
         ),
+        (
+            UnknownAverages,
+            "ema: gave 'inner.module.0.weight', which is not in the model",
+        ),
+        (AveragesTwice, "ema: gave 0.weight twice"),
         (WrongSlices, "weights: gave 0.bias with 4 elements, and its slices"),
         (OtherSlices, "parallelize: changed the values of 0.bias: 4 of 4 elements"),
         (LosesShards, "parallelize: no rank holds 32 of 32 elements of 2.weight"),
