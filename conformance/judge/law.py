@@ -88,7 +88,8 @@ class Evidence:
                 used = [at.gradients[n] for n in names if n in at.gradients]
                 still = bool(used) and not any(gradient.any() for gradient in used)
             # a warm-up that begins at 0
-            still |= {at.rates.get(name) for name in names} == {0.0}
+            stepped = [at.settings[name] for name in names if name in at.settings]
+            still |= {settings.get("lr") for settings in stepped} == {0.0}
             if still and decision.parameters_changed is False:
                 decision = dataclasses.replace(decision, parameters_changed=None)
             yield decision

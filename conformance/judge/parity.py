@@ -22,6 +22,7 @@ from ..space.scenario import Scenario
 from ..space.workload_checks import counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
 from .reference import Idle, Reference, Schedule, rows_apart
+from .settings import StackSchedule, stack_schedule
 
 __all__ = [
     "SAFETY_FACTOR",
@@ -116,6 +117,8 @@ class Parity:
     """(step, rank, optimizer) of which the truth moves no parameter, either."""
     clipped: list[ClipRow] = field(default_factory=list)
     """Of each gradient of the steps in which none is bad, where they are clipped."""
+    stack_schedule: StackSchedule = field(default_factory=StackSchedule)
+    """What the stack's own schedules have moved, which the reference follows."""
 
     def add(self, row: ParityRow) -> None:
         """Add one comparison; without a bound that tells, count it as not compared."""
@@ -141,7 +144,7 @@ class Parity:
 
 
 def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
-    """Skips and scales that the rule demands, from the traces of all ranks.
+    """Skips and scales that the rule demands, and what the stack's schedules move.
 
     The scale is the one of the first rank; whether ranks agree on it is another law's
     business.
@@ -153,6 +156,7 @@ def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
     return Schedule(
         skipped=tuple(_held_still(seen) for seen in steps),
         scales=tuple(seen[0][1].scale_before for seen in steps),
+        settings=stack_schedule(steps).settings,
     )
 
 
@@ -209,6 +213,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         clip_norm=clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
         cuts_rows=_cuts_rows(scenario) and not rows_apart(scenario.model),
         still=frozenset(_still(schedule, phases, parity_bounds)),
+        stack_schedule=stack_schedule([*_steps(phases)]),
     )
     if parity.clip_norm is not None:
         # as torch.nn.utils.clip_grad_norm_ computes the factor

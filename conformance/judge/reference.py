@@ -25,9 +25,11 @@ from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import initial_model
 from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
+from ..rank.trace import Setting
 from ..space.recipes import CLIP_VALUE, LR_DECAY, Training, clip_norm_of
 from ..space.scenario import Scenario
 from ..space.workload_checks import FP32_INSIDE, ROUNDING, new_tensors_in_fp64
+from .settings import Settings
 
 __all__ = [
     "Idle",
@@ -71,6 +73,9 @@ class Schedule:
     """Per step: the scale of the loss; only half precision feels it."""
     idle: tuple[Idle, ...] = ()
     """Per step: parameters without a gradient; for a user's workload only."""
+    settings: tuple[Settings, ...] = ()
+    """Per step: what the stack's own schedules have moved; empty if they move nothing,
+    so that runs with and without such a schedule share references."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,10 @@ def train_reference(
     scales = schedule.scales if half else (1.0,) * scenario.steps
     precision = scenario.precision if half else "fp32"
     idle = schedule.idle or (Idle(),) * scenario.steps
-    return _train(_key(scenario), precision, schedule.skipped, scales, idle, variant)
+    settings = schedule.settings or ((),) * scenario.steps
+    return _train(
+        _key(scenario), precision, schedule.skipped, scales, idle, settings, variant
+    )
 
 
 def reference_before(
@@ -155,7 +163,8 @@ def reference_before(
     for number in range(step):
         scale = schedule.scales[number] if half else 1.0
         idle = schedule.idle[number] if schedule.idle else Idle()
-        run.step(number, schedule.skipped[number], scale, idle)
+        settings = schedule.settings[number] if schedule.settings else ()
+        run.step(number, schedule.skipped[number], scale, idle, settings)
     return run
 
 
@@ -202,6 +211,7 @@ def _train(
     skipped: tuple[frozenset[str], ...],
     scales: tuple[float, ...],
     idle: tuple[Idle, ...],
+    settings: tuple[Settings, ...],
     variant: Variant,
 ) -> Reference:
     run = ReferenceRun(key, precision_name, variant)
@@ -209,10 +219,10 @@ def _train(
         ones = (1.0,) * key.steps
         # noisy runs choose as the truth does: another expert is another model, not
         # noise
-        truth = _train(key, "fp32", skipped, ones, idle, TRUTH)
+        truth = _train(key, "fp32", skipped, ones, idle, settings, TRUTH)
         run.replayed = truth.choices
     for step in range(key.steps):
-        run.step(step, skipped[step], scales[step], idle[step])
+        run.step(step, skipped[step], scales[step], idle[step], settings[step])
     return Reference(
         losses=tuple(run.losses),
         gradients=tuple(run.gradients),
@@ -260,7 +270,12 @@ class ReferenceRun:
         self.errors: list[dict[str, float]] = []
 
     def step(
-        self, step: int, skipped: frozenset[str], scale: float, idle: Idle
+        self,
+        step: int,
+        skipped: frozenset[str],
+        scale: float,
+        idle: Idle,
+        settings: Settings = (),
     ) -> None:
         """Train one step and keep the values that are compared."""
         batch = self._batch(step)
@@ -291,6 +306,12 @@ class ReferenceRun:
         )
         # after recording: the gradients of this step are compared unflipped
         self._flip_signs(named, step)
+        for name, key, setting in settings:
+            # of a parameter that the recipe has frozen there is none
+            optimizer = self.optimizers.get(name)
+            for group in optimizer.param_groups if optimizer is not None else ():
+                if key in group:
+                    group[key] = _in_the_form_of(group[key], setting)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 nudged = self._nudged(name, named[name], step)
@@ -446,6 +467,12 @@ class ReferenceRun:
             n: t.detach().double().reshape(-1).numpy().copy()
             for n, t in tensors.items()
         }
+
+
+def _in_the_form_of(held: Any, value: Setting) -> Any:
+    """A value for a param group that holds a number or a tensor."""
+    # a new tensor: the workload may give all its optimizers one and the same
+    return torch.full_like(held, value) if isinstance(held, Tensor) else value  # type: ignore[arg-type]  # no tensor of betas
 
 
 def _in_rows(parts: list[Batch], variant: Variant) -> list[Batch]:

@@ -54,7 +54,7 @@ from .recording import (
     recording_draws,
     recording_reductions,
 )
-from .trace import Average, Decision, RankTrace, Restored, StepTrace
+from .trace import Average, Decision, RankTrace, Restored, Setting, StepTrace
 
 __all__ = [
     "OptimizerCalls",
@@ -188,16 +188,23 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in groups for p in group["params"]]
 
 
-def _rates(engine: Engine, optimizer: Optimizer) -> dict[str, float]:
-    """Name -> the learning rate with which an optimizer is about to step it."""
-    rates = {
-        id(p): float(group["lr"])
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if isinstance(group.get("lr"), int | float | Tensor)
-    }
-    named = engine.parameters.items()
-    return {name: rates[id(p)] for name, p in named if id(p) in rates}
+_SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
+"""What schedules move in a param group, and the rate from which torch's began."""
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Setting]:
+    """What schedules move in a param group, as numbers."""
+    found: dict[str, Setting] = {}
+    for key in _SCHEDULED:
+        value = group.get(key)
+        values = [*value] if isinstance(value, tuple | list) else [value]
+        if all(
+            isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
+            for v in values
+        ):
+            numbers = tuple(map(float, values))
+            found[key] = numbers if isinstance(value, tuple | list) else numbers[0]
+    return found
 
 
 class WatchedScaler:
@@ -601,7 +608,7 @@ class OwnStep:
         engine, seen = self.engine, self.seen
         names = self._enter(optimizer)
         self.called.append(names)
-        seen.rates |= _rates(engine, optimizer)
+        self._record_settings(optimizer, names)
         if self.workload.gradients is not None:
             return
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
@@ -615,6 +622,22 @@ class OwnStep:
             # once: a container and the optimizer inside of it use the same gradient
             if name in gradients and name not in seen.gradients:
                 record_gradient(engine, seen, name, gradients[name], scale)
+
+    def _record_settings(
+        self, optimizer: torch.optim.Optimizer, names: list[str]
+    ) -> None:
+        """Note with which settings an optimizer steps each parameter."""
+        groups = [(_settings(g), g["params"]) for g in optimizer.param_groups]
+        if names is self.unknown:
+            self.seen.copies += [settings for settings, params in groups if params]
+            return
+        every = {id(p): settings for settings, params in groups for p in params}
+        stepped = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
+        for name in names:
+            held = id(self.engine.parameters[name])
+            # without any grad an optimizer has gradients of its own
+            if not stepped or held in stepped:
+                self.seen.settings[name] = every[held]
 
     def _leave_out_unused(self) -> None:
         """Forget the gradients of parameters whose copies were stepped with others.

@@ -23,10 +23,13 @@ __all__ = [
     "Reduction",
     "Restored",
     "Saved",
+    "Setting",
     "StepTrace",
 ]
 
 Floats = NDArray[np.float32]
+Setting = float | tuple[float, ...]
+"""A value in an optimizer's param group, such as a learning rate or betas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +177,12 @@ class StepTrace:
     """Random numbers drawn in forward, in order, where random layers are on."""
     drew: bool = False
     """Whether anything drew random numbers in the passes."""
-    rates: dict[str, float] = field(default_factory=dict)
-    """Parameter name -> learning rate of the optimizer that stepped it, where the
-    workload trains by itself."""
+    settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
+    """Parameter name -> what schedules move in its param group, as the optimizer had it
+    when it was called, where the workload trains by itself."""
+    copies: list[dict[str, Setting]] = field(default_factory=list)
+    """The same of each param group of optimizers that step none of the parameters
+    themselves, but copies of them."""
     unclear_choices: int = 0
     """Rows of a learned router that could be either of two of the reference."""
 

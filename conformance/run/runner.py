@@ -455,7 +455,7 @@ class Runner:
                 choices = expected_choices(scenario, schedule)
             phases = tuple(self._phases(spec, scenario, choices))
             found = followed_schedule(scenario, *phases)
-            if (found.skipped, found.idle) == (schedule.skipped, schedule.idle):
+            if replace(found, scales=schedule.scales) == schedule:
                 break
             # with other choices it may skip other steps, so it is compared again
             schedule = found

@@ -91,7 +91,7 @@ class Stepped(Regression):
     def scheduler(
         self, optimizer: torch.optim.Optimizer, place: Place | None = None
     ) -> LambdaLR:
-        """Counts, and leaves the learning rate: the reference has no schedule."""
+        """Counts, and leaves the learning rate."""
         made = LambdaLR(optimizer, lambda _: 1.0)
         if self.waits:
             wait_for_steps(made, place)  # type: ignore[arg-type]  # it stands for a scaler

@@ -28,8 +28,14 @@ class InFp32(Trains):
     def train_step(self, stack: Engine, micro_batches: Any, scaler: Any) -> Any:
         t = stack.kept["t"] = stack.kept.get("t", 0) + 1
         first, second = ratios(torch.tensor([float(t)]), BETAS)
-        stack.optimizer.param_groups[0]["lr"] = 1e-2 * float(second.sqrt() / first)
-        return super().train_step(stack, micro_batches, scaler)
+        before = [p.detach().clone() for p in stack.module.parameters()]
+        found = super().train_step(stack, micro_batches, scaler)
+        # not by the learning rate: the reference would follow it
+        with torch.no_grad():
+            for parameter, was in zip(stack.module.parameters(), before, strict=True):
+                longer = float(second.sqrt() / first) - 1
+                parameter.add_(parameter - was, alpha=longer)
+        return found
 
 
 class Compiled(Trains):

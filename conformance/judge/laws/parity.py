@@ -14,7 +14,7 @@ from ..law import (
     rank_list,
     skipped,
 )
-from ..parity import ParityRow
+from ..parity import Parity, ParityRow
 
 REASON = (
     "A scaler that unscales wrongly, late or twice trains another model. The bound is "
@@ -47,11 +47,12 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             "layer that looks at all rows at once does that. Write shard or "
             "micro_batches if parts are to give what the whole does"
         )
-    elif first is not None and (rates := _moving_rate(evidence, first)):
+    elif first is not None and _stepped_unclear(parity, first):
         found = inconclusive(
-            f"{_departed(first).message}; but the stack moves its learning rate "
-            f"({rates}), and the reference has no schedule: judge it with a factor of "
-            "1 at every step"
+            f"{_departed(first).message}; but the stack moves "
+            f"{parity.stack_schedule.unclear} for copies of the parameters, with other "
+            "values in other groups, and nothing says which parameter has which: let "
+            "weights(stack) give the tensors that the optimizer steps"
         )
     elif first is not None and _unclear(evidence, first.step):
         found = inconclusive(
@@ -61,6 +62,9 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         )
     elif first is not None:
         found = _departed(first)
+        differs = parity.stack_schedule.differs
+        if differs is not None and differs[0] <= first.step:
+            found = replace(found, message=f"{found.message}; {differs[1]}")
     elif worst is None or compared < ENOUGH * due:
         found = inconclusive(
             f"{compared} of {due} comparisons of the {kind} could be made: elsewhere "
@@ -73,6 +77,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             status=Status.PASS,
             message=f"worst {kind} at {worst.ratio:.2g} of its bound ({_where(worst)})",
         )
+    followed = parity.stack_schedule.followed
+    if kind == "update" and followed and found.status != Status.INCONCLUSIVE:
+        text = f"the reference follows the stack's schedule of {followed}"
+        found = replace(found, message=f"{found.message}; {text}")
     return replace(found, compared=compared, not_compared=missed)
 
 
@@ -97,32 +105,16 @@ def _all_bad(evidence: Evidence) -> bool:
     return all(any(s.non_finite for s in seen) for _, seen in evidence.steps())
 
 
-def _moving_rate(evidence: Evidence, first: ParityRow) -> str:
-    """A learning rate that changes in the run, and what a departure has to do with it.
+def _stepped_unclear(parity: Parity, first: ParityRow) -> bool:
+    """Whether steps with settings that have no parameter may explain a departure.
 
-    Empty where some gradient departs before any weight was stepped with it.
+    Not where some gradient departs before any weight was stepped with it.
     """
-    assert evidence.parity is not None
-    gradient = evidence.parity.first_bad.get("gradient")
+    gradient = parity.first_bad.get("gradient")
     before_any_step = first.step == 0 and first.kind != "update"
-    if before_any_step or (gradient is not None and gradient.step == 0):
-        return ""
-    rates: dict[str, dict[int, set[float]]] = {}
-    for trace in evidence.ranks:
-        for at in trace.steps:
-            for name, rate in at.rates.items():
-                rates.setdefault(name, {}).setdefault(at.step, set()).add(rate)
-    for name, steps in rates.items():
-        # rates that differ on ranks are no schedule
-        if any(len(held) > 1 for held in steps.values()):
-            continue
-        first_steps: dict[float, int] = {}
-        for step, (rate,) in sorted(steps.items()):
-            first_steps.setdefault(rate, step)
-        if len(first_steps) > 1:
-            told = [f"{rate:g} at step {step}" for rate, step in first_steps.items()]
-            return f"{name}: {', '.join(told[:2])}"
-    return ""
+    departs_before = gradient is not None and gradient.step == 0
+    unclear = bool(parity.stack_schedule.unclear)
+    return unclear and not (before_any_step or departs_before)
 
 
 def _unclear(evidence: Evidence, last: int) -> bool:

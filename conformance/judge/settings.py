@@ -1,0 +1,151 @@
+"""Settings of optimizers that a stack's own schedules move.
+
+A ``train_step`` may move the learning rate, and with it betas, momentum or weight
+decay. Only the stack knows what they should be, so the reference takes the values that
+the ranks step with: they are believed, and all that is made of them is judged. A value
+that never moves is not taken: it must be that of the workload's ``optimizer``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..rank.trace import RankTrace, Setting, StepTrace
+
+__all__ = ["Settings", "StackSchedule", "stack_schedule"]
+
+Settings = tuple[tuple[str, str, Setting], ...]
+"""Of one step: (parameter, key of its param group, value)."""
+_Values = dict[int, dict[int, Setting]]
+"""Step -> rank -> value."""
+_INITIAL = "initial_lr"
+"""What torch's schedulers call the rate from which they began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSchedule:
+    """What the schedules of a stack have moved in one run."""
+
+    settings: tuple[Settings, ...] = ()
+    """Per step: what the reference sets before it; empty if nothing moves."""
+    followed: str = ""
+    """The same in words."""
+    differs: tuple[int, str] | None = None
+    """The first step at which a parameter is stepped otherwise on another rank, and
+    how, in words."""
+    unclear: str = ""
+    """What moves in words, where nothing says which parameter has which value."""
+
+
+def stack_schedule(
+    steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
+) -> StackSchedule:
+    """Find which settings move, from all steps of all ranks.
+
+    Where ranks differ, which no schedule explains, the reference follows the first of
+    them, and the others depart.
+    """
+    known: dict[tuple[str, str], _Values] = {}
+    for step, seen in enumerate(steps):
+        for trace, at in seen:
+            for name, settings in at.settings.items():
+                for key, value in settings.items():
+                    values = known.setdefault((name, key), {})
+                    values.setdefault(step, {})[trace.rank] = value
+    shared, unclear = _of_copies(steps)
+    named = {name for name, _ in known}
+    held = dict.fromkeys(n for seen in steps for trace, _ in seen for n in trace.index)
+    for key, values in shared.items():
+        known |= {(name, key): values for name in held if name not in named}
+    found: list[list[tuple[str, str, Setting]]] = [[] for _ in steps]
+    words: dict[str, str] = {}
+    for (name, key), values in known.items():
+        led = {step: at[min(at)] for step, at in values.items()}
+        began = [*known.get((name, _INITIAL), {}).values()] if key == "lr" else []
+        before = [at[min(at)] for at in began[:1]]
+        if key == _INITIAL or len({*before, *led.values()}) == 1:
+            continue
+        words.setdefault(key, f"{key} ({name}: {_told(led, before)})")
+        for step, value in led.items():
+            if _finite(value):
+                found[step].append((name, key, value))
+    return StackSchedule(
+        settings=tuple(map(tuple, found)) if words else (),
+        followed=", ".join(words.values()),
+        differs=min(_differences(known), key=lambda found: found[0], default=None),
+        unclear=unclear,
+    )
+
+
+def _of_copies(
+    steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
+) -> tuple[dict[str, _Values], str]:
+    """Settings of optimizers that step none of the parameters themselves.
+
+    What all their groups have is what each parameter is stepped with. Of several values
+    nothing says which parameter has which.
+
+    Returns:
+        Key -> the values that all groups on all ranks have; and what moves otherwise,
+        in words.
+    """
+    groups: dict[str, dict[int, dict[int, list[Setting]]]] = {}
+    for step, seen in enumerate(steps):
+        for trace, at in seen:
+            for settings in at.copies:
+                for key, value in settings.items():
+                    ranks = groups.setdefault(key, {}).setdefault(step, {})
+                    ranks.setdefault(trace.rank, []).append(value)
+    shared: dict[str, _Values] = {}
+    unclear = ""
+    for key, held in groups.items():
+        several = [{v for own in at.values() for v in own} for at in held.values()]
+        if all(len(values) == 1 for values in several):
+            shared[key] = {
+                step: {rank: own[0] for rank, own in at.items()}
+                for step, at in held.items()
+            }
+            continue
+        for rank in {rank for at in held.values() for rank in at}:
+            own = {step: at[rank] for step, at in held.items() if rank in at}
+            if key != _INITIAL and len({*map(tuple, own.values())}) > 1:
+                first = {step: values[0] for step, values in own.items()}
+                unclear = unclear or f"{key} ({_told(first, ())})"
+    return shared, unclear
+
+
+def _differences(
+    known: Mapping[tuple[str, str], _Values],
+) -> Iterator[tuple[int, str]]:
+    for (name, key), values in known.items():
+        for step, at in values.items() if key != _INITIAL else ():
+            first = min(at)
+            other = next((rank for rank in sorted(at) if at[rank] != at[first]), None)
+            if other is not None:
+                yield (
+                    step,
+                    f"{key} of {name} is {_plain(at[first])} on rank {first} and "
+                    f"{_plain(at[other])} on rank {other} at step {step}",
+                )
+
+
+def _told(led: Mapping[int, Setting], before: Collection[Setting]) -> str:
+    """The first two values in words."""
+    first: dict[Setting, str] = {}
+    for step, value in led.items():
+        first.setdefault(value, f"at step {step}")
+    if len(first) == 1:  # it has moved before the run
+        first = dict.fromkeys(before, "where the schedule began") | first
+    return ", ".join(f"{_plain(v)} {where}" for v, where in [*first.items()][:2])
+
+
+def _plain(value: Setting) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(f'{v:g}' for v in value)})"
+    return f"{value:g}"
+
+
+def _finite(value: Setting) -> bool:
+    return all(map(math.isfinite, value if isinstance(value, tuple) else (value,)))

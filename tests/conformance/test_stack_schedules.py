@@ -1,0 +1,429 @@
+"""Schedules of a ``train_step``: the reference follows them, and hides no fault."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import lr_scheduler
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.judge.settings import stack_schedule
+from gradparity.conformance.rank.trace import RankTrace, Setting, StepTrace
+from gradparity.tests.conformance.test_workload_steps import (
+    Engine,
+    FlatShards,
+    MicroBatches,
+    Pipeline,
+    Trains,
+    TrainsOnTwoAxes,
+    TrainsSharded,
+)
+from gradparity.tests.stacks import Named, rank
+
+MODULE = "gradparity.tests.conformance.test_stack_schedules"
+PLAIN = "gradparity.fixtures.faulty:PlainScaler"
+
+
+def warm_up(step: int) -> float:
+    return min(step / 3, 1.0)
+
+
+class Scheduled:
+    """A schedule after each step that was taken; its checkpoint holds it."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, warm_up)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine: Engine = super().parallelize(model, mesh)  # type: ignore[misc]  # of a stack
+        engine.kept["scheduler"] = self.schedule(engine.optimizer)
+        return engine
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        before = scaler and scaler.get_scale()
+        found = super().train_step(stack, micro_batches, scaler)  # type: ignore[misc]  # of a stack
+        if scaler is None or scaler.get_scale() >= before:
+            self.move(stack)
+        return found
+
+    def move(self, stack: Engine) -> None:
+        stack.kept["scheduler"].step()
+
+    def save_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        state = {
+            "module": stack.module.state_dict(),
+            "optimizer": stack.optimizer.state_dict(),
+            "scheduler": stack.kept["scheduler"].state_dict(),
+            "scaler": scaler and scaler.state_dict(),
+        }
+        torch.save(state, os.path.join(folder, f"{rank()}.pt"))
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        state = torch.load(os.path.join(folder, f"{rank()}.pt"), weights_only=False)
+        stack.module.load_state_dict(state["module"])
+        stack.optimizer.load_state_dict(state["optimizer"])
+        stack.kept["scheduler"].load_state_dict(state["scheduler"])
+        if scaler is not None:
+            scaler.load_state_dict(state["scaler"])
+
+
+# - Right stacks
+
+
+class WarmsUp(Scheduled, Trains):
+    pass
+
+
+class Cosine(Scheduled, TrainsSharded):
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+
+
+class OnTwoAxes(Scheduled, TrainsOnTwoAxes):
+    pass
+
+
+class Piped(Scheduled, Pipeline):
+    pass
+
+
+class OneCycle(Scheduled, Trains):
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+
+class CyclesMomentum(OneCycle):
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1, momentum=0.9)
+
+
+class CyclesBetas(OneCycle):
+    pass
+
+
+class TensorRate(Scheduled, Trains):
+    rate = torch.tensor(0.01)
+    """One for all optimizers of the workload."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        mine = [p for _, p in parameters]
+        return torch.optim.AdamW(mine, lr=self.rate, foreach=False)
+
+
+class TwoRates(Scheduled, Trains):
+    """Weights and biases have groups with rates of their own, and decay rises."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p for n, p in parameters if part in n], "lr": rate}
+            for part, rate in (("weight", 0.01), ("bias", 0.03))
+        ]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.01)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        factors = [warm_up, lambda step: math.cos(step / 5)]
+        return lr_scheduler.LambdaLR(optimizer, factors)
+
+    def move(self, stack: Engine) -> None:
+        super().move(stack)
+        for group in stack.optimizer.param_groups:
+            group["weight_decay"] += 0.1
+
+
+class MovesInEachPass(Scheduled, Trains):
+    """A mistake of the schedule itself, which is believed: a move a micro-batch."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        for _ in micro_batches[1:]:
+            stack.kept["scheduler"].step()
+        return super().backward(stack, micro_batches, scaler)
+
+
+class BeganElsewhere(Scheduled, Trains):
+    """A schedule by the epoch: in the run the rate stays at half of what it was."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=100)
+
+
+class OfCopies(Scheduled, FlatShards):
+    """The optimizer steps flat shards, of which weights() gives views."""
+
+    groups = 1
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = FlatShards.parallelize(self, model, mesh)
+        shards = [*engine.kept["shards"].values()]
+        made = [{"params": shards[n :: self.groups]} for n in range(self.groups)]
+        engine.optimizer = torch.optim.AdamW(made, lr=1e-2)
+        engine.kept["scheduler"] = self.schedule(engine.optimizer)
+        return engine
+
+    def weights(self, stack: Engine) -> Any:
+        found = super().weights(stack)
+        return {n: (shard.detach(), cut) for n, (shard, cut) in found.items()}
+
+
+class OfCopiesInTwoGroups(OfCopies):
+    """Nothing says which parameter has which rate."""
+
+    groups = 2
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, [warm_up, lambda _: 1.0])
+
+
+def case(
+    runner: Runner,
+    stack: type,
+    scaler: str = "none",
+    *,
+    recipe: str = "plain",
+    faults: str = "none",
+    precision: str = "fp32",
+    steps: int = 5,
+) -> Case:
+    place = "pp2/2" if issubclass(stack, Pipeline) else "dp2/2"
+    place = "dp2-tp2/4" if issubclass(stack, TrainsOnTwoAxes) else place
+    settings = f"recipe={recipe},steps={steps},model={MODULE}:{stack.__name__}"
+    text = f"{place}/{precision}/own/{faults}/{settings},scale=1024"
+    return runner.run(scaler, Scenario.parse(text))
+
+
+def told(found: Case) -> dict[str, str]:
+    return {v.law: v.message for v in found.verdicts if v.status == "fail"}
+
+
+def update(found: Case) -> str:
+    return next(v.message for v in found.verdicts if v.law == "parity.update")
+
+
+@pytest.mark.parametrize(
+    ("stack", "followed"),
+    [
+        (WarmsUp, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
+        (Cosine, "lr (0.weight: 0.01 at step 0, 0.00853553 at step 1)"),
+        (Piped, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
+        (OnTwoAxes, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
+        (CyclesMomentum, "momentum (0.weight: 0.95 at step 0, 0."),
+        (CyclesBetas, "betas (0.weight: (0.95, 0.999) at step 0, (0."),
+        (TensorRate, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
+        (TwoRates, "weight_decay (0.weight: 0.01 at step 0, 0.11 at step 1)"),
+        (BeganElsewhere, "lr (0.weight: 0.01 where the schedule began, 0.005 at"),
+        (OfCopies, "lr (0.weight: 0 at step 0, 0.00333333 at step 1)"),
+    ],
+)
+def test_a_right_stack_with_a_schedule_passes(
+    runner: Runner, stack: type, followed: str
+) -> None:
+    found = case(runner, stack)
+    assert found.status == "pass", (found.problem, told(found), update(found))
+    assert "the reference follows the stack's schedule of " in update(found)
+    assert followed in update(found)
+
+
+@pytest.mark.parametrize("stack", [WarmsUp, Cosine, CyclesMomentum, CyclesBetas])
+@pytest.mark.parametrize(
+    ("recipe", "faults", "precision"),
+    [
+        ("plain", "inf@r1s2:0.bias", "fp32"),
+        ("resume", "none", "fp32"),
+        ("plain", "nan@r0s1:loss", "bf16-autocast"),
+    ],
+)
+def test_a_schedule_is_followed_over_skips_loads_and_roundings(
+    runner: Runner, stack: type, recipe: str, faults: str, precision: str
+) -> None:
+    found = case(
+        runner, stack, PLAIN, recipe=recipe, faults=faults, precision=precision
+    )
+    assert found.status == "pass", (found.problem, told(found), update(found))
+
+
+def test_a_schedule_that_moves_too_often_is_believed(runner: Runner) -> None:
+    found = case(runner, MovesInEachPass, recipe="accumulate")
+    assert found.status == "pass", (found.problem, told(found))
+    assert "lr (0.weight: 0.00333333 at step 0, 0.01 at step 1)" in update(found)
+
+
+def test_settings_of_copies_in_several_groups_are_undecided(runner: Runner) -> None:
+    found = case(runner, OfCopiesInTwoGroups)
+    assert found.status == "inconclusive", told(found)
+    assert "the stack moves lr (0 at step 0, 0.00333333 at step 1) for" in update(found)
+
+
+# - Faults, with a schedule beside them
+
+
+class OneRankAlone(WarmsUp):
+    """The gradient of rank 1 never reaches rank 0."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        with stack.module.no_sync():  # type: ignore[operator]  # DDP's
+            total = super().backward(stack, micro_batches, scaler)
+        for parameter in stack.module.parameters():
+            assert parameter.grad is not None
+            dist.broadcast(parameter.grad, 0)
+        return total
+
+
+class ClipsTwice(WarmsUp):
+    """Clips once more, to a tenth."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        norm = super().clip(stack)
+        nn.utils.clip_grad_norm_(stack.module.parameters(), 0.1 * self.clip_norm)
+        return norm
+
+
+class AppliesTwice(WarmsUp):
+    """Each step is as long as two."""
+
+    @contextmanager
+    def doubled(self, module: nn.Module) -> Iterator[None]:
+        before = [p.detach().clone() for p in module.parameters()]
+        yield
+        with torch.no_grad():
+            for parameter, was in zip(module.parameters(), before, strict=True):
+                parameter.add_(parameter - was)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        with self.doubled(stack.module):
+            return super().train_step(stack, micro_batches, scaler)
+
+
+class OneRankForgets(Cosine):
+    """Rank 1 keeps the rate; the ranks hold shards, of which no two are equal."""
+
+    def move(self, stack: Engine) -> None:
+        if not rank():
+            super().move(stack)
+
+
+class FirstRankForgets(Cosine):
+    """Rank 0 keeps the rate."""
+
+    def move(self, stack: Engine) -> None:
+        if rank():
+            super().move(stack)
+
+
+class OneGroupOnOneRank(TwoRates):
+    """On rank 1 the schedule does not reach the biases."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        fully_shard(model, mesh=mesh)
+        engine = Engine(model, self.optimizer([*model.named_parameters()]))
+        engine.kept["scheduler"] = self.schedule(engine.optimizer)
+        return engine
+
+    def move(self, stack: Engine) -> None:
+        kept = stack.optimizer.param_groups[1]["lr"]
+        super().move(stack)
+        if rank():
+            stack.optimizer.param_groups[1]["lr"] = kept
+
+
+class WrongConstant(Trains):
+    """No schedule, and another rate than that of optimizer()."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.optimizer.param_groups[0]["lr"] = 5e-3
+        return engine
+
+
+@pytest.mark.parametrize(
+    ("stack", "law", "words"),
+    [
+        (OneRankAlone, "parity.gradient", "step 0: the gradient of"),
+        (ClipsTwice, "parity.gradient", "step 0: the gradient of"),
+        (AppliesTwice, "parity.update", "step 1: the update of"),
+        (
+            OneRankForgets,
+            "parity.update",
+            "; lr of 0.weight is 0.00853553 on rank 0 and 0.01 on rank 1 at step 1",
+        ),
+        (
+            FirstRankForgets,
+            "parity.update",
+            "; lr of 0.weight is 0.01 on rank 0 and 0.00853553 on rank 1 at step 1",
+        ),
+        (OneGroupOnOneRank, "parity.update", "; lr of 0.bias is "),
+        (WrongConstant, "parity.update", "step 0: the update of"),
+    ],
+)
+def test_a_fault_beside_a_schedule_is_caught(
+    runner: Runner, stack: type, law: str, words: str
+) -> None:
+    found = case(runner, stack)
+    assert found.status == "fail", (found.problem, update(found))
+    assert words in told(found)[law]
+
+
+# - What moves, from made-up traces
+
+
+def seen(*ranks: dict[str, Any], copies: Any = ()) -> list[Any]:
+    """One step of ranks with these settings."""
+    found = []
+    for number, settings in enumerate(ranks):
+        index: Any = {"w": torch.arange(2).numpy(), "b": torch.arange(1).numpy()}
+        trace = RankTrace(rank=number, coordinate={}, index=index, shards={})
+        at = StepTrace(step=0, settings=settings, copies=[*copies])
+        found.append((trace, at))
+    return found
+
+
+def lr(value: Setting) -> dict[str, dict[str, Setting]]:
+    return {"w": {"lr": value}}
+
+
+def test_what_never_moves_is_not_followed() -> None:
+    found = stack_schedule([seen(lr(0.1), lr(0.1)), seen(lr(0.1), lr(0.1))])
+    assert (found.settings, found.followed, found.differs) == ((), "", None)
+
+
+def test_a_skipped_step_leaves_no_setting() -> None:
+    found = stack_schedule([seen(lr(0.1)), seen({}), seen(lr(0.2))])
+    assert found.settings == ((("w", "lr", 0.1),), (), (("w", "lr", 0.2),))
+
+
+def test_a_rank_that_does_not_step_a_parameter_says_nothing_of_it() -> None:
+    found = stack_schedule([seen({}, lr(0.1)), seen(lr(0.2), {})])
+    assert found.settings == ((("w", "lr", 0.1),), (("w", "lr", 0.2),))
+    assert found.differs is None
+
+
+def test_a_rate_that_is_not_finite_is_not_followed() -> None:
+    found = stack_schedule([seen(lr(0.1)), seen(lr(math.nan))])
+    assert found.settings == ((("w", "lr", 0.1),), ())
+
+
+def test_what_all_copies_are_stepped_with_holds_for_each_parameter() -> None:
+    rates = [[{"lr": 0.1}] * 2, [{"lr": 0.2}] * 2]
+    found = stack_schedule([seen({}, {}, copies=copies) for copies in rates])
+    assert found.settings[1] == (("w", "lr", 0.2), ("b", "lr", 0.2))
+    assert not found.unclear
+
+
+def test_copies_that_are_stepped_with_several_values_are_unclear() -> None:
+    rates = [[{"lr": 0.1}, {"lr": 0.3}], [{"lr": 0.2}, {"lr": 0.3}]]
+    found = stack_schedule([seen({}, copies=copies) for copies in rates])
+    assert (found.settings, found.unclear) == ((), "lr (0.1 at step 0, 0.2 at step 1)")
