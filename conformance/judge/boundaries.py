@@ -25,7 +25,6 @@ first gradient. A wrong factor shows in the gradients of all parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any, Literal
@@ -33,7 +32,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from ...fixtures import Batch
 from ..rank.modules import (
@@ -51,7 +49,14 @@ from ..report.records import Location
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .bounds import SAFETY_FACTOR, sizes
-from .reference import TRUTH, ReferenceRun, Schedule, Variant, reference_before
+from .reference import (
+    TRUTH,
+    ReferenceRun,
+    Schedule,
+    Variant,
+    jittered,
+    reference_before,
+)
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction", "multiple_of"]
 
@@ -527,7 +532,8 @@ class _References:
         truth = self._watched(self.truth, batches)
         noisy = [self._watched(self.plain, batches)]
         # a second noisy run: rounding of the weights stands for another order of sums
-        with _jittered(self.plain.model, self.roundoff):
+        generator = torch.Generator().manual_seed(0)
+        with jittered(self.plain.model, self.roundoff, generator):
             noisy.append(self._watched(self.plain, batches))
         return _bounded(truth, noisy, self.roundoff), truth
 
@@ -552,22 +558,6 @@ class _References:
             if boundary.kind in (INPUT_GRADIENT, OUTPUT_GRADIENT):
                 log.passed[boundary] = replace(passed, values=passed.values / scale)
         return log
-
-
-@contextmanager
-def _jittered(model: nn.Module, size: float) -> Iterator[None]:
-    """Change every weight by a random part of its rounding."""
-    before = [p.detach().clone() for p in model.parameters()]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1 + size * (2 * torch.rand(p.shape, generator=generator) - 1))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p, old in zip(model.parameters(), before, strict=True):
-                p.copy_(old)
 
 
 def _bounded(

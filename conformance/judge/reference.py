@@ -39,6 +39,7 @@ __all__ = [
     "Schedule",
     "Variant",
     "bias_error",
+    "jittered",
     "reduced_in",
     "reference_before",
     "rows_apart",
@@ -263,7 +264,9 @@ class ReferenceRun:
         self.counts: list[float | None] = []
         self.rows_apart: bool | None = None
         self.steps_made = dict.fromkeys(self.optimizers, 0)
-        self.generator = torch.Generator().manual_seed(variant.nudged)
+        # unequal for all variants that draw from it
+        seed = variant.nudged or 2 * variant.parts + variant.reverse_rows
+        self.generator = torch.Generator().manual_seed(seed)
         self.replayed: tuple[dict[str, Choices], ...] = ()
         """Per step: the choices that routers must make; empty: their own."""
         self.choices: list[dict[str, Choices]] = []
@@ -284,7 +287,12 @@ class ReferenceRun:
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
         # in backward a forward may run again
         chooses = chooses_in_forward(self.key.model)
-        with log if chooses else nullcontext(), self._new_tensors():
+        # rows that depend on each other keep their order: other runs round the weights
+        # otherwise, or all of them would show one and the same error
+        unit = torch.finfo(self.precision.compute_dtype).eps / 2
+        size = 0.0 if self.rows_apart else unit
+        rounded = jittered(self.model, size, self.generator)
+        with log if chooses else nullcontext(), self._new_tensors(), rounded:
             passes = [self._objective(part) for part in parts]
             weights = self._weights(batch, parts, [count for _, count in passes])
             for (value, _), weight in zip(passes, weights, strict=True):
@@ -488,6 +496,29 @@ def _shuffled(parts: list[Batch], variant: Variant) -> list[Batch]:
     return [
         part for first in range(variant.parts) for part in parts[first :: variant.parts]
     ]
+
+
+@contextmanager
+def jittered(
+    model: nn.Module, size: float, generator: torch.Generator
+) -> Iterator[None]:
+    """Change every weight inside by a random part of its rounding.
+
+    Args:
+        model: whose weights have their values back afterwards.
+        size: largest relative change; 0 changes nothing.
+        generator: of the random numbers.
+    """
+    before = [p.detach().clone() for p in model.parameters()] if size else []
+    with torch.no_grad():
+        for p in model.parameters() if size else ():
+            p.mul_(1 + size * (2 * torch.rand(p.shape, generator=generator) - 1))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), before, strict=False):
+                p.copy_(old)
 
 
 def bias_error(betas: Iterable[float], steps_made: int) -> float:

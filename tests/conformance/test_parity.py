@@ -346,6 +346,20 @@ def test_references_cut_rows_where_gradients_are_sums_over_them(
     assert rows_apart(model) == apart
 
 
+def test_references_of_coupled_rows_are_rounded_otherwise() -> None:
+    scenario = Scenario.parse(f"dp2/2/fp32/own/none/model={STATISTICS},steps=1")
+    schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
+    runs = [train_reference(scenario, schedule, v) for v in NOISY]
+    seen = {tuple(g.tobytes() for g in run.gradients[0].values()) for run in runs}
+    assert len(seen) == len(NOISY)  # equal ones would measure the noise of one run
+    truth = train_reference(scenario, schedule, TRUTH).gradients[0]
+    largest = max(float(np.linalg.norm(g)) for g in truth.values())
+    for run in runs:
+        for name, gradient in run.gradients[0].items():
+            error = np.linalg.norm(gradient - truth[name])
+            assert error < 1e-5 * largest  # rounding, and no other training
+
+
 def test_references_cut_into_parts_hide_no_fault_of_an_embedding(
     runner: Runner,
 ) -> None:
