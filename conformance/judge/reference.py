@@ -8,11 +8,11 @@ may show, and the bounds of ``parity`` are made of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 Doubles = NDArray[np.float64]
+T = TypeVar("T")
 Limits = tuple[tuple[tuple[str, float], ...], ...]
 """Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
 
@@ -250,13 +251,14 @@ class ReferenceRun:
             model = self.precision.convert(model)
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
+        self.parameters = dict(self.model.named_parameters())
         # one a parameter: the schedule distinguishes parameters, not optimizers
         self.optimizers = {
             name: self.workload.optimizers[key.optimizer]([(name, parameter)])
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.parameters.items()
             if parameter.requires_grad  # an optimizer may leave frozen ones out
         }
-        self.start = self._flat({n: p for n, p in self.model.named_parameters()})
+        self.start = self._flat(self.parameters)
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
         self.updates: list[dict[str, Doubles]] = []
@@ -293,12 +295,7 @@ class ReferenceRun:
         size = 0.0 if self.rows_apart else unit
         rounded = jittered(self.model, size, self.generator)
         with log if chooses else nullcontext(), self._new_tensors(), rounded:
-            passes = [self._objective(part) for part in parts]
-            weights = self._weights(batch, parts, [count for _, count in passes])
-            for (value, _), weight in zip(passes, weights, strict=True):
-                with self.workload.calling("backward"):
-                    (value * (scale * weight)).backward()
-                self._round_gradients()
+            passes, weights = self._cast(lambda: self._passes(batch, parts, scale))
         self.choices.append(log.choices)
         self.errors.append(log.errors)
         self._unscale(scale)
@@ -332,6 +329,31 @@ class ReferenceRun:
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
+    def _passes(
+        self, batch: Batch, parts: list[Batch], scale: float
+    ) -> tuple[list[tuple[Tensor, float | None]], list[float]]:
+        """Forward and backward of all parts; returns their losses and weights."""
+        passes = [self._objective(part) for part in parts]
+        weights = self._weights(batch, parts, [count for _, count in passes])
+        for (value, _), weight in zip(passes, weights, strict=True):
+            with self.workload.calling("backward"):
+                (value * (scale * weight)).backward()
+            self._round_gradients()
+        return passes, weights
+
+    def _cast(self, passes: Callable[[], T]) -> T:
+        """Make passes while the model has copies of its parameters in their dtype.
+
+        As in ``fully_shard``: parameters stay in fp32, and the forward sees the copies.
+        So does backward, in which activation checkpointing runs the forward again.
+        """
+        dtype = self.precision.parameter_dtype
+        if dtype is None:
+            return passes()
+        narrow = {f"model.{n}": p.to(dtype) for n, p in self.parameters.items()}
+        found: T = functional_call(_Calls(self.model), narrow, (passes,))
+        return found
+
     def _new_tensors(self) -> AbstractContextManager[Any]:
         wide = self.variant.double
         return new_tensors_in_fp64(self.key.model) if wide else nullcontext()
@@ -341,7 +363,7 @@ class ReferenceRun:
         dtype = self.key.reduced_in
         if dtype is None or self.variant.double:
             return
-        for parameter in self.model.parameters():
+        for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.copy_(parameter.grad.to(dtype))
 
@@ -417,9 +439,13 @@ class ReferenceRun:
 
     def one_pass(self, part: Batch, factor: float) -> None:
         """Forward and backward of a given micro-batch, without a step."""
-        with self._new_tensors():
+
+        def passes() -> None:
             value, _ = self._objective(self._wide(part))
             (value * factor).backward()
+
+        with self._new_tensors():
+            self._cast(passes)
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""
@@ -457,11 +483,9 @@ class ReferenceRun:
         dtype = self.precision.parameter_dtype
         if dtype is None:
             return self.model(inputs)
-        # as fully_shard: parameters stay in fp32, and the forward sees cast copies
-        narrow = {n: p.to(dtype) for n, p in self.model.named_parameters()}
         batch = Batch(inputs=inputs, targets=())
         narrowed = batch.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
-        return functional_call(self.model, narrow, (narrowed.inputs,))
+        return self.model(narrowed.inputs)
 
     def _unscale(self, scale: float) -> None:
         for parameter in self.model.parameters():
@@ -481,6 +505,18 @@ def _in_the_form_of(held: Any, value: Setting) -> Any:
     """A value for a param group that holds a number or a tensor."""
     # a new tensor: the workload may give all its optimizers one and the same
     return torch.full_like(held, value) if isinstance(held, Tensor) else value  # type: ignore[arg-type]  # no tensor of betas
+
+
+class _Calls(nn.Module):
+    """A module around a model that calls what it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], T]) -> T:
+        """Call it."""
+        return call()
 
 
 def _in_rows(parts: list[Batch], variant: Variant) -> list[Batch]:

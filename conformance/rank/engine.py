@@ -45,6 +45,7 @@ from ..space.random_layers import turn_off_random_layers
 from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
+from ..space.workload_checks import differentiates_in_forward
 from .layout_checks import check_layout, check_share, same_everywhere
 from .local_parts import LocalPart, check_values, full_name, read_local_parts
 from .modules import modules_in
@@ -96,11 +97,12 @@ class Engine:
     _inferred: bool = False
 
     def __post_init__(self) -> None:
-        self.schedulers = [
-            ExponentialLR(optimizer, LR_DECAY)
-            for optimizer in self.optimizers
-            if self.scenario.parsed_recipe.training.decay
-        ]
+        decayed = self.optimizers if self.scenario.parsed_recipe.training.decay else []
+        for group in [group for made in decayed for group in made.param_groups]:
+            if not isinstance(group.get("lr"), int | float | Tensor):
+                text = f"the optimizer has the learning rate {group.get('lr')}"
+                raise CannotError(f"{text}, which a scheduler cannot change")
+        self.schedulers = [ExponentialLR(made, LR_DECAY) for made in decayed]
 
     def forward_backward(self, batch: Batch, prepare: Prepare) -> float | None:
         """Run the passes of one step on this rank's share of ``batch``.
@@ -225,7 +227,7 @@ class Engine:
         if not workload.counted:
             return float(sum(part.elements for part in parts))
         count = 0.0
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             model = workload.model().to(self.device)
             for part in parts:
                 try:
@@ -247,7 +249,8 @@ class Engine:
         if not workload.counted:
             return None
         count = 0.0
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        needed = differentiates_in_forward(workload.name)
+        with torch.set_grad_enabled(needed), torch.random.fork_rng(devices=[]):
             for part in parts:
                 count += self._objective(part)[1] or 0.0
         return self.total_count(count)

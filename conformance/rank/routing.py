@@ -163,7 +163,7 @@ def chooses_in_forward(name: str) -> bool:
     if not is_workload(name):
         return False
     workload = resolve_workload(name)
-    with torch.random.fork_rng(devices=[]), suppress(WorkloadError), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), suppress(WorkloadError):
         torch.manual_seed(0)
         model, batch = workload.model(), workload.batch(0, 0)
         with ChoiceLog() as log, workload.calling("forward"):

@@ -31,7 +31,7 @@ from ..judge.law import LAWS, Evidence, judge
 from ..judge.laws.transparency import first_difference
 from ..judge.localise import first_bad_step, locate, observe_modules
 from ..judge.parity import Parity, followed_schedule, measure_parity
-from ..judge.reference import Idle, Schedule
+from ..judge.reference import Idle, Schedule, Variant, reference_before
 from ..rank.devices import Devices
 from ..rank.layout_checks import check_whole
 from ..rank.modules import Watched
@@ -640,10 +640,12 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
 def _cannot(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
     """Why a workload could not run the scenario, or the empty string.
 
-    Meshes with an axis at size 1, frozen parameters, recomputation and a second layout
-    are the judge's choices. So an exception of ``parallelize`` there is no fault, and
-    neither is one of ``train_step`` on parameters without gradients or on such a mesh,
-    where a schedule written by hand may wait for a stage that does not exist.
+    Meshes with an axis at size 1, frozen parameters, recomputation, a second layout and
+    gradients that are synchronised later are the judge's choices. So an exception of
+    ``parallelize`` there is no fault, and neither is one of ``train_step`` on
+    parameters without gradients or on such a mesh, where a schedule written by hand may
+    wait for a stage that does not exist, nor one of a pass that a module does not
+    support in its own ``no_sync()``.
     """
     error, recipe = failure.root.exception, scenario.parsed_recipe
     frozen = recipe.training.frozen
@@ -663,7 +665,25 @@ def _cannot(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
     unknown = recipe.recompute and own_step and "raised CheckpointError" not in text
     tried = frozen or (narrowed and own_step) or unknown
     trained = error.call == "train_step" and tried and "train_step: raised" in text
-    return text if laid_out or trained else ""
+    deferred = recipe.defer_sync and error.call in ("forward", "backward")
+    known = laid_out or trained or deferred
+    return text if known else _why_not_alone(scenario)
+
+
+def _why_not_alone(scenario: Scenario) -> str:
+    """Why one process cannot run a half precision either, or the empty string.
+
+    The precision is the judge's choice, and torch has operations that refuse it.
+    """
+    if scenario.parsed_precision.compute_dtype == torch.float32:
+        return ""
+    schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
+    try:
+        reference_before(scenario, schedule, Variant(), 1)
+    except WorkloadError as error:
+        text = " ".join(str(error).split())[:600]
+        return f"one process cannot run in {scenario.precision} either: {text}"
+    return ""
 
 
 def _root_cause(failure: WorldFailure) -> str:

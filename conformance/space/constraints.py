@@ -176,10 +176,12 @@ def _workload_reason(workload: ResolvedWorkload, topology: str, recipe: str) -> 
             return str(error)
     if chosen.optimizers == 1:
         return ""
-    if not all(split_names(name for name, _ in workload.model().named_parameters())):
+    trains = {n: p.requires_grad for n, p in workload.model().named_parameters()}
+    # an optimizer may be given nothing but frozen parameters, and then takes none
+    if not all(any(trains[n] for n in part) for part in split_names(trains)):
         return (
             "it parts experts from the rest, else biases from weights: the model has "
-            "not both"
+            "not both, or trains not both"
         )
     return ""
 

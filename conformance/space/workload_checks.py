@@ -7,6 +7,7 @@ be a mean over rows or a sum with its count; the optimizer must take all paramet
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
@@ -35,6 +36,7 @@ __all__ = [
     "check_workload",
     "check_workloads",
     "counts_equal",
+    "differentiates_in_forward",
     "needs_wide_tensors",
     "new_tensors_in_fp64",
 ]
@@ -54,15 +56,16 @@ changes far more."""
 def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
     """A context for the passes of a workload's model in fp64.
 
-    A state of zeros or a mask that a forward creates is in fp32, beside parameters in
-    fp64: most layers raise. Where this one does, the context widens such tensors.
+    A state of zeros that a forward creates, or weights of classes that the workload
+    keeps, are in fp32, beside parameters in fp64: most layers raise. Where this one
+    does, the context widens such tensors.
     """
     return _NewTensorsInFp64() if needs_wide_tensors(name) else nullcontext()
 
 
 @cache
 def needs_wide_tensors(name: str) -> bool:
-    """Whether the forward of a user's own workload creates tensors that must be fp64.
+    """Whether a user's own workload creates or keeps tensors that must be fp64.
 
     Args:
         name: a model of a scenario.
@@ -71,7 +74,7 @@ def needs_wide_tensors(name: str) -> bool:
         return False
     workload = resolve_workload(name)
     batch = _wide(workload.batch(0, 0))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = workload.model().double()
         for widened in (False, True):
@@ -82,6 +85,24 @@ def needs_wide_tensors(name: str) -> bool:
     return False
 
 
+@cache
+def differentiates_in_forward(name: str) -> bool:
+    """Whether the forward or the loss of a user's own workload needs autograd itself.
+
+    Forces are gradients of the inputs, an inner step needs those of the parameters.
+    """
+    if not is_workload(name):
+        return False
+    workload = resolve_workload(name)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            _objective(workload, workload.model(), [workload.batch(0, 0)])
+        except WorkloadError:
+            return True
+    return False
+
+
 def _wide(batch: Batch) -> Batch:
     return batch.map(lambda t: t.double() if t.is_floating_point() else t)
 
@@ -89,7 +110,8 @@ def _wide(batch: Batch) -> Batch:
 class _NewTensorsInFp64(TorchFunctionMode):
     """Makes tensors that are created without a dtype fp64 and not fp32.
 
-    Not ``torch.set_default_dtype``, which acts on all threads.
+    Not ``torch.set_default_dtype``, which acts on all threads. A call that refuses fp32
+    beside fp64 is repeated with all of its tensors in fp64.
     """
 
     def __torch_function__(
@@ -99,12 +121,33 @@ class _NewTensorsInFp64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, and widen what it made."""
+        """Run ``func``, and widen what it made, or what it was given."""
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        try:
+            found = func(*args, **kwargs)
+        except RuntimeError:
+            given = Batch(inputs=args, targets=kwargs)
+            mixed = {torch.float32, torch.float64} <= {t.dtype for t in given.tensors}
+            # what writes into a tensor would write into the copy
+            if not mixed or _writes(func, kwargs):
+                raise
+            args, kwargs = given.map(_widened).pair
+            found = func(*args, **kwargs)
         if func not in _CREATE or kwargs.get("dtype") is not None:
             return found
-        return found.double() if found.dtype == torch.float32 else found
+        return _widened(found)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
+
+
+def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes into a tensor that it is given."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith(("__i", "__setitem__"))
+    return name.endswith("_") or kwargs.get("out") is not None
 
 
 _CREATE = {
@@ -156,8 +199,10 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
             )
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             got = f"{parameter.dtype} on {parameter.device}"
+            pair = "; keep its real and imaginary parts, and let forward join them"
+            way = pair if parameter.is_complex() else ""
             raise workload.refuse(
-                "model", f"{name} is {got}, expected torch.float32 on cpu"
+                "model", f"{name} is {got}, expected torch.float32 on cpu{way}"
             )
         if parameter.numel() >= MAX_ELEMENTS:
             has = f"{name} has {parameter.numel()} elements, at most {MAX_ELEMENTS - 1}"
@@ -212,14 +257,15 @@ def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
     if count == 0:
         raise workload.refuse("loss", "the count of the whole first batch is 0")
     if (value.item(), count) != (again[0].item(), again[1]):
-        losses = f"gave the losses {value.item():g} and {again[0].item():g}"
+        losses = f"gave the losses {value.item():.9g} and {again[0].item():.9g}"
         if moved:
             raise workload.refuse(
                 "forward",
                 f"{losses} for one batch, and changed the buffers {', '.join(moved)}: "
                 "what a forward computes with a state that earlier ones have left "
                 "depends on how a batch is split, and cannot be compared. Keep the "
-                "state as it is in forward",
+                "state as it is in forward, for example by eval() of that layer in "
+                "model()",
             )
         raise _random_forward(workload, model, batch, losses)
     if not value.requires_grad:
@@ -265,7 +311,7 @@ def _calls(
                 lambda _, __, output, label=label: calls.append((label, output))
             )
         )
-    with torch.no_grad(), workload.calling("forward"):
+    with workload.calling("forward"):
         model(batch.inputs)
     for hook in hooks:
         hook.remove()
@@ -337,22 +383,21 @@ def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
     wide = _wide(batch)
     model = model.double()
     own = workload.micro_batches
-    with torch.no_grad():
-        if own is not None:
-            parts = own(wide)
-            elements = sum(part.elements for part in parts)
-            if not workload.counted and elements != wide.elements:
-                raise workload.refuse(
-                    "micro_batches",
-                    f"leave out rows or repeat them: together they have {elements} "
-                    f"elements of the targets, the batch has {wide.elements}; where "
-                    "some are padding, let the loss be (sum, count)",
-                )
-            # else the objective is that of these parts, whatever it is
-            if not _same_parts(workload, wide, parts):
-                _check_made_up(workload, model, wide, parts, "micro_batches")
-        else:
-            _check_made_up(workload, model, wide, wide.in_parts(PARTS), "loss")
+    if own is not None:
+        parts = own(wide)
+        elements = sum(part.elements for part in parts)
+        if not workload.counted and elements != wide.elements:
+            raise workload.refuse(
+                "micro_batches",
+                f"leave out rows or repeat them: together they have {elements} "
+                f"elements of the targets, the batch has {wide.elements}; where "
+                "some are padding, let the loss be (sum, count)",
+            )
+        # else the objective is that of these parts, whatever it is
+        if not _same_parts(workload, wide, parts):
+            _check_made_up(workload, model, wide, parts, "micro_batches")
+    else:
+        _check_made_up(workload, model, wide, wide.in_parts(PARTS), "loss")
     model.float()
 
 
@@ -447,6 +492,7 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
             if not isinstance(made, torch.optim.Optimizer):
                 text = f"returned {type(made).__name__}, expected torch's Optimizer"
                 raise workload.refuse("optimizer", text)
+            _check_step(workload, made)
             held = {id(p) for group in made.param_groups for p in group["params"]}
             lost = [n for n, p in some if id(p) not in held]
             if lost:
@@ -454,6 +500,25 @@ def _check_optimizer(workload: ResolvedWorkload, model: nn.Module) -> None:
                     "optimizer", f"was given {lost[0]} and left it out"
                 )
     _check_alone(workload, named)
+
+
+def _check_step(workload: ResolvedWorkload, made: torch.optim.Optimizer) -> None:
+    """Check that an optimizer steps from gradients that are there."""
+    arguments = inspect.signature(made.step).parameters.values()
+    needed = [a.name for a in arguments if a.default is a.empty and a.kind in _BY_PLACE]
+    if needed:
+        raise workload.refuse(
+            "optimizer",
+            f"{type(made).__name__}.step() needs {needed[0]!r}: one that evaluates the "
+            "loss again has no single gradient to compare, so judge the stack with "
+            "another optimizer",
+        )
+
+
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 def _made_alone(
@@ -484,16 +549,23 @@ def _check_alone(
         for _ in range(2)
     ]
 
-    drew = False
+    drew, seen = False, 0
 
     def moved(names: Iterable[str]) -> dict[str, Tensor]:
-        nonlocal drew
+        nonlocal drew, seen
+
+        def see(*_: Any) -> None:
+            nonlocal seen
+            seen += 1
+
         some = {
             n: nn.Parameter(torch.ones(sizes[n], dtype=torch.float64)) for n in names
         }
         with workload.calling("optimizer"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = workload.optimizers[OWN]([*some.items()])
+            with suppress(AttributeError):  # no torch optimizer made it
+                made.register_step_pre_hook(see)
             for gradients in steps:
                 for name, parameter in some.items():
                     parameter.grad = gradients[name].clone()
@@ -503,6 +575,13 @@ def _check_alone(
         return {name: p.detach() - 1 for name, p in some.items()}
 
     for name, beside in moved(sizes).items():
+        if not seen and workload.train_step is None:
+            raise workload.refuse(
+                "optimizer",
+                "calls no hooks in step, so the judge cannot see what it steps with: "
+                "its class must call super().__init__(parameters, defaults), also one "
+                "that wraps another optimizer and shares its groups",
+            )
         if drew:
             raise workload.refuse(
                 "optimizer",

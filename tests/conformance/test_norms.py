@@ -296,6 +296,23 @@ def test_wrong_factors_are_distinguished_from_wrong_gradients(
     assert factors(used, *rows).status == status
 
 
+@pytest.mark.parametrize(
+    ("departed", "told"),
+    [(False, "rounding is as large as the gradient"), (True, "(parity.gradient)")],
+)
+def test_factors_that_are_lost_in_noise_are_no_departure(
+    departed: bool, told: str
+) -> None:
+    of = evidence()
+    assert of.parity is not None
+    of.parity.clipped = [replace(clip_row(rank=0, step=0, factor=1), above_noise=False)]
+    if departed:
+        of.parity.add(replace(row("gradient", error=2.0), step=0))
+    found = finding(of, "norm.factor")
+    assert found.status is Status.INCONCLUSIVE
+    assert told in found.message
+
+
 def test_without_clipping_a_factor_is_a_wrong_gradient() -> None:
     assert factors(0.2, 1.0, 1.0, 1.0, 1.0, due=1.0).status is Status.PASS
     assert factors(0.2, 0.5, 0.5, 0.5, 0.5, due=1.0).status is Status.INCONCLUSIVE

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call, grad_and_value
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.law import Evidence
@@ -135,6 +137,72 @@ class PartsWeighedTwice(BatchNormInParts):
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         return super().loss(output, targets) * ranks
+
+
+class KeepsTensors(Replicated):
+    """The workload keeps a teacher and weights of classes, both in fp32."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.teacher = nn.Linear(8, 4, bias=False).requires_grad_(False)
+        self.teacher.weight.normal_(generator=generator)
+        self.weights_of_classes = torch.tensor([0.5, 2.0, 1.0, 1.5])
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Any]:
+        inputs, _ = super().batch(step, seed)
+        return inputs, (inputs, inputs.argmax(1) % 4)
+
+    def loss(self, output: Tensor, targets: Any) -> Tensor:
+        inputs, classes = targets
+        apart = (output - self.teacher(inputs).detach()).square().mean(1)
+        weights = self.weights_of_classes
+        chosen = cross_entropy(output, classes, weight=weights, reduction="none")
+        value: Tensor = (apart + chosen).mean()
+        return value
+
+
+class Energies(nn.Module):
+    """A potential, and as forces its gradients with respect to the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.potential = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        places = inputs.requires_grad_()
+        energies: Tensor = self.potential(places)
+        (slopes,) = torch.autograd.grad(energies.sum(), places, create_graph=True)
+        return energies, -slopes
+
+
+class Forces(Replicated):
+    """A forward that needs autograd itself, and its loss twice."""
+
+    def model(self) -> nn.Module:
+        return Energies()
+
+    def loss(self, output: Any, targets: Tensor) -> Tensor:
+        energies, forces = output
+        value: Tensor = energies.square().mean() + (forces - 1.0).square().mean()
+        return value
+
+
+class CountedForces(Forces):
+    """The same, as sums with their counts."""
+
+    def loss(self, output: Any, targets: Tensor) -> Any:
+        return super().loss(output, targets) * len(targets), len(targets)
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipe"),
+    [(KeepsTensors, "plain"), (Forces, "plain"), (CountedForces, "accumulate-uneven")],
+)
+def test_a_forward_may_use_autograd_and_a_loss_tensors_of_the_workload(
+    runner: Runner, stack: type, recipe: str
+) -> None:
+    case = judged(runner, stack, recipe)
+    assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
 
 
 @pytest.mark.parametrize("stack", [Weighted, BatchNormInParts])
@@ -380,6 +448,102 @@ def test_a_reference_that_raises_is_not_the_judges_fault() -> None:
         train_reference(scenario, schedule, Variant())
 
 
+def test_a_precision_that_one_process_refuses_too_is_not_tried(runner: Runner) -> None:
+    where = f"dp2/2/bf16-autocast/own/none/model={spec(RaisesInBf16)},steps=1"
+    case = runner.run("none", Scenario.parse(where))
+    assert case.status is Status.SKIPPED, case.problem
+    assert "cannot run in bf16-autocast either" in case.verdicts[0].message
+    assert "expected self.dtype to be equal" in case.verdicts[0].message
+
+
+class StaticGraph(Replicated):
+    """DDP with a static graph, in whose ``no_sync()`` backward raises."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        group = mesh.get_group("dp")
+        return DistributedDataParallel(model, process_group=group, static_graph=True)
+
+
+def test_a_no_sync_that_torch_does_not_support_is_not_tried(runner: Runner) -> None:
+    case = judged(runner, StaticGraph)
+    assert case.status is Status.PASS
+    text = f"dp2/2/fp32/own/none/model={spec(StaticGraph)},steps=3"
+    case = runner.run("none", Scenario.parse(f"{text},recipe=accumulate-no-sync"))
+    assert case.status is Status.SKIPPED, case.problem
+    assert "backward: raised RuntimeError" in case.verdicts[0].message
+
+
+class OwnRate(optim.Optimizer):
+    """Finds its learning rate itself, as Adafactor with relative steps."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as SGD
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                parameter.sub_(parameter.grad, alpha=0.1 / state["steps"])
+
+
+class FindsItsRate(Replicated):
+    def optimizer(self, parameters: Named) -> optim.Optimizer:
+        return OwnRate([p for _, p in parameters])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "status"), [("plain", "pass"), ("scheduler", "skipped")]
+)
+def test_a_scheduler_needs_a_rate_that_it_can_change(
+    runner: Runner, recipe: str, status: str
+) -> None:
+    case = judged(runner, FindsItsRate, recipe)
+    assert case.status == status, case.verdicts[0].message
+
+
+class Checkpoints(nn.Module):
+    """Recomputes by itself: its forward runs again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        held = self.first(inputs)
+        found: Tensor = checkpoint(self.second, held, use_reentrant=self.reentrant)
+        return found
+
+
+class Sharded(Replicated):
+    """FSDP2 in the precision that is tried, with checkpointing of its own."""
+
+    reentrant = False
+
+    def model(self) -> nn.Module:
+        return Checkpoints(self.reentrant)
+
+    def parallelize(  # type: ignore[override]  # with a policy
+        self, model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    ) -> Any:
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+class ShardedReentrant(Sharded):
+    reentrant = True
+
+
+@pytest.mark.parametrize("stack", [Sharded, ShardedReentrant])
+def test_references_recompute_in_the_dtype_of_the_parameters(
+    runner: Runner, stack: type
+) -> None:
+    where = f"dp2/2/bf16-params/own/none/model={spec(stack)},recipe=accumulate,steps=3"
+    case = runner.run("none", Scenario.parse(where))
+    assert case.status is Status.PASS, (case.problem, case.verdicts)
+
+
 class Functional(Replicated):
     """Gradients by torch.func, which knows no checkpointing."""
 
@@ -435,10 +599,11 @@ class TwoArguments(Replicated):
 
 
 class NewInFp32(Replicated):
-    """Neither fp32 nor fp64 would do for both of its new tensors."""
+    """Writes into a new tensor that is fp32 whatever the dtype of the output."""
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        wide = output @ torch.eye(4, dtype=torch.float32)
+        wide = torch.zeros(output.shape, dtype=torch.float32)
+        wide[torch.arange(len(output))] = output
         return super().loss(wide, targets)
 
 

@@ -26,6 +26,10 @@ from ..parity import ClipRow, Parity, gradient_of
 
 _STOPPED = "the run stopped before its norms could be compared"
 _DEPART = "the gradients themselves depart from the fp64 truth"
+_NOISE = (
+    "rounding is as large as the gradient, so it has no direction: judge this "
+    "precision with more rows, or fp32 alone (--precision fp32)"
+)
 _ADVICE = (
     "Count a sharded tensor once over the ranks that hold its shards, a replicated "
     "one once in all and not once per rank, and experts over their groups. Leave "
@@ -211,7 +215,7 @@ def factor(evidence: Evidence) -> Finding:
         return replace(
             inconclusive(
                 f"{compared} of {compared + missed} factors are known: elsewhere "
-                f"{_DEPART} (parity.gradient)"
+                + (f"{_DEPART} (parity.gradient)" if parity.first_bad else _NOISE)
             ),
             compared=compared,
             not_compared=missed,
