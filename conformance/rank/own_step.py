@@ -197,7 +197,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for key in _SCHEDULED:
         value = group.get(key)
-        values = [*value] if isinstance(value, tuple | list) else [value]
+        values: list[Any] = [*value] if isinstance(value, tuple | list) else [value]
         if all(
             isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
             for v in values

@@ -131,6 +131,18 @@ class BatchNormInParts(Replicated):
         return super().loss(output, targets) * self.factor
 
 
+class BatchNormOfTwoRows(BatchNormInParts):
+    """Statistics of two rows, twice: in bf16 no gradient is above its noise."""
+
+    def model(self) -> nn.Module:
+        parts = [(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
+        return nn.Sequential(*(m for part in parts for m in part), nn.Linear(8, 4))
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        inputs, targets = batch
+        return list(zip(inputs.split(2), targets.split(2), strict=True))
+
+
 class PartsWeighedTwice(BatchNormInParts):
     """The loss of a rank is multiplied by the number of ranks."""
 
@@ -211,6 +223,14 @@ def test_the_objective_may_be_weighted_or_couple_rows(
 ) -> None:
     case = judged(runner, stack)
     assert case.status is Status.PASS, [v for v in case.verdicts if v.status != "pass"]
+
+
+def test_updates_that_rounding_decides_say_so(runner: Runner) -> None:
+    where = f"dp2/2/bf16-autocast/own/none/model={spec(BatchNormOfTwoRows)},steps=2"
+    case = runner.run("none", Scenario.parse(where))
+    found = next(v for v in case.verdicts if v.law == "parity.update")
+    assert (found.status, found.compared) == (Status.INCONCLUSIVE, 0)
+    assert "no element has a gradient above the bound of its error" in found.message
 
 
 def test_a_script_is_refused_where_fp64_needs_the_judges_context() -> None:

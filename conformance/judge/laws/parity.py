@@ -65,6 +65,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         differs = parity.stack_schedule.differs
         if differs is not None and differs[0] <= first.step:
             found = replace(found, message=f"{found.message}; {differs[1]}")
+    elif not due and kind in _NONE_DUE:
+        found = inconclusive(f"no {kind} could be compared: {_NONE_DUE[kind]}")
     elif worst is None or compared < ENOUGH * due:
         found = inconclusive(
             f"{compared} of {due} comparisons of the {kind} could be made: elsewhere "
@@ -84,6 +86,13 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     return replace(found, compared=compared, not_compared=missed)
 
 
+_NONE_DUE = {
+    "update": "no element has a gradient above the bound of its error, so rounding may "
+    "decide the direction of every step. Take a precision with less rounding, or more "
+    "rows for each statistic: batch norm over few rows makes small errors large",
+    "loss": "train_step returned none on any rank",
+}
+"""Why there may be no comparison that was due."""
 _BLIND = (
     ", or correct runs differ by as much as the update itself (the optimizer is "
     "ill-conditioned on this model)"
