@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gradparity.tests.stacks import Batch, Named
 
@@ -434,6 +435,17 @@ class SteppedTwice(Right):
             for n, p in parameters
         ]
         return torch.optim.SGD(groups, lr=0.1)
+
+
+class EmbedIsOutOfReach(Right):
+    """Reentrant checkpointing of a layer whose input needs no gradient: no backward."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        embed = model.get_submodule("embed")
+        embed.forward = partial(checkpoint, embed.forward, use_reentrant=True)
+        return super().parallelize(model, mesh)
 
 
 class _Off(nn.LayerNorm):

@@ -293,8 +293,20 @@ class _Gradients:
         )
 
     def update(self) -> Location:
-        """The location if the optimizer received right gradients."""
+        """The location if the optimizer received right gradients, or none."""
         row = self.departed["update"][0]
+        missing = [name for name in self.names if self._never_trained(name)]
+        if missing:
+            return Location(
+                where="gradient",
+                module=missing[0].rpartition(".")[0],
+                ranks=tuple(
+                    sorted({t.rank for t, _ in self.seen if missing[0] in t.index})
+                ),
+                text=f"no rank has a gradient of {_some(missing)} at step {self.step}, "
+                "and nothing has moved it: backward does not reach it, or its "
+                "requires_grad is off",
+            )
         moves = (pair for name in self.names for pair in self._moves(name))
         factor = _common((multiple_of(*pair) for pair in moves), self.rest)
         departs = f"departs by {row.error:.2g} (bound {row.bound:.1g})"
@@ -315,6 +327,12 @@ class _Gradients:
             f"{_some(self.names)} {departs}: look at the optimizer, and at what comes "
             "between it and the gradients",
         )
+
+    def _never_trained(self, name: str) -> bool:
+        """Whether a due gradient is on no rank, and the parameter has not moved."""
+        due = name in self.truth and bool(self.truth[name].any())
+        had = any(name in at.gradients for _, at in self.seen)
+        return due and not had and not any(m.any() for m, _ in self._moves(name))
 
     def _moves(self, name: str) -> Iterator[tuple[Doubles, Doubles]]:
         """Per rank: the update of a parameter in this step, and the right one."""

@@ -95,6 +95,7 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
         (misplaced.NormNotReduced, "tp2/2", "gradient", "blocks.0.norm_2", (0, 1)),
         (misplaced.NeverAveraged, "dp2/2", "gradient", "head", (0, 1)),
         (misplaced.SteppedTwice, "dp2/2", "update", "head", (0, 1)),
+        (misplaced.EmbedIsOutOfReach, "dp2/2", "gradient", "embed", (0, 1)),
     ],
 )
 def test_the_module_is_named(
@@ -184,6 +185,7 @@ def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:
         (misplaced.NeverAveraged, "dp2/2", "each rank has the one of its rows"),
         (misplaced.NoSumInBackward, "tp2/2", "is a partial sum that nothing adds up"),
         (misplaced.SteppedTwice, "dp2/2", "all gradients of step 0 are right"),
+        (misplaced.EmbedIsOutOfReach, "dp2/2", "no rank has a gradient of embed."),
     ],
 )
 def test_the_kind_of_fault_is_reported(
