@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from ...fixtures import is_workload
 from ..rank.trace import RankTrace, StepTrace
-from ..space.recipes import clip_norm_of
 from ..space.scenario import Scenario
-from ..space.workload_checks import counts_equal
+from ..space.workload_checks import clip_norm_of, counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
 from .reference import Idle, Reference, Schedule, rows_apart
 from .settings import StackSchedule, stack_schedule

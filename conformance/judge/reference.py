@@ -26,9 +26,14 @@ from ..rank.engine import initial_model
 from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
-from ..space.recipes import CLIP_VALUE, LR_DECAY, Training, clip_norm_of
+from ..space.recipes import CLIP_VALUE, LR_DECAY, Training
 from ..space.scenario import Scenario
-from ..space.workload_checks import FP32_INSIDE, ROUNDING, new_tensors_in_fp64
+from ..space.workload_checks import (
+    FP32_INSIDE,
+    ROUNDING,
+    clip_norm_of,
+    new_tensors_in_fp64,
+)
 from .settings import Settings
 
 __all__ = [

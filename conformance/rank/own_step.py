@@ -37,8 +37,8 @@ from ...fixtures import (
     inject_loss,
     local,
 )
-from ..space.recipes import CLIP_NORM
 from ..space.scenario import Scenario
+from ..space.workload_checks import clip_norm_of
 from .engine import Engine
 from .judged import Judged, JudgedError
 from .local_parts import by_full_name, read_local_parts
@@ -72,12 +72,12 @@ def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
     Raises:
         CannotError: if nothing in the stack takes its norm from the workload.
     """
-    workload = scenario.workload
-    clips = scenario.parsed_recipe.training.clip == "norm"
-    if workload.train_step is None or workload.clipping_to is None or not clips:
+    workload, training = scenario.workload, scenario.parsed_recipe.training
+    norm = clip_norm_of(workload, training) if training.clip == "norm" else None
+    if workload.train_step is None or workload.clipping_to is None or norm is None:
         yield
         return
-    with workload.clipping_to(CLIP_NORM) as reads:
+    with workload.clipping_to(norm) as reads:
         yield
     if not reads.count:
         text = "neither parallelize nor train_step reads clip_norm of the workload"

@@ -24,7 +24,6 @@ __all__ = [
     "WORKLOAD_RECIPES",
     "Recipe",
     "Training",
-    "clip_norm_of",
     "frozen_names",
     "recipes_of",
 ]
@@ -32,7 +31,8 @@ __all__ = [
 CLIP_VALUE = 2.0**-8
 """Bound of clipping by value: some gradients of every model here exceed it."""
 CLIP_NORM = 2.0**-2
-"""Bound of clipping by norm: gradients of every model here exceed it at first."""
+"""Bound of clipping by norm: gradients of every model here exceed it at first. Those of
+a user's workload may not, see ``clip_norm_of``."""
 LR_DECAY = 0.75
 """Factor of the learning rate a step, where a scheduler runs."""
 Z_LOSS = 2.0**-6
@@ -233,13 +233,6 @@ MANUAL_STEP = 2
 def recipes_of(workload: ResolvedWorkload) -> dict[str, Recipe]:
     """The recipes of a workload, built in or a user's."""
     return WORKLOAD_RECIPES if is_workload(workload.name) else RECIPES
-
-
-def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
-    """The norm to which gradients are clipped: by the recipe or by ``train_step``."""
-    if training.clip == "norm":
-        return CLIP_NORM
-    return None if training.clip else workload.clip_norm
 
 
 def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:

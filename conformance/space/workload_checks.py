@@ -8,6 +8,7 @@ be a mean over rows or a sum with its count; the optimizer must take all paramet
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
@@ -27,6 +28,7 @@ from ...fixtures import (
     resolve_workload,
 )
 from .random_layers import turn_off_random_layers
+from .recipes import CLIP_NORM, Training
 from .scenario import Scenario
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "ROUNDING",
     "check_workload",
     "check_workloads",
+    "clip_norm_of",
     "counts_equal",
     "differentiates_in_forward",
     "needs_wide_tensors",
@@ -470,6 +473,38 @@ def _check_made_up(
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
         "the same for the whole batch and for the shares of the ranks",
     )
+
+
+def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
+    """The norm to which gradients are clipped: by the recipe or by ``train_step``.
+
+    The recipe's is smaller for a ``train_step`` whose gradients are: if it clipped
+    nothing, a wrong norm would not show.
+    """
+    if training.clip != "norm":
+        return None if training.clip else workload.clip_norm
+    if workload.train_step is None:
+        return CLIP_NORM
+    return min(CLIP_NORM, _exceeded(workload.name))
+
+
+@cache
+def _exceeded(spec: str) -> float:
+    """A norm of at most half that of the first gradient, on one process.
+
+    A power of two, so that all processes have the same one: their sums may be rounded
+    differently.
+    """
+    workload = resolve_workload(spec)
+    with torch.random.fork_rng(devices=[]):
+        model = _seeded(workload)
+        value, count = _objective(workload, model, [workload.batch(0, 0)])
+        with workload.calling("backward"):
+            (value / (count or 1.0)).backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+    if not 0.0 < norm < math.inf:
+        return CLIP_NORM
+    return 2.0 ** (math.floor(math.log2(norm)) - 1)
 
 
 def counts_equal(one: float, other: float) -> bool:

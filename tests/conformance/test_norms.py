@@ -105,6 +105,29 @@ def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
     assert found["norm.factor"].status is Status.PASS
 
 
+class Small(stacks.ClipsByTheWholeNorm):
+    """Gradients are far below 0.25, and below its own ``clip_norm``."""
+
+    meshes = ({"dp": 2},)
+    clip_norm = 1.0
+
+    def loss(self, output: Any, targets: Any) -> Any:
+        return super().loss(output, targets) / 1024
+
+
+class SmallByShards(Small, stacks.ClipsByTheNormOfItsShards):
+    """Each rank clips by what it holds, and reports nothing of it."""
+
+
+@pytest.mark.parametrize("stack", [Small, SmallByShards])
+def test_the_recipe_clips_small_gradients_too(runner: Runner, stack: type) -> None:
+    spec = f"{__name__}:{stack.__name__}"
+    case = judged(runner, f"dp2/2/fp32/own/none/model={spec},steps=2,recipe=clip-norm")
+    failed = {v.law for v in case.verdicts if v.status is Status.FAIL}
+    assert ("norm.factor" in failed) == (stack is SmallByShards), failed
+    assert told(case)["norm.factor"].compared
+
+
 @pytest.mark.parametrize("scaler", ["PlainScaler", "none"])
 def test_the_recipe_that_clips_is_looked_at_too(runner: Runner, scaler: str) -> None:
     where = Scenario.parse("fsdp+tp/4/fp32/sgd/none/steps=2,recipe=clip-norm")

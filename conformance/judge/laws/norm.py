@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ...rank.trace import StepTrace
-from ...space.recipes import clip_norm_of
+from ...space.workload_checks import clip_norm_of
 from ..law import (
     ENOUGH,
     Evidence,
