@@ -39,7 +39,8 @@ __all__ = ["Scenario"]
 
 _LIMITS = {
     "loss_factor": (0.0, math.inf),
-    "init_scale": (0.0, math.inf),
+    # scalers hold it in fp32
+    "init_scale": (0.0, torch.finfo(torch.float32).max),
     "growth_factor": (1.0, math.inf),
     "backoff_factor": (0.0, 1.0),
     "growth_interval": (0, math.inf),
@@ -274,7 +275,7 @@ def _parse_settings(text: str) -> dict[str, Any]:
         try:
             settings[fields[key].name] = kind(value)
         except ValueError:
-            raise UsageError(f"setting {part!r} is no {kind.__name__}") from None
+            raise UsageError(f"setting {part!r:.60} is no {kind.__name__}") from None
     return settings
 
 
