@@ -190,6 +190,51 @@ class ForgetsTheGeneratorReentrant(Recomputes):
     reentrant, preserves = True, False
 
 
+class RestoresItsOwnGenerator(Dropout):
+    """No fault: noise is drawn from a generator of the model, torch's is not used."""
+
+    meshes: object = ({"dp": 2},)
+    restores = True
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(OwnNoise(self.restores), nn.Linear(WIDTH, 4))
+
+    def seed(self, mesh: DeviceMesh) -> None:
+        self.noise.generator.manual_seed(100 + mesh.get_local_rank("dp"))
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, nn.Sequential) and isinstance(model[0], OwnNoise)
+        self.noise = model[0]
+        return super().parallelize(model, mesh)
+
+
+class ForgetsItsOwnGenerator(RestoresItsOwnGenerator):
+    """What is recomputed draws on from where forward has ended."""
+
+    restores = False
+
+
+class OwnNoise(nn.Module):
+    def __init__(self, restores: bool) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.restores = nn.Linear(8, WIDTH), 0.4, restores
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.generator.get_state() if self.restores else None
+        found: Tensor = checkpoint(self.dropped, x, state, use_reentrant=False)
+        return found
+
+    def dropped(self, x: Tensor, state: Tensor | None) -> Tensor:
+        found: Tensor = self.linear(x)
+        if self.dropout:
+            if state is not None:
+                self.generator.set_state(state)
+            drawn = torch.rand(found.shape, generator=self.generator)
+            found = found * (drawn > self.dropout) / (1.0 - self.dropout)
+        return found
+
+
 class Checkpointed(nn.Module):
     def __init__(self, layers: nn.Module, reentrant: bool, preserves: bool) -> None:
         super().__init__()

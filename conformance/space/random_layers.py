@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...fixtures import WorkloadError, is_workload, resolve_workload
 
-__all__ = ["draws_in_forward", "turn_off_random_layers"]
+__all__ = ["draws_in_forward", "equal_outputs", "turn_off_random_layers"]
 
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -65,6 +66,20 @@ def draws_in_forward(name: str) -> bool:
         model, batch = workload.model(), workload.batch(0, 0)
         before = torch.get_rng_state()
         with workload.calling("forward"):
-            model(batch.inputs)
-        return not torch.equal(before, torch.get_rng_state())
+            first = model(batch.inputs)
+            if not torch.equal(before, torch.get_rng_state()):
+                return True
+            # a generator of the model's own leaves torch's as it is
+            return not equal_outputs(first, model(batch.inputs))
     return False
+
+
+def equal_outputs(one: Any, other: Any) -> bool:
+    """Whether two outputs are equal, as far as they are tensors."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return equal_outputs([*one.values()], [*other.values()])
+    if isinstance(one, tuple | list):
+        return all(map(equal_outputs, one, other))
+    return True

@@ -27,7 +27,7 @@ from ...fixtures import (
     is_workload,
     resolve_workload,
 )
-from .random_layers import turn_off_random_layers
+from .random_layers import equal_outputs, turn_off_random_layers
 from .recipes import CLIP_NORM, Training
 from .scenario import Scenario
 
@@ -296,7 +296,7 @@ def _where_random(workload: ResolvedWorkload, model: nn.Module, batch: Batch) ->
     for (name, output), (other, again) in zip(first, second, strict=False):
         if name != other:
             return f"One forward calls {name}, another one {other} in its place"
-        if not _equal(output, again):
+        if not equal_outputs(output, again):
             return f"{name} is the first whose output differs: look there and before it"
     return "Two more forwards were equal"
 
@@ -319,17 +319,6 @@ def _calls(
     for hook in hooks:
         hook.remove()
     return calls
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two outputs are equal, as far as they are tensors."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return _equal([*one.values()], [*other.values()])
-    if isinstance(one, tuple | list):
-        return all(map(_equal, one, other))
-    return True
 
 
 def _objective(

@@ -51,6 +51,7 @@ def statuses(case: Case) -> dict[str, str]:
         (stacks.DropsDTensors, "tp2/2/fp32", {"data", "replicas"}),
         (stacks.Recomputes, "dp2/2/fp32", {"data", "recompute"}),
         (stacks.RecomputesReentrant, "dp2/2/fp32", {"data", "recompute"}),
+        (stacks.RestoresItsOwnGenerator, "dp2/2/fp32", {"data", "recompute"}),
         (stacks.NoisyAttention, "dp2/2/fp32", {"data"}),
         (stacks.SeedsInBatch, "dp2/2/fp32", {"data"}),
         (stacks.OwnStep, "dp2/2/fp32", {"data"}),
@@ -106,6 +107,12 @@ def test_a_right_stack_passes_with_its_random_layers_on_and_off(
             "dp2/2/fp32",
             "recompute",
             "drawn anew in backward on rank 0",
+        ),
+        (
+            stacks.ForgetsItsOwnGenerator,
+            "dp2/2/fp32",
+            "recompute",
+            "in module 0: drawn anew in backward",
         ),
         (
             stacks.SeedsEachStep,
@@ -489,3 +496,7 @@ def test_a_run_that_drew_nothing_is_no_pass() -> None:
             seen.draws = []
     for law in ("random.replicas", "random.data", "random.recompute"):
         assert finding(of, law).status == "inconclusive"
+        assert (
+            "none were drawn on any rank: is the model in eval"
+            in finding(of, law).message
+        )

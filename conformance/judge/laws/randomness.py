@@ -6,7 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ...rank.trace import Draw, RankTrace, StepTrace
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law, skipped
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    inconclusive,
+    law,
+    skipped,
+)
 
 ENOUGH_BITS = 64.0
 """Fewer random bits may be equal by accident."""
@@ -43,7 +51,12 @@ def _wrong(
 
 def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Finding:
     """A pass, or inconclusive if nothing was compared."""
-    draws = any(s.draws for _, seen in evidence.steps() for s in seen)
+    draws = [bool(s.draws) for _, seen in evidence.steps() for s in seen]
+    if draws and not any(draws):
+        return inconclusive(
+            "random layers draw numbers on one process, and none were drawn on any "
+            "rank: is the model in eval mode there?"
+        )
     if compared or not draws:
         return count_or_inconclusive(compared, what, evidence.unseen)
     return skipped(otherwise)
