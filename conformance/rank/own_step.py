@@ -146,7 +146,7 @@ class OptimizerCalls:
         self.seen += 1
         used = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
         # a container of optimizers steps those in it
-        inside = any(self._depth[key] for key in self._depth if key != id(optimizer))
+        inside = self.is_inside(optimizer)
         # a step trace has one gradient and one decision for each parameter
         if used & self._stepped and not inside:
             text = f"stepped twice in one call: {type(optimizer).__name__}.step() came"
@@ -157,6 +157,10 @@ class OptimizerCalls:
         # a hook of the stack's own may wait for gradients that are still on their way
         last = optimizer.register_step_pre_hook(self._about_to_step)
         self._last[id(optimizer)] = last
+
+    def is_inside(self, optimizer: Optimizer) -> bool:
+        """Whether another optimizer is in the midst of its step."""
+        return any(self._depth[key] for key in self._depth if key != id(optimizer))
 
     def _about_to_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -341,6 +345,12 @@ class OwnStep:
         self.found: list[str] = []
         """Digests of optimizers that were first seen in this step, before they step."""
         self.scaled = self.parts = 0
+        self.container: list[str] = []
+        """Names of the optimizer that others may be inside of."""
+        self.contained: set[str] = set()
+        """Names of all optimizers that had others inside."""
+        self.inside: set[str] = set()
+        """Names of those others."""
         self.copies_gradients = 0.0
         """Sum of squares of the gradients of copies, which an optimizer steps."""
         self.steps_copies = False
@@ -608,6 +618,11 @@ class OwnStep:
         engine, seen = self.engine, self.seen
         names = self._enter(optimizer)
         self.called.append(names)
+        if self.calls.is_inside(optimizer):
+            self.contained.update(self.container)
+            self.inside.update(names)
+        else:
+            self.container = names
         self._record_settings(optimizer, names)
         if self.workload.gradients is not None:
             return
@@ -638,6 +653,23 @@ class OwnStep:
             # without any grad an optimizer has gradients of its own
             if not stepped or held in stepped:
                 self.seen.settings[name] = every[held]
+
+    def leave_to_owners(self, trace: RankTrace) -> None:
+        """Forget the gradients that only optimizers inside of others on ranks use.
+
+        In ZeRO-1 an optimizer has all parameters, and the one inside of it this rank's.
+        Gradients may be reduced to the rank that uses them: elsewhere they are left as
+        backward made them. What no rank has inside, the container steps itself.
+        """
+        found: list[Any] = [None] * dist.get_world_size()
+        mine = {(name, trace.shards[name]) for name in self.inside}
+        dist.all_gather_object(found, mine)
+        used = set().union(*found)
+        for name in self.contained - self.inside:
+            if (name, trace.shards[name]) in used:
+                for seen in trace.steps:
+                    for held in (seen.gradients, seen.places, seen.partial):
+                        held.pop(name, None)
 
     def _leave_out_unused(self) -> None:
         """Forget the gradients of parameters whose copies were stepped with others.

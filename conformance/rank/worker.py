@@ -121,6 +121,7 @@ def observe_rank(
         if own is not None:
             own.check_stepped()
             own.check_gradients(trace)
+            own.leave_to_owners(trace)
             if last is None:
                 trace.restored = own.restored()
         if keep:

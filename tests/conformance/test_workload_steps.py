@@ -221,6 +221,52 @@ class FlatShards(Trains):
         gradient /= 2
 
 
+class Owned(torch.optim.Optimizer):
+    """Steps this rank's parameters by an optimizer inside, and sends them to others."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        mine = [p for place, p in enumerate(parameters) if place % 2 == rank()]
+        self.inside = torch.optim.AdamW(mine, lr=1e-2)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as here
+        self.inside.step()
+        for place, parameter in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(parameter.data, place % 2)
+
+
+class ReducesToOwners(Trains):
+    """No fault: a gradient is reduced to the rank that steps it, as in fairscale."""
+
+    clip_norm = 1e9
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        return Engine(model, Owned([*model.parameters()]))
+
+    def clip(self, stack: Engine) -> Tensor:
+        for place, parameter in enumerate(stack.module.parameters()):
+            assert parameter.grad is not None
+            parameter.grad /= 2
+            self.reduce_to(place % 2, parameter.grad)
+        return torch.zeros(())
+
+    def reduce_to(self, owner: int, gradient: Tensor) -> None:
+        dist.reduce(gradient, owner)
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        loss, _ = super().train_step(stack, micro_batches, scaler)
+        return loss
+
+
+class OwnersForgetOthers(ReducesToOwners):
+    """Each rank steps its parameters with the gradients of its own rows."""
+
+    def reduce_to(self, owner: int, gradient: Tensor) -> None:
+        pass
+
+
 class Pipeline(Trains):
     """No fault: two unequal stages, 1F1B over two halves of each micro-batch."""
 
@@ -499,6 +545,14 @@ def test_right_steps_pass(runner: Runner, stack: type, recipe: str) -> None:
     assert not parity.not_compared
 
 
+def test_gradients_are_due_where_an_optimizer_inside_uses_them(runner: Runner) -> None:
+    found = case(runner, ReducesToOwners)
+    assert found.status == "pass", (found.problem, failed(found))
+    assert found.evidence is not None and found.evidence.parity is not None
+    assert found.evidence.parity.compared["gradient"] == 4 * 6
+    assert not found.evidence.parity.not_compared
+
+
 def test_weights_are_read_by_name_and_layout_whoever_trains(runner: Runner) -> None:
     for stack, place in ((TrainsOnTwoAxes, "dp2-tp2/4"), (Renames, "dp2/2")):
         text = f"{place}/fp32/own/none/steps=2,model={MODULE}:{stack.__name__}"
@@ -568,6 +622,7 @@ def test_a_step_that_clips_scaled_gradients_fails_with_any_scaler(
     [
         (NeverClips, "plain", "parity.gradient"),
         (ShardsUnreduced, "plain", "parity.gradient"),
+        (OwnersForgetOthers, "plain", "parity.gradient"),
         (SumsMicroBatches, "accumulate", "parity.gradient"),
         (DividesAgain, "accumulate", "parity.gradient"),
     ],

@@ -95,7 +95,8 @@ _NONE_DUE = {
 """Why there may be no comparison that was due."""
 _BLIND = (
     ", or correct runs differ by as much as the update itself (the optimizer is "
-    "ill-conditioned on this model)"
+    "ill-conditioned on this model, or rounding decides the direction of its steps: "
+    "then judge this precision with more rows, or fp32 alone)"
 )
 _HIDDEN = (
     ", or torch has no such optimizer class, or the optimizer steps copies of the "
