@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -31,7 +31,7 @@ from .torch_internals import (
     input_shapes,
     ranks_of,
 )
-from .trace import Collective, Reduction
+from .trace import Collective, Reduction, Setting
 
 __all__ = [
     "NO_STATE",
@@ -44,6 +44,7 @@ __all__ = [
     "numbers_laid_out_as",
     "optimizer_digest",
     "partial_ranks",
+    "scheduled",
 ]
 
 Places = NDArray[np.int64]
@@ -81,6 +82,25 @@ def optimizer_digest(optimizer: Optimizer) -> str:
 
 NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()
 """The digest of an optimizer without state."""
+
+
+SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
+"""What schedules move in a param group, and the rate from which torch's began."""
+
+
+def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
+    """What schedules move in a param group, as numbers."""
+    found: dict[str, Setting] = {}
+    for key in SCHEDULED:
+        value = group.get(key)
+        values: list[Any] = [*value] if isinstance(value, tuple | list) else [value]
+        if all(
+            isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
+            for v in values
+        ):
+            numbers = tuple(map(float, values))
+            found[key] = numbers if isinstance(value, tuple | list) else numbers[0]
+    return found
 
 
 def _is_zero(value: object) -> bool:

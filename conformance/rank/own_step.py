@@ -42,7 +42,14 @@ from ..space.workload_checks import clip_norm_of
 from .engine import Engine
 from .judged import Judged, JudgedError
 from .local_parts import by_full_name, read_local_parts
-from .observe import CallLog, digest, non_finite, optimizer_digest, partial_ranks
+from .observe import (
+    CallLog,
+    digest,
+    non_finite,
+    optimizer_digest,
+    partial_ranks,
+    scheduled,
+)
 from .recording import (
     digests_of,
     floats,
@@ -54,7 +61,7 @@ from .recording import (
     recording_draws,
     recording_reductions,
 )
-from .trace import Average, Decision, RankTrace, Restored, Setting, StepTrace
+from .trace import Average, Decision, RankTrace, Restored, StepTrace
 
 __all__ = [
     "OptimizerCalls",
@@ -190,25 +197,6 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     """All that an optimizer steps, or nothing where it does not say."""
     groups = getattr(optimizer, "param_groups", ())
     return [p for group in groups for p in group["params"]]
-
-
-_SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
-"""What schedules move in a param group, and the rate from which torch's began."""
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Setting]:
-    """What schedules move in a param group, as numbers."""
-    found: dict[str, Setting] = {}
-    for key in _SCHEDULED:
-        value = group.get(key)
-        values: list[Any] = [*value] if isinstance(value, tuple | list) else [value]
-        if all(
-            isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
-            for v in values
-        ):
-            numbers = tuple(map(float, values))
-            found[key] = numbers if isinstance(value, tuple | list) else numbers[0]
-    return found
 
 
 class WatchedScaler:
@@ -642,7 +630,7 @@ class OwnStep:
         self, optimizer: torch.optim.Optimizer, names: list[str]
     ) -> None:
         """Note with which settings an optimizer steps each parameter."""
-        groups = [(_settings(g), g["params"]) for g in optimizer.param_groups]
+        groups = [(scheduled(g), g["params"]) for g in optimizer.param_groups]
         if names is self.unknown:
             self.seen.copies += [settings for settings, params in groups if params]
             return

@@ -13,6 +13,7 @@ from gradparity.tests.script_server import Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
 STEPS = "gradparity.tests.conformance.test_workload_steps"
+SCHEDULES = "gradparity.tests.conformance.test_stack_schedules"
 LAYOUTS = "gradparity.tests.conformance.test_gradient_layouts"
 OURS = "gradparity.scaler:GradScaler"
 NEVER = "gradparity.fixtures.faulty:NeverAgrees"
@@ -54,6 +55,8 @@ def test_a_wrong_stack_is_shown_without_a_scaler(
         ("none", "hsdp/4/fp32/adamw/none/steps=2"),
         ("none", f"tp2/2/fp32/own/none/model={LAYOUTS}:Laid,steps=2"),
         ("none", f"tp2/2/fp32/own/none/model={LAYOUTS}:ShardAndPartial,steps=2"),
+        ("none", f"dp2/2/fp32/own/none/model={SCHEDULES}:TwoRates,steps=4"),
+        ("none", f"dp2/2/fp32/own/none/model={SCHEDULES}:CyclesMomentum,steps=4"),
         (OURS, BAD),
         (OURS, f"{BAD},recipe=two-optimizers,param-order=reversed"),
         (

@@ -43,17 +43,46 @@ def summed(grad: Tensor) -> Tensor:
     return grad.redistribute(placements=whole)
 
 
-def alone(stack: Stack, double: bool, steps: int) -> Iterator[dict[str, Any]]:
+def moved_settings(rows: Rows) -> list[dict[str, Any]]:
+    """What the stack's schedules have moved, which is believed: by step and name."""
+    seen = [
+        {
+            n: s
+            for _, row in sorted(ranks.items())[::-1]
+            for n, s in row["settings"].items()
+        }
+        for _, ranks in sorted(rows.items())
+    ]
+    values = defaultdict(set)
+    for names in seen:
+        for name, settings in names.items():
+            for key, value in settings.items():
+                values[name, key.removeprefix("initial_")].add(value)
+    return [
+        {
+            n: {k: v for k, v in s.items() if len(values[n, k]) > 1}
+            for n, s in names.items()
+        }
+        for names in seen
+    ]
+
+
+def alone(
+    stack: Stack, double: bool, moved: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """The training of one process on whole batches: by step, kind and name."""
     workload = stack.workload
     torch.manual_seed(stack.seed)
     model: nn.Module = workload.model()
     model = model.double() if double else model
     named = dict(model.named_parameters())
-    optimizer = workload.optimizer([*named.items()])
+    optimizers = {"": workload.optimizer([*named.items()])}
+    if stack.train_step:  # its groups may have other settings each
+        trained = {n: p for n, p in named.items() if p.requires_grad}
+        optimizers = {n: workload.optimizer([(n, p)]) for n, p in trained.items()}
     start = {n: p.detach().clone() for n, p in named.items()}
     idle: set[str] = set()
-    for step in range(steps):
+    for step, settings in enumerate(moved):
         batch = mapped(
             workload.batch(step, stack.seed),
             lambda t: t.double() if double and t.is_floating_point() else t,
@@ -78,16 +107,20 @@ def alone(stack: Stack, double: bool, steps: int) -> Iterator[dict[str, Any]]:
         grads = {n: flat(p.grad) for n, p in named.items() if p.grad is not None}
         # zeros and no gradient are both right, and weight decay acts on zeros only
         idle |= {n for n in named if n not in grads or not grads[n].any()}
-        optimizer.step()
-        moved = {n: p for n, p in named.items() if n not in idle}
+        for name, optimizer in optimizers.items():
+            for group in optimizer.param_groups:
+                changed = settings.get(name, {})
+                group.update({k: v for k, v in changed.items() if k in group})
+            optimizer.step()
+        steady = {n: p for n, p in named.items() if n not in idle}
         if type(optimizer) is not torch.optim.SGD:
-            moved = {}  # other optimizers divide by values that may be only rounding
+            steady = {}  # other optimizers divide by values that may be only rounding
         yield {
             "gradient": grads,
             "norm": {"whole": flat(norm.norm())},
-            "update": {n: flat(p - start[n]) for n, p in moved.items()},
+            "update": {n: flat(p - start[n]) for n, p in steady.items()},
             "rounding": {
-                n: np.spacing(flat(p).astype("f")) / 2 for n, p in moved.items()
+                n: np.spacing(flat(p).astype("f")) / 2 for n, p in steady.items()
             },
         }
 
@@ -100,7 +133,10 @@ def flat(tensor: Tensor) -> Any:
 def departures(rows: Rows, stack: Stack) -> Iterator[tuple[int, str]]:
     """Steps with the tensors whose error is far above that of one process in fp32."""
     noise: dict[tuple[str, str], float] = defaultdict(float)
-    runs = (alone(stack, double, len(rows)) for double in (True, False))
+    moved: list[dict[str, Any]] = [{} for _ in rows]
+    if stack.train_step:
+        moved = moved_settings(rows)
+    runs = (alone(stack, double, moved) for double in (True, False))
     for step, (truth, plain) in enumerate(zip(*runs, strict=True)):
         hidden, usual = truth.pop("rounding"), 2.0**-24
         for kind, whole in truth.items():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...rank.local_parts import full_name
-from ...rank.observe import numbers_laid_out_as
+from ...rank.observe import numbers_laid_out_as, scheduled
 from .parity import departures, flat, local_values, summed
 from .passes import parts_of
 from .ranks import (
@@ -66,6 +66,8 @@ def train(stack: Stack, phase: Phase, folder: str) -> Iterator[Row]:
     start = {n: flat(p) for n, p in params.items()}
     if not stack.gradients:
         used = watched(params)
+    if stack.train_step:
+        settings = watched_settings(params)
     if not stack.train_step:
         optimizer = stack.workload.optimizer([*params.items()])
     for step in phase.steps:
@@ -76,6 +78,7 @@ def train(stack: Stack, phase: Phase, folder: str) -> Iterator[Row]:
             returned = stack.train_step(module, parts_of(layout, step), None)
             if isinstance(returned, tuple):
                 row["norm"]["whole"] = np.array([float(returned[1])]), [0]
+            row["settings"] = {**settings}
         else:
             optimizer.zero_grad()
             phase.passes(layout, step, lambda loss, *_: loss)
@@ -118,6 +121,20 @@ def watched(params: dict[str, Any]) -> dict[str, Tensor]:
 
     register_optimizer_step_pre_hook(look)
     return used
+
+
+def watched_settings(params: dict[str, Any]) -> dict[str, Any]:
+    """Collects what schedules move, as every optimizer has it when it is called."""
+    found: dict[str, Any] = {}
+    names = {id(p): n for n, p in params.items()}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in [p for p in group["params"] if id(p) in names]:
+                found[names[id(p)]] = scheduled(group)
+
+    register_optimizer_step_pre_hook(look)
+    return found
 
 
 def violations(stack: Stack, rows: Rows) -> Iterator[str]:
