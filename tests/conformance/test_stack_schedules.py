@@ -377,6 +377,12 @@ def test_a_fault_beside_a_schedule_is_caught(
     assert words in told(found)[law]
 
 
+def test_settings_that_differ_by_less_than_bf16_shows_are_told(runner: Runner) -> None:
+    found = case(runner, OneGroupOnOneRank, precision="bf16-autocast", steps=2)
+    assert found.status == "pass", (found.problem, told(found))
+    assert "; lr of 0.bias is 0.029402 on rank 0 and 0.03 on rank 1" in update(found)
+
+
 # - What moves, from made-up traces
 
 

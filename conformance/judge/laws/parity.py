@@ -31,6 +31,7 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         return skipped("every step had a bad gradient: none was used")
     compared, missed = parity.compared[kind], parity.not_compared[kind]
     due, first = compared + missed, parity.first_bad.get(kind)
+    differs = parity.stack_schedule.differs
     drew = [t.rank for t in evidence.ranks if any(s.drew for s in t.steps)]
     # a departure that may come from the reference, and not from the run, is
     # inconclusive, so these reasons come before the violation
@@ -62,7 +63,6 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         )
     elif first is not None:
         found = _departed(first)
-        differs = parity.stack_schedule.differs
         if differs is not None and differs[0] <= first.step:
             found = replace(found, message=f"{found.message}; {differs[1]}")
     elif not due and kind in _NONE_DUE:
@@ -79,6 +79,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             status=Status.PASS,
             message=f"worst {kind} at {worst.ratio:.2g} of its bound ({_where(worst)})",
         )
+        if kind == "update" and differs is not None:  # too little to show
+            found = replace(found, message=f"{found.message}; {differs[1]}")
     followed = parity.stack_schedule.followed
     if kind == "update" and followed and found.status != Status.INCONCLUSIVE:
         text = f"the reference follows the stack's schedule of {followed}"
@@ -95,8 +97,9 @@ _NONE_DUE = {
 """Why there may be no comparison that was due."""
 _BLIND = (
     ", or correct runs differ by as much as the update itself (the optimizer is "
-    "ill-conditioned on this model, or rounding decides the direction of its steps: "
-    "then judge this precision with more rows, or fp32 alone)"
+    "ill-conditioned on this model, its steps are below the rounding of the weights, or "
+    "rounding decides their direction: then judge this precision with more rows, or fp32 "
+    "alone)"
 )
 _HIDDEN = (
     ", or torch has no such optimizer class, or the optimizer steps copies of the "
