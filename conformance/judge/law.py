@@ -82,11 +82,11 @@ class Evidence:
         """A rank's decisions; that nothing moved shows no skip where nothing is due."""
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]
+            used = [at.gradients[n] for n in names if n in at.gradients]
+            # zeros move nothing: whether others were due is a matter of parity
+            still = bool(used) and not any(gradient.any() for gradient in used)
             if self.parity is not None:
-                still = (at.step, trace.rank, number) in self.parity.still
-            else:
-                used = [at.gradients[n] for n in names if n in at.gradients]
-                still = bool(used) and not any(gradient.any() for gradient in used)
+                still |= (at.step, trace.rank, number) in self.parity.still
             # a warm-up that begins at 0
             stepped = [at.settings[name] for name in names if name in at.settings]
             still |= {settings.get("lr") for settings in stepped} == {0.0}

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.law import Evidence
+from gradparity.conformance.judge.parity import Parity
 from gradparity.conformance.judge.reference import Schedule, Variant, train_reference
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
@@ -414,7 +415,10 @@ def test_a_schedule_of_the_stack_is_followed_and_told(runner: Runner) -> None:
     assert "schedule of lr (0.weight: 0 at step 0, 0.05 at step 1)" in update.message
 
 
-def test_without_a_reference_gradients_say_whether_a_step_is_due() -> None:
+@pytest.mark.parametrize("parity", [None, Parity(per_step=[0.0])])
+def test_gradients_of_zeros_are_no_skip(parity: Parity | None) -> None:
+    """With a reference that has others the gradients are wrong, and the step is not."""
+
     def decided(gradient: list[float]) -> bool | None:
         step = StepTrace(
             step=0,
@@ -433,7 +437,7 @@ def test_without_a_reference_gradients_say_whether_a_step_is_due() -> None:
             steps=[step],
         )
         scenario = Scenario.parse("single/1/fp32/sgd/none/steps=1")
-        evidence = Evidence(scenario=scenario, ranks=(trace,))
+        evidence = Evidence(scenario=scenario, ranks=(trace,), parity=parity)
         ((_, (decision,)),) = evidence.decisions()
         return decision.parameters_changed
 
