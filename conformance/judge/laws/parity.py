@@ -97,9 +97,9 @@ _NONE_DUE = {
 """Why there may be no comparison that was due."""
 _BLIND = (
     ", or correct runs differ by as much as the update itself (the optimizer is "
-    "ill-conditioned on this model, its steps are below the rounding of the weights, or "
-    "rounding decides their direction: then judge this precision with more rows, or fp32 "
-    "alone)"
+    "ill-conditioned on this model, its steps are below the rounding of the weights, "
+    "or rounding decides their direction: then judge this precision with more rows, "
+    "or fp32 alone)"
 )
 _HIDDEN = (
     ", or torch has no such optimizer class, or the optimizer steps copies of the "
