@@ -61,7 +61,7 @@ from .recording import (
     recording_draws,
     recording_reductions,
 )
-from .trace import Average, Decision, RankTrace, Restored, StepTrace
+from .trace import Average, Decision, RankTrace, Restored, Setting, StepTrace
 
 __all__ = [
     "OptimizerCalls",
@@ -329,6 +329,11 @@ class OwnStep:
         """Names whose optimizer was not seen yet, or steps copies of the parameters."""
         self.handed: list[list[str]] = []
         """Names of what a scaler was handed; optimizers inside of it decide with it."""
+        self.given: list[Optimizer] = []
+        """What a scaler was handed in this step."""
+        self.copied: dict[int, list[dict[str, Setting]]] = {}
+        """Optimizers that step copies, by identity -> settings of their param groups in
+        this step."""
         self.called: list[list[str]] = []
         self.found: list[str] = []
         """Digests of optimizers that were first seen in this step, before they step."""
@@ -350,6 +355,8 @@ class OwnStep:
         engine, judged, workload = self.engine, self.judged, self.workload
         self.seen, self.faults, self.non_finite = seen, faults, None
         self.called.clear()
+        self.given.clear()
+        self.copied.clear()
         self.found.clear()
         self.scaled = 0
         self.copies_gradients = 0.0
@@ -557,6 +564,9 @@ class OwnStep:
         # by identity: two optimizers may have equal lists of names
         if not any(names is known for known in self.handed):
             self.handed.append(names)
+        if isinstance(optimizer, Optimizer):
+            self.given.append(optimizer)
+            self._record_settings(optimizer, names)
         if self.non_finite is None:
             engine, seen = self.engine, self.seen
             gradients = local_gradients(engine)
@@ -611,7 +621,9 @@ class OwnStep:
             self.inside.update(names)
         else:
             self.container = names
-        self._record_settings(optimizer, names)
+        # inside of the scaler's call it may be the scaler that has changed them
+        if not any(optimizer is given for given in self.given):
+            self._record_settings(optimizer, names)
         if self.workload.gradients is not None:
             return
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
@@ -632,7 +644,8 @@ class OwnStep:
         """Note with which settings an optimizer steps each parameter."""
         groups = [(scheduled(g), g["params"]) for g in optimizer.param_groups]
         if names is self.unknown:
-            self.seen.copies += [settings for settings, params in groups if params]
+            self.copied[id(optimizer)] = [settings for settings, p in groups if p]
+            self.seen.copies = [s for held in self.copied.values() for s in held]
             return
         every = {id(p): settings for settings, params in groups for p in params}
         stepped = {id(p) for p in parameters_of(optimizer) if p.grad is not None}

@@ -377,6 +377,12 @@ def test_a_fault_beside_a_schedule_is_caught(
     assert words in told(found)[law]
 
 
+def test_a_rate_that_the_scaler_changes_is_not_followed(runner: Runner) -> None:
+    changes = "gradparity.fixtures.faulty:ChangesTheLearningRate"
+    found = case(runner, WarmsUp, changes)
+    assert "parity.update" in told(found), (found.problem, update(found))
+
+
 def test_settings_that_differ_by_less_than_bf16_shows_are_told(runner: Runner) -> None:
     found = case(runner, OneGroupOnOneRank, precision="bf16-autocast", steps=2)
     assert found.status == "pass", (found.problem, told(found))
