@@ -478,11 +478,13 @@ class OwnStep:
         Raises:
             CannotError: if the checkpoint has no weights, or needs a scaler and there
                 is none.
+            WorkloadError: if saving has changed the weights.
         """
         engine, judged = self.engine, self.judged
         held = self._weights()
         try:
             with self._checkpoint() as load:
+                saved = self._weights()
                 engine.replace_stack()
                 made = self._weights()
                 if judged.scaler is not None:
@@ -498,8 +500,13 @@ class OwnStep:
         moved = [name for name in held if held[name] != made[name]]
         back = [name for name in moved if loaded[name] != made[name]]
         # over all ranks: one may hold nothing, and all must raise together
-        counts = torch.tensor([len(moved), len(back)], device=engine.device)
+        counts = torch.tensor(
+            [len(moved), len(back), int(saved != held)], device=engine.device
+        )
         dist.all_reduce(counts)
+        if counts[2]:
+            text = "changed the weights that it saves: training would go on from others"
+            raise self.workload.refuse("save_checkpoint", text)
         if counts[0] and not counts[1]:
             text = "load_checkpoint leaves the weights of a new stack as they are made"
             raise CannotError(f"recipe {engine.scenario.recipe!r}: {text}")

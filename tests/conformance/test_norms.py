@@ -108,7 +108,6 @@ def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
 class Small(stacks.ClipsByTheWholeNorm):
     """Gradients are far below 0.25, and below its own ``clip_norm``."""
 
-    meshes = ({"dp": 2},)
     clip_norm = 1.0
 
     def loss(self, output: Any, targets: Any) -> Any:

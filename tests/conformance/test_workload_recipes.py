@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -188,6 +189,22 @@ def test_scenarios_that_a_workload_cannot_run_are_skipped_with_the_reason(
     case = runner.run("none", scenario)
     assert case.status is Status.SKIPPED, (case.problem, case.verdicts[:2])
     assert reason in case.verdicts[0].message
+
+
+class LeavesTheAverageIn(steps.Trains):
+    """Saves the weights, then an average in their place, and does not put them back."""
+
+    def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
+        super().save_checkpoint(stack, scaler, folder)
+        with torch.no_grad():
+            for parameter in stack.module.parameters():
+                parameter.mul_(0.5)
+
+
+def test_a_save_that_changes_the_weights_is_an_error(runner: Runner) -> None:
+    case = runner.run("none", here(LeavesTheAverageIn, "resume"))
+    assert case.status is Status.ERROR
+    assert "save_checkpoint: changed the weights that it saves" in case.problem
 
 
 @pytest.mark.slow
