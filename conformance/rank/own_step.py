@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -127,6 +128,10 @@ class OptimizerCalls:
         self._stepped: set[int] = set()
         self._last: dict[int, Any] = {}
         """Optimizers in the midst of a step -> the hook that is called last."""
+        self.is_late = False
+        """Whether a forward ran after one has stepped: with other weights."""
+        self._forwards: Any = None
+        """The hook that sees it."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -134,6 +139,7 @@ class OptimizerCalls:
         self.seen = 0
         self._depth.clear()
         self._stepped.clear()
+        self.is_late = False
         hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -145,6 +151,9 @@ class OptimizerCalls:
             for hook in [*hooks, *self._last.values()]:
                 hook.remove()
             self._last.clear()
+            if self._forwards is not None:
+                self._forwards.remove()
+                self._forwards = None
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth[id(optimizer)] += 1
@@ -178,7 +187,13 @@ class OptimizerCalls:
             self.before_step(optimizer)
             return None
 
+        calls = 0
+
         def observed() -> Any:
+            nonlocal calls
+            calls += 1
+            # it evaluates the loss again, after it has moved the weights
+            self.is_late |= calls > 1
             found = closure()
             self.before_step(optimizer)
             return found
@@ -191,6 +206,12 @@ class OptimizerCalls:
         self._depth[id(optimizer)] -= 1
         if not self._depth[id(optimizer)] and id(optimizer) in self._last:
             self._last.pop(id(optimizer)).remove()
+        # not before: a hook on all modules would change what a user compiles
+        if self._forwards is None:
+            self._forwards = register_module_forward_pre_hook(self._see_forward)
+
+    def _see_forward(self, *_: Any) -> None:
+        self.is_late = True
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -628,6 +649,8 @@ class OwnStep:
             self.inside.update(names)
         else:
             self.container = names
+        if self.calls.is_late:
+            seen.late += names
         # inside of the scaler's call it may be the scaler that has changed them
         if not any(optimizer is given for given in self.given):
             self._record_settings(optimizer, names)

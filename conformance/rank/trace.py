@@ -183,6 +183,9 @@ class StepTrace:
     copies: list[dict[str, Setting]] = field(default_factory=list)
     """The same of each param group of optimizers that step none of the parameters
     themselves, but copies of them."""
+    late: list[str] = field(default_factory=list)
+    """Parameters that were stepped after a forward in this step had other weights than
+    the first, where the workload trains by itself."""
     unclear_choices: int = 0
     """Rows of a learned router that could be either of two of the reference."""
 

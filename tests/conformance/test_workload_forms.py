@@ -497,6 +497,27 @@ def test_a_no_sync_that_torch_does_not_support_is_not_tried(runner: Runner) -> N
     assert "backward: raised RuntimeError" in case.verdicts[0].message
 
 
+class UnequalShares(Replicated):
+    """Ranks have different numbers of rows, one of them odd, and counts."""
+
+    def shard(self, batch: Any, mesh: DeviceMesh) -> Any:
+        shares = [t.tensor_split([3])[mesh.get_local_rank("dp")] for t in batch]
+        return shares if mesh.size() > 1 else batch
+
+    def loss(self, output: Tensor, targets: Tensor) -> Any:
+        return (output - targets).square().mean(1).sum(), len(targets)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "status"), [("plain", "pass"), ("accumulate", "skipped")]
+)
+def test_a_share_that_a_recipe_cannot_cut_is_not_tried(
+    runner: Runner, recipe: str, status: str
+) -> None:
+    case = judged(runner, UnequalShares, recipe)
+    assert case.status == status, case.verdicts[0].message
+
+
 class OwnRate(optim.Optimizer):
     """Finds its learning rate itself, as Adafactor with relative steps."""
 

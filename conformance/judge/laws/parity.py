@@ -55,6 +55,14 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
             "values in other groups, and nothing says which parameter has which: let "
             "weights(stack) give the tensors that the optimizer steps"
         )
+    elif first is not None and (name := _late(evidence, first)):
+        found = inconclusive(
+            f"{_departed(first).message}; but train_step runs a forward after an "
+            f"optimizer has moved weights, and steps {name} after it, while the "
+            "reference takes all gradients at the weights before the step: such "
+            "training (a GAN in turns, LBFGS) cannot be compared. Judge it with all "
+            "passes before the first optimizer steps"
+        )
     elif first is not None and _unclear(evidence, first.step):
         found = inconclusive(
             f"{_departed(first).message}; but up to there a learned router chose by "
@@ -128,6 +136,24 @@ def _stepped_unclear(parity: Parity, first: ParityRow) -> bool:
     departs_before = gradient is not None and gradient.step == 0
     unclear = bool(parity.stack_schedule.unclear)
     return unclear and not (before_any_step or departs_before)
+
+
+def _late(evidence: Evidence, first: ParityRow) -> str:
+    """A parameter whose gradient is due at other weights, which a departure may show.
+
+    Empty where another gradient departs no later: that is not the cause then.
+    """
+    parity = evidence.parity
+    assert parity is not None
+    late = [(s.step, n) for t in evidence.ranks for s in t.steps for n in s.late]
+    if not late:
+        return ""
+    begin = min(step for step, _ in late)
+    names = {name for step, name in late if step == begin}
+    rows = [*parity.departed.get("gradient", ()), *parity.departed.get("update", ())]
+    before = first.step < begin
+    others = any(r.step <= begin and r.parameter not in names for r in rows)
+    return "" if before or others else min(names)
 
 
 def _unclear(evidence: Evidence, last: int) -> bool:
