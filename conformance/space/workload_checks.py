@@ -486,8 +486,13 @@ def _exceeded(spec: str) -> float:
     """
     workload = resolve_workload(spec)
     with torch.random.fork_rng(devices=[]):
-        model = _seeded(workload)
-        value, count = _objective(workload, model, [workload.batch(0, 0)])
+        model, batch, own = (
+            _seeded(workload),
+            workload.batch(0, 0),
+            workload.micro_batches,
+        )
+        parts = [batch] if own is None else own(batch)
+        value, count = _objective(workload, model, parts)
         with workload.calling("backward"):
             (value / (count or 1.0)).backward()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
