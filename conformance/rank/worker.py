@@ -218,7 +218,8 @@ def all_say_right(seen: StepTrace) -> bool:
     """Whether the checked sum is right on every rank.
 
     Ranks exchange this through the store, because the process group may be broken; so
-    no rank continues alone and hangs. See [Note: How a rank ends] in ``run/runner.py``.
+    no rank continues alone and hangs. See [Note: How a rank ends] in
+    ``run/failures.py``.
     """
     assert seen.checked_sum is not None
     world = current_world()

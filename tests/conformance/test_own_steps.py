@@ -13,7 +13,7 @@ from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.localise import _as_called
 from gradparity.conformance.rank.local_parts import read_local_parts
 from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
-from gradparity.conformance.run.runner import _cannot, _root_cause
+from gradparity.conformance.run.failures import root_cause, why_not_run
 from gradparity.conformance.space.recomputation import why_not_recomputed
 from gradparity.conformance.space.workload_checks import check_workload
 from gradparity.fixtures import Batch, WorkloadError, resolve_workload
@@ -112,7 +112,7 @@ def test_a_step_that_hangs_on_one_rank_is_not_tried_there(
 ) -> None:
     hung = RankOutcome(rank=0, state=RankState.HUNG, message="waiting")
     scenario = at(workload, where)
-    found = _cannot(WorldFailure((hung,), hung), spec, scenario)
+    found = why_not_run(WorldFailure((hung,), hung), spec, scenario)
     assert found == ("" if tried else "its train_step: rank 0: hung, waiting")
 
 
@@ -121,7 +121,7 @@ def test_a_rank_that_aborts_is_shown_with_its_last_words() -> None:
     killed = RankOutcome(
         rank=1, state=RankState.KILLED, signal="SIGABRT", output=said, message="SIGABRT"
     )
-    told = _root_cause(WorldFailure((killed,), killed))
+    told = root_cause(WorldFailure((killed,), killed))
     assert told.startswith("rank 1: killed by SIGABRT; its last line: ")
     assert told.endswith("what(): Is there a collective mismatch?")
 

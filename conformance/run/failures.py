@@ -1,0 +1,192 @@
+"""What a failed world says: of the scaler, of the stack, or nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ...fixtures import CannotError, WorkloadError
+from ...multiprocess import RankOutcome, RankState, WorldFailure
+from ..judge.reference import Schedule, Variant, reference_before
+from ..rank.scaler_spec import NO_SCALER
+from ..rank.trace import RankTrace
+from ..rank.worker import JudgedError, all_say_right, checked_collective
+from ..space.scenario import Scenario
+
+__all__ = ["ran_out_of_time", "root_cause", "traces_of", "why_not_run"]
+
+_LOST = {RankState.KILLED, RankState.EXITED}
+"""States of a rank that prove nothing about the scaler."""
+_CHECKS = re.compile(
+    rf'/conformance/rank/worker\.py", line \d+ in '
+    rf"({all_say_right.__name__}|{checked_collective.__name__})$",
+    re.MULTILINE,
+)
+"""The frames in which a rank waits for the others, once its step is made."""
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$', re.MULTILINE)
+_OF_TORCH = re.compile("/torch/|/multiprocess/")
+"""Files whose frames do not say which code waits."""
+
+
+def traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
+    """Traces of a world that failed because of the judged code.
+
+    [Note: How a rank ends]
+    What a rank leaves, and what it proves:
+    - it returns: its trace;
+    - it raises JudgedError: the trace so far, and either the call of the scaler that
+      raised, or a checked collective that was wrong on some rank. All ranks raise then
+      (``worker.all_say_right``), so that none is left in a collective;
+    - it hangs, and the parent kills it: no trace. With a scaler that is a violation,
+      after a second try, because a busy machine is slow, too; without one it is not;
+    - it is killed or exits: no trace, and no verdict, since the machine may be short of
+      memory. The same holds for any other exception: it is the judge's or the stack's.
+
+    Args:
+        failure: of a run.
+        judged: whether there was a scaler; then a hang is the scaler's.
+
+    Raises:
+        WorldFailure: if the failure is neither the scaler's nor a stray collective.
+    """
+    states = {outcome.state for outcome in failure.outcomes}
+    raised = isinstance(failure.root.exception, JudgedError)
+    own = isinstance(failure.root.exception, WorkloadError)
+    hangs = judged and RankState.HUNG in states
+    if own or states & _LOST or not (raised or hangs):
+        raise failure
+    hung = _hung(failure)
+    return tuple(_trace_of(o, hung=o.rank in hung) for o in failure.outcomes)
+
+
+def _hung(failure: WorldFailure) -> set[int]:
+    """The ranks that hang; the others that did not end only wait for them.
+
+    A rank whose scaler returned waits in the judge's own check. The harness does not
+    know that check: it may take this rank for the one that hangs, and one that is stuck
+    in a collective of the scaler for its victim.
+    """
+    if failure.root.state is not RankState.HUNG:
+        return set()
+    killed = {RankState.HUNG, RankState.VICTIM}
+    left = [o for o in failure.outcomes if o.state in killed and o.error_type is None]
+    stuck = [o for o in left if not _CHECKS.search(o.stacks)]
+    named = [o for o in stuck if o.state is RankState.HUNG]
+    return {o.rank for o in named or stuck or left}
+
+
+def _how(outcome: RankOutcome) -> str:
+    """How a rank hangs: since when, and in which function."""
+    # of a victim: "...; killed because rank 0 failed", but this one is the cause
+    since = (outcome.message or "no answer").partition("; killed")[0]
+    # faulthandler writes the main thread last, its innermost frame first
+    frames = _FRAME.findall(outcome.stacks.rpartition("hread 0x")[2])
+    places = [
+        f"{since}, in {function} ({Path(file).name}:{line})"
+        for file, line, function in frames
+        if not _OF_TORCH.search(file)
+    ]
+    return next(iter(places), since)
+
+
+def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
+    """The call that exceeded its time limit, in words, or the empty string."""
+    if any(trace.problem is not None for trace in traces):
+        return ""  # a rank raised: the others were late only because they waited for it
+    for trace in traces:
+        if trace.hung:
+            return f"rank {trace.rank}: {trace.hung}"
+    for trace in traces:
+        for seen in trace.steps:
+            if seen.checked_sum is not None and math.isnan(seen.checked_sum[0]):
+                what = f"step {seen.step}: the checked all-reduce did not come back"
+                return f"{what} on rank {trace.rank}"
+    return ""
+
+
+def _trace_of(outcome: RankOutcome, *, hung: bool) -> RankTrace:
+    if isinstance(outcome.exception, JudgedError):
+        return _blameless(outcome) if _is_victim(outcome) else outcome.exception.trace
+    if isinstance(outcome.value, RankTrace):
+        return outcome.value
+    empty = RankTrace(rank=outcome.rank, coordinate={}, index={}, shards={})
+    if hung:
+        empty.hung = _how(outcome)
+    return empty
+
+
+def _is_victim(outcome: RankOutcome) -> bool:
+    return outcome.state is RankState.VICTIM
+
+
+def _blameless(outcome: RankOutcome) -> RankTrace:
+    """The trace of a victim, without the error that it raised after its peer failed."""
+    assert isinstance(outcome.exception, JudgedError)
+    trace = outcome.exception.trace
+    trace.problem = None
+    return trace
+
+
+def why_not_run(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
+    """Why a workload could not run the scenario, or the empty string.
+
+    Meshes with an axis at size 1, frozen parameters, recomputation, a second layout and
+    gradients that are synchronised later are the judge's choices. So an exception of
+    ``parallelize`` there is no fault, and neither is one of ``train_step`` on
+    parameters without gradients or on such a mesh, where a schedule written by hand may
+    wait for a stage that does not exist, nor one of a pass that a module does not
+    support in its own ``no_sync()``.
+    """
+    error, recipe = failure.root.exception, scenario.parsed_recipe
+    frozen = recipe.training.frozen
+    narrowed = scenario.parsed_topology.narrowed
+    unasked = narrowed or recipe.resume or recipe.recompute
+    text = " ".join(str(error).split())[:600]
+    if isinstance(error, CannotError):
+        return text
+    own_step = spec == NO_SCALER and scenario.workload.train_step is not None
+    if narrowed and own_step and failure.root.state is RankState.HUNG:
+        return f"its train_step: {root_cause(failure)}"
+    if not isinstance(error, WorkloadError):
+        return ""
+    laid_out = error.call == "parallelize" and (unasked or frozen)
+    # a stack's own autograd (torch.func) may not support checkpointing; torch's error
+    # is the finding of the recipe
+    unknown = recipe.recompute and own_step and "raised CheckpointError" not in text
+    tried = frozen or (narrowed and own_step) or unknown
+    trained = error.call == "train_step" and tried and "train_step: raised" in text
+    deferred = recipe.defer_sync and error.call in ("forward", "backward")
+    known = laid_out or trained or deferred
+    return text if known else _why_not_alone(scenario)
+
+
+def _why_not_alone(scenario: Scenario) -> str:
+    """Why one process cannot run a half precision either, or the empty string.
+
+    The precision is the judge's choice, and torch has operations that refuse it.
+    """
+    if scenario.parsed_precision.compute_dtype == torch.float32:
+        return ""
+    schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
+    try:
+        reference_before(scenario, schedule, Variant(), 1)
+    except WorkloadError as error:
+        text = " ".join(str(error).split())[:600]
+        return f"one process cannot run in {scenario.precision} either: {text}"
+    return ""
+
+
+def root_cause(failure: WorldFailure) -> str:
+    """Why a world failed, in one line: rank, call, error, and its last words."""
+    root = failure.root
+    # its own text names rank and call; the headline would add our class before it
+    own = isinstance(root.exception, WorkloadError)
+    text = " ".join((str(root.exception) if own else root.headline).split())[:600]
+    # a library that aborts says why: gloo, that ranks send unequal sizes
+    last = root.output.split("\n") if root.state in _LOST else []
+    said = [" ".join(line.split()) for line in last if line.strip()]
+    return f"{text}; its last line: {said[-1][:300]}" if said else text
