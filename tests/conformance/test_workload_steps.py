@@ -255,6 +255,23 @@ class TakesWrongTurns(TakesTurns):
     factor = 2.0
 
 
+class ClipsInTurns(TakesTurns):
+    """No fault: each turn clips its own gradient, and the norm is that of the last."""
+
+    clip_norm = 0.25
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        parameters = [*stack.module.parameters()]
+        for optimizer in stack.kept["turns"]:
+            stack.module.zero_grad()
+            loss = self.backward(stack, micro_batches, scaler)
+            norm = nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+            optimizer.step()
+        return loss, norm
+
+
 class EvaluatesAgain(Trains):
     """No fault: LBFGS, whose closure runs again within one step."""
 
@@ -600,7 +617,7 @@ def test_right_steps_pass(runner: Runner, stack: type, recipe: str) -> None:
     assert not parity.not_compared
 
 
-@pytest.mark.parametrize("stack", [TakesTurns, EvaluatesAgain])
+@pytest.mark.parametrize("stack", [TakesTurns, ClipsInTurns, EvaluatesAgain])
 def test_weights_that_move_before_a_later_pass_are_undecided(
     runner: Runner, stack: type
 ) -> None:

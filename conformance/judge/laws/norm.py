@@ -30,6 +30,10 @@ _NOISE = (
     "rounding is as large as the gradient, so it has no direction: judge this "
     "precision with more rows, or fp32 alone (--precision fp32)"
 )
+_LATE = (
+    "train_step runs a forward after an optimizer has moved weights, so its gradients "
+    "are those of no one step"
+)
 _ADVICE = (
     "Count a sharded tensor once over the ranks that hold its shards, a replicated "
     "one once in all and not once per rank, and experts over their groups. Leave "
@@ -64,7 +68,8 @@ def reported(evidence: Evidence) -> Finding:
         due, bound = parity.reference_norm[step], parity.norm_bound[step]
         reported = _reports(evidence, seen)
         # weights that have departed have another gradient, and a right norm of it
-        if not math.isfinite(bound) or _has_departed(parity, step):
+        lost = _has_departed(parity, step) or _is_late(seen)
+        if lost or not math.isfinite(bound):
             missed += len(report)
             continue
         missed += len(report) - len(reported)
@@ -81,10 +86,11 @@ def reported(evidence: Evidence) -> Finding:
     if not compared and all(any(s.non_finite for s in x) for _, x in evidence.steps()):
         return skipped("every step had a bad gradient, so no norm is known")
     if compared < ENOUGH * (compared + missed):
+        why = "the references are not finite, or the weights depart from the truth"
         return replace(
             inconclusive(
                 f"{compared} of {compared + missed} norms could be compared: elsewhere "
-                "the references are not finite, or the weights depart from the truth"
+                + (_LATE if _any_late(evidence) else why)
             ),
             compared=compared,
             not_compared=missed,
@@ -96,6 +102,15 @@ def _has_departed(parity: Parity, step: int) -> bool:
     """Whether the weights at ``step`` already depart from the truth's."""
     first = parity.first_bad.get("update")
     return first is not None and first.step < step
+
+
+def _is_late(seen: Sequence[StepTrace]) -> bool:
+    """Whether gradients of one step are due at several weights."""
+    return any(s.late for s in seen)
+
+
+def _any_late(evidence: Evidence) -> bool:
+    return any(_is_late(seen) for _, seen in evidence.steps())
 
 
 def _reports(evidence: Evidence, seen: Sequence[StepTrace]) -> dict[int, float]:
@@ -201,7 +216,7 @@ def factor(evidence: Evidence) -> Finding:
         known = [row for row in rows if row.above_noise]
         wrong = [row for row in known if not abs(row.factor - row.due) <= row.bound]
         missed += len(rows) - len(known)
-        lost = _has_departed(parity, step)
+        lost = _has_departed(parity, step) or _is_late(seen)
         if lost or (wrong and not _is_clipping(evidence, seen, known)):
             missed += len(known)
             continue
@@ -212,10 +227,11 @@ def factor(evidence: Evidence) -> Finding:
     if not compared and not missed:
         return skipped("every step had a bad gradient: none was clipped")
     if compared < ENOUGH * (compared + missed):
+        why = f"{_DEPART} (parity.gradient)" if parity.first_bad else _NOISE
         return replace(
             inconclusive(
                 f"{compared} of {compared + missed} factors are known: elsewhere "
-                + (f"{_DEPART} (parity.gradient)" if parity.first_bad else _NOISE)
+                + (_LATE if _any_late(evidence) else why)
             ),
             compared=compared,
             not_compared=missed,
