@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -89,6 +90,15 @@ def open_process(pid: int) -> list[int]:
         return [os.pidfd_open(pid)]
     except (OSError, AttributeError):
         return []
+
+
+def has_ended(pidfd: int | None) -> bool:
+    """Return whether a process is known to have ended; false without a pidfd."""
+    if pidfd is None:
+        return False
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    return bool(ended.poll(0))
 
 
 def signal_process(pid: int, pidfd: int | None, number: int) -> None:

@@ -225,7 +225,8 @@ class RankProcesses:
     def intact(self) -> bool:
         """Whether every rank still lives."""
         self._collect_exits(0.0)
-        return all(rank.alive for rank in self.ranks)
+        # The status of one that has just ended may still be on its way.
+        return all(r.alive and not linux.has_ended(r.pidfd) for r in self.ranks)
 
     def stop(self) -> None:
         """Let the ranks end by themselves; kill those that do not."""

@@ -1,13 +1,17 @@
 """A forkserver that does not work says why, and never keeps its parent waiting."""
 
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gradparity.multiprocess import Cluster, ForkserverError
+from gradparity.multiprocess.linux import has_ended
 from gradparity.multiprocess.parent import forkserver_client
 
 LOUD = "import os, sys; os.write(2, b'x' * (1 << 20)); sys.stderr.write('y' * 1000)"
@@ -33,6 +37,22 @@ def test_a_preloaded_module_may_print_much(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     with Cluster(1, preload=("loud",)) as cluster:
         assert cluster.run(lambda: "loud" in sys.modules) == [True]
+
+
+def test_a_rank_is_replaced_whose_end_the_server_has_not_reported_yet() -> None:
+    with Cluster(2) as cluster:
+        cluster.start()
+        server, lost = forkserver_client.forkserver().pid, cluster.pids[1]
+        ended = os.pidfd_open(lost)
+        os.kill(server, signal.SIGSTOP)
+        os.kill(lost, signal.SIGKILL)
+        while not has_ended(ended):  # not at once: it has threads
+            time.sleep(0.01)
+        os.close(ended)
+        later = threading.Timer(1.0, os.kill, (server, signal.SIGCONT))
+        later.start()
+        assert lost not in cluster.run(os.getpid)
+        later.join()
 
 
 @pytest.mark.slow
