@@ -394,8 +394,10 @@ def adopted(size: int, tests: int) -> list[dict[str, Any]]:
     found = []
     for name, classes in ADOPTED:
         run = partial(session, HARNESSES[name], size, tests, classes=classes)
-        empty_s = min(session(nothing, size, classes * tests)["cpu_s"] for _ in "123")
-        ours_s = min(run(ADOPT)["cpu_s"] for _ in "123")
+        empty_s = min(
+            session(nothing, size, classes * tests)["cpu_s"] for _ in range(3)
+        )
+        ours_s = min(run(ADOPT)["cpu_s"] for _ in range(3))
         theirs_s = run()["cpu_s"]
         found.append(
             {

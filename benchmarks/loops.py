@@ -190,7 +190,7 @@ def summary(steps: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def measure(names: Sequence[str], rounds: int, worlds: int) -> dict[str, Any]:
-    """Time each trainer on two ranks, so many rounds in each of so many worlds."""
+    """Time each trainer on two ranks: rounds in each of several worlds."""
     found: dict[str, Any] = {}
     for name in names:
         clock: dict[str, list[float]] = {arm: [] for arm in ARMS}

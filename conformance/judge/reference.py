@@ -309,7 +309,7 @@ class ReferenceRun:
         self.losses.append(
             sum(v.item() * w for (v, _), w in zip(passes, weights, strict=True))
         )
-        named = dict(self.model.named_parameters())
+        named = self.parameters
         self._idle(named, idle)
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
@@ -317,7 +317,7 @@ class ReferenceRun:
         # after recording: the gradients of this step are compared unflipped
         self._flip_signs(named, step)
         for name, key, setting in settings:
-            # of a parameter that the recipe has frozen there is none
+            # a parameter that the recipe froze has no optimizer
             optimizer = self.optimizers.get(name)
             for group in optimizer.param_groups if optimizer is not None else ():
                 if key in group:
@@ -550,15 +550,18 @@ def jittered(
         size: largest relative change; 0 changes nothing.
         generator: of the random numbers.
     """
-    before = [p.detach().clone() for p in model.parameters()] if size else []
+    if not size:
+        yield
+        return
+    before = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
-        for p in model.parameters() if size else ():
+        for p in model.parameters():
             p.mul_(1 + size * (2 * torch.rand(p.shape, generator=generator) - 1))
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, old in zip(model.parameters(), before, strict=False):
+            for p, old in zip(model.parameters(), before, strict=True):
                 p.copy_(old)
 
 

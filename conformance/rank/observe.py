@@ -84,14 +84,14 @@ NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()
 """The digest of an optimizer without state."""
 
 
-SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
+_SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")
 """What schedules move in a param group, and the rate from which torch's began."""
 
 
 def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
     """What schedules move in a param group, as numbers."""
     found: dict[str, Setting] = {}
-    for key in SCHEDULED:
+    for key in _SCHEDULED:
         value = group.get(key)
         values: list[Any] = [*value] if isinstance(value, tuple | list) else [value]
         if all(

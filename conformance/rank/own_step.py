@@ -464,7 +464,7 @@ class OwnStep:
         stepped = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
         for name in names:
             held = id(self.engine.parameters[name])
-            # without any grad an optimizer has gradients of its own
+            # an optimizer whose parameters have no grad keeps its own gradients
             if not stepped or held in stepped:
                 self.seen.settings[name] = every[held]
 

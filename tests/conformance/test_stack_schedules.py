@@ -25,6 +25,7 @@ from gradparity.tests.conformance.test_workload_steps import (
     Trains,
     TrainsOnTwoAxes,
     TrainsSharded,
+    failed,
 )
 from gradparity.tests.stacks import Named, rank
 
@@ -202,10 +203,6 @@ def case(
     return runner.run(scaler, Scenario.parse(text))
 
 
-def told(found: Case) -> dict[str, str]:
-    return {v.law: v.message for v in found.verdicts if v.status == "fail"}
-
-
 def update(found: Case) -> str:
     return next(v.message for v in found.verdicts if v.law == "parity.update")
 
@@ -229,7 +226,7 @@ def test_a_right_stack_with_a_schedule_passes(
     runner: Runner, stack: type, followed: str
 ) -> None:
     found = case(runner, stack)
-    assert found.status == "pass", (found.problem, told(found), update(found))
+    assert found.status == "pass", (found.problem, failed(found), update(found))
     assert "the reference follows the stack's schedule of " in update(found)
     assert followed in update(found)
 
@@ -249,18 +246,18 @@ def test_a_schedule_is_followed_over_skips_loads_and_roundings(
     found = case(
         runner, stack, PLAIN, recipe=recipe, faults=faults, precision=precision
     )
-    assert found.status == "pass", (found.problem, told(found), update(found))
+    assert found.status == "pass", (found.problem, failed(found), update(found))
 
 
 def test_a_schedule_that_moves_too_often_is_believed(runner: Runner) -> None:
     found = case(runner, MovesInEachPass, recipe="accumulate")
-    assert found.status == "pass", (found.problem, told(found))
+    assert found.status == "pass", (found.problem, failed(found))
     assert "lr (0.weight: 0.00333333 at step 0, 0.01 at step 1)" in update(found)
 
 
 def test_settings_of_copies_in_several_groups_are_undecided(runner: Runner) -> None:
     found = case(runner, OfCopiesInTwoGroups)
-    assert found.status == "inconclusive", told(found)
+    assert found.status == "inconclusive", failed(found)
     assert "the stack moves lr (0 at step 0, 0.00333333 at step 1) for" in update(found)
 
 
@@ -374,18 +371,18 @@ def test_a_fault_beside_a_schedule_is_caught(
 ) -> None:
     found = case(runner, stack)
     assert found.status == "fail", (found.problem, update(found))
-    assert words in told(found)[law]
+    assert words in failed(found)[law]
 
 
 def test_a_rate_that_the_scaler_changes_is_not_followed(runner: Runner) -> None:
     changes = "gradparity.fixtures.faulty:ChangesTheLearningRate"
     found = case(runner, WarmsUp, changes)
-    assert "parity.update" in told(found), (found.problem, update(found))
+    assert "parity.update" in failed(found), (found.problem, update(found))
 
 
 def test_settings_that_differ_by_less_than_bf16_shows_are_told(runner: Runner) -> None:
     found = case(runner, OneGroupOnOneRank, precision="bf16-autocast", steps=2)
-    assert found.status == "pass", (found.problem, told(found))
+    assert found.status == "pass", (found.problem, failed(found))
     assert "; lr of 0.bias is 0.029402 on rank 0 and 0.03 on rank 1" in update(found)
 
 
