@@ -8,14 +8,12 @@ A fused optimizer divides by ``grad_scale`` while it steps, which saves a write 
 gradients. Until then they carry the scale; the scaler remembers them (``folded``) and
 the divisor (``fused_grad_scale``). `step` hands the divisor over and forgets both,
 unless the optimizer raised. What comes instead of that step divides those that are
-unchanged: a step that goes past the kernel, another optimizer that shares a gradient,
-`update`. `step` refuses gradients that were changed or replaced in between, because
-nothing shows whether they carry the scale.
+unchanged: a step that goes past the kernel, `update`. `step` refuses gradients that
+were changed or replaced in between, because nothing shows whether they carry the scale.
 
-Under FSDP2 and DDP gradients are views of one buffer and have one version: clipping
-those of another optimizer changes it. So where there may be several optimizers, views
-are not left to a kernel, and what was left to one is divided when another optimizer is
-seen for the first time.
+Another optimizer may share gradients, or have views of the same buffer (FSDP2, DDP),
+whose version its own clip changes. So only a scaler's single optimizer leaves its clip
+to the kernel; what was left is divided when another is seen for the first time.
 """
 
 from __future__ import annotations
@@ -59,8 +57,8 @@ def clip_(
     # A product that is subnormal in fp32 has lost digits, or is zero.
     is_small = isinstance(once, float) and once < LOWEST_SCALE
     with torch.no_grad():
-        for some in grads.values():
-            for (device, dtype), tensors in some.gradients.items():
+        for groups in grads.values():
+            for (device, dtype), tensors in groups.items():
                 is_wide = dtype is torch.float64
                 factors = [1.0 / scale, factor] if is_small and not is_wide else [once]
                 kind = torch.float64 if is_wide else torch.float32

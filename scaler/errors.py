@@ -1,16 +1,4 @@
-"""What a scaler raises.
-
-::
-
-    Exception
-    ├── ValueError, AssertionError
-    │   └── InvalidSettingError         a setting no run can work with
-    └── RuntimeError
-        └── ScalerError                 something went wrong while training
-            ├── RanksDisagreeError      the ranks that sync hold different state
-            ├── PeerFailedError         another rank raised in the same sync
-            └── TooManySkipsError       the policy's limit of skips in a row is reached
-"""
+"""What a scaler raises: `InvalidSettingError` at once, `ScalerError` while training."""
 
 from __future__ import annotations
 

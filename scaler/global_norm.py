@@ -19,7 +19,6 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -31,8 +30,9 @@ from .grads import (
     Gradients,
     Number,
     by_device_and_dtype,
-    dense_gradients,
+    gradients_of,
     local_tensor,
+    moved_to,
     parameters_of,
 )
 from .local_norms import Norms, norms, scaled_norm
@@ -43,26 +43,20 @@ MESHES = 4
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Where gradients lie: one object for equal layouts, compared by identity.
+class Layout(NamedTuple):
+    """Where gradients lie.
 
     Attributes:
-        ranks: of the mesh, in its order.
-        kind: its axes and their sizes.
+        mesh: 52 bits that stand for the ranks of the mesh, in its order.
+        size: how many ranks these are.
+        kind: the axes of the mesh and their sizes.
         copies: how often the mesh holds each element.
-        number: 52 bits that stand for the ranks.
     """
 
-    ranks: tuple[int, ...]
+    mesh: float
+    size: int
     kind: str
     copies: int
-    number: float
-
-
-@lru_cache(maxsize=65536)
-def _layout(ranks: tuple[int, ...], kind: str, copies: int) -> Layout:
-    return Layout(ranks, kind, copies, _hashed(str(ranks)))
 
 
 @lru_cache(maxsize=1024)
@@ -71,30 +65,21 @@ def _layout_on(mesh: Any, placements: tuple[Any, ...]) -> Layout:
         mesh.size(axis) for axis, p in enumerate(placements) if p.is_replicate()
     )
     ranks = tuple(mesh.mesh.flatten().tolist())
-    return _layout(ranks, f"{mesh.mesh_dim_names}{tuple(mesh.shape)}", copies)
+    kind = f"{mesh.mesh_dim_names}{tuple(mesh.shape)}"
+    return Layout(_hashed(str(ranks)), len(ranks), kind, copies)
 
 
-class GradsOfMesh(NamedTuple):
-    """Local gradients that lie on one mesh.
-
-    Attributes:
-        gradients: by device and dtype.
-        elements: of the whole gradients, on all ranks of the mesh.
-    """
-
-    gradients: Gradients
-    elements: int
-
-
-class GradsByMesh(dict[Layout, GradsOfMesh]):
-    """Local gradients by where they lie.
+class GradsByMesh(dict[Layout, Gradients]):
+    """Local gradients by where they lie, then by device and dtype.
 
     Attributes:
+        kinds: what kind of mesh and how many elements on it, as a number; of each mesh.
         gradients: all of them, as the parameters have them.
         locals: the local tensor of each, ``gradients`` itself if none is a DTensor;
             None if one was made for the norm: summed up, or the values of a sparse one.
     """
 
+    kinds: dict[float, float]
     gradients: Sequence[Any] = ()
     locals: Sequence[torch.Tensor] | None = None
 
@@ -103,16 +88,14 @@ class Places(NamedTuple):
     """Where the gradients of an optimizer lay in its last clip.
 
     Attributes:
-        alone: the layout of a plain tensor on this rank.
         specs: of each gradient.
         members: the positions of the gradients of each layout.
-        elements: of the whole gradients of each layout.
+        kinds: of the meshes, as in GradsByMesh.
     """
 
-    alone: Layout
     specs: list[Any]
     members: dict[Layout, list[int]]
-    elements: dict[Layout, int]
+    kinds: dict[float, float]
 
 
 # - This rank's gradients, by mesh
@@ -124,38 +107,34 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
     Partial gradients are summed up first, a collective over their mesh. ``rank`` is
     that of this process in the group that syncs.
     """
-    alone = _layout((rank,), "plain", 1)
-    gradients, locals_ = dense_gradients(optimizer)
+    alone = Layout(_hashed(f"({rank},)"), 1, "plain", 1)
+    by_mesh = GradsByMesh()
+    by_mesh.gradients, by_mesh.locals = gradients, locals_ = gradients_of(optimizer)
     if locals_ is gradients and gradients:  # no DTensor among them
-        elements = sum(map(torch.Tensor.numel, gradients))
-        grouped = by_device_and_dtype(gradients)
-        by_mesh = GradsByMesh({alone: GradsOfMesh(grouped, elements)})
-        by_mesh.gradients = by_mesh.locals = gradients
+        by_mesh[alone] = by_device_and_dtype(gradients)
+        by_mesh.kinds = _kinds({alone: sum(map(torch.Tensor.numel, gradients))})
         return by_mesh
-    found, places, held = specs(gradients), record.places, locals_
+    found, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
     if (
         locals_ is None
         or places is None
-        or places.alone is not alone
         or len(places.specs) != len(found)
         or not all(map(is_, places.specs, found))
     ):
         if locals_ is None or any(map(_is_partial, found)):
-            gradients, found, locals_ = _one_by_one(optimizer)
-            held = None
+            by_mesh.gradients, found, locals_ = _one_by_one(optimizer)
+            by_mesh.locals = None
         places = _places(found, locals_, alone)
-        # How many elements a plain tensor has follows from no spec.
+        # Neither the rank of a plain tensor nor its size follows from a spec.
         is_plain = any(spec is None for spec in found)
         record.places = None if is_plain else places
-    by_mesh = GradsByMesh()
-    by_mesh.gradients, by_mesh.locals = gradients, held
+    by_mesh.kinds = places.kinds
     for layout, indices in places.members.items():
         some = locals_
         if len(indices) < len(locals_):
             some = [locals_[index] for index in indices]
-        grouped = by_device_and_dtype(some)
-        by_mesh[layout] = GradsOfMesh(grouped, places.elements[layout])
+        by_mesh[layout] = by_device_and_dtype(some)
     return by_mesh
 
 
@@ -166,7 +145,16 @@ def _places(found: list[Any], locals_: list[torch.Tensor], alone: Layout) -> Pla
         layout = alone if spec is None else _layout_on(spec.mesh, spec.placements)
         members[layout].append(index)
         elements[layout] += local.numel() if spec is None else math.prod(spec.shape)
-    return Places(alone, found, members, elements)
+    return Places(found, members, _kinds(elements))
+
+
+def _kinds(elements: dict[Layout, int]) -> dict[float, float]:
+    # Several layouts may lie on one mesh.
+    totals: dict[float, int] = Counter()
+    for layout, count in elements.items():
+        totals[layout.mesh] += count
+    kinds = {layout.mesh: layout.kind for layout in elements}
+    return {mesh: _hashed(f"{kinds[mesh]} {total}") for mesh, total in totals.items()}
 
 
 def _is_partial(spec: Any) -> bool:
@@ -197,43 +185,37 @@ def _one_by_one(optimizer: Any) -> tuple[list[Any], list[Any], list[torch.Tensor
 # - This rank's part of the norm
 
 
-class LocalNorms(NamedTuple):
-    """This rank's part of the global norm.
+def local_norms(
+    grads: GradsByMesh, norm_type: float, scale: Number
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Read the gradients; return this rank's part of the global norm, unscaled.
 
-    Attributes:
-        entries: (MESHES, 3), fp64: mesh, kind and norm, zeros where unused.
-        found_inf: (), fp32: 1 if a local gradient is not finite; None without any.
-    """
+    Args:
+        grads: the gradients.
+        norm_type: order of the norm.
+        scale: what they are still multiplied by; a tensor decides on which device the
+            result is wanted.
 
-    entries: torch.Tensor
-    found_inf: torch.Tensor | None
-
-
-def local_norms(grads: GradsByMesh, norm_type: float, scale: Number) -> LocalNorms:
-    """Read the gradients; return the norms of this rank's part, unscaled.
-
-    ``scale`` is what the gradients are still multiplied by; a tensor decides on which
-    device the result is wanted.
+    Returns:
+        (MESHES, 3), fp64: mesh, kind and norm, zeros where unused; and found_inf, (),
+        fp32: 1 if a local gradient is not finite, None without any.
 
     Raises:
         ValueError: the gradients lie on more than MESHES meshes.
     """
-    parts: dict[float, list[Number]] = {}
-    kinds: dict[float, list[Any]] = {}
-    for layout, (groups, elements) in grads.items():
+    parts: dict[float, list[Number]] = defaultdict(list)
+    for layout, groups in grads.items():
         copies = 1.0 if math.isinf(norm_type) else layout.copies ** (1.0 / norm_type)
-        kind = kinds.setdefault(layout.number, [layout.kind, 0])
-        kind[1] += elements
         for tensors in groups.values():
             with torch.no_grad():  # after a backward that made a graph
                 part = _joined(norms(tensors, norm_type), norm_type) / copies
-            parts.setdefault(layout.number, []).append(part)
+            parts[layout.mesh].append(part)
     if len(parts) > MESHES:
         raise ValueError(
             f"The gradients lie on {len(parts)} meshes, clip_grad_norm_ knows at most "
             f"{MESHES}. Use several optimizers, or one mesh with more axes."
         )
-    rows = [[mesh, _hashed(str(kinds[mesh])), 0.0] for mesh in parts]
+    rows = [[mesh, grads.kinds[mesh], 0.0] for mesh in parts]
     rows += [[0.0] * 3] * (MESHES - len(rows))
     if not isinstance(scale, torch.Tensor):
         values = [_joined(list(map(float, some)), norm_type) for some in parts.values()]
@@ -241,33 +223,26 @@ def local_norms(grads: GradsByMesh, norm_type: float, scale: Number) -> LocalNor
             row[2] = float(value) / scale
         entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
         bad = not all(math.isfinite(value) for value in values)
-        # A norm may leave the range of fp64.
-        every = chain.from_iterable(
-            chain.from_iterable(some.gradients.values()) for some in grads.values()
-        )
-        bad = bad and not all(bool(tensor.isfinite().all()) for tensor in every)
+        if bad:  # or a norm has left the range of fp64
+            groups = chain.from_iterable(some.values() for some in grads.values())
+            bad = not all(bool(t.isfinite().all()) for t in chain.from_iterable(groups))
         found = torch.full((), float(bad), device="cpu")
-        return LocalNorms(entries, found if parts else None)
+        return entries, found if parts else None
     entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
     entries = entries.to(scale.device, non_blocking=True)
     if not parts:
-        return LocalNorms(entries, None)
-    joined = [
-        _joined(_stacked(some, scale.device), norm_type) for some in parts.values()
-    ]
+        return entries, None
+    each = [_stacked(some, scale.device) for some in parts.values()]
+    joined = [_joined(some, norm_type) for some in each]
     entries[: len(joined), 2] = _stacked(joined, scale.device)
     found = 1.0 - entries[:, 2].isfinite().all().float()
     entries[:, 2] /= scale.double()
-    return LocalNorms(entries, found)
+    return entries, found
 
 
 def _stacked(values: Sequence[Number], device: torch.device) -> torch.Tensor:
-    return torch.stack(
-        [
-            torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True)
-            for value in values
-        ]
-    )
+    wide = [torch.as_tensor(value, dtype=torch.float64) for value in values]
+    return torch.stack([moved_to(value, device) for value in wide])
 
 
 def _joined(each: Norms, norm_type: float) -> Number:
@@ -304,19 +279,16 @@ def global_norm(entries: torch.Tensor, norm_type: float) -> Number:
     """Return the norm over all ranks. See [Note: Each replica once].
 
     Args:
-        entries: (number of ranks, MESHES, 3), fp64: the entries of all ranks.
+        entries: (..., 3), fp64: the entries of all ranks.
         norm_type: order of the norm; may be infinite.
 
     Returns:
         A number, or (), fp64, on the device of the entries; without a synchronisation.
     """
-    if entries.is_cpu:
-        return _norm_on_host(entries.tolist(), norm_type)
-    return _norm_on_device(entries.reshape(-1, 3), norm_type)
-
-
-def _norm_on_host(rows: list[list[list[float]]], norm_type: float) -> float:
-    found = [entry for entry in chain.from_iterable(rows) if entry[0]]
+    rows = entries.reshape(-1, 3)
+    if not rows.is_cpu:
+        return _norm_on_device(rows, norm_type)
+    found: list[list[float]] = [row for row in rows.tolist() if row[0]]
     largest = _highest([norm for _, _, norm in found])
     if math.isinf(norm_type) or not math.isfinite(largest) or largest == 0.0:
         return largest
@@ -332,37 +304,22 @@ def _norm_on_host(rows: list[list[list[float]]], norm_type: float) -> float:
 
 
 def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
-    # The same without reading anything: sorting brings equal meshes together, so that
-    # no size depends on the data and the work grows as n log n.
+    # The same without reading anything: no size depends on the data, and the work grows
+    # as n log n. Powers are added as integers, whose sum does not depend on the order.
     largest = rows[:, 2].amax()
     if math.isinf(norm_type):
         return largest
     is_usable = largest.isfinite() & (largest > 0.0)
     divisor = torch.where(is_usable, largest, 1.0)
-    rows = rows[rows[:, 2].argsort()]  # each mesh adds up in the order of its norms
-    mesh, kind, norm = rows[rows[:, 0].argsort(stable=True)].unbind(1)
-    total = _totals(mesh, (norm / divisor).pow(norm_type))
-    # Only the last entry of a mesh has all of it; of equal ones the first counts.
-    is_last = torch.cat([mesh[1:] != mesh[:-1], mesh.new_ones(1, dtype=torch.bool)])
-    kind = torch.where(is_last, kind, 0.0)
-    order = total.argsort(stable=True)
+    mesh, kind, norm = rows.T.contiguous()
+    one = 2.0 ** min(52, 62 - len(rows).bit_length())  # the sum of all fits int64
+    power = ((norm / divisor).pow(norm_type) * one).round().long()
+    place = torch.searchsorted(mesh.sort().values, mesh)  # one for each mesh
+    total = torch.zeros_like(power).index_add_(0, place, power)[place]
+    order = total.argsort()
     order = order[kind[order].argsort(stable=True)]
     kind, total = kind[order], total[order]
     is_copy = (kind[1:] == kind[:-1]) & (total[1:] == total[:-1])
-    total[1:].masked_fill_(is_copy, 0.0)
-    total.masked_fill_(kind == 0.0, 0.0)
-    whole = total.sum().pow(1.0 / norm_type) * divisor
+    total[1:].masked_fill_(is_copy, 0)
+    whole = (total.sum().double() / one).pow(1.0 / norm_type) * divisor
     return torch.where(is_usable, whole, largest)
-
-
-def _totals(mesh: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-    # The powers of each mesh up to and with each entry; ``mesh`` is sorted. The order
-    # of the sums follows from the place within the mesh alone, so that equal powers
-    # give equal totals to the last bit, wherever the mesh lies in the world.
-    reach = 1
-    while reach < len(mesh):
-        within = mesh[reach:] == mesh[:-reach]
-        before = torch.where(within, power[:-reach], 0.0)
-        power = torch.cat([power[:reach], power[reach:] + before])
-        reach *= 2
-    return power

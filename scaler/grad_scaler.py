@@ -42,12 +42,11 @@ from .grads import (
     check_and_unscale_,
     divide_,
     divided_gradients,
+    gradients_of,
     is_true,
-    local_dense,
     local_gradients,
     local_ids,
     number_in,
-    parameters_of,
     unchanged,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
@@ -62,7 +61,7 @@ from .scale_update import advance, set_scale
 from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
 from .sync_message import LocalState
-from .torch_internals import is_view, local_tensors, no_compile
+from .torch_internals import no_compile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -321,23 +320,20 @@ class GradScaler(_TorchGradScaler):
                 rank = 0 if group is None else group.rank()
                 grads = grads_by_mesh(state.optimizer, state.record, rank)
                 self._refuse_unfit(grads, group)
-            norms = local_norms(grads, norm_type, carried)
+            entries, flag = local_norms(grads, norm_type, carried)
         except Exception:
-            nothing = local_norms(GradsByMesh(), 2.0, 1.0).entries
+            nothing, _ = local_norms(GradsByMesh(), 2.0, 1.0)
             self._report_failure(group, "clip_grad_norm_", nothing)
             raise
-        if (flag := norms.found_inf) is not None:
+        if flag is not None:
             found = {scale.device: any_of([flag, *found.values()], scale.device)}
         state["found_inf_per_device"] = found
         if group is None:
-            entries = norms.entries[None]
             self._remember_overflow(state, 0)
         else:
             local = self._local_state(state, group)
             local = local._replace(max_norm=max_norm, norm_type=norm_type)
-            result = self._sync.found_inf(
-                group, local, "clip_grad_norm_", row=norms.entries
-            )
+            result = self._sync.found_inf(group, local, "clip_grad_norm_", row=entries)
             assert result.rows is not None
             state.result, entries = result, result.rows
             if self._enabled:
@@ -356,16 +352,12 @@ class GradScaler(_TorchGradScaler):
             )
         skips = self._enabled and is_true(any_of(found.values(), scale.device))
         if optimizer is not None and not skips:
-            fused = self._enabled and getattr(
-                optimizer, "_step_supports_amp_scaling", False
-            )
             # See [Note: A clip left to a kernel] in clip.py.
-            if fused and (self._records.may_share or len(self._records) > 1):
-                fused = not any(map(is_view, local_tensors(grads.gradients)))
+            is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+            fused = self._enabled and is_fused and len(self._records) == 1
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
-                state.divided = Divided()
                 state.folded = divided_gradients(grads.gradients, grads.locals)
             elif self._records.may_share:
                 state.divided = divided_gradients(grads.gradients, grads.locals)
@@ -387,14 +379,13 @@ class GradScaler(_TorchGradScaler):
             return False
         if scale.is_cpu and number_in(scale) < 1.0:
             return True
-        return len(self._states) > 1 and bool(self._divided_by_others(state))
+        return bool(self._divided_by_others(state))
 
     def _refuse_unfit(self, grads: GradsByMesh, group: ProcessGroup | None) -> None:
         if self._enabled and self._fp16_gradients == "refuse":
-            keys = [key for some in grads.values() for key in some.gradients]
-            if torch.float16 in [dtype for _, dtype in keys]:
+            if torch.float16 in [dtype for some in grads.values() for _, dtype in some]:
                 raise ValueError(FP16_REFUSED)
-        if group is None and any(len(layout.ranks) > 1 for layout in grads):
+        if group is None and any(layout.size > 1 for layout in grads):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
                 "scaler syncs with no other rank. Do not pass agree_over='local'."
@@ -484,11 +475,11 @@ class GradScaler(_TorchGradScaler):
             self._check_and_sync(optimizer, state, "step", allow_fp16=True)
         elif state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
-        grad_scale = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
-        if state["stage"] is OptState.READY:
-            grad_scale = scale if grad_scale is None else scale * grad_scale
-        elif (clipped := state.fused_grad_scale) is not None:
-            grad_scale = clipped if grad_scale is None else clipped * grad_scale
+        own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
+        is_ready = state["stage"] is OptState.READY
+        grad_scale = scale if is_ready else state.fused_grad_scale
+        if own is not None:
+            grad_scale = own if grad_scale is None else grad_scale * own
         flags = state["found_inf_per_device"].values()
         # The int 0, as torch's sum, where nothing was checked: a kernel that finds
         # gradients made since raises, where a tensor would let it step on scaled ones.
@@ -603,35 +594,22 @@ class GradScaler(_TorchGradScaler):
         allow_fp16: bool = True,
     ) -> FoundInf:
         state = self._dividing
-        divided: set[int] = set()
-        if state is not None and len(self._states) > 1:
-            divided = self._divided_by_others(state)
+        divided = set() if state is None else self._divided_by_others(state)
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-        found = check_and_unscale_(
-            gradients, inv_scale, found_inf, divided, is_own=state is not None
-        )
-        if state is not None:
-            state.divided = Divided()
-            if self._records.may_share:
-                held = [p.grad for p in parameters_of(state.optimizer)]
-                state.divided = divided_gradients([g for g in held if g is not None])
+        found = check_and_unscale_(gradients, inv_scale, found_inf, divided)
+        if state is not None and self._records.may_share:
+            state.divided = divided_gradients(gradients_of(state.optimizer)[0])
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf.clone()
         return found
 
     def _divided_by_others(self, state: OptimizerState) -> set[int]:
-        # Ids of its gradients that another optimizer of this iteration has divided, or
-        # has left to its kernel, which then must not do so any more.
-        mine = set(map(id, local_dense(state.optimizer)))
-        divided: set[int] = set()
-        for other in self._states.values():
-            if other is state or other.record is None:
-                continue
-            if mine & local_ids(unchanged(other.folded)):
-                _refuse_changed(other)  # those would keep the scale
-                _divide_folded(other)
-            divided |= mine & local_ids(unchanged(other.divided))
-        return divided
+        # Ids of its gradients that another optimizer of this iteration has divided.
+        others = [other for other in self._states.values() if other is not state]
+        divided = [g for other in others for g in unchanged(other.divided)]
+        if not divided:
+            return set()
+        return local_ids(divided) & local_ids(gradients_of(state.optimizer)[0])
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         # For optimizers that unscale by themselves: check only, change nothing.
@@ -747,8 +725,8 @@ class GradScaler(_TorchGradScaler):
         if len(self._records) > known:
             # See [Note: A clip left to a kernel] in clip.py.
             for other in self._states.values():
-                if len(unchanged(other.folded)) == len(other.folded.refs):
-                    _divide_folded(other)
+                _refuse_changed(other)
+                _divide_folded(other)
         return state
 
     # - Update
@@ -964,9 +942,9 @@ class GradScaler(_TorchGradScaler):
 
 def _refuse_changed(state: OptimizerState) -> None:
     still = unchanged(state.folded)
-    if len(still) < len(state.folded.refs) and not local_ids(still).issuperset(
-        map(id, local_dense(state.optimizer))
-    ):
+    if len(still) == len(state.folded.refs):
+        return
+    if local_ids(gradients_of(state.optimizer)[0]) - local_ids(still):
         raise RuntimeError(
             "Gradients were changed after clip_grad_norm_(), which leaves them to the "
             "step() of a fused optimizer: change them before it."

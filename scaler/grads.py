@@ -74,7 +74,7 @@ def parameters_of(optimizer: Any) -> Iterator[Any]:
     return chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
-def dense_gradients(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
+def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     """Return an optimizer's gradients, and the local tensor of each if all are dense.
 
     Raises:
@@ -113,7 +113,7 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
         AssertionError: a parameter is not a tensor.
         ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
-    gradients, locals_ = dense_gradients(optimizer)
+    gradients, locals_ = gradients_of(optimizer)
     if locals_ is None:
         # Before they are coalesced.
         if not allow_fp16 and any(g.dtype is torch.float16 for g in gradients):
@@ -176,8 +176,6 @@ def check_and_unscale_(
     inv_scale: torch.Tensor,
     found_inf: torch.Tensor,
     without: Collection[int] = (),
-    *,
-    is_own: bool = False,
 ) -> FoundInf:
     """Multiply gradients by ``inv_scale`` and look for inf and nan beforehand.
 
@@ -189,7 +187,6 @@ def check_and_unscale_(
         inv_scale: one element, fp32, any device.
         found_inf: one element, fp32, any device: the starting value, usually 0.
         without: ids of tensors that are checked but not multiplied.
-        is_own: ``found_inf`` was made for this call, and may be written.
 
     Returns:
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
@@ -202,19 +199,15 @@ def check_and_unscale_(
     try:
         for (device, _), tensors in gradients.items():
             if device not in found:
-                is_kept = is_own and found_inf.device == device
-                found[device] = found_inf.to(
-                    device, non_blocking=True, copy=not is_kept
-                )
+                found[device] = found_inf.to(device, non_blocking=True, copy=True)
             factor = moved_to(inv_scale, device)
-            rounds = [(tensors, factor)]
+            mine = tensors
             if without:
                 mine = [tensor for tensor in tensors if id(tensor) not in without]
-                rounds = [(mine, factor)]
+            non_finite_check_and_unscale_(mine, found[device], factor)
             if without or may_overflow:
-                rounds.append((tensors, torch.ones_like(factor)))
-            for some, by in rounds:
-                non_finite_check_and_unscale_(some, found[device], by)
+                one = torch.ones_like(factor)
+                non_finite_check_and_unscale_(tensors, found[device], one)
     finally:
         set_grad_enabled(grad_mode)
     return found
@@ -246,11 +239,6 @@ def _versions(gradients: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list
     with DisableTorchFunctions():  # half the price for DTensors
         found = list(map(version_of, gradients))
         return found if locals_ is gradients else [*found, *map(version_of, locals_)]
-
-
-def local_dense(optimizer: Any) -> list[torch.Tensor]:
-    """Return an optimizer's local gradients if all of them are dense, else none."""
-    return dense_gradients(optimizer)[1] or []
 
 
 def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
@@ -312,10 +300,7 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return (), fp32 on ``device``: 1 if any of them is 1."""
-    tensors = [
-        flag if flag.device == device else flag.to(device, non_blocking=True)
-        for flag in flags
-    ]
+    tensors = [moved_to(flag, device) for flag in flags]
     if len(tensors) == 1:
         return tensors[0]
     if not tensors:

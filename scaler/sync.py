@@ -1,8 +1,6 @@
 """All ranks sync found_inf: one all-reduce of one small message.
 
-1. Each rank writes what it found and what it holds into a message of fixed size.
-2. One all-reduce (MAX) over the ranks of :class:`~.sync_group.SyncGroup`.
-3. Every rank reads the same result from it, or raises the same error.
+Every rank reads the same result from it, or raises the same error.
 
 [Note: Closing an iteration]
 Ranks may call `step` a different number of times (a stage without parameters, a

@@ -51,15 +51,13 @@ class SyncGroup:
         mesh: DeviceMesh | None = None,
     ) -> None:
         check_choice("agree_over", over, get_args(AgreeOver))
-        given = {
-            "process_group": process_group is not None,
-            "mesh": mesh is not None,
-            f"agree_over={over!r}": over != "world",
-        }
-        if sum(given.values()) > 1:
-            names = " and ".join(name for name, is_given in given.items() if is_given)
+        given = {"process_group": process_group, "mesh": mesh}
+        names = [name for name, value in given.items() if value is not None]
+        names += [] if over == "world" else [f"agree_over={over!r}"]
+        if len(names) > 1:
             raise InvalidSettingError(
-                f"Got {names}: each says which ranks sync. Pass only one of them."
+                f"Got {' and '.join(names)}: each says which ranks sync. Pass only one "
+                "of them."
             )
         self.over: AgreeOver = over
         self.process_group = process_group

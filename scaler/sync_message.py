@@ -38,9 +38,6 @@ import torch
 
 from .grads import Number
 
-FLAGS = ("found_inf", "failed", "has_gradients", "was_scaled", "first_nonfinite")
-"""Fields of which the result is the largest of any rank, in message order."""
-
 CLOSING, LOADING = 0, -1
 """``position`` of a closing message, and of one about a state that is about to be
 loaded; the syncs of an iteration count from 1."""
@@ -103,14 +100,14 @@ def shared_values(local: LocalState, sent: Sent) -> dict[str, float]:
 
 
 class Summary(NamedTuple):
-    """What a sync came to, on the host."""
+    """What a sync came to, on the host; the first five as they are in a message."""
 
-    failed: bool
-    differ: bool
     found_inf: bool
+    failed: bool
     has_gradients: bool
     was_scaled: bool
     first_nonfinite: int
+    differ: bool
 
 
 # - The full message
@@ -140,20 +137,14 @@ def full_message(local: LocalState, sent: Sent, device: torch.device) -> torch.T
 
 def decode_full(numbers: list[float]) -> Summary:
     """Return what a reduced full message says."""
-    found_inf, failed, has_gradients, was_scaled, first_nonfinite = numbers[:5]
-    return Summary(
-        failed=bool(failed),
-        differ=bool(differences(numbers)),
-        found_inf=bool(found_inf),
-        has_gradients=bool(has_gradients),
-        was_scaled=bool(was_scaled),
-        first_nonfinite=int(first_nonfinite),
-    )
+    found_inf, failed, has_gradients, was_scaled = map(bool, numbers[:4])
+    bad, differ = int(numbers[4]), bool(differences(numbers))
+    return Summary(found_inf, failed, has_gradients, was_scaled, bad, differ)
 
 
 def differences(numbers: list[float]) -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest of what differs in a reduced full message."""
-    pairs = numbers[len(FLAGS) :]
+    pairs = numbers[5:]
     # Minus infinity is what ranks write that compare nothing; all of them did here.
     return {
         name: (-minus_lowest, highest)
@@ -197,10 +188,10 @@ def decode_packed(numbers: list[int]) -> Summary:
     failed = first == _ALL_ONES
     hashes = (first >> _HASH_SHIFT) + (second >> _HASH_SHIFT)
     return Summary(
-        failed=failed,
-        differ=hashes != _HASHES - 1 or ordinal + minus_ordinal not in (0, _ORDINALS),
         found_inf=failed or finding >= 2,
+        failed=failed,
         has_gradients=finding >= 1,
         was_scaled=bool(second & 1),
         first_nonfinite=max(finding - 2, 0),
+        differ=hashes != _HASHES - 1 or ordinal + minus_ordinal not in (0, _ORDINALS),
     )

@@ -68,15 +68,11 @@ version_of = attrgetter("_version")
 """(tensor): how often it was written in place, as autograd counts it; views of one
 buffer have one count."""
 
-is_view = torch.Tensor._is_view
-"""(tensor): whether it is a view of another tensor."""
 
-
-def dtensor_type() -> type[Any] | None:
-    """Return ``DTensor``, or None while it is not imported."""
+def dtensor_type() -> Any:
+    """Return ``DTensor``; before it is imported, the empty tuple, a type of nothing."""
     module: Any = sys.modules.get("torch.distributed.tensor")
-    kind: type[Any] | None = None if module is None else module.DTensor
-    return kind
+    return () if module is None else module.DTensor
 
 
 def local_tensors(gradients: Iterable[Any]) -> list[torch.Tensor]:
@@ -91,8 +87,6 @@ def local_tensors(gradients: Iterable[Any]) -> list[torch.Tensor]:
 def specs(gradients: list[Any]) -> list[Any]:
     """Return mesh, placements and global shape of each DTensor; None for others."""
     kind = dtensor_type()
-    if kind is None:
-        return [None] * len(gradients)
     return [g._spec if isinstance(g, kind) else None for g in gradients]
 
 

@@ -14,7 +14,7 @@ Norm = Callable[[torch.Tensor, float], float]
 KINDS = {0.0: 0.0, 1.0: 7.0, 2.0: 7.0, 3.0: 8.0, 4.0: 8.0}
 """Of each identity; 0 is an unused entry."""
 ROUNDING = 20 * 2.0**-53
-"""The host rounds a sum once, a device in each of log2(20) levels; then the root."""
+"""A device rounds each of 20 powers to 2**-52 of the largest; then the root."""
 NORMS = st.sampled_from([0.0, 0.25, 1.0, 2.0, 1024.0, math.inf, math.nan])
 
 
