@@ -224,8 +224,8 @@ def local_norms(
         entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
         bad = not all(math.isfinite(value) for value in values)
         if bad:  # or a norm has left the range of fp64
-            groups = chain.from_iterable(some.values() for some in grads.values())
-            bad = not all(bool(t.isfinite().all()) for t in chain.from_iterable(groups))
+            every = chain.from_iterable(some.values() for some in grads.values())
+            bad = not all(bool(t.isfinite().all()) for t in chain.from_iterable(every))
         found = torch.full((), float(bad), device="cpu")
         return entries, found if parts else None
     entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
