@@ -22,7 +22,7 @@ from ..outcomes import Collective
 from ..rank import assert_rewrite, coverage, flight_records
 from ..rank.forkserver import EXIT_STATUS
 from ..spec import WorldSpec
-from .forkserver_client import forkserver
+from .forkserver_client import ForkserverClient, forkserver
 
 LOST = 255
 """Exit code of a rank whose forkserver ended before it could report one."""
@@ -100,7 +100,13 @@ class Capture:
 class RankProcess:
     """One rank: its process, its messages, its output, its end."""
 
-    def __init__(self, rank: int, shared: Sequence[int], spec: WorldSpec) -> None:
+    def __init__(
+        self,
+        rank: int,
+        shared: Sequence[int],
+        spec: WorldSpec,
+        server: ForkserverClient,
+    ) -> None:
         self.rank = rank
         self.exit_code: int | None = None
         self.ended_at_s = 0.0
@@ -127,7 +133,7 @@ class RankProcess:
         handed = [exit_w, theirs.detach(), output_w, stacks_w]
         try:
             fds = [*handed, *shared]
-            self.pid, self.pidfd = forkserver().fork(fds, spec.start_timeout_s)
+            self.pid, self.pidfd = server.fork(fds, spec.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -196,13 +202,15 @@ class RankProcesses:
         self.runs = 0
         self.fresh_group = False
         self.ranks: list[RankProcess] = []
-        forkserver().preload(spec.preload, spec.start_timeout_s)
+        # One for all ranks: another one has not imported what these are to have.
+        server = forkserver()
+        server.preload(spec.preload, spec.start_timeout_s)
         self._store_fd = os.memfd_create("gradparity-store", os.MFD_CLOEXEC)
         self._records_fd = flight_records.create(spec.size)
         self._shared = [self._store_fd, self._records_fd]
         try:
             for rank in range(spec.size) if ranks is None else ranks:
-                self.ranks.append(RankProcess(rank, self._shared, spec))
+                self.ranks.append(RankProcess(rank, self._shared, spec, server))
         except BaseException:
             self.kill()
             raise

@@ -315,6 +315,7 @@ def test_the_badge_truncates(passed: int, total: int, words: str) -> None:
     assert f"{badge.percentage(passed, total)} %" == words
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**9), st.data())
 def test_a_badge_shows_100_only_if_every_case_passed(
     total: int, data: st.DataObject

@@ -127,11 +127,13 @@ def test_torchs_scaler_departs_on_two_ranks(tmp_path: Path) -> None:
     assert code == 1 and "optimizer 0 holds" in output, output
 
 
+@settings(deadline=None)
 @given(histories(2))
 def test_a_history_is_read_as_it_is_written(history: tuple[Call, ...]) -> None:
     assert parse_history(history_text(history), 2) == history
 
 
+@settings(deadline=None)
 @given(histories(2))
 def test_ranks_of_the_oracle_agree_and_refusals_change_nothing(
     history: tuple[Call, ...],

@@ -40,7 +40,7 @@ def hunted(
     return code, output.getvalue()
 
 
-@settings(max_examples=300, database=None)
+@settings(max_examples=300, database=None, deadline=None)
 @given(scenarios(Selection()))
 def test_drawn_scenarios_survive_a_round_trip_through_their_id(
     scenario: Scenario,

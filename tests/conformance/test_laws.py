@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status
@@ -278,6 +278,7 @@ def test_a_missing_gradient_is_no_equal_one() -> None:
     assert "transparency.gradient" in failures(e)
 
 
+@settings(deadline=None)
 @given(
     step=st.integers(0, 3),
     rank=st.integers(0, 1),

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradparity.conformance import Scenario
@@ -27,6 +27,7 @@ scenarios: st.SearchStrategy[dict[str, object]] = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(scenarios)
 def test_an_id_gives_the_scenario_back(settings: dict[str, object]) -> None:
     world_size = TOPOLOGIES[str(settings["topology"])].default_world_size

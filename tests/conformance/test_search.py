@@ -420,7 +420,7 @@ def test_a_norm_does_not_overflow() -> None:
 # - Text and drawing
 
 
-@settings(max_examples=200, database=None)
+@settings(max_examples=200, database=None, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)).flatmap(programs))
 def test_a_program_is_read_as_it_is_written(program: Program) -> None:
     assert parse_program(str(program)) == program

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,8 +83,24 @@ def test_a_failed_import_is_reported_each_time_and_affects_no_other_rank() -> No
         assert cluster.run(lambda: 1) == [1]
 
 
-def test_the_stderr_of_a_server_that_ends_is_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parent_is_slow", [False, True])
+def test_the_stderr_of_a_server_that_ends_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent_is_slow: bool
+) -> None:
     (tmp_path / "dies.py").write_text(DIES)
+    preload = forkserver_client.ForkserverClient.preload
+
+    def preload_until_it_ends(*given: Any) -> None:
+        preload(*given)
+        ended = os.pidfd_open(given[0].pid)
+        while not has_ended(ended):
+            time.sleep(0.01)
+        os.close(ended)
+
+    if parent_is_slow:
+        monkeypatch.setattr(
+            forkserver_client.ForkserverClient, "preload", preload_until_it_ends
+        )
     with pytest.raises(ForkserverError, match="code 7\nno such luck"):
         Cluster(1, preload=("dies",)).start()
 
