@@ -605,11 +605,11 @@ class GradScaler(_TorchGradScaler):
 
     def _divided_by_others(self, state: OptimizerState) -> set[int]:
         # Ids of its gradients that another optimizer of this iteration has divided.
-        others = [other for other in self._states.values() if other is not state]
-        divided = [g for other in others for g in unchanged(other.divided)]
-        if not divided:
-            return set()
-        return local_ids(divided) & local_ids(gradients_of(state.optimizer)[0])
+        divided: set[int] = set()
+        for other in self._states.values():
+            if other is not state and (others := unchanged(other.divided)):
+                divided |= local_ids(others)
+        return divided and divided & local_ids(gradients_of(state.optimizer)[0])
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         # For optimizers that unscale by themselves: check only, change nothing.
