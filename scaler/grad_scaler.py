@@ -594,13 +594,16 @@ class GradScaler(_TorchGradScaler):
         allow_fp16: bool = True,
     ) -> FoundInf:
         state = self._dividing
-        divided = set() if state is None else self._divided_by_others(state)
+        if state is None:  # a caller of torch's protocol keeps its found_inf
+            divided, found_inf = set[int](), found_inf.clone()
+        else:
+            divided = self._divided_by_others(state)
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
         found = check_and_unscale_(gradients, inv_scale, found_inf, divided)
         if state is not None and self._records.may_share:
             state.divided = divided_gradients(gradients_of(state.optimizer)[0])
         if not found and self._steps_without_gradients:
-            found[found_inf.device] = found_inf.clone()
+            found[found_inf.device] = found_inf
         return found
 
     def _divided_by_others(self, state: OptimizerState) -> set[int]:
@@ -698,9 +701,8 @@ class GradScaler(_TorchGradScaler):
         if state.record is None:
             return
         if code is None:
-            flags = state["found_inf_per_device"].values()
-            found_inf = any_of(flags, self._scale_or_one().device)
-            code = first_nonfinite(state.optimizer, rank) if is_true(found_inf) else 0
+            found = any(map(is_true, state["found_inf_per_device"].values()))
+            code = first_nonfinite(state.optimizer, rank) if found else 0
         if code:
             self._history.last_overflow = overflow_of(code, rank, state.optimizer)
 
@@ -720,9 +722,8 @@ class GradScaler(_TorchGradScaler):
         state = self._states.get(id(optimizer))
         if state is not None and state.optimizer is optimizer:
             return state
-        known = len(self._records)
-        state = self._records.start(optimizer, self._states)
-        if len(self._records) > known:
+        state, is_new = self._records.start(optimizer, self._states)
+        if is_new:
             # See [Note: A clip left to a kernel] in clip.py.
             for other in self._states.values():
                 _refuse_changed(other)

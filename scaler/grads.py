@@ -185,21 +185,20 @@ def check_and_unscale_(
     Args:
         gradients: changed in place.
         inv_scale: one element, fp32, any device.
-        found_inf: one element, fp32, any device: the starting value, usually 0.
+        found_inf: one element, fp32, any device: the starting value, usually 0; written
+            to where there are gradients on its device.
         without: ids of tensors that are checked but not multiplied.
 
     Returns:
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
         not finite.
     """
-    found: FoundInf = {}
+    found: FoundInf = {device: moved_to(found_inf, device) for device, _ in gradients}
     may_overflow = inv_scale.is_cpu and number_in(inv_scale) > 1.0
     grad_mode = torch.is_grad_enabled()
     set_grad_enabled(False)
     try:
         for (device, _), tensors in gradients.items():
-            if device not in found:
-                found[device] = found_inf.to(device, non_blocking=True, copy=True)
             factor = moved_to(inv_scale, device)
             mine = tensors
             if without:

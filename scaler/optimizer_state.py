@@ -99,20 +99,20 @@ class OptimizerRecords:
 
     def start(
         self, optimizer: Any, states: dict[int, OptimizerState]
-    ) -> OptimizerState:
-        """Return the state of an optimizer in this iteration, a new one if need be."""
+    ) -> tuple[OptimizerState, bool]:
+        """Return an optimizer's state in this iteration, and if it was never seen."""
         record = self.find(optimizer)
         if record is None:  # only inner ones have a record
             optimizer = inner_optimizer(optimizer)
             record = self.find(optimizer)
-        key, ref = id(optimizer), lambda: optimizer
+        key, ref, is_new = id(optimizer), lambda: optimizer, record is None
         if record is None:
             with contextlib.suppress(TypeError):
                 ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
             record = self._records[key] = OptimizerRecord(ref)
         state = states[key]
         state.optimizer, state.record = optimizer, record
-        return state
+        return state, is_new
 
     def number(self, record: OptimizerRecord) -> int:
         """Return an optimizer's place in the order of first syncs."""

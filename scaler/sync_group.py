@@ -89,10 +89,9 @@ class SyncGroup:
 
     @property
     def _world(self) -> ProcessGroup | None:
-        is_there = dist.is_available() and dist.is_initialized()
-        return (
-            _if_shared(dist.group.WORLD) if is_there and self.over != "local" else None
-        )
+        if self.over == "local" or not dist.is_initialized():
+            return None
+        return _if_shared(dist.group.WORLD)
 
     def find_known(self) -> ProcessGroup | None:
         """Return what `find` knows without any parameters, None if it needs them."""
