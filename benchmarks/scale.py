@@ -11,7 +11,8 @@
 3. On paper: an alpha-beta model from the latency and bandwidth measured in 1
    (``scale_tables.py``).
 
-``--tables`` prints the tables of ``docs/scale.md`` from a record.
+``--tables`` prints the tables of a record. Those of ``results/scale.json`` are written
+into docs/scale.md.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from torch.distributed.fsdp import fully_shard
 from gradparity.benchmarks.scale_tables import tables
 from gradparity.benchmarks.simulated_ranks import MESHES, Calls, compare, together
 from gradparity.benchmarks.situations import COMMON, OURS, Idle, Rank
+from gradparity.benchmarks.tables import write_between
 from gradparity.conformance.report.records import read_report
 from gradparity.multiprocess import Cluster, current_world
 from gradparity.scaler import GradScaler
 
 RESULTS = Path(__file__).resolve().parent / "results" / "scale.json"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 SIZES = (2, 4, 8, 16, 32)
 LARGE = 1 << 23
 """Elements of fp32 in the all-reduce that shows the bandwidth."""
@@ -275,11 +278,11 @@ def provenance() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON, print the tables."""
+    """Measure, write the JSON, print the tables; of our record also into the page."""
     parser = argparse.ArgumentParser(prog="gradparity bench scale")
     parser.add_argument("--quick", action="store_true", help="few ranks, few timings")
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--tables", type=Path, metavar="FILE", help="only print these")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="of this record")
     given = parser.parse_args(argv)
     if given.tables is not None:
         record = json.loads(given.tables.read_text())
@@ -287,8 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = measure(given.quick)
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(record, indent=1) + "\n")
-    for name, lines in tables(record).items():
-        print(f"\n{name}\n", *lines, sep="\n")
+    texts = {name: "\n".join(lines) for name, lines in tables(record).items()}
+    for name, text in texts.items():
+        print(f"\n{name}\n\n{text}")
+    if (given.tables or given.json).resolve() == RESULTS:
+        write_between(PAGE, texts)
     return 0
 
 

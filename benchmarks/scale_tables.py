@@ -54,8 +54,12 @@ def modelled_torch(
 
 
 def tables(record: dict[str, Any]) -> dict[str, list[str]]:
-    """Markdown tables by name, from a record."""
+    """Markdown by name, from a record."""
+    alpha_s, beta_s = map(record["network"].get, ("alpha_s", "beta_s_per_byte"))
     return {
+        "network": [
+            f"alpha = {alpha_s * 1e6:.0f} us, beta = {beta_s * 1e9:.2f} ns a byte"
+        ],
         "real": list(_real_table(record)),
         "training": list(_training_table(record)),
         "simulated": list(_simulated_table(record)),
