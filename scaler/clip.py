@@ -13,7 +13,8 @@ were changed or replaced in between, because nothing shows whether they carry th
 
 Another optimizer may share gradients, or have views of the same buffer (FSDP2, DDP),
 whose version its own clip changes. So only a scaler's single optimizer leaves its clip
-to the kernel; what was left is divided when another is seen for the first time.
+to the kernel. When another is seen for the first time, what was left is divided, unless
+some of it was changed; that is refused only if the two share a gradient.
 """
 
 from __future__ import annotations

@@ -594,10 +594,9 @@ class GradScaler(_TorchGradScaler):
         allow_fp16: bool = True,
     ) -> FoundInf:
         state = self._dividing
-        if state is None:  # a caller of torch's protocol keeps its found_inf
-            divided, found_inf = set[int](), found_inf.clone()
-        else:
-            divided = self._divided_by_others(state)
+        divided = set() if state is None else self._divided_by_others(state)
+        if state is None:  # a caller of torch's protocol keeps its own
+            found_inf = found_inf.clone()
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
         found = check_and_unscale_(gradients, inv_scale, found_inf, divided)
         if state is not None and self._records.may_share:
@@ -608,11 +607,16 @@ class GradScaler(_TorchGradScaler):
 
     def _divided_by_others(self, state: OptimizerState) -> set[int]:
         # Ids of its gradients that another optimizer of this iteration has divided.
-        divided: set[int] = set()
+        if len(self._states) < 2:
+            return set()
+        mine, divided = local_ids(gradients_of(state.optimizer)[0]), set[int]()
         for other in self._states.values():
-            if other is not state and (others := unchanged(other.divided)):
-                divided |= local_ids(others)
-        return divided and divided & local_ids(gradients_of(state.optimizer)[0])
+            if other is not state:
+                if mine & local_ids(unchanged(other.folded)):
+                    _refuse_changed(other)  # what is not divided now keeps the scale
+                    _divide_folded(other)
+                divided |= mine & local_ids(unchanged(other.divided))
+        return divided
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         # For optimizers that unscale by themselves: check only, change nothing.
@@ -726,8 +730,8 @@ class GradScaler(_TorchGradScaler):
         if is_new:
             # See [Note: A clip left to a kernel] in clip.py.
             for other in self._states.values():
-                _refuse_changed(other)
-                _divide_folded(other)
+                if len(unchanged(other.folded)) == len(other.folded.refs):
+                    _divide_folded(other)
         return state
 
     # - Update

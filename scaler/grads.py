@@ -185,8 +185,7 @@ def check_and_unscale_(
     Args:
         gradients: changed in place.
         inv_scale: one element, fp32, any device.
-        found_inf: one element, fp32, any device: the starting value, usually 0; written
-            to where there are gradients on its device.
+        found_inf: one element, fp32, any device: the starting value; may be written.
         without: ids of tensors that are checked but not multiplied.
 
     Returns:

@@ -1,6 +1,4 @@
-"""All ranks sync found_inf: one all-reduce of one small message.
-
-Every rank reads the same result from it, or raises the same error.
+"""All ranks sync found_inf by one all-reduce, and read or raise the same from it.
 
 [Note: Closing an iteration]
 Ranks may call `step` a different number of times (a stage without parameters, a

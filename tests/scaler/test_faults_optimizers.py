@@ -119,6 +119,22 @@ def test_f51_a_gradient_changed_before_another_optimizer_reads_its_neighbour(
     assert [value(p) for p in (e, a, b)] == [1.0, 1.0, 1.0]
 
 
+@OURS
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_f51_a_clip_that_was_dropped_refuses_no_other_optimizer(
+    make: Any, set_to_none: bool
+) -> None:
+    e, a, b = parameter(), parameter(), parameter()
+    first, second = sgd(e, a, fused=True), sgd(b)
+    scaler = make(init_scale=1024.0)
+    scaler.scale(((e + a + b) / 8).sum()).backward()
+    scaler.clip_grad_norm_(first, 1e9)
+    first.zero_grad(set_to_none=set_to_none)
+    scaler.scale(((e + a) / 8).sum()).backward()
+    scaler.step(second)
+    assert [value(p) for p in (e, a, b)] == [1.0, 1.0, 0.875]
+
+
 # - A fused optimizer's grad_scale
 
 
