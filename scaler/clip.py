@@ -8,13 +8,14 @@ A fused optimizer divides by ``grad_scale`` while it steps, which saves a write 
 gradients. Until then they carry the scale; the scaler remembers them (``folded``) and
 the divisor (``fused_grad_scale``). `step` hands the divisor over and forgets both,
 unless the optimizer raised. What comes instead of that step divides those that are
-unchanged: a step that goes past the kernel, `update`. `step` refuses gradients that
-were changed or replaced in between, because nothing shows whether they carry the scale.
+unchanged: a step that goes past the kernel, another optimizer that shares a gradient,
+`update`. `step` refuses gradients that were changed or replaced in between, because
+nothing shows whether they carry the scale.
 
-Another optimizer may share gradients, or have views of the same buffer (FSDP2, DDP),
-whose version its own clip changes. So only a scaler's single optimizer leaves its clip
-to the kernel. When another is seen for the first time, what was left is divided, unless
-some of it was changed; that is refused only if the two share a gradient.
+Under FSDP2 and DDP gradients are views of one buffer and have one version: clipping
+those of another optimizer changes it. So where there may be several optimizers, views
+are not left to a kernel, and what was left to one is divided when another optimizer is
+seen for the first time.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -112,7 +112,7 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
     by_mesh.gradients, by_mesh.locals = gradients, locals_ = gradients_of(optimizer)
     if locals_ is gradients and gradients:  # no DTensor among them
         by_mesh[alone] = by_device_and_dtype(gradients)
-        by_mesh.kinds = _kinds({alone: sum(map(torch.Tensor.numel, gradients))})
+        by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
         return by_mesh
     found, places = specs(gradients), record.places
     # fully_shard gives the same spec to a parameter's gradient in every step.
@@ -140,21 +140,18 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
 
 def _places(found: list[Any], locals_: list[torch.Tensor], alone: Layout) -> Places:
     members: dict[Layout, list[int]] = defaultdict(list)
-    elements: dict[Layout, int] = Counter()
+    elements: dict[float, int] = Counter()  # on each mesh
     for index, (spec, local) in enumerate(zip(found, locals_, strict=True)):
         layout = alone if spec is None else _layout_on(spec.mesh, spec.placements)
         members[layout].append(index)
-        elements[layout] += local.numel() if spec is None else math.prod(spec.shape)
-    return Places(found, members, _kinds(elements))
+        count = local.numel() if spec is None else math.prod(spec.shape)
+        elements[layout.mesh] += count
+    return Places(found, members, _kinds(members, elements))
 
 
-def _kinds(elements: dict[Layout, int]) -> dict[float, float]:
-    # Several layouts may lie on one mesh.
-    totals: dict[float, int] = Counter()
-    for layout, count in elements.items():
-        totals[layout.mesh] += count
-    kinds = {layout.mesh: layout.kind for layout in elements}
-    return {mesh: _hashed(f"{kinds[mesh]} {total}") for mesh, total in totals.items()}
+def _kinds(layouts: Iterable[Layout], elements: dict[float, int]) -> dict[float, float]:
+    kinds = {layout.mesh: layout.kind for layout in layouts}
+    return {mesh: _hashed(f"{kinds[mesh]} {count}") for mesh, count in elements.items()}
 
 
 def _is_partial(spec: Any) -> bool:
@@ -190,11 +187,8 @@ def local_norms(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Read the gradients; return this rank's part of the global norm, unscaled.
 
-    Args:
-        grads: the gradients.
-        norm_type: order of the norm.
-        scale: what they are still multiplied by; a tensor decides on which device the
-            result is wanted.
+    ``scale`` is what they are still multiplied by; a tensor decides on which device the
+    result is wanted.
 
     Returns:
         (MESHES, 3), fp64: mesh, kind and norm, zeros where unused; and found_inf, (),

@@ -61,7 +61,7 @@ from .scale_update import advance, set_scale
 from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
 from .sync_message import LocalState
-from .torch_internals import no_compile
+from .torch_internals import is_view, local_tensors, no_compile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -354,7 +354,9 @@ class GradScaler(_TorchGradScaler):
         if optimizer is not None and not skips:
             # See [Note: A clip left to a kernel] in clip.py.
             is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-            fused = self._enabled and is_fused and len(self._records) == 1
+            fused = self._enabled and is_fused
+            if fused and (self._records.may_share or len(self._records) > 1):
+                fused = not any(map(is_view, local_tensors(grads.gradients)))
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)

@@ -68,6 +68,9 @@ version_of = attrgetter("_version")
 """(tensor): how often it was written in place, as autograd counts it; views of one
 buffer have one count."""
 
+is_view = torch.Tensor._is_view
+"""(tensor): whether it is a view of another tensor."""
+
 
 def dtensor_type() -> Any:
     """Return ``DTensor``; before it is imported, the empty tuple, a type of nothing."""

@@ -119,6 +119,8 @@ def test_views_of_one_buffer_have_one_version() -> None:
     before = internals.version_of(second)
     internals.foreach_mul_([first], torch.tensor(0.5))
     assert internals.version_of(second) == before + 1
+    assert internals.is_view(first)
+    assert not internals.is_view(torch.zeros(4))
 
 
 def test_grad_mode_and_torch_functions() -> None:
