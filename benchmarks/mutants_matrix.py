@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -113,7 +114,9 @@ def _summary(matrix: Matrix) -> Iterator[str]:
 def _letters() -> dict[str, str]:
     """Law -> a short column head."""
     # names would make a table of some thirty columns too wide to read raw
-    return {law: chr(ord("A") + place) for place, law in enumerate(LAWS)}
+    return dict(
+        zip(LAWS, string.ascii_uppercase + string.ascii_lowercase, strict=False)
+    )
 
 
 def _legend() -> Iterator[str]:
