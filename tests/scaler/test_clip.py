@@ -180,6 +180,19 @@ def test_gradients_written_to_after_a_clip(
     assert moved == pytest.approx(0.0 if fused else 0.25**2, rel=1e-5)
 
 
+def test_a_sparse_gradient_written_to_after_a_clip() -> None:
+    p = torch.nn.Parameter(torch.zeros(4, 2))
+    p.grad = torch.full((4, 2), SCALE).to_sparse(1)
+    optimizer: Any = torch.optim.SGD([p], lr=1.0)
+    optimizer._step_supports_amp_scaling = True
+    scaler = scaled()
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    p.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="changed after"):
+        scaler.step(optimizer)
+    assert not p.any()
+
+
 class Around:
     """A wrapper that does not say whether the optimizer in it is fused."""
 
