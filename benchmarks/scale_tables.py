@@ -56,7 +56,12 @@ def modelled_torch(
 def tables(record: dict[str, Any]) -> dict[str, list[str]]:
     """Markdown by name, from a record."""
     alpha_s, beta_s = map(record["network"].get, ("alpha_s", "beta_s_per_byte"))
+    made = record["provenance"]
     return {
+        "provenance": [
+            f"{made['date']}, torch {made['torch']}, {made['cores']} cores, load "
+            f"{made['load_average_at_start']:.1f} at the start."
+        ],
         "network": [
             f"alpha = {alpha_s * 1e6:.0f} us, beta = {beta_s * 1e9:.2f} ns a byte"
         ],
