@@ -186,13 +186,24 @@ def sockets() -> frozenset[str]:
     return frozenset(name for _, name in _open_sockets())
 
 
-def give_up_unacknowledged(limit_s: float, kept: frozenset[str]) -> None:
-    """Make TCP connections fail if sent data is not acknowledged within a limit.
+def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
+    """Make TCP connections fail if the other host acknowledges nothing within a limit.
+
+    Neither what is sent, nor, where all was acknowledged and an answer is awaited, the
+    kernel's own probes.
 
     Args:
-        limit_s: The kernel's own limit is about a quarter of an hour.
+        limit_s: The kernel's own limit is about a quarter of an hour, and none for a
+            connection that awaits an answer.
         kept: Sockets that are left as they are.
     """
+    between_s = max(1, int(limit_s / 3))
+    options = (
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, between_s),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between_s),
+    )
     for fd, name in _open_sockets():
         if name in kept:
             continue
@@ -200,8 +211,8 @@ def give_up_unacknowledged(limit_s: float, kept: frozenset[str]) -> None:
             # A copy, which the object may close: the descriptor itself is torch's.
             with socket.socket(fileno=os.dup(fd)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-                    copy.setsockopt(level, option, int(limit_s * 1000))
+                    for option in options:
+                        copy.setsockopt(*option)
         except OSError:
             continue  # closed meanwhile
 

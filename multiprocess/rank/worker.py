@@ -118,7 +118,7 @@ def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store
     # there before.
     before = linux.sockets()
     store = TCPStore(host, port, is_master=serves, timeout=limit)
-    linux.give_up_unacknowledged(ACKNOWLEDGED_S, kept=before)
+    linux.give_up_silent(ACKNOWLEDGED_S, kept=before)
     return PrefixStore(prefix, store)
 
 
