@@ -55,15 +55,15 @@ def modelled_torch(
 
 def tables(record: dict[str, Any]) -> dict[str, list[str]]:
     """Markdown by name, from a record."""
-    alpha_s, beta_s = map(record["network"].get, ("alpha_s", "beta_s_per_byte"))
-    made = record["provenance"]
+    network, made = record["network"], record["provenance"]
     return {
         "provenance": [
             f"{made['date']}, torch {made['torch']}, {made['cores']} cores, load "
             f"{made['load_average_at_start']:.1f} at the start."
         ],
         "network": [
-            f"alpha = {alpha_s * 1e6:.0f} us, beta = {beta_s * 1e9:.2f} ns a byte"
+            f"alpha = {network['alpha_s'] * 1e6:.0f} us, "
+            f"beta = {network['beta_s_per_byte'] * 1e9:.2f} ns a byte"
         ],
         "real": list(_real_table(record)),
         "training": list(_training_table(record)),

@@ -189,12 +189,12 @@ def sockets() -> frozenset[str]:
 def give_up_silent(limit_s: float, kept: frozenset[str]) -> None:
     """Make TCP connections fail if the other host acknowledges nothing within a limit.
 
-    Neither what is sent, nor, where all was acknowledged and an answer is awaited, the
-    kernel's own probes.
+    A connection that only awaits an answer has nothing left to be acknowledged: there
+    the kernel sends probes.
 
     Args:
-        limit_s: The kernel's own limit is about a quarter of an hour, and none for a
-            connection that awaits an answer.
+        limit_s: The kernel's own limit is about a quarter of an hour for sent data; it
+            has none for an answer.
         kept: Sockets that are left as they are.
     """
     between_s = max(1, int(limit_s / 3))

@@ -608,7 +608,7 @@ class GradScaler(_TorchGradScaler):
         return found
 
     def _divided_by_others(self, state: OptimizerState) -> set[int]:
-        # Ids of its gradients that another optimizer of this iteration has divided.
+        # Ids of its gradients that other optimizers have divided, or divide here.
         if len(self._states) < 2:
             return set()
         mine, divided = local_ids(gradients_of(state.optimizer)[0]), set[int]()

@@ -108,14 +108,20 @@ def counted_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def on_two_hosts() -> tuple[str, ...]:
-    """How a command line begins that hosts.py is to run, in namespaces of its own."""
+def in_namespaces() -> tuple[str, ...]:
+    """How a command line begins that runs Python as root of new namespaces."""
     spaces = ("--user", "--map-root-user", "--net", "--pid", "--mount-proc")
     alone = ("unshare", *spaces, "--fork", "--kill-child")
     can = subprocess.run([*alone, "true"], capture_output=True, text=True)
     if can.returncode:
         pytest.skip(f"no namespaces can be made here: {can.stderr.strip()}")
-    return (*alone, sys.executable, str(Path(__file__).with_name("hosts.py")))
+    return (*alone, sys.executable)
+
+
+@pytest.fixture(scope="session")
+def on_two_hosts(in_namespaces: tuple[str, ...]) -> tuple[str, ...]:
+    """How a command line begins that hosts.py is to run."""
+    return (*in_namespaces, str(Path(__file__).with_name("hosts.py")))
 
 
 @pytest.fixture(scope="session")

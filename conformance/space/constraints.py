@@ -118,7 +118,7 @@ _TRAIN_STEP_DECIDES = {
     "accumulate-no-sync": "train_step decides in which backward it reduces gradients",
     "two-optimizers": _OPTIMIZERS,
     "two-optimizers-unscale": _OPTIMIZERS,
-    "scheduler": "train_step has a schedule of its own; the reference follows it",
+    "scheduler": "train_step sets the schedule; the reference follows it",
 }
 """Recipes that only ``train_step`` could follow, and why the judge cannot."""
 _TRAIN_STEP_NEEDS = {

@@ -47,7 +47,7 @@ def test_a_train_step_is_skipped_only_for_what_it_decides_itself() -> None:
         "clip-value: train_step clips by the norm alone (clip_norm)",
         "accumulate-no-sync: train_step decides in which backward it reduces",
         "two-optimizers, two-optimizers-unscale: train_step steps the optimizers that",
-        "scheduler: train_step has a schedule of its own",
+        "scheduler: train_step sets the schedule",
         "random, random-recompute: it needs random layers",
     ):
         assert line in told

@@ -2,9 +2,6 @@
 
 import errno
 import subprocess
-import sys
-
-import pytest
 
 # The request arrives and is acknowledged; then the link goes down. Nothing is left to
 # send, so that no missing acknowledgement ends the connection.
@@ -31,14 +28,11 @@ except OSError as error:
 """
 
 
-@pytest.mark.usefixtures("on_two_hosts")  # or there are no namespaces here
-def test_a_host_that_answers_no_more_is_given_up() -> None:
-    alone = ("unshare", "--user", "--map-root-user", "--net")
+def test_a_host_that_answers_no_more_is_given_up(
+    in_namespaces: tuple[str, ...],
+) -> None:
     done = subprocess.run(
-        [*alone, sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=60.0,
+        [*in_namespaces, "-c", PROGRAM], capture_output=True, text=True, timeout=60.0
     )
     assert done.returncode == 0, done.stderr
     found, seconds = done.stdout.split()

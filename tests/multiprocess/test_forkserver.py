@@ -34,6 +34,14 @@ def own_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     forkserver_client.stop_forkserver()
 
 
+def wait_for_end(pid: int) -> None:
+    """Wait for the end of a process that its parent has not waited for yet."""
+    pidfd = os.pidfd_open(pid)
+    while not has_ended(pidfd):
+        time.sleep(0.01)
+    os.close(pidfd)
+
+
 def test_a_preloaded_module_may_print_much(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     with Cluster(1, preload=("loud",)) as cluster:
@@ -44,12 +52,9 @@ def test_a_rank_is_replaced_whose_end_the_server_has_not_reported_yet() -> None:
     with Cluster(2) as cluster:
         cluster.start()
         server, lost = forkserver_client.forkserver().pid, cluster.pids[1]
-        ended = os.pidfd_open(lost)
         os.kill(server, signal.SIGSTOP)
         os.kill(lost, signal.SIGKILL)
-        while not has_ended(ended):  # not at once: it has threads
-            time.sleep(0.01)
-        os.close(ended)
+        wait_for_end(lost)  # not at once: it has threads
         later = threading.Timer(1.0, os.kill, (server, signal.SIGCONT))
         later.start()
         assert lost not in cluster.run(os.getpid)
@@ -92,10 +97,7 @@ def test_the_stderr_of_a_server_that_ends_is_shown(
 
     def preload_until_it_ends(*given: Any) -> None:
         preload(*given)
-        ended = os.pidfd_open(given[0].pid)
-        while not has_ended(ended):
-            time.sleep(0.01)
-        os.close(ended)
+        wait_for_end(given[0].pid)
 
     if parent_is_slow:
         monkeypatch.setattr(
