@@ -35,19 +35,20 @@ from .errors import TooManySkipsError
 from .global_norm import GradsByMesh, global_norm, grads_by_mesh, local_norms
 from .grads import (
     FP16_REFUSED,
-    Divided,
     FoundInf,
     Number,
+    Written,
     any_of,
+    are_among,
     check_and_unscale_,
     divide_,
-    divided_gradients,
     gradients_of,
     is_true,
     local_gradients,
     local_ids,
     number_in,
     unchanged,
+    write_down,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
 from .optimizer_state import (
@@ -354,15 +355,18 @@ class GradScaler(_TorchGradScaler):
         if optimizer is not None and not skips:
             # See [Note: A clip left to a kernel] in clip.py.
             is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-            fused = self._enabled and is_fused
+            fused, folded = self._enabled and is_fused, Written()
             if fused and (self._records.may_share or len(self._records) > 1):
                 fused = not any(map(is_view, local_tensors(grads.gradients)))
+            if fused:
+                folded = write_down(grads.gradients, grads.locals, is_weak=False)
+                fused = len(folded.gradients) == len(grads.gradients)
             divisor = clip_(grads, norm, max_norm, carried, fused=fused)
             if divisor is not None:
                 state.fused_grad_scale = _norm_tensor(divisor, scale.device)
-                state.folded = divided_gradients(grads.gradients, grads.locals)
+                state.folded = folded
             elif self._records.may_share:
-                state.divided = divided_gradients(grads.gradients, grads.locals)
+                state.divided = write_down(grads.gradients, grads.locals)
         if not self._enabled:
             self._states.clear()  # nothing lasts until an update
         return _norm_tensor(norm, scale.device)
@@ -419,7 +423,7 @@ class GradScaler(_TorchGradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or any(map(callable, args[:1])):
+        if "closure" in kwargs or (args and callable(args[0])):
             # It would make new, scaled gradients after the check.
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled."
@@ -430,8 +434,7 @@ class GradScaler(_TorchGradScaler):
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        if state.folded.refs:
-            _refuse_changed(state)
+        _refuse_changed(state)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_fused(optimizer, state, *args, **kwargs)
         else:
@@ -498,7 +501,7 @@ class GradScaler(_TorchGradScaler):
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         # Not after an exception: whoever catches it may step again.
-        state.folded, state.fused_grad_scale = Divided(), None
+        state.folded, state.fused_grad_scale = Written(), None
         return result
 
     @no_compile
@@ -549,10 +552,11 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # Checks this rank's gradients, divides them unless asked not to, and replaces
         # what this rank found by what any rank found.
-        scale, group = self._scale_or_one(), self._find_group(state)
+        group = self._find_group(state)
         try:
             if only_check:
-                one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+                one = torch.ones_like(scale := self._scale_or_one())
+                zero = torch.zeros_like(scale)
                 found = self._unscale_grads_(optimizer, one, zero, True)
             else:
                 found = self._unscale_here(optimizer, state, allow_fp16)
@@ -562,7 +566,7 @@ class GradScaler(_TorchGradScaler):
         state["found_inf_per_device"] = found
         if group is None:
             if len(found) > 1:
-                _spread(any_of(found.values(), scale.device), found)
+                _spread(any_of(found.values(), self._scale_or_one().device), found)
             self._remember_overflow(state, 0)
             return
         local = self._local_state(state, group)
@@ -602,7 +606,7 @@ class GradScaler(_TorchGradScaler):
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
         found = check_and_unscale_(gradients, inv_scale, found_inf, divided)
         if state is not None and self._records.may_share:
-            state.divided = divided_gradients(gradients_of(state.optimizer)[0])
+            state.divided = write_down(gradients_of(state.optimizer)[0])
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf
         return found
@@ -732,7 +736,7 @@ class GradScaler(_TorchGradScaler):
         if is_new:
             # See [Note: A clip left to a kernel] in clip.py.
             for other in self._states.values():
-                if len(unchanged(other.folded)) == len(other.folded.refs):
+                if len(unchanged(other.folded)) == len(other.folded.gradients):
                     _divide_folded(other)
         return state
 
@@ -774,7 +778,8 @@ class GradScaler(_TorchGradScaler):
             found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
             self._move_scale(found_inf.to(scale.device), tracker)
         for state in states:
-            _divide_folded(state)  # its optimizer has not stepped
+            if state.folded.gradients:  # its optimizer has not stepped
+                _divide_folded(state)
         self._records.may_share = len(self._states) > 1
         self._states = defaultdict(OptimizerState)
         most = self._policy.max_consecutive_skips
@@ -796,8 +801,8 @@ class GradScaler(_TorchGradScaler):
         scale = self._scale_or_one()
         before: Any = scale.tolist() if scale.is_cpu else scale.clone()
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
-        advance(scale, tracker, found_inf, rule, self._policy, self._hysteresis_left)
-        after: Any = scale.tolist() if scale.is_cpu else scale
+        left = self._hysteresis_left
+        after = advance(scale, tracker, found_inf, rule, self._policy, left)
         self._history.record(found_inf, before, after)
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
@@ -948,10 +953,7 @@ class GradScaler(_TorchGradScaler):
 
 
 def _refuse_changed(state: OptimizerState) -> None:
-    still = unchanged(state.folded)
-    if len(still) == len(state.folded.refs):
-        return
-    if local_ids(gradients_of(state.optimizer)[0]) - local_ids(still):
+    if state.folded.gradients and not are_among(state.optimizer, state.folded):
         raise RuntimeError(
             "Gradients were changed after clip_grad_norm_(), which leaves them to the "
             "step() of a fused optimizer: change them before it."
@@ -962,7 +964,7 @@ def _divide_folded(state: OptimizerState) -> None:
     # See [Note: A clip left to a kernel] in clip.py.
     if state.fused_grad_scale is not None:
         state.divided = divide_(state.folded, state.fused_grad_scale)
-        state.folded, state.fused_grad_scale = Divided(), None
+        state.folded, state.fused_grad_scale = Written(), None
 
 
 def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:
@@ -971,12 +973,9 @@ def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    # (), fp32: one over the scale.
-    if scale.is_cpu:  # Python divides in fp64
-        value: Any = scale.tolist()
-        return torch.full((), 1.0 / value, dtype=torch.float32, device="cpu")
-    # An fp32 division may be compiled to an approximation; through fp64 it is exact.
-    if scale.device.type == "mps":  # has no fp64
+    # (), fp32: one over the scale, rounded once. On an accelerator an fp32 division may
+    # be compiled to an approximation; through fp64 it is exact. mps has no fp64.
+    if scale.is_cpu or scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +46,18 @@ Number = float | torch.Tensor
 Arithmetic with Python's numbers costs a tenth of that with such tensors."""
 
 
-class Divided(NamedTuple):
-    """Gradients as the parameters have them. See [Note: A gradient divided twice].
+class Written(NamedTuple):
+    """Gradients, and how often each had been written to.
 
     Attributes:
-        refs: weak references.
+        gradients: as the parameters have them, or weak references to them.
         versions: of the gradients, then, unless all are plain, of their local tensors.
+        is_weak: which of the two.
     """
 
-    refs: Sequence[weakref.ref[Any]] = ()
+    gradients: Sequence[Any] = ()
     versions: Sequence[int] = ()
+    is_weak: bool = False
 
 
 FP16_REFUSED = (
@@ -97,11 +99,11 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
         ) from None
     kinds: set[Any] = set(map(type, gradients))
     locals_, is_plain = gradients, True
-    if kinds - {torch.Tensor}:
+    if not kinds <= _PLAIN:
         locals_, is_plain = local_tensors(gradients), torch.Tensor in kinds
         kinds = set(map(type, locals_))
     # DTensor knows no sparse tensors.
-    if kinds - {torch.Tensor} or (is_plain and any(map(_IS_SPARSE, locals_))):
+    if not kinds <= _PLAIN or (is_plain and any(map(_IS_SPARSE, locals_))):
         return gradients, None  # sparse, of another class, or still on its way
     return gradients, locals_
 
@@ -166,6 +168,7 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
 
 _IS_SPARSE, _IS_CPU = attrgetter("is_sparse"), attrgetter("is_cpu")
 _DTYPE = attrgetter("dtype")
+_PLAIN = {torch.Tensor}
 
 
 # - Check and unscale
@@ -192,13 +195,15 @@ def check_and_unscale_(
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
         not finite.
     """
-    found: FoundInf = {device: moved_to(found_inf, device) for device, _ in gradients}
+    found: FoundInf = {}
     may_overflow = inv_scale.is_cpu and number_in(inv_scale) > 1.0
     grad_mode = torch.is_grad_enabled()
     set_grad_enabled(False)
     try:
         for (device, _), tensors in gradients.items():
             factor = moved_to(inv_scale, device)
+            if device not in found:
+                found[device] = moved_to(found_inf, device)
             mine = tensors
             if without:
                 mine = [tensor for tensor in tensors if id(tensor) not in without]
@@ -211,26 +216,30 @@ def check_and_unscale_(
     return found
 
 
-def divided_gradients(
-    gradients: Sequence[Any], locals_: Sequence[torch.Tensor] | None = None
-) -> Divided:
-    """Write down gradients that have just been divided.
-
-    See [Note: A gradient divided twice].
+def write_down(
+    gradients: Sequence[Any],
+    locals_: Sequence[torch.Tensor] | None = None,
+    *,
+    is_weak: bool = True,
+) -> Written:
+    """Write down gradients as they are now; without those that have no version.
 
     Args:
         gradients: as the parameters have them.
         locals_: the local tensor of each if they are known, ``gradients`` itself if
             none is a DTensor.
+        is_weak: do not keep them alive.
     """
     if locals_ is None:
         locals_ = local_tensors(gradients)
     try:
         versions = _versions(gradients, locals_)
-    except RuntimeError:  # one made in inference mode has no version: as in torch then
+    except RuntimeError:  # one was made in inference mode
         gradients = [gradient for gradient in gradients if not gradient.is_inference()]
         versions = _versions(gradients, local_tensors(gradients))
-    return Divided(list(map(weakref.ref, gradients)), versions)
+    if is_weak:
+        gradients = list(map(weakref.ref, gradients))
+    return Written(gradients, versions, is_weak)
 
 
 def _versions(gradients: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[int]:
@@ -239,32 +248,44 @@ def _versions(gradients: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list
         return found if locals_ is gradients else [*found, *map(version_of, locals_)]
 
 
-def divide_(gradients: Divided, divisor: torch.Tensor) -> Divided:
+def divide_(gradients: Written, divisor: torch.Tensor) -> Written:
     """Divide those gradients that are as they were written down; return them anew."""
     still = unchanged(gradients)
     with torch.no_grad():
         for local in local_tensors(still):
             local.div_(moved_to(divisor, local.device))
-    return divided_gradients(still)
+    return write_down(still)
 
 
-def unchanged(divided: Divided) -> list[Any]:
+def unchanged(written: Written) -> list[Any]:
     """Return those gradients that are as they were written down."""
-    refs, versions = divided
-    has_locals = len(versions) > len(refs)
-
-    def is_as_it_was(some: list[Any], written: Sequence[int]) -> bool:
-        return _versions(some, local_tensors(some) if has_locals else some) == written
-
-    gradients = [gradient for ref in refs if (gradient := ref()) is not None]
-    if len(gradients) == len(refs) and is_as_it_was(gradients, versions):
-        return gradients
+    gradients, versions, is_weak = written
+    if is_weak:
+        gradients = [ref() for ref in gradients]
+    alive = [gradient for gradient in gradients if gradient is not None]
+    if len(alive) == len(gradients) and _are_unchanged(alive, versions):
+        return alive
     return [
         gradient
-        for index, ref in enumerate(refs)
-        if (gradient := ref()) is not None
-        and is_as_it_was([gradient], versions[index :: len(refs)])
+        for index, gradient in enumerate(gradients)
+        if gradient is not None
+        and _are_unchanged([gradient], versions[index :: len(gradients)])
     ]
+
+
+def _are_unchanged(gradients: Sequence[Any], versions: Sequence[int]) -> bool:
+    has_locals = len(versions) > len(gradients)
+    locals_ = local_tensors(gradients) if has_locals else gradients
+    return _versions(gradients, locals_) == versions
+
+
+def are_among(optimizer: Any, written: Written) -> bool:
+    """Return whether all gradients of an optimizer are as they were written down."""
+    gradients, versions, _ = written
+    now, _ = gradients_of(optimizer)
+    if len(now) == len(gradients) and all(map(is_, now, gradients)):
+        return _are_unchanged(now, versions)
+    return local_ids(now) <= local_ids(unchanged(written))
 
 
 def local_ids(gradients: Iterable[Any]) -> set[int]:

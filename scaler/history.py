@@ -117,11 +117,12 @@ class History:
             return
         skipped, counts = bool(found_inf.tolist()), self._counts
         self.scales.append(before)
-        counts[0] += not skipped
-        counts[1] += skipped
-        counts[2] = counts[2] + 1 if skipped else 0
-        if not skipped and after == before:  # nearly always
-            return
+        if skipped:
+            counts[1:3] = counts[1] + 1, counts[2] + 1
+        else:
+            counts[0], counts[2] = counts[0] + 1, 0
+            if after == before:  # nearly always
+                return
         counts[3] += bool(after > before)
         counts[4] += bool(after < before)
         if skipped:

@@ -124,14 +124,18 @@ def _norms_side_by_side(
 ) -> list[float]:
     # A few at a time: a large copy would be written to memory and read back, page
     # faults included, where this one stays in the cache.
-    step = max(1, _SIDE_BY_SIDE // size)
-    scratch = group[0].new_empty(min(step, len(group)), size)
+    step = min(max(1, _SIDE_BY_SIDE // size), len(group))
+    shape = (-1, *group[0].shape[1:])
+    rows = group[0].new_empty(step, size)
+    joined = rows.view(shape)
     found: list[float] = []
     for start in range(0, len(group), step):
         some = group[start : start + step]
-        rows = scratch[: len(some)]
+        if len(some) < step:
+            rows = rows[: len(some)]
+            joined = rows.view(shape)
         try:  # tensors of one shape, as most are, join as they are
-            torch.cat(some, out=rows.view(-1, *some[0].shape[1:]))
+            torch.cat(some, out=joined)
         except RuntimeError:
             torch.cat([t.reshape(-1) for t in some], out=rows.view(-1))
         wide = rows.float() if rows.element_size() < 4 else rows

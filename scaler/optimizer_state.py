@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import OptState
 
-from .grads import Divided
+from .grads import Written
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +41,14 @@ class OptimizerState(dict[str, Any]):
 
     optimizer: Any = None
     record: OptimizerRecord | None = None
-    divided: Divided = Divided()
-    folded: Divided = Divided()
+    divided: Written = Written()
+    folded: Written = Written()
     clips: int = 0
     fused_grad_scale: torch.Tensor | None = None
     result: SyncResult | None = None
 
     def __init__(self) -> None:
-        super().__init__(stage=OptState.READY, found_inf_per_device={})
+        self["stage"], self["found_inf_per_device"] = OptState.READY, {}
 
 
 @dataclass(eq=False)
@@ -105,14 +105,17 @@ class OptimizerRecords:
         if record is None:  # only inner ones have a record
             optimizer = inner_optimizer(optimizer)
             record = self.find(optimizer)
-        key, ref, is_new = id(optimizer), lambda: optimizer, record is None
-        if record is None:
-            with contextlib.suppress(TypeError):
-                ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
-            record = self._records[key] = OptimizerRecord(ref)
-        state = states[key]
-        state.optimizer, state.record = optimizer, record
+        is_new = record is None
+        state = states[id(optimizer)]
+        state.optimizer, state.record = optimizer, record or self._add(optimizer)
         return state, is_new
+
+    def _add(self, optimizer: Any) -> OptimizerRecord:
+        key, ref = id(optimizer), lambda: optimizer
+        with contextlib.suppress(TypeError):
+            ref = weakref.ref(optimizer, lambda _: self._records.pop(key, None))
+        record = self._records[key] = OptimizerRecord(ref)
+        return record
 
     def number(self, record: OptimizerRecord) -> int:
         """Return an optimizer's place in the order of first syncs."""

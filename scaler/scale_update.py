@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .config import HIGHEST_SCALE, LOWEST_SCALE, Policy, check_number
+from .grads import Number, number_in
 from .torch_internals import amp_update_scale_
 
 
@@ -17,17 +18,17 @@ def advance(
     rule: tuple[float, float, int],
     policy: Policy,
     hysteresis_left: torch.Tensor | None,
-) -> None:
+) -> Number:
     """Move the scale after one iteration, in place and without a synchronisation.
 
     Tensors are (), on one device: the scale fp32, the good iterations in a row and the
     overflows until the next backoff (None without hysteresis) int32, found_inf fp32, 0
     or 1. The rule is growth factor, backoff factor and growth interval; the scale stays
-    within the limits of the policy.
+    within the limits of the policy. Returns the scale as it is now.
     """
     if policy.constant:
         growth_tracker.add_(1).mul_(1 - found_inf.int())
-        return
+        return number_in(scale)
     before = scale if hysteresis_left is None else scale.clone()
     if hysteresis_left is not None:
         # Back off at the last one only. The kernel adds one to the tracker of a
@@ -40,12 +41,13 @@ def advance(
     # at no cost only where the host's memory holds the scale.
     value: Any = scale.tolist() if scale.is_cpu else -1.0
     if not policy.min_scale <= value <= policy.max_scale:
-        scale.clamp_(policy.min_scale, policy.max_scale)
+        value = number_in(scale.clamp_(policy.min_scale, policy.max_scale))
     if hysteresis_left is not None:
         refill = scale > before
         if policy.refill == "good_step":
             refill |= growth_tracker > 0
         hysteresis_left.masked_fill_(refill, policy.hysteresis)
+    return value  # type: ignore[no-any-return]
 
 
 def set_scale(

@@ -180,6 +180,38 @@ def test_gradients_written_to_after_a_clip(
     assert moved == pytest.approx(0.0 if fused else 0.25**2, rel=1e-5)
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["replaced", "first"])
+def test_a_new_gradient_after_a_clip_while_the_old_ones_live(which: int) -> None:
+    """Nothing was written to those that were clipped, but they are not all."""
+    params = parameters_with([torch.zeros(4), torch.zeros(4)])
+    params[0].grad, params[1].grad = torch.full((4,), SCALE), None
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=True)
+    scaler = scaled()
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    clipped = params[0].grad
+    params[which].grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match="changed after"):
+        scaler.step(optimizer)
+    assert not any(map(torch.any, params))
+    params[0].grad, params[1].grad = clipped, None
+    scaler.step(optimizer)
+    assert params[0].detach().norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
+@FUSED
+def test_gradients_made_in_inference_mode_are_clipped_there(fused: bool) -> None:
+    """They have no version, so nothing could show that they were changed."""
+    [p] = parameters_with([torch.zeros(4)])
+    optimizer = torch.optim.SGD([p], lr=1.0, fused=fused)
+    scaler = scaled()
+    with torch.inference_mode():
+        p.grad = torch.full((4,), SCALE)
+        scaler.clip_grad_norm_(optimizer, 0.5)
+        assert p.grad.norm().item() == pytest.approx(0.5, rel=1e-5)
+        scaler.step(optimizer)
+    assert p.detach().norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
 def test_a_sparse_gradient_written_to_after_a_clip() -> None:
     p = torch.nn.Parameter(torch.zeros(4, 2))
     p.grad = torch.full((4, 2), SCALE).to_sparse(1)
