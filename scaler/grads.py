@@ -85,13 +85,7 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     # The loops over parameters are what many small gradients cost: they stay in C, or
     # are comprehensions.
     try:
-        with DisableTorchFunctions():
-            gradients = [
-                gradient
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if (gradient := parameter.grad) is not None
-            ]
+        gradients = _gradients(optimizer)
     except AttributeError:
         others = [type(p) for p in parameters_of(optimizer) if not hasattr(p, "grad")]
         raise AssertionError(
@@ -106,6 +100,16 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     if not kinds <= _PLAIN or (is_plain and any(map(_IS_SPARSE, locals_))):
         return gradients, None  # sparse, of another class, or still on its way
     return gradients, locals_
+
+
+def _gradients(optimizer: Any) -> list[Any]:
+    with DisableTorchFunctions():
+        return [
+            gradient
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (gradient := parameter.grad) is not None
+        ]
 
 
 def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
@@ -282,7 +286,7 @@ def _are_unchanged(gradients: Sequence[Any], versions: Sequence[int]) -> bool:
 def are_among(optimizer: Any, written: Written) -> bool:
     """Return whether all gradients of an optimizer are as they were written down."""
     gradients, versions, _ = written
-    now, _ = gradients_of(optimizer)
+    now = _gradients(optimizer)
     if len(now) == len(gradients) and all(map(is_, now, gradients)):
         return _are_unchanged(now, versions)
     return local_ids(now) <= local_ids(unchanged(written))

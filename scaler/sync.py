@@ -65,14 +65,15 @@ class SyncResult:
     """The reduced message of one sync; the same on every rank.
 
     Attributes:
-        message: int64 if packed, else fp64; reduced once ``work`` is done.
+        message: int64 if packed, else fp64; reduced once ``work`` is done. Or those of
+            all ranks, (number of ranks, ...), to be reduced by the host.
         group: over which it was reduced.
         local: what this rank brought.
         sent: iteration and position in the message.
         call: name of the calling method, for messages.
         is_deferred: reading it would synchronise with an accelerator.
         work: what is still on its way; None if nothing is.
-        rows: what each rank sent beside its message, (number of ranks, ...).
+        rows: what each rank sent beside its message, (number of ranks, elements).
         copy: on its way to the host, and the event of its arrival.
     """
 
@@ -110,6 +111,8 @@ class SyncResult:
             message, event = self.copy
             event.synchronize()
         numbers, is_packed = message.tolist(), message.dtype is torch.int64
+        if message.dim() > 1:
+            numbers = list(map(max, *numbers))
         summary = decode_packed(numbers) if is_packed else decode_full(numbers)
         if summary.failed:
             rank = self.group.rank()
@@ -238,8 +241,8 @@ class OverflowSync:
                 gathered = whole.new_empty(group.size(), len(whole))
                 _all_gather(gathered.flatten(), whole, group=group)
                 # The maximum is taken here: one collective still.
-                message = gathered[:, :size].amax(0)
-                rows = gathered[:, size:].reshape(-1, *row.shape)
+                message, rows = gathered[:, :size], gathered[:, size:]
+                message = message.amax(0) if is_deferred else message
         result = SyncResult(message, group, local, sent, call, is_deferred, work, rows)
         self._last = result
         if work is None and not local.failed:

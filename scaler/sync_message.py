@@ -126,12 +126,13 @@ def full_message(local: LocalState, sent: Sent, device: torch.device) -> torch.T
     ]
     for value in _shared(local, sent):
         numbers += [-math.inf] * 2 if value is None else [value, -value]
-    on_host = [math.nan if isinstance(x, torch.Tensor) else x for x in numbers]
-    message = torch.tensor(on_host, dtype=torch.float64, device="cpu")
+    on_device = {i: x for i, x in enumerate(numbers) if isinstance(x, torch.Tensor)}
+    for place in on_device:
+        numbers[place] = math.nan
+    message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     message = message.to(device, non_blocking=True)
-    for place, value in enumerate(numbers):
-        if isinstance(value, torch.Tensor):
-            message[place].copy_(value, non_blocking=True)
+    for place, value in on_device.items():
+        message[place].copy_(value, non_blocking=True)
     return message
 
 
