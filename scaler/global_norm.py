@@ -184,14 +184,14 @@ def _one_by_one(optimizer: Any) -> tuple[list[Any], list[Any], list[torch.Tensor
 
 def local_norms(
     grads: GradsByMesh, norm_type: float, scale: Number
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[list[Number], torch.Tensor | None]:
     """Read the gradients; return this rank's part of the global norm, unscaled.
 
     ``scale`` is what they are still multiplied by; a tensor decides on which device the
     result is wanted.
 
     Returns:
-        (MESHES, 3), fp64: mesh, kind and norm, zeros where unused; and found_inf, (),
+        For MESHES meshes: mesh, kind and norm, zeros where unused; and found_inf, (),
         fp32: 1 if a local gradient is not finite, None without any.
 
     Raises:
@@ -209,29 +209,24 @@ def local_norms(
             f"The gradients lie on {len(parts)} meshes, clip_grad_norm_ knows at most "
             f"{MESHES}. Use several optimizers, or one mesh with more axes."
         )
-    rows = [[mesh, grads.kinds[mesh], 0.0] for mesh in parts]
-    rows += [[0.0] * 3] * (MESHES - len(rows))
-    if not isinstance(scale, torch.Tensor):
+    if not parts:
+        return [0.0] * (3 * MESHES), None
+    values: list[Any]
+    if isinstance(scale, torch.Tensor):
+        each = [_stacked(some, scale.device) for some in parts.values()]
+        values, scale = [_joined(some, norm_type) for some in each], scale.double()
+        found = 1.0 - torch.stack(values).isfinite().all().float()
+    else:
         values = [_joined(list(map(float, some)), norm_type) for some in parts.values()]
-        for row, value in zip(rows, values, strict=False):
-            row[2] = float(value) / scale
-        entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        bad = not all(math.isfinite(value) for value in values)
+        bad = not all(map(math.isfinite, values))
         if bad:  # or a norm has left the range of fp64
             every = chain.from_iterable(some.values() for some in grads.values())
             bad = not all(bool(t.isfinite().all()) for t in chain.from_iterable(every))
         found = torch.full((), float(bad), device="cpu")
-        return entries, found if parts else None
-    entries = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    entries = entries.to(scale.device, non_blocking=True)
-    if not parts:
-        return entries, None
-    each = [_stacked(some, scale.device) for some in parts.values()]
-    joined = [_joined(some, norm_type) for some in each]
-    entries[: len(joined), 2] = _stacked(joined, scale.device)
-    found = 1.0 - entries[:, 2].isfinite().all().float()
-    entries[:, 2] /= scale.double()
-    return entries, found
+    entries: list[Number] = []
+    for mesh, value in zip(parts, values, strict=True):
+        entries += [mesh, grads.kinds[mesh], value / scale]
+    return entries + [0.0] * (3 * MESHES - len(entries)), found
 
 
 def _stacked(values: Sequence[Number], device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
@@ -61,7 +61,7 @@ from .optimizer_state import (
 from .scale_update import advance, set_scale
 from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
-from .sync_message import LocalState
+from .sync_message import LocalState, tensor_of
 from .torch_internals import is_view, local_tensors, no_compile
 
 if TYPE_CHECKING:
@@ -330,16 +330,17 @@ class GradScaler(_TorchGradScaler):
             found = {scale.device: any_of([flag, *found.values()], scale.device)}
         state["found_inf_per_device"] = found
         if group is None:
+            rows = tensor_of(entries, scale.device)
             self._remember_overflow(state, 0)
         else:
             local = self._local_state(state, group)
             local = local._replace(max_norm=max_norm, norm_type=norm_type)
             result = self._sync.found_inf(group, local, "clip_grad_norm_", row=entries)
             assert result.rows is not None
-            state.result, entries = result, result.rows
+            state.result, rows = result, result.rows
             if self._enabled:
                 self._record_result(state)
-        norm = global_norm(entries, norm_type)
+        norm = global_norm(rows, norm_type)
         if isinstance(norm, torch.Tensor):
             norm = norm.to(scale.device)
         state.clips, state["stage"] = 1, OptState.UNSCALED
@@ -640,7 +641,7 @@ class GradScaler(_TorchGradScaler):
         return self._sync.group.find(state.optimizer)
 
     def _report_failure(
-        self, group: ProcessGroup | None, call: str, row: torch.Tensor | None = None
+        self, group: ProcessGroup | None, call: str, row: Sequence[Number] = ()
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
         if group is not None:

@@ -28,7 +28,7 @@ the host never waited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import PeerFailedError, RanksDisagreeError
+from .grads import Number
 from .sync_group import SyncGroup, message_device
 from .sync_message import (
     CLOSING,
@@ -189,7 +190,7 @@ class OverflowSync:
         *,
         position: int | None = None,
         async_op: bool = False,
-        row: torch.Tensor | None = None,
+        row: Sequence[Number] = (),
     ) -> SyncResult:
         """Exchange one message.
 
@@ -199,7 +200,7 @@ class OverflowSync:
             call: name of the calling method, for messages.
             position: CLOSING or LOADING; None is the next step of the iteration.
             async_op: do not wait for it. See [Note: Waiting later].
-            row: fp64, of any shape that all ranks share: gathered on the way.
+            row: numbers, as many on every rank: gathered on the way.
 
         Returns:
             The result; read, unless it is on its way or on an accelerator.
@@ -222,12 +223,12 @@ class OverflowSync:
             device = message_device(group, self._device_type, local.scale)
         sent, is_deferred = (self._iteration, position), self._is_deferred(device)
         work = rows = None
-        if is_deferred or row is not None:
-            message = full_message(local, sent, device)
+        if is_deferred or row:
+            message = full_message(local, sent, device, row)
         else:
             message = packed_message(local, sent)
         with _explained(group, call):
-            if row is None:
+            if not row:
                 work = dist.all_reduce(
                     message,
                     op=dist.ReduceOp.MAX,
@@ -235,13 +236,10 @@ class OverflowSync:
                     async_op=async_op and not is_deferred,
                 )
             else:
-                size = len(message)
-                row_here = row.to(device, non_blocking=True)
-                whole = torch.cat([message, row_here.flatten()])
-                gathered = whole.new_empty(group.size(), len(whole))
-                _all_gather(gathered.flatten(), whole, group=group)
+                gathered = message.new_empty(group.size(), len(message))
+                _all_gather(gathered.flatten(), message, group=group)
                 # The maximum is taken here: one collective still.
-                message, rows = gathered[:, :size], gathered[:, size:]
+                message, rows = gathered[:, : -len(row)], gathered[:, -len(row) :]
                 message = message.amax(0) if is_deferred else message
         result = SyncResult(message, group, local, sent, call, is_deferred, work, rows)
         self._last = result

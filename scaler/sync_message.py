@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,8 +114,10 @@ class Summary(NamedTuple):
 # - The full message
 
 
-def full_message(local: LocalState, sent: Sent, device: torch.device) -> torch.Tensor:
-    """Return the full message, fp64, on ``device``, without a synchronisation."""
+def full_message(
+    local: LocalState, sent: Sent, device: torch.device, row: Sequence[Number] = ()
+) -> torch.Tensor:
+    """Return the full message, and the row behind it, as `tensor_of` does."""
     # A rank that raises skips for all of them, also where no host reads the rest.
     found_inf = 1.0 if local.failed else local.found_inf
     numbers: list[Number] = [
@@ -126,14 +129,19 @@ def full_message(local: LocalState, sent: Sent, device: torch.device) -> torch.T
     ]
     for value in _shared(local, sent):
         numbers += [-math.inf] * 2 if value is None else [value, -value]
+    return tensor_of([*numbers, *row], device)
+
+
+def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
+    """Return (numbers,), fp64, on ``device``, without a synchronisation."""
     on_device = {i: x for i, x in enumerate(numbers) if isinstance(x, torch.Tensor)}
     for place in on_device:
         numbers[place] = math.nan
-    message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    message = message.to(device, non_blocking=True)
+    made = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    made = made.to(device, non_blocking=True)
     for place, value in on_device.items():
-        message[place].copy_(value, non_blocking=True)
-    return message
+        made[place].copy_(value, non_blocking=True)
+    return made
 
 
 def decode_full(numbers: list[float]) -> Summary:
