@@ -435,11 +435,14 @@ class GradScaler(_TorchGradScaler):
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        _refuse_changed(state)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if state.folded.gradients:
+            _refuse_changed(state)
+            if not is_fused:  # clipped without the wrapper that steps now
+                _divide_folded(state)
+        if is_fused:
             result = self._step_fused(optimizer, state, *args, **kwargs)
         else:
-            _divide_folded(state)  # clipped without the wrapper that steps now
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
                 self._wait_pending()
@@ -954,7 +957,7 @@ class GradScaler(_TorchGradScaler):
 
 
 def _refuse_changed(state: OptimizerState) -> None:
-    if state.folded.gradients and not are_among(state.optimizer, state.folded):
+    if not are_among(state.optimizer, state.folded):
         raise RuntimeError(
             "Gradients were changed after clip_grad_norm_(), which leaves them to the "
             "step() of a fused optimizer: change them before it."

@@ -162,8 +162,9 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
     """Group tensors as the foreach kernels want them, keeping their order."""
     if not tensors:
         return {}
-    if all(map(_IS_CPU, tensors)) and len(set(map(_DTYPE, tensors))) == 1:
-        return {(tensors[0].device, tensors[0].dtype): tensors}  # making devices costs
+    is_one = len(tensors) == 1  # making devices costs
+    if is_one or (all(map(_IS_CPU, tensors)) and len(set(map(_DTYPE, tensors))) == 1):
+        return {(tensors[0].device, tensors[0].dtype): tensors}
     groups: Gradients = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
