@@ -37,8 +37,8 @@ EITHER = ", or as torch has it "
 UNLIMITED = timedelta(minutes=30)
 """Timeout of a process group: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
-WRITE_GRADIENTS = ("handclip", "inf", "clear")
-"""Calls that write to gradients in place, besides backwards."""
+WRITE_GRADIENTS = ("handclip", "replace", "inf", "clear")
+"""Calls that write to gradients or replace them, besides backwards."""
 
 
 def follow(

@@ -57,6 +57,7 @@ ACTS = {
     "inf": "an infinity in the gradient of a or b, on one rank",
     "unscale": "unscale_(optimizer)",
     "handclip": "torch.nn.utils.clip_grad_norm_ of an optimizer's parameters",
+    "replace": "other gradients for an optimizer, unscaled; the old ones stay alive",
     "clip": "clip_grad_norm_(optimizer, 1/8)",
     "clip-loose": "clip_grad_norm_(optimizer, 2^600)",
     "clip-tiny": "clip_grad_norm_(optimizer, 1e-7)",
@@ -186,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
         maybe="fused fused-second",
     ),
     "several": Family(
-        kinds=f"{_CORE} unscale handclip inf clear set reload closure",
+        kinds=f"{_CORE} unscale handclip replace inf clear set reload closure",
         maybe="fused fused-second",
         shapes=(_GAN, _ITERATION),
     ),
@@ -203,7 +204,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "autograd": Family(kinds="step back autograd unscale update"),
     "clipping": Family(
-        kinds=f"{_CORE} clip clip-loose clip-order clip-tiny inf retry",
+        kinds=f"{_CORE} clip clip-loose clip-order clip-tiny inf retry replace",
         maybe="fused scale-20",
         shapes=(_CLIPPED,),
     ),

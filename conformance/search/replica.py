@@ -134,6 +134,7 @@ class Replica:
         self.params: dict[str, Any] = {}
         self.optimizers: list[Any] = []
         self.many: list[nn.Parameter] = []
+        self.kept: list[torch.Tensor] = []  # gradients that were replaced
         if not self.idle:
             self.params = {name: self._parameter(name) for name in SLOPES}
             self._make_optimizers()
@@ -234,6 +235,8 @@ class Replica:
             return False  # there was no order yet
         if call.kind in STEPS and which not in self.fresh | self.stepped:
             return False
+        if call.kind == "replace":  # before a division they would have to be scaled
+            return which in self.looked
         if call.kind == "elder":  # its update ends the rank's iteration
             return not self.stepped | self.looked | self.clipped
         if call.kind == "unscale":
@@ -387,6 +390,12 @@ class Replica:
 
     def _handclip(self, call: Call) -> None:
         torch.nn.utils.clip_grad_norm_(self.held(call.which), 0.125)
+
+    def _replace(self, call: Call) -> None:
+        for parameter in self.held(call.which):
+            if parameter.grad is not None:
+                self.kept.append(parameter.grad)
+                parameter.grad = torch.full_like(parameter, self.slope("b"))
 
     def _clip(self, call: Call) -> float:
         side = self.inner if call.kind == "clip-inner" else self.optimizers

@@ -280,6 +280,8 @@ DIVIDED_ONCE = [
     "buckets+fused-second@1/back:2,clip,update,clip:1,handclip,step:1",
     "buckets+fused@1/back,step,zero,update,back:2,clip,clip:1,step,step:1",
     "buckets+fused@1/back:2,clip,handclip:1,step",
+    # left to a kernel and replaced, while the user keeps the old ones
+    "fused@1/back:2,clip,replace,step",
     # left to a kernel and dropped: another optimizer may step
     "fused@1/back:2,clip-inner,zero,back:2,step:1",
 ]
