@@ -8,9 +8,10 @@ A fused optimizer divides by ``grad_scale`` while it steps, which saves a write 
 gradients. Until then they carry the scale; the scaler holds them (``folded``), so that
 a new gradient is another object, and the divisor (``fused_grad_scale``). `step` hands
 the divisor over and forgets both, unless the optimizer raised. What comes instead of
-that step divides those that are unchanged: a step that goes past the kernel, another
-optimizer that shares a gradient, `update`. `step` refuses gradients that were changed
-or replaced in between, because nothing shows whether they carry the scale.
+that step divides those that are unchanged: a step that goes past the kernel or without
+one of them, another optimizer that shares a gradient, `update`. `step` refuses
+gradients that were changed or replaced in between, because nothing shows whether they
+carry the scale.
 
 Under FSDP2 and DDP gradients are views of one buffer and have one version: clipping
 those of another optimizer changes it. So where there may be several optimizers, views

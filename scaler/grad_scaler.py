@@ -39,7 +39,7 @@ from .grads import (
     Number,
     Written,
     any_of,
-    are_among,
+    are_unchanged,
     check_and_unscale_,
     divide_,
     gradients_of,
@@ -437,8 +437,10 @@ class GradScaler(_TorchGradScaler):
             )
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state.folded.gradients:
-            _refuse_changed(state)
-            if not is_fused:  # clipped without the wrapper that steps now
+            is_whole = are_unchanged(state.optimizer, state.folded)
+            if not is_whole:
+                _refuse_changed(state)
+            if not (is_whole and is_fused):  # fused at the clip: a wrapper may hide it
                 _divide_folded(state)
         if is_fused:
             result = self._step_fused(optimizer, state, *args, **kwargs)
@@ -957,7 +959,8 @@ class GradScaler(_TorchGradScaler):
 
 
 def _refuse_changed(state: OptimizerState) -> None:
-    if not are_among(state.optimizer, state.folded):
+    unchanged_ids = local_ids(unchanged(state.folded))
+    if local_ids(gradients_of(state.optimizer)[0]) - unchanged_ids:
         raise RuntimeError(
             "Gradients were changed after clip_grad_norm_(), which leaves them to the "
             "step() of a fused optimizer: change them before it."

@@ -229,11 +229,8 @@ def write_down(
 ) -> Written:
     """Write down gradients as they are now; without those that have no version.
 
-    Args:
-        gradients: as the parameters have them.
-        locals_: the local tensor of each if they are known, ``gradients`` itself if
-            none is a DTensor.
-        is_weak: do not keep them alive.
+    ``locals_`` is the local tensor of each if they are known, ``gradients`` itself if
+    none is a DTensor; ``is_weak``: do not keep them alive.
     """
     if locals_ is None:
         locals_ = local_tensors(gradients)
@@ -284,13 +281,14 @@ def _are_unchanged(gradients: Sequence[Any], versions: Sequence[int]) -> bool:
     return _versions(gradients, locals_) == versions
 
 
-def are_among(optimizer: Any, written: Written) -> bool:
-    """Return whether all gradients of an optimizer are as they were written down."""
-    gradients, versions, _ = written
+def are_unchanged(optimizer: Any, written: Written) -> bool:
+    """Return whether an optimizer has the gradients that were written down, as then."""
     now = _gradients(optimizer)
-    if len(now) == len(gradients) and all(map(is_, now, gradients)):
-        return _are_unchanged(now, versions)
-    return local_ids(now) <= local_ids(unchanged(written))
+    return (
+        len(now) == len(written.gradients)
+        and all(map(is_, now, written.gradients))
+        and _are_unchanged(now, written.versions)
+    )
 
 
 def local_ids(gradients: Iterable[Any]) -> set[int]:

@@ -199,6 +199,22 @@ def test_a_new_gradient_after_a_clip_while_the_old_ones_live(which: int) -> None
 
 
 @FUSED
+def test_a_gradient_taken_out_after_a_clip_is_divided(fused: bool) -> None:
+    """It has left the optimizer, and whoever holds it expects what torch leaves."""
+    params = parameters_with([torch.zeros(4), torch.zeros(4)])
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = scaled()
+    for p in params:
+        p.grad = torch.full((4,), SCALE)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    taken, params[0].grad = params[0].grad, None
+    scaler.step(optimizer)
+    assert taken is not None and not params[0].any()
+    for each in (taken, params[1].detach()):
+        assert each.norm().item() == pytest.approx(0.5 / math.sqrt(2), rel=1e-5)
+
+
+@FUSED
 def test_gradients_made_in_inference_mode_are_clipped_there(fused: bool) -> None:
     """They have no version, so nothing could show that they were changed."""
     [p] = parameters_with([torch.zeros(4)])
