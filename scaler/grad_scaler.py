@@ -561,8 +561,8 @@ class GradScaler(_TorchGradScaler):
         group = self._find_group(state)
         try:
             if only_check:
-                one = torch.ones_like(scale := self._scale_or_one())
-                zero = torch.zeros_like(scale)
+                scale = self._scale_or_one()
+                one, zero = torch.ones_like(scale), torch.zeros_like(scale)
                 found = self._unscale_grads_(optimizer, one, zero, True)
             else:
                 found = self._unscale_here(optimizer, state, allow_fp16)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -22,7 +23,10 @@ from gradparity.scaler import (
     PeerFailedError,
     RanksDisagreeError,
     TooManySkipsError,
+    sync_group,
 )
+from gradparity.scaler.local_norms import norms
+from gradparity.scaler.sync_group import message_device
 from gradparity.tests.beside_torch import GroupOfOne, scaled_once
 
 INF = float("inf")
@@ -79,6 +83,25 @@ def test_f12_a_group_and_the_default_rule_are_taken() -> None:
     group = GroupOfOne()
     for settings in ({}, {"agree_over": "world"}):
         scaled_once(GradScaler("cpu", process_group=group, **settings))  # type: ignore[arg-type]
+
+
+def test_f08_another_accelerator_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync_group, "device_types", lambda _: ["mps"])
+    with pytest.raises(NotImplementedError, match=r"this process group serves .*mps"):
+        message_device(GroupOfOne(), "mps", 1.0)
+    with pytest.raises(NotImplementedError, match="CPU and CUDA, got meta"):
+        norms([torch.ones(2, device="meta")], 2.0)
+
+
+def test_f09_messages_leave_from_the_device_of_the_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync_group, "device_types", lambda _: ["cuda"])
+    with FakeTensorMode():  # the current device is cuda:0
+        scale = torch.ones((), device="cuda:1")
+    assert message_device(GroupOfOne(), "cuda", scale) == torch.device("cuda:1")
 
 
 # - What the ranks compare
