@@ -265,29 +265,29 @@ def unchanged(written: Written) -> list[Any]:
     if is_weak:
         gradients = [ref() for ref in gradients]
     alive = [gradient for gradient in gradients if gradient is not None]
-    if len(alive) == len(gradients) and _are_unchanged(alive, versions):
+    if len(alive) == len(gradients) and _have_versions(alive, versions):
         return alive
     return [
         gradient
         for index, gradient in enumerate(gradients)
         if gradient is not None
-        and _are_unchanged([gradient], versions[index :: len(gradients)])
+        and _have_versions([gradient], versions[index :: len(gradients)])
     ]
 
 
-def _are_unchanged(gradients: Sequence[Any], versions: Sequence[int]) -> bool:
+def _have_versions(gradients: Sequence[Any], versions: Sequence[int]) -> bool:
     has_locals = len(versions) > len(gradients)
     locals_ = local_tensors(gradients) if has_locals else gradients
     return _versions(gradients, locals_) == versions
 
 
 def are_unchanged(optimizer: Any, written: Written) -> bool:
-    """Return whether an optimizer has the gradients that were written down, as then."""
+    """Return whether an optimizer's gradients are those written down, unchanged."""
     now = _gradients(optimizer)
     return (
         len(now) == len(written.gradients)
         and all(map(is_, now, written.gradients))
-        and _are_unchanged(now, written.versions)
+        and _have_versions(now, written.versions)
     )
 
 
