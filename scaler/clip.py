@@ -26,7 +26,7 @@ import torch
 from .config import HIGHEST_SCALE, LOWEST_SCALE
 from .global_norm import GradsByMesh
 from .grads import Number
-from .torch_internals import foreach_mul_, non_finite_check_and_unscale_
+from .torch_internals import foreach_mul_
 
 
 def clip_(
@@ -67,9 +67,5 @@ def clip_(
                 kind = torch.float64 if is_wide else torch.float32
                 for number in factors:
                     value = torch.as_tensor(number, dtype=kind, device=device)
-                    if is_wide:
-                        foreach_mul_(tensors, value)
-                    else:  # half the price for small ones, but it takes fp32
-                        unused = torch.zeros_like(value)
-                        non_finite_check_and_unscale_(tensors, unused, value)
+                    foreach_mul_(tensors, value)
     return None
