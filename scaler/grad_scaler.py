@@ -784,8 +784,7 @@ class GradScaler(_TorchGradScaler):
             found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
             self._move_scale(found_inf.to(scale.device), tracker)
         for state in states:
-            if state.folded.gradients:  # its optimizer has not stepped
-                _divide_folded(state)
+            _divide_folded(state)  # its optimizer has not stepped
         self._records.may_share = len(self._states) > 1
         self._states = defaultdict(OptimizerState)
         most = self._policy.max_consecutive_skips

@@ -162,7 +162,8 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
     """Group tensors as the foreach kernels want them, keeping their order."""
     if not tensors:
         return {}
-    is_one = len(tensors) == 1  # making devices costs
+    # Making a device for each tensor costs more than these looks at all of them.
+    is_one = len(tensors) == 1
     if is_one or (all(map(_IS_CPU, tensors)) and len(set(map(_DTYPE, tensors))) == 1):
         return {(tensors[0].device, tensors[0].dtype): tensors}
     groups: Gradients = {}
