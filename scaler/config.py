@@ -14,8 +14,7 @@ import torch
 from .errors import InvalidSettingError
 
 FP16Gradients = Literal["refuse", "in_place"]
-"""``refuse``: unscale_ raises, as torch.amp does. ``in_place``: divide them where they
-are, which flushes small values to zero, as torch's ShardedGradScaler does."""
+"""What unscale_ does with them; see `GradScaler`."""
 
 _FP32 = torch.finfo(torch.float32)
 

@@ -1,4 +1,4 @@
-"""The global norm over ranks: each shard added, each replica counted once.
+"""The global norm over ranks, and clipping by it.
 
 [Note: Each replica once]
 Inside the mesh of a DTensor the placements say how often each element is held. Outside
@@ -11,6 +11,21 @@ of this rank alone) and what kind of mesh it is. Every rank adds up the powers o
 mesh and counts meshes of one kind with equal sums once. The sums do not depend on the
 order of the ranks, since replicas may list theirs in different orders. All ranks do
 this on the same numbers, so they clip alike whatever happens.
+
+[Note: A clip left to a kernel]
+A fused optimizer divides by ``grad_scale`` while it steps, which saves a write of all
+gradients. Until then they carry the scale; the scaler holds them (``folded``), so that
+a new gradient is another object, and the divisor (``fused_grad_scale``). `step` hands
+the divisor over and forgets both, unless the optimizer raised. What comes instead of
+that step divides those that are unchanged: a step that goes past the kernel or without
+one of them, another optimizer that shares a gradient, `update`. `step` refuses
+gradients that were changed or replaced in between, because nothing shows whether they
+carry the scale.
+
+Under FSDP2 and DDP gradients are views of one buffer and have one version: clipping
+those of another optimizer changes it. So where there may be several optimizers, views
+are not left to a kernel, and what was left to one is divided when another optimizer is
+seen for the first time.
 """
 
 from __future__ import annotations
@@ -26,18 +41,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .config import HIGHEST_SCALE, LOWEST_SCALE
 from .grads import (
     Gradients,
     Number,
     by_device_and_dtype,
     gradients_of,
     local_tensor,
-    moved_to,
     parameters_of,
 )
 from .local_norms import Norms, norms, scaled_norm
 from .optimizer_state import OptimizerRecord
-from .torch_internals import specs
+from .sync_message import tensor_of
+from .torch_internals import foreach_mul_, specs
 
 MESHES = 4
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
@@ -123,8 +139,8 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         or not all(map(is_, places.specs, found))
     ):
         if locals_ is None or any(map(_is_partial, found)):
-            by_mesh.gradients, found, locals_ = _one_by_one(optimizer)
-            by_mesh.locals = None
+            by_mesh.gradients, locals_ = _one_by_one(optimizer)
+            by_mesh.locals, found = None, specs(by_mesh.gradients)
         places = _places(found, locals_, alone)
         # Neither the rank of a plain tensor nor its size follows from a spec.
         is_plain = any(spec is None for spec in found)
@@ -158,25 +174,17 @@ def _is_partial(spec: Any) -> bool:
     return spec is not None and any(p.is_partial() for p in spec.placements)
 
 
-def _one_by_one(optimizer: Any) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
-    gradients: list[Any] = []
-    found: list[Any] = []
-    locals_: list[torch.Tensor] = []
+def _one_by_one(optimizer: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    mine = [p for p in parameters_of(optimizer) if p.grad is not None]
     with torch.no_grad():
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is None:
-                continue
-            [spec] = specs([parameter.grad])
+        for parameter, spec in zip(mine, specs(p.grad for p in mine), strict=True):
             if _is_partial(spec):
                 from torch.distributed.tensor import Replicate
 
                 whole = [Replicate() if p.is_partial() else p for p in spec.placements]
                 parameter.grad = parameter.grad.redistribute(placements=whole)
-                [spec] = specs([parameter.grad])
-            found.append(spec)
-            locals_.append(local_tensor(parameter, coalesce=True))
-            gradients.append(parameter.grad)
-    return gradients, found, locals_
+        locals_ = [local_tensor(parameter, coalesce=True) for parameter in mine]
+    return [parameter.grad for parameter in mine], locals_
 
 
 # - This rank's part of the norm
@@ -213,7 +221,7 @@ def local_norms(
         return [0.0] * (3 * MESHES), None
     values: list[Any]
     if isinstance(scale, torch.Tensor):
-        each = [_stacked(some, scale.device) for some in parts.values()]
+        each = [tensor_of(some, scale.device) for some in parts.values()]
         values, scale = [_joined(some, norm_type) for some in each], scale.double()
         found = 1.0 - torch.stack(values).isfinite().all().float()
     else:
@@ -227,11 +235,6 @@ def local_norms(
     for mesh, value in zip(parts, values, strict=True):
         entries += [mesh, grads.kinds[mesh], value / scale]
     return entries + [0.0] * (3 * MESHES - len(entries)), found
-
-
-def _stacked(values: Sequence[Number], device: torch.device) -> torch.Tensor:
-    wide = [torch.as_tensor(value, dtype=torch.float64) for value in values]
-    return torch.stack([moved_to(value, device) for value in wide])
 
 
 def _joined(each: Norms, norm_type: float) -> Number:
@@ -312,3 +315,48 @@ def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
     total[1:].masked_fill_(is_copy, 0)
     whole = (total.sum().double() / one).pow(1.0 / norm_type) * divisor
     return torch.where(is_usable, whole, largest)
+
+
+# - Clip
+
+
+def clip_(
+    grads: GradsByMesh, norm: Number, max_norm: float, scale: Number, *, fused: bool
+) -> Number | None:
+    """Clip local gradients, or return what a fused kernel divides by instead.
+
+    Args:
+        grads: local gradients, which carry ``scale``; multiplied in place.
+        norm: of all unscaled gradients.
+        max_norm: largest norm afterwards.
+        scale: 1 if they are unscaled already.
+        fused: leave the gradients to a kernel if fp32 can hold its divisor. On an
+            accelerator, where reading it would synchronise, a norm beyond fp32 then
+            clips to zero.
+
+    Returns:
+        The divisor; None if the gradients were multiplied.
+    """
+    # The factor of torch.nn.utils.clip_grad_norm_, in fp64.
+    factor = max_norm / (norm + 1e-6)
+    if isinstance(factor, torch.Tensor):
+        factor = factor.clamp(max=1.0)
+    else:
+        factor = min(factor, 1.0)  # of nan and 1 it is nan
+    if fused:
+        is_unknown = isinstance(factor, torch.Tensor) or isinstance(scale, torch.Tensor)
+        if is_unknown or scale <= HIGHEST_SCALE * factor:
+            return scale / factor
+    once = factor / scale
+    # A product that is subnormal in fp32 has lost digits, or is zero.
+    is_small = isinstance(once, float) and once < LOWEST_SCALE
+    with torch.no_grad():
+        for groups in grads.values():
+            for (device, dtype), tensors in groups.items():
+                is_wide = dtype is torch.float64
+                factors = [1.0 / scale, factor] if is_small and not is_wide else [once]
+                kind = torch.float64 if is_wide else torch.float32
+                for number in factors:
+                    value = torch.as_tensor(number, dtype=kind, device=device)
+                    foreach_mul_(tensors, value)
+    return None

@@ -14,14 +14,15 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
+from torch.distributed.device_mesh import DeviceMesh
 
-from .clip import clip_
 from .config import (
     HIGHEST_SCALE,
     FP16Gradients,
@@ -32,7 +33,7 @@ from .config import (
     check_state,
 )
 from .errors import TooManySkipsError
-from .global_norm import GradsByMesh, global_norm, grads_by_mesh, local_norms
+from .global_norm import GradsByMesh, clip_, global_norm, grads_by_mesh, local_norms
 from .grads import (
     FP16_REFUSED,
     FoundInf,
@@ -64,12 +65,6 @@ from .sync_group import AgreeOver, SyncGroup
 from .sync_message import LocalState, tensor_of
 from .torch_internals import is_view, local_tensors, no_compile
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
-
-
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
 
 # Where torch has it, for callers that import it from there.
@@ -98,7 +93,7 @@ class GradScaler(_TorchGradScaler):
         process_group: the ranks that sync, instead of ``agree_over``.
         mesh: the same as a mesh of any number of axes.
         fp16_gradients: ``"refuse"`` them as torch does, or divide them ``"in_place"``,
-            which flushes small values to zero.
+            as its ShardedGradScaler does, which flushes small values to zero.
         policy: limits, hysteresis and the like; the default is torch's rule.
 
     Raises:
@@ -123,7 +118,7 @@ class GradScaler(_TorchGradScaler):
         enabled: bool = True,
         *,
         agree_over: AgreeOver = "world",
-        process_group: ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         fp16_gradients: FP16Gradients = "refuse",
         policy: Policy | None = None,
@@ -221,7 +216,7 @@ class GradScaler(_TorchGradScaler):
     # - Unscale and clip
 
     @no_compile
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, and sync found_inf.
 
         Optional: only to look at gradients, or to change them, before `step`. Call it
@@ -257,7 +252,7 @@ class GradScaler(_TorchGradScaler):
     @no_compile
     def clip_grad_norm_(
         self,
-        optimizer: Optimizer | None,
+        optimizer: torch.optim.Optimizer | None,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -354,7 +349,7 @@ class GradScaler(_TorchGradScaler):
             )
         skips = self._enabled and is_true(any_of(found.values(), scale.device))
         if optimizer is not None and not skips:
-            # See [Note: A clip left to a kernel] in clip.py.
+            # See [Note: A clip left to a kernel] in global_norm.py.
             is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
             fused, folded = self._enabled and is_fused, Written()
             if fused and (self._records.may_share or len(self._records) > 1):
@@ -388,7 +383,9 @@ class GradScaler(_TorchGradScaler):
             return True
         return bool(self._divided_by_others(state))
 
-    def _refuse_unfit(self, grads: GradsByMesh, group: ProcessGroup | None) -> None:
+    def _refuse_unfit(
+        self, grads: GradsByMesh, group: dist.ProcessGroup | None
+    ) -> None:
         if self._enabled and self._fp16_gradients == "refuse":
             if torch.float16 in [dtype for some in grads.values() for _, dtype in some]:
                 raise ValueError(FP16_REFUSED)
@@ -401,7 +398,7 @@ class GradScaler(_TorchGradScaler):
     # - Step
 
     @no_compile
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer, unless a gradient on any rank is not finite.
 
         Unscales first unless `unscale_` was called. Fused optimizers divide by the
@@ -548,7 +545,7 @@ class GradScaler(_TorchGradScaler):
 
     def _check_and_sync(
         self,
-        optimizer: Optimizer,
+        optimizer: torch.optim.Optimizer,
         state: OptimizerState,
         call: str,
         *,
@@ -600,7 +597,7 @@ class GradScaler(_TorchGradScaler):
 
     def _unscale_grads_(
         self,
-        optimizer: Optimizer,
+        optimizer: torch.optim.Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
@@ -630,23 +627,23 @@ class GradScaler(_TorchGradScaler):
                 divided |= mine & local_ids(unchanged(other.divided))
         return divided
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         # For optimizers that unscale by themselves: check only, change nothing.
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._state_of(optimizer)
         self._check_and_sync(optimizer, state, "step", only_check=True)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         return self._state_of(optimizer)["found_inf_per_device"]  # type: ignore[no-any-return]
 
-    def _find_group(self, state: OptimizerState) -> ProcessGroup | None:
+    def _find_group(self, state: OptimizerState) -> dist.ProcessGroup | None:
         if state.result is not None:
             return state.result.group
         return self._sync.group.find(state.optimizer)
 
     def _report_failure(
-        self, group: ProcessGroup | None, call: str, row: Sequence[Number] = ()
+        self, group: dist.ProcessGroup | None, call: str, row: Sequence[Number] = ()
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
         if group is not None:
@@ -654,7 +651,7 @@ class GradScaler(_TorchGradScaler):
             self._sync.found_inf(group, local._replace(failed=True), call, row=row)
 
     def _local_state(
-        self, state: OptimizerState, group: ProcessGroup | None
+        self, state: OptimizerState, group: dist.ProcessGroup | None
     ) -> LocalState:
         # What this rank brings to a sync about ``state``.
         scale, found = self._scale_or_one(), state["found_inf_per_device"].values()
@@ -740,7 +737,7 @@ class GradScaler(_TorchGradScaler):
             return state
         state, is_new = self._records.start(optimizer, self._states)
         if is_new:
-            # See [Note: A clip left to a kernel] in clip.py.
+            # See [Note: A clip left to a kernel] in global_norm.py.
             for other in self._states.values():
                 if len(unchanged(other.folded)) == len(other.folded.gradients):
                     _divide_folded(other)
@@ -817,7 +814,7 @@ class GradScaler(_TorchGradScaler):
     # - What happened
 
     @no_compile
-    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+    def step_was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last `step` of this optimizer was skipped.
 
         Right for fused optimizers too; also after `update`. Synchronises if found_inf
@@ -967,7 +964,7 @@ def _refuse_changed(state: OptimizerState) -> None:
 
 
 def _divide_folded(state: OptimizerState) -> None:
-    # See [Note: A clip left to a kernel] in clip.py.
+    # See [Note: A clip left to a kernel] in global_norm.py.
     if state.fused_grad_scale is not None:
         state.divided = divide_(state.folded, state.fused_grad_scale)
         state.folded, state.fused_grad_scale = Written(), None

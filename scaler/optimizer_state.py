@@ -11,16 +11,13 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.amp.grad_scaler import OptState
 
 from .grads import Written
-
-if TYPE_CHECKING:
-    import torch
-
-    from .sync import SyncResult
+from .sync import SyncResult
 
 
 class OptimizerState(dict[str, Any]):
@@ -147,8 +144,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 def takes_scaler(optimizer: Any) -> bool:
     """Return whether ``step`` asks for the scaler itself, the old contract."""
-    step: Any = optimizer.step
-    step = getattr(step, "__func__", step)
+    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
     try:
         known = _TAKES_SCALER.get(step)
     except TypeError:  # a callable that cannot be a key

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import sharded_grad_scaler as _torch
 
 from .grad_scaler import GradScaler
 from .grad_scaler import _refresh_per_optimizer_state as _refresh_per_optimizer_state
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # Where torch has them, for callers that import them from there.
 _is_supported_device = _torch._is_supported_device
@@ -44,7 +39,7 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             device,
@@ -63,10 +58,10 @@ class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
         return super()._scaled(output).type(output.dtype)
 
     @property
-    def process_group(self) -> ProcessGroup | None:
+    def process_group(self) -> dist.ProcessGroup | None:
         """The process group as given; None is the default one."""
         return self._sync.group.process_group
 
     @process_group.setter
-    def process_group(self, group: ProcessGroup | None) -> None:
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
         self._sync.group.process_group = group

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,6 @@ from .sync_message import (
     packed_message,
     shared_values,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Its name before torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,7 +76,7 @@ class SyncResult:
     """
 
     message: torch.Tensor
-    group: ProcessGroup
+    group: dist.ProcessGroup
     local: LocalState
     sent: Sent
     call: str
@@ -184,7 +181,7 @@ class OverflowSync:
 
     def found_inf(
         self,
-        group: ProcessGroup,
+        group: dist.ProcessGroup,
         local: LocalState,
         call: str,
         *,
@@ -258,7 +255,7 @@ class OverflowSync:
         return result
 
     def assert_same_state(
-        self, group: ProcessGroup, local: LocalState, call: str
+        self, group: dist.ProcessGroup, local: LocalState, call: str
     ) -> None:
         """Raise unless all ranks bring the same; synchronises.
 
@@ -299,7 +296,7 @@ class OverflowSync:
 
 
 @contextmanager
-def _explained(group: ProcessGroup, call: str) -> Iterator[None]:
+def _explained(group: dist.ProcessGroup, call: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -14,24 +14,19 @@ declared in the constructor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .config import check_choice
 from .errors import InvalidSettingError
 from .grads import Number, parameters_of
 from .torch_internals import device_types, root_mesh
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-
 AgreeOver = Literal["world", "mesh", "local"]
-"""``world``: the default process group; ``mesh``: the root mesh of the DTensor
-parameters; ``local``: no other rank, and no collective."""
+"""Which ranks sync; see `GradScaler`."""
 
 
 class SyncGroup:
@@ -47,7 +42,7 @@ class SyncGroup:
     def __init__(
         self,
         over: AgreeOver = "world",
-        process_group: ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         check_choice("agree_over", over, get_args(AgreeOver))
@@ -65,7 +60,7 @@ class SyncGroup:
         # Root meshes seen so far, by the "mesh" rule only: they add up.
         self._seen: set[tuple[int, ...]] = set()
 
-    def find(self, optimizer: Any) -> ProcessGroup | None:
+    def find(self, optimizer: Any) -> dist.ProcessGroup | None:
         """Return the group to sync over, None when this rank is on its own.
 
         Only the ``mesh`` rule reads the optimizer, which may be None.
@@ -73,27 +68,27 @@ class SyncGroup:
         Raises:
             ValueError: the ``mesh`` rule finds no mesh, or several.
         """
-        if self.process_group is not None:
-            return _if_shared(self.process_group)
-        if (world := self._world) is None:
-            return None
+        widest = self._widest
+        if widest is None or self.process_group is not None:
+            return widest
         if self._ranks is not None:
             return _group_of(self._ranks)
-        return self._root_mesh(optimizer) if self.over == "mesh" else world
+        return self._root_mesh(optimizer) if self.over == "mesh" else widest
 
     @property
     def is_distributed(self) -> bool:
         """Whether there may be other ranks to sync with."""
-        given = self.process_group
-        return (self._world if given is None else _if_shared(given)) is not None
+        return self._widest is not None
 
     @property
-    def _world(self) -> ProcessGroup | None:
+    def _widest(self) -> dist.ProcessGroup | None:
+        if self.process_group is not None:
+            return _if_shared(self.process_group)
         if self.over == "local" or not dist.is_initialized():
             return None
         return _if_shared(dist.group.WORLD)
 
-    def find_known(self) -> ProcessGroup | None:
+    def find_known(self) -> dist.ProcessGroup | None:
         """Return what `find` knows without any parameters, None if it needs them."""
         return self.find(None) if self.over != "mesh" or self._seen else None
 
@@ -112,7 +107,7 @@ class SyncGroup:
         twin._ranks, twin._seen = self._ranks, set(self._seen)
         return twin
 
-    def _root_mesh(self, optimizer: Any) -> ProcessGroup | None:
+    def _root_mesh(self, optimizer: Any) -> dist.ProcessGroup | None:
         parameters = () if optimizer is None else parameters_of(optimizer)
         held = [getattr(parameter, "device_mesh", None) for parameter in parameters]
         meshes = {id(mesh): mesh for mesh in held if mesh is not None}
@@ -131,7 +126,9 @@ class SyncGroup:
         return _group_of(widest)
 
 
-def message_device(group: ProcessGroup, preferred: str, scale: Number) -> torch.device:
+def message_device(
+    group: dist.ProcessGroup, preferred: str, scale: Number
+) -> torch.device:
     """Return the device on which ``group`` exchanges a message.
 
     Its type must be the same on every rank (a group may have one backend per device
@@ -155,7 +152,7 @@ def message_device(group: ProcessGroup, preferred: str, scale: Number) -> torch.
     return torch.device(kind)
 
 
-def _if_shared(group: Any) -> ProcessGroup | None:
+def _if_shared(group: Any) -> dist.ProcessGroup | None:
     # GroupMember.NON_GROUP_MEMBER is what new_group gives to outsiders.
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or group.size() < 2:
         return None
@@ -166,7 +163,7 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _ranks_in(group: ProcessGroup) -> tuple[int, ...]:
+def _ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
     try:
         return tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
@@ -177,7 +174,7 @@ def _ranks_in(group: ProcessGroup) -> tuple[int, ...]:
 _made: dict[tuple[int, ...], Any] = {}
 
 
-def _group_of(ranks: tuple[int, ...]) -> ProcessGroup | None:
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     if len(ranks) == dist.get_world_size():
         return _if_shared(dist.group.WORLD)
     if dist.get_rank() not in ranks or len(ranks) < 2:

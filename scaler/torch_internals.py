@@ -9,13 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +83,7 @@ def local_tensors(gradients: Iterable[Any]) -> list[torch.Tensor]:
     return [g._local_tensor if type(g) is kind else g for g in gradients]
 
 
-def specs(gradients: list[Any]) -> list[Any]:
+def specs(gradients: Iterable[Any]) -> list[Any]:
     """Return mesh, placements and global shape of each DTensor; None for others."""
     kind = dtensor_type()
     return [g._spec if isinstance(g, kind) else None for g in gradients]
@@ -98,6 +94,6 @@ def root_mesh(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def device_types(group: ProcessGroup) -> list[str]:
+def device_types(group: torch.distributed.ProcessGroup) -> list[str]:
     """Return the types of device that a process group has a backend for."""
     return [device.type for device in group._device_types]

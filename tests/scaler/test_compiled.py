@@ -76,3 +76,10 @@ def test_what_decides_is_not_compiled() -> None:
     iteration = compiled(scaler, Looks([p], lr=1.0), p, "step")
     iteration(1.0)
     assert seen == [False]
+
+
+def test_the_first_scale_may_be_made_in_a_full_graph() -> None:
+    torch._dynamo.reset()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    step = torch.compile(scaler.scale, backend="eager", fullgraph=True)
+    assert step(torch.ones(())).item() == 4.0 and scaler.get_scale() == 4.0
