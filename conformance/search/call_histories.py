@@ -177,6 +177,13 @@ class _Side:
                 )
         return ""
 
+    def _gradients_depart(self, call: Call, after: str) -> str:
+        held = [p.grad for p in self._held(call.which)]
+        got: list[Any] = [local(g).tolist() for g in held if g is not None]
+        if call.which in self.oracle.bad or got == [[GRADIENT] * 2] * len(got):
+            return ""
+        return f"gradients after {after} are {got} and not {GRADIENT} everywhere"
+
     # - The calls, each with the check of its result
 
     def scale(self, call: Call, happens: bool) -> str:
@@ -207,15 +214,12 @@ class _Side:
     def unscale(self, call: Call, happens: bool) -> str:
         """Unscale and check the gradients."""
         self.scaler.unscale_(self.optimizers[call.which])
-        held = [p.grad for p in self._held(call.which)]
-        got: list[Any] = [local(g).tolist() for g in held if g is not None]
-        if call.which in self.oracle.bad or got == [[GRADIENT] * 2] * len(got):
-            return ""
-        return f"unscaled gradients are {got} and not {GRADIENT} everywhere"
+        return self._gradients_depart(call, "unscale_")
 
-    def step(self, call: Call, happens: bool) -> None:
-        """Step."""
+    def step(self, call: Call, happens: bool) -> str:
+        """Step; a log may want the gradients afterwards."""
         self.scaler.step(self.optimizers[call.which])
+        return self._gradients_depart(call, "step")
 
     def closure(self, call: Call, happens: bool) -> None:
         """Step with a closure, which must be refused: a skip could not undo it."""

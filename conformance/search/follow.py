@@ -282,6 +282,8 @@ class _Follower:
             return ""
         if not _is_wanted(got.value, [want.value for want in wanted], loose):
             texts = _texts([want.value for want in wanted])
+            if isinstance(got.value, list):
+                return f"gradients are then {_text(got.value)} and should be {texts}"
             return f"returned {_text(got.value)} and should have {texts}"
         return ""
 

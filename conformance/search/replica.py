@@ -407,13 +407,14 @@ class Replica:
         # an attribute of the fused optimizer, which the scaler takes into account
         self.optimizers[call.which].grad_scale = torch.tensor(4.0)
 
-    def _step(self, call: Call) -> None:
+    def _step(self, call: Call) -> list[Any]:
         if self.idle:
             self.scaler.step_without_optimizer()
         else:
             self.scaler.step(self.optimizers[call.which])
+        return self.gradients(call.which)  # as a log may want them
 
-    def _retry(self, call: Call) -> None:
+    def _retry(self, call: Call) -> list[Any]:
         if self.idle:
             return self._step(call)
         interrupts = [_Interrupted()]
@@ -424,9 +425,9 @@ class Replica:
 
         handle = self.real[call.which].register_step_pre_hook(hook)
         try:
-            self._step(call)
+            return self._step(call)
         except _Interrupted:
-            self._step(call)
+            return self._step(call)
         finally:
             handle.remove()
 

@@ -354,8 +354,11 @@ class Track:
         """Make one call on every rank."""
         self.facts = self._facts(call)
         made = [seen(replica, call) for replica in self.replicas]
-        if call.kind == "unscale" and self.facts.bad[call.which]:
-            for each in made:  # the step is skipped: the values do not matter
+        for replica, each in zip(self.replicas, made, strict=True):
+            skipped = call.kind == "unscale" and self.facts.bad[call.which]
+            if call.kind in STEPS:
+                skipped = replica.scaler.skipped.get(call.which, False)
+            if skipped:  # the values of the gradients do not matter
                 each.value = None
         return made
 

@@ -138,6 +138,17 @@ class KeepsTheUsersScale(torch.amp.GradScaler):
         return result
 
 
+class ScalesGradientsBack(torch.amp.GradScaler):
+    """Divides gradients for the step only."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(optimizer, *args, **kwargs)
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.get_scale())
+        return result
+
+
 class WantsToHash(torch.amp.GradScaler):
     """Keeps optimizers in a dictionary."""
 
@@ -199,6 +210,7 @@ PLANTED = {
     "AddsNoDuplicates": "sparse@1/back,clip",
     "TakesPowersAsTheyAre": "@1/back,clip-order",
     "KeepsTheUsersScale": "fused@1/back,inf,user-scale,step,zero,update,back,step",
+    "ScalesGradientsBack": "@1/back:2,step",
     "WantsToHash": "duck@1/back,step",
     "StepsTheFirstFirst": "@1/back:2,inf:1,together",
     "ForgetsOnRegroup": "@2/elder@1",
