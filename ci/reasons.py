@@ -111,6 +111,7 @@ PRECEDENCE = (
     "trainer.schedule",
     "trainer.average",
     "trainer.checkpoint",
+    "trainer.resume",
     "scale.rule",
     "scale.positive",
     "scale.continuity",

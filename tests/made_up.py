@@ -63,6 +63,8 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         seen.skips = (step - taken, step - taken + skip)
         taken += not skip
         seen.checked_sum = (3.0, 3.0)
+        seen.settings = {"w": {"lr": 0.1 * (step + 1), "betas": (0.9, 0.99)}}
+        seen.copies = [{"lr": 0.3}, {"lr": 0.1}]
         seen.gradients = {"w": np.array([1e-7, -0.5], np.float32)}
         trace.steps.append(seen)
     trace.misuse = [Misuse(call="a second step()", error="RuntimeError", changed=())]
@@ -85,7 +87,11 @@ def evidence(
     for kind in ("gradient", "update", "loss"):
         parity.add(row(kind, error=0.5))
     return Evidence(
-        scenario=scenario, ranks=ranks, control=copy.deepcopy(ranks), parity=parity
+        scenario=scenario,
+        ranks=ranks,
+        control=copy.deepcopy(ranks),
+        uninterrupted=copy.deepcopy(ranks),
+        parity=parity,
     )
 
 

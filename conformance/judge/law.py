@@ -45,6 +45,8 @@ class Evidence:
     """In a second try: the call that exceeded its limit in the first; else empty."""
     parity: Parity | None = None
     """None where the run stopped early."""
+    uninterrupted: tuple[RankTrace, ...] | None = None
+    """The same training without its resume, where the stack moves settings."""
     scaler: bool = True
     """Whether a scaler was judged; else the stack alone."""
     before: Evidence | None = None

@@ -12,14 +12,18 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..rank.trace import RankTrace, Setting, StepTrace
 
-__all__ = ["Settings", "StackSchedule", "stack_schedule"]
+__all__ = ["Settings", "StackSchedule", "other_setting", "stack_schedule"]
 
 Settings = tuple[tuple[str, str, Setting], ...]
 """Of one step: (parameter, key of its param group, value)."""
 _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
+_ROUNDING = 1e-6
+"""Relative: a schedule may be computed step by step or at once, and be kept in fp32."""
 _INITIAL = "initial_lr"
 """What torch's schedulers call the rate from which they began."""
 
@@ -77,6 +81,36 @@ def stack_schedule(
         differs=min(_differences(known), key=lambda found: found[0], default=None),
         unclear=unclear,
     )
+
+
+def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
+    """Compare what a rank steps with in a step of two runs.
+
+    Returns:
+        The number of equal settings; and the first that is another one in words, or
+        the empty string.
+    """
+    compared, there = 0, _stepped_with(whole)
+    for (name, key), value in _stepped_with(at).items():
+        if (name, key) not in there:
+            continue
+        want = there[name, key]
+        if not np.allclose(value, want, rtol=_ROUNDING, atol=0.0, equal_nan=True):
+            return compared, f"{key} of {name} is {_plain(value)}, and {_plain(want)}"
+        compared += 1
+    return compared, ""
+
+
+def _stepped_with(at: StepTrace) -> dict[tuple[str, str], Setting]:
+    # nothing says which copy is whose: their groups are taken in order of their values
+    copies = sorted(at.copies, key=repr)
+    groups = {f"group {number} of copies": held for number, held in enumerate(copies)}
+    return {
+        (name, key): value
+        for name, held in [*at.settings.items(), *groups.items()]
+        for key, value in held.items()
+        if key != _INITIAL
+    }
 
 
 def _of_copies(

@@ -27,7 +27,12 @@ from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, judge
 from ..judge.laws.transparency import first_difference
 from ..judge.localise import first_bad_step, locate, observe_modules
-from ..judge.parity import Parity, followed_schedule, measure_parity
+from ..judge.parity import (
+    Parity,
+    demanded_schedule,
+    followed_schedule,
+    measure_parity,
+)
 from ..judge.reference import Idle, Schedule
 from ..rank.devices import Devices
 from ..rank.layout_checks import check_whole
@@ -99,6 +104,7 @@ class _Seen:
     first_try: str = ""
     control: Phases | None = None
     control_differs: str = ""
+    uninterrupted: tuple[RankTrace, ...] | None = None
     seconds: float = 0.0
     problem: str = ""
     error: Exception | None = None
@@ -110,6 +116,14 @@ class _Seen:
         """Whether all ranks completed the last step."""
         last = self.scenario.steps - 1
         return all(trace.reached(last) for trace in self.phases[-1])
+
+    @property
+    def may_lose_settings(self) -> bool:
+        """Whether a stack that moves settings has loaded its own checkpoint."""
+        recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
+        if not recipe.resume or recipe.resharded or workload.train_step is None:
+            return False
+        return self.complete and bool(demanded_schedule(*self.phases).settings)
 
     @contextmanager
     def broken(self) -> Iterator[None]:
@@ -292,6 +306,9 @@ class Runner:
                 # control's.
                 if first_difference(seen.control, seen.phases):
                     seen.control_differs = self._compare_controls(scenario)
+            if seen.may_lose_settings:
+                whole = replace(scenario, recipe="plain")
+                seen.uninterrupted = self._run_ranks(spec, whole)[-1]
         seen.seconds = time.monotonic() - start
         return seen
 
@@ -372,6 +389,7 @@ class Runner:
                 control=None if seen.control is None else seen.control[number],
                 control_differs=seen.control_differs,
                 first_try=seen.first_try,
+                uninterrupted=seen.uninterrupted,
                 parity=parity,
                 scaler=seen.spec != NO_SCALER,
                 before=evidence,

@@ -42,8 +42,8 @@ def plant(file: str, right: str, wrong: str, *laws: str) -> Plant:
 PLANTS = {
     "agreement lost": plant(
         "scaler/sync_group.py",
-        "if (world := self._world) is None:",
-        "if True:",
+        "widest = self._widest",
+        "widest = None",
         "agreement.scale",
     ),
     "found_inf not reduced": plant(

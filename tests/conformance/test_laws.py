@@ -161,6 +161,10 @@ def _scale_not_loaded(e: Evidence) -> None:
     e.ranks[1].restored = replace(e.ranks[1].restored, loaded=(8.0, 0))
 
 
+def _begins_again(e: Evidence) -> None:
+    e.ranks[1].steps[-1].settings["w"]["lr"] = 0.1
+
+
 FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("agreement.scale", _scale, False),
     ("agreement.growth", _growth, False),
@@ -191,6 +195,7 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("trainer.skips", _counts_no_skip, True),
     ("trainer.skips", _counts_a_step, True),
     ("trainer.checkpoint", _scale_not_loaded, False),
+    ("trainer.resume", _begins_again, True),
 ]
 
 

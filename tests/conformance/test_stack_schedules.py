@@ -321,6 +321,14 @@ class FirstRankForgets(Cosine):
             super().move(stack)
 
 
+class BeginsAgain(Cosine):
+    """The schedule is not in the checkpoint; all ranks agree on what they forget."""
+
+    def load_checkpoint(self, stack: Engine, scaler: Any, folder: str) -> None:
+        super().load_checkpoint(stack, scaler, folder)
+        stack.kept["scheduler"] = self.schedule(stack.optimizer)
+
+
 class OneGroupOnOneRank(TwoRates):
     """On rank 1 the schedule does not reach the biases."""
 
@@ -372,6 +380,13 @@ def test_a_fault_beside_a_schedule_is_caught(
     found = case(runner, stack)
     assert found.status == "fail", (found.problem, update(found))
     assert words in failed(found)[law]
+
+
+def test_a_schedule_that_a_checkpoint_loses_is_told(runner: Runner) -> None:
+    assert case(runner, BeginsAgain).status == "pass"
+    found = case(runner, BeginsAgain, recipe="resume")
+    assert [*failed(found)] == ["trainer.resume"], (found.problem, failed(found))
+    assert "in the same run without the interruption" in failed(found)["trainer.resume"]
 
 
 def test_a_rate_that_the_scaler_changes_is_not_followed(runner: Runner) -> None:

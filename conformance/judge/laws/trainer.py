@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,11 @@ from ..law import (
     Status,
     bad_gradient,
     count_or_inconclusive,
+    inconclusive,
     law,
     skipped,
 )
+from ..settings import other_setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +290,46 @@ def checkpoint(evidence: Evidence) -> Finding:
                 compared=len(found),
             )
     return count_or_inconclusive(len(found), "states saved and loaded")
+
+
+@law(
+    "trainer.resume",
+    "Once a stack has loaded its own checkpoint, its optimizers step with the learning "
+    "rates and other settings of the same training without the interruption.",
+    "A schedule that is not saved begins its warm-up again, and param groups that are "
+    "made in another order exchange their rates. A comparison of updates cannot tell: "
+    "the reference takes the settings that the stack steps with.",
+    of_stack=True,
+)
+def resume(evidence: Evidence) -> Finding:
+    """Compare the settings of each step with those of an uninterrupted run."""
+    if evidence.uninterrupted is None:
+        return skipped("no stack that moves settings has loaded its own checkpoint")
+    loaded, compared, missed = evidence.scenario.resume_step, 0, 0
+    whole = dataclasses.replace(evidence, ranks=evidence.uninterrupted)
+    for (step, seen), (_, other) in zip(evidence.steps(), whole.steps(), strict=False):
+        # after other skips a schedule may rightly have come to another value
+        if missed or [s.non_finite for s in seen] != [s.non_finite for s in other]:
+            missed += len(seen)
+            continue
+        for at, there, trace in zip(seen, other, evidence.ranks, strict=True):
+            equal, differs = other_setting(at, there)
+            compared += equal if step >= loaded else 0
+            if differs and step < loaded:
+                text = f"{differs} in a second run, before anything was loaded"
+                return inconclusive(f"step {step}, rank {trace.rank}: {text}")
+            if differs:
+                return Finding(
+                    status=Status.FAIL,
+                    message=f"step {step}: {differs} in the same run without the "
+                    f"interruption, on rank {trace.rank}; the stack's own checkpoint "
+                    f"was loaded before step {loaded}",
+                    step=step,
+                    ranks=(trace.rank,),
+                    cause="lost in the checkpoint",
+                    compared=compared + 1,
+                )
+    return count_or_inconclusive(compared, "settings after a load", missed)
 
 
 def _state(state: tuple[float, int | None]) -> str:
