@@ -111,7 +111,7 @@ PRECEDENCE = (
     "trainer.schedule",
     "trainer.average",
     "trainer.checkpoint",
-    "trainer.resume",
+    "trainer.settings",
     "scale.rule",
     "scale.positive",
     "scale.continuity",

@@ -195,7 +195,7 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("trainer.skips", _counts_no_skip, True),
     ("trainer.skips", _counts_a_step, True),
     ("trainer.checkpoint", _scale_not_loaded, False),
-    ("trainer.resume", _begins_again, True),
+    ("trainer.settings", _begins_again, True),
 ]
 
 

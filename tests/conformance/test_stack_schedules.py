@@ -385,8 +385,10 @@ def test_a_fault_beside_a_schedule_is_caught(
 def test_a_schedule_that_a_checkpoint_loses_is_told(runner: Runner) -> None:
     assert case(runner, BeginsAgain).status == "pass"
     found = case(runner, BeginsAgain, recipe="resume")
-    assert [*failed(found)] == ["trainer.resume"], (found.problem, failed(found))
-    assert "in the same run without the interruption" in failed(found)["trainer.resume"]
+    assert [*failed(found)] == ["trainer.settings"], (found.problem, failed(found))
+    assert (
+        "in the same run without the interruption" in failed(found)["trainer.settings"]
+    )
 
 
 def test_a_rate_that_the_scaler_changes_is_not_followed(runner: Runner) -> None:

@@ -160,12 +160,12 @@ def test_settings_after_a_load_are_those_of_the_whole_run() -> None:
     e = evidence(scenario=RESUMED)
     for seen in e.ranks[1].steps:
         seen.copies.reverse()  # nothing says whose a copy is
-    found = finding(e, "trainer.resume")
+    found = finding(e, "trainer.settings")
     steps = RESUMED.steps - RESUMED.resume_step
     assert (found.status, found.compared) == (Status.PASS, steps * 2 * 4)
     last = e.ranks[1].steps[-1]
     last.settings["w"]["betas"] = (0.9, 0.98)
-    found = finding(e, "trainer.resume")
+    found = finding(e, "trainer.settings")
     assert (found.status, found.step, found.ranks) == (Status.FAIL, last.step, (1,))
     assert "betas of w is (0.9, 0.98), and (0.9, 0.99) in the" in found.message
 
@@ -173,13 +173,13 @@ def test_settings_after_a_load_are_those_of_the_whole_run() -> None:
 def test_settings_of_copies_are_compared_too() -> None:
     e = evidence(scenario=RESUMED)
     e.ranks[0].steps[-1].copies[0]["lr"] = 0.2
-    assert finding(e, "trainer.resume").status is Status.FAIL
+    assert finding(e, "trainer.settings").status is Status.FAIL
 
 
 def test_settings_that_differ_before_a_load_prove_nothing() -> None:
     e = evidence(scenario=RESUMED)
     e.ranks[0].steps[0].settings["w"]["lr"] = 0.05
-    found = finding(e, "trainer.resume")
+    found = finding(e, "trainer.settings")
     assert found.status is Status.INCONCLUSIVE
     assert "lr of w is 0.05, and 0.1 in a second run, before anything" in found.message
 
@@ -189,7 +189,7 @@ def test_after_other_skips_a_schedule_may_be_another() -> None:
     for trace in e.ranks:
         trace.steps[1].decisions[0].non_finite = ["w"]
         trace.steps[-1].settings["w"]["lr"] = 0.7
-    found = finding(e, "trainer.resume")
+    found = finding(e, "trainer.settings")
     assert (found.status, found.compared) == (Status.INCONCLUSIVE, 0)
     assert found.not_compared == 2 * (RESUMED.steps - 1)
 

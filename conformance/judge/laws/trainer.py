@@ -293,7 +293,7 @@ def checkpoint(evidence: Evidence) -> Finding:
 
 
 @law(
-    "trainer.resume",
+    "trainer.settings",
     "Once a stack has loaded its own checkpoint, its optimizers step with the learning "
     "rates and other settings of the same training without the interruption.",
     "A schedule that is not saved begins its warm-up again, and param groups that are "
@@ -301,7 +301,7 @@ def checkpoint(evidence: Evidence) -> Finding:
     "the reference takes the settings that the stack steps with.",
     of_stack=True,
 )
-def resume(evidence: Evidence) -> Finding:
+def settings(evidence: Evidence) -> Finding:
     """Compare the settings of each step with those of an uninterrupted run."""
     if evidence.uninterrupted is None:
         return skipped("no stack that moves settings has loaded its own checkpoint")
