@@ -112,6 +112,7 @@ PRECEDENCE = (
     "trainer.average",
     "trainer.checkpoint",
     "trainer.settings",
+    "trainer.weights",
     "scale.rule",
     "scale.positive",
     "scale.continuity",

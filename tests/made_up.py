@@ -68,6 +68,7 @@ def rank_trace(rank: int, *, bad: bool) -> RankTrace:
         seen.gradients = {"w": np.array([1e-7, -0.5], np.float32)}
         trace.steps.append(seen)
     trace.misuse = [Misuse(call="a second step()", error="RuntimeError", changed=())]
+    trace.loaded = (1, "")
     trace.restored = Restored(saved=(16.0, 1), loaded=(16.0, 1), new=(8.0, 0))
     return trace
 

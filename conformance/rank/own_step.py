@@ -276,8 +276,11 @@ class OwnStep:
             loaded = judged.state()
         return Restored(saved=saved, loaded=loaded, new=new)
 
-    def resume(self) -> None:
+    def resume(self) -> tuple[int, str]:
         """Go on with a new stack, loaded from the old one's own checkpoint.
+
+        Returns:
+            The number of weights that the load restored; the first that is another one.
 
         Raises:
             CannotError: if the checkpoint has no weights, or needs a scaler and there
@@ -314,6 +317,8 @@ class OwnStep:
         if counts[0] and not counts[1]:
             text = "load_checkpoint leaves the weights of a new stack as they are made"
             raise CannotError(f"recipe {engine.scenario.recipe!r}: {text}")
+        lost = [name for name in moved if loaded[name] != saved[name]]
+        return len(moved) - len(lost), (lost or [""])[0]
 
     def _weights(self) -> dict[str, str]:
         return {n: digest(part) for n, part in self.engine.local_tensors().items()}

@@ -259,6 +259,11 @@ class RankTrace:
     restored: Restored | None = None
     """The stack's own checkpoint after the last step; None where it has none."""
 
+    loaded: tuple[int, str] | None = None
+    """How many of the weights that training had moved are those saved, bit for bit,
+    once the stack has loaded its own checkpoint; and the first that is not. None
+    without a load."""
+
     saved: Saved | None = None
     """The state after the last step, where another world goes on from it."""
 

@@ -112,7 +112,10 @@ def observe_rank(
             if scenario.parsed_recipe.resume and step == scenario.resume_step:
                 # also the first step of a second world, which has what the first one
                 # saved
-                judged.resume(saved) if own is None else own.resume()
+                if own is None:
+                    judged.resume(saved)
+                else:
+                    trace.loaded = own.resume()
             with nullcontext() if around is None else around(engine, step):
                 _observe_step(engine, judged, trace, faults, own)
         # with a train_step, optimizers are found while it trains

@@ -165,6 +165,10 @@ def _begins_again(e: Evidence) -> None:
     e.ranks[1].steps[-1].settings["w"]["lr"] = 0.1
 
 
+def _rounded(e: Evidence) -> None:
+    e.ranks[1].loaded = (0, "w")
+
+
 FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("agreement.scale", _scale, False),
     ("agreement.growth", _growth, False),
@@ -196,6 +200,7 @@ FAULTS: list[tuple[str, Callable[[Evidence], None], bool]] = [
     ("trainer.skips", _counts_a_step, True),
     ("trainer.checkpoint", _scale_not_loaded, False),
     ("trainer.settings", _begins_again, True),
+    ("trainer.weights", _rounded, False),
 ]
 
 
@@ -237,7 +242,7 @@ def test_a_run_that_compared_nothing_is_no_pass() -> None:
     for trace in empty.ranks:
         trace.steps[0].complete = False
         del trace.steps[1:]
-        trace.misuse = trace.restored = None
+        trace.misuse = trace.restored = trace.loaded = None
     blind = Evidence(scenario=SCENARIO, ranks=empty.ranks)
     assert Status.PASS not in set(statuses(blind).values())
 

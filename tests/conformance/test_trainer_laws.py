@@ -194,6 +194,18 @@ def test_after_other_skips_a_schedule_may_be_another() -> None:
     assert found.not_compared == 2 * (RESUMED.steps - 1)
 
 
+def test_weights_that_a_load_has_rounded_are_told() -> None:
+    e = evidence(scenario=RESUMED)
+    assert finding(e, "trainer.weights").compared == 2
+    e.ranks[1].loaded = (3, "w")
+    found = finding(e, "trainer.weights")
+    assert (found.status, found.ranks, found.parameter) == (Status.FAIL, (1,), "w")
+    assert found.step == RESUMED.resume_step
+    for trace in e.ranks:
+        trace.loaded = None  # the judge's own loop has loaded it
+    assert finding(e, "trainer.weights").status is Status.SKIPPED
+
+
 def test_a_saved_state_that_a_new_scaler_has_anyway_proves_nothing() -> None:
     e = evidence()
     for trace in e.ranks:

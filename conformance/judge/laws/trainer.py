@@ -332,5 +332,37 @@ def settings(evidence: Evidence) -> Finding:
     return count_or_inconclusive(compared, "settings after a load", missed)
 
 
+@law(
+    "trainer.weights",
+    "Once a stack has loaded its own checkpoint, its weights are those that it saved, "
+    "bit for bit.",
+    "fp32 weights that are made anew from bf16 ones, or saved in half precision, lose "
+    "what many small steps have added: less than the noise of bf16 in one step.",
+    of_stack=True,
+)
+def weights(evidence: Evidence) -> Finding:
+    """Compare the weights before the save with those after the load."""
+    scenario, compared = evidence.scenario, 0
+    found = {t.rank: t.loaded for t in evidence.ranks if t.loaded is not None}
+    loads_own = scenario.parsed_recipe.resume and scenario.workload.train_step
+    if not found and not loads_own:
+        return skipped("no stack goes on from its own checkpoint")
+    for rank, (same, lost) in found.items():
+        compared += same
+        if lost:
+            return Finding(
+                status=Status.FAIL,
+                message=f"step {scenario.resume_step}: {lost} on rank {rank} is "
+                "not the weight that was saved, once the stack is loaded from its own "
+                "checkpoint",
+                step=scenario.resume_step,
+                ranks=(rank,),
+                parameter=lost,
+                cause="lost in the checkpoint",
+                compared=compared + 1,
+            )
+    return count_or_inconclusive(compared, "weights loaded as they were saved")
+
+
 def _state(state: tuple[float, int | None]) -> str:
     return f"the scale {state[0]:g} and the growth tracker {state[1]}"
