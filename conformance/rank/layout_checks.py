@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...fixtures import Batch, ResolvedWorkload, is_workload, local
 from ..space.scenario import Scenario
-from .local_parts import full_name
+from .local_parts import FP32, full_name
 from .observe import digest
 from .trace import RankTrace
 
@@ -96,7 +96,7 @@ def _check_numbers(
     workload: ResolvedWorkload, name: str, parameter: nn.Parameter, count: int
 ) -> None:
     if parameter.dtype != torch.float32:
-        text = f"made {name} {parameter.dtype}: parameters stay torch.float32"
+        text = f"made {name} {parameter.dtype}: {FP32}"
         raise workload.refuse("parallelize", text)
     flat = local(parameter.detach()).reshape(-1).cpu().numpy()
     # distinct integers below count: element numbers that nothing has changed

@@ -22,6 +22,7 @@ from ...fixtures import ResolvedWorkload, local
 from .observe import numbers_laid_out_as
 
 __all__ = [
+    "FP32",
     "WRAPPERS",
     "LocalPart",
     "by_full_name",
@@ -29,6 +30,11 @@ __all__ = [
     "full_name",
     "read_local_parts",
 ]
+
+FP32 = (
+    "parameters stay torch.float32; of weights in half precision let weights(stack) "
+    "give the fp32 copies that the optimizer steps"
+)
 
 WRAPPERS = (
     "_fsdp_wrapped_module",
@@ -186,14 +192,17 @@ def check_values(
     """
     for name, part in parts.items():
         if part.tensor.dtype != torch.float32:
-            text = f"gave {name} as {part.tensor.dtype}: parameters stay torch.float32"
+            text = f"gave {name} as {part.tensor.dtype}: {FP32}"
             raise workload.refuse("weights", text)
         now = local(part.tensor.detach()).reshape(-1).cpu()
         true = values[name].reshape(-1).cpu()[torch.from_numpy(part.places)]
         if not torch.equal(now, true):
             wrong = int((now != true).sum())
-            raise workload.refuse(
-                "parallelize",
+            text = (
                 f"changed the values of {name}: {wrong} of {len(true)} elements that "
-                "weights() gives are not those of model()",
+                "weights() gives are not those of model()"
             )
+            for narrow in (torch.bfloat16, torch.float16):
+                if torch.equal(now, true.to(narrow).to(now.dtype)):
+                    text += f" but those rounded to {narrow}: have model() round them"
+            raise workload.refuse("parallelize", text)

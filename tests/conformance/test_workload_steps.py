@@ -507,6 +507,16 @@ class OtherSlices(FlatShards):
         return found | {"0.bias": (shard, slice(4 - 4 * rank(), 8 - 4 * rank()))}
 
 
+class RoundedCopies(FlatShards):
+    """Makes its copies of the weights from bf16 ones."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        return super().parallelize(model, mesh)
+
+
 class LosesShards(FlatShards):
     """Does not tell of one weight."""
 
@@ -743,6 +753,10 @@ def test_a_stack_without_gradients_does_not_pass(runner: Runner) -> None:
         (AveragesTwice, "ema: gave 0.weight twice"),
         (WrongSlices, "weights: gave 0.bias with 4 elements, and its slices"),
         (OtherSlices, "parallelize: changed the values of 0.bias: 4 of 4 elements"),
+        (
+            RoundedCopies,
+            "those of model() but those rounded to torch.bfloat16: have model() round",
+        ),
         (LosesShards, "parallelize: no rank holds 32 of 32 elements of 2.weight"),
         (
             StepsCopies,

@@ -19,6 +19,7 @@ ROOT = Path(gradparity.__file__).parent
 STACKS = ROOT / "examples" / "stacks"
 PACKAGES = {
     "accelerate_fsdp2": "accelerate",
+    "deepspeed_bf16": "deepspeed",
     "deepspeed_pipe": "deepspeed",
     "deepspeed_stages": "deepspeed",
     "deepspeed_zero": "deepspeed",
@@ -67,6 +68,8 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("deepspeed_stages:Zero3", "dp2/2/fp32", "accumulate-uneven"),
         ("deepspeed_stages:Owned1", "dp2/2/fp32", "accumulate-uneven"),
         ("deepspeed_stages:Owned2", "dp2/2/fp32", "accumulate"),
+        ("deepspeed_bf16:Zero2", "dp2/2/bf16-params", "accumulate-uneven"),
+        ("deepspeed_bf16:Zero2", "dp2/2/bf16-params", "resume"),
         ("accelerate_fsdp2:Stack", "dp2/2/fp32", "accumulate-uneven"),
         ("accelerate_fsdp2:Stack", "dp2/2/bf16-autocast", "accumulate"),
         ("hf_trainer:Stack", "dp2/2/fp32", "accumulate-uneven"),
