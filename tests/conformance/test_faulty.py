@@ -9,6 +9,7 @@ from gradparity.conformance import LAWS, Case, Runner, Scenario, Status
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.fixtures import faulty
 from gradparity.fixtures.faulty import FAULTY, RIGHT, Broken, plain
+from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
 from gradparity.fixtures.faulty.trainers import FAULTY_TRAINERS
 from gradparity.tests.made_up import OF_STACKS
@@ -84,8 +85,8 @@ def test_a_right_scaler_is_never_accused_where_others_fail(
 
 
 def test_every_law_has_a_scaler_or_a_stack_that_breaks_it() -> None:
-    stacks = [*FAULTY_STACKS.values(), *FAULTY_TRAINERS.values()]
-    every = [*FAULTY.values(), *stacks]
+    stacks = FAULTY_STACKS | FAULTY_TRAINERS | FAULTY_STEPS
+    every = [*FAULTY.values(), *stacks.values()]
     of_random_layers = {law for law in LAWS if law.startswith(OF_STACKS)}
     assert {broken.law for broken in every} == set(LAWS) - of_random_layers
 

@@ -53,6 +53,8 @@ COUNTS = {
     "trainer.average": "9 averages untouched by a skip, or equal on two ranks",
     "trainer.skips": "12 counts of skipped steps",
     "trainer.checkpoint": "3 states saved and loaded",
+    "trainer.settings": "24 settings after a load",
+    "trainer.weights": "3 weights loaded as they were saved",
 }
 
 
@@ -64,6 +66,8 @@ def test_a_pass_says_how_much_was_compared() -> None:
 NUMBERS = {
     "trainer.average": (9, 0),
     "trainer.checkpoint": (3, 0),
+    "trainer.settings": (24, 0),
+    "trainer.weights": (3, 0),
     "agreement.replicas": (8, 0),
     "skip.all-ranks-skip": (3, 0),
     "skip.all-ranks-step": (9, 0),
@@ -116,7 +120,7 @@ def test_a_run_without_steps_passes_no_law() -> None:
     of = evidence()
     for trace in of.ranks:
         trace.steps.clear()
-        trace.misuse = trace.restored = None
+        trace.misuse = trace.restored = trace.loaded = None
     blind = Evidence(scenario=SCENARIO, ranks=of.ranks)
     told = {law: finding(blind, law).status for law in LAWS}
     expected = dict.fromkeys(LAWS, Status.INCONCLUSIVE)
