@@ -391,6 +391,16 @@ class MaskOnRank1(Right):
         return super().parallelize(model, mesh)
 
 
+class ComputesInBf16(Right):
+    """A setting of the stack's own, whatever the precision is."""
+
+    meshes = ({"dp": 2},)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return super().parallelize(model, mesh)
+
+
 class AveragedTwice(Right):
     """All gradients are divided by the number of ranks once too often."""
 

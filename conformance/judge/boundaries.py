@@ -112,6 +112,7 @@ class Boundaries:
     ) -> None:
         self.step = step
         self.ranks = {each.rank: each for each in watched}
+        self.dtype = scenario.parsed_precision.compute_dtype
         self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
         self.shapes = {
             n: tuple(p.shape) for n, p in scenario.workload.model().named_parameters()
@@ -270,7 +271,13 @@ class Boundaries:
         elif first.kind == way.enters:
             what = f"the {first.kind} {departs}"
         parts = [f"{way.name} of {subject} on {rank_list(ranks)}, {at_step}: {what}"]
-        collective = self.ranks[rank].log.last_collective(first)
+        log = self.ranks[rank].log
+        if torch.finfo(log.passed[first].dtype).bits < torch.finfo(self.dtype).bits:
+            text = (
+                f"it is in {log.passed[first].dtype}, and the precision in {self.dtype}"
+            )
+            parts.append(f"{text}: take policy.param_dtype, an argument of parallelize")
+        collective = log.last_collective(first)
         parts.append(f"last collective before it: {collective}")
         return Location(
             where=way.name,

@@ -90,6 +90,8 @@ class Passed:
     """Divisor of that sum."""
     collectives: int = 0
     """Collectives that this rank had issued in the step."""
+    dtype: torch.dtype = torch.float32
+    """In which it was computed."""
 
 
 @dataclass(kw_only=True)
@@ -413,7 +415,7 @@ class _Watch:
                 known["summed_over"], known["divided_by"] = partial_ranks(tensor)
         issued = len(self.calls.collectives) - (self.first or 0) if self.calls else 0
         self.log.passed[boundary] = Passed(
-            values=wide.cpu().numpy(), collectives=issued, **known
+            values=wide.cpu().numpy(), collectives=issued, dtype=part.dtype, **known
         )
 
     def _laid_out_as(self, tensor: DTensor) -> NDArray[np.int64]:

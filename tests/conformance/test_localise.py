@@ -128,6 +128,14 @@ def test_the_report_on_a_wrong_forward(runner: Runner) -> None:
     assert below.collective in below.text
 
 
+def test_a_narrower_dtype_than_that_of_the_precision_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.ComputesInBf16, "dp2/2/fp32"))
+    assert found.where == "forward"
+    assert "it is in torch.bfloat16, and the precision in torch.float32: " in found.text
+    right = located(runner, own(misplaced.BiasOnEveryRank))
+    assert "and the precision in" not in right.text
+
+
 def test_a_wrong_micro_batch_is_named(runner: Runner) -> None:
     found = located(
         runner, own(misplaced.SecondCallOff, "dp2/2/fp32", "steps=2,recipe=accumulate")
