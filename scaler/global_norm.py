@@ -49,10 +49,10 @@ from .grads import (
     gradients_of,
     local_tensor,
     parameters_of,
+    tensor_of,
 )
 from .local_norms import Norms, norms, scaled_norm
 from .optimizer_state import OptimizerRecord
-from .sync_message import tensor_of
 from .torch_internals import foreach_mul_, specs
 
 MESHES = 4
@@ -139,7 +139,7 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         or not all(map(is_, places.specs, found))
     ):
         if locals_ is None or any(map(_is_partial, found)):
-            by_mesh.gradients, locals_ = _one_by_one(optimizer)
+            by_mesh.gradients, locals_ = _one_by_one(optimizer, found)
             by_mesh.locals, found = None, specs(by_mesh.gradients)
         places = _places(found, locals_, alone)
         # Neither the rank of a plain tensor nor its size follows from a spec.
@@ -174,10 +174,10 @@ def _is_partial(spec: Any) -> bool:
     return spec is not None and any(p.is_partial() for p in spec.placements)
 
 
-def _one_by_one(optimizer: Any) -> tuple[list[Any], list[torch.Tensor]]:
+def _one_by_one(optimizer: Any, found: list[Any]) -> tuple[list[Any], list[Any]]:
     mine = [p for p in parameters_of(optimizer) if p.grad is not None]
     with torch.no_grad():
-        for parameter, spec in zip(mine, specs(p.grad for p in mine), strict=True):
+        for parameter, spec in zip(mine, found, strict=True):
             if _is_partial(spec):
                 from torch.distributed.tensor import Replicate
 

@@ -48,6 +48,7 @@ from .grads import (
     local_gradients,
     local_ids,
     number_in,
+    tensor_of,
     unchanged,
     write_down,
 )
@@ -62,7 +63,7 @@ from .optimizer_state import (
 from .scale_update import advance, set_scale
 from .sync import OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
-from .sync_message import LocalState, tensor_of
+from .sync_message import LocalState
 from .torch_internals import is_view, local_tensors, no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")

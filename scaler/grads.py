@@ -321,6 +321,17 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
+    """Return (numbers,), fp64, on ``device``, without a synchronisation."""
+    on_device = {i: x for i, x in enumerate(numbers) if isinstance(x, torch.Tensor)}
+    for place in on_device:
+        numbers[place] = float("nan")
+    made = moved_to(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
+    for place, value in on_device.items():
+        made[place].copy_(value, non_blocking=True)
+    return made
+
+
 def any_of(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return (), fp32 on ``device``: 1 if any of them is 1."""
     tensors = [moved_to(flag, device) for flag in flags]

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch
 
-from .grads import Number
+from .grads import Number, tensor_of
 
 CLOSING, LOADING = 0, -1
 """``position`` of a closing message, and of one about a state that is about to be
@@ -130,18 +130,6 @@ def full_message(
     for value in _shared(local, sent):
         numbers += [-math.inf] * 2 if value is None else [value, -value]
     return tensor_of([*numbers, *row], device)
-
-
-def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
-    """Return (numbers,), fp64, on ``device``, without a synchronisation."""
-    on_device = {i: x for i, x in enumerate(numbers) if isinstance(x, torch.Tensor)}
-    for place in on_device:
-        numbers[place] = math.nan
-    made = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    made = made.to(device, non_blocking=True)
-    for place, value in on_device.items():
-        made[place].copy_(value, non_blocking=True)
-    return made
 
 
 def decode_full(numbers: list[float]) -> Summary:
