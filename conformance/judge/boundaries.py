@@ -272,10 +272,9 @@ class Boundaries:
             what = f"the {first.kind} {departs}"
         parts = [f"{way.name} of {subject} on {rank_list(ranks)}, {at_step}: {what}"]
         log = self.ranks[rank].log
-        if torch.finfo(log.passed[first].dtype).bits < torch.finfo(self.dtype).bits:
-            text = (
-                f"it is in {log.passed[first].dtype}, and the precision in {self.dtype}"
-            )
+        dtype = log.passed[first].dtype
+        if torch.finfo(dtype).bits < torch.finfo(self.dtype).bits:
+            text = f"it is in {dtype}, and the precision in {self.dtype}"
             parts.append(f"{text}: take policy.param_dtype, an argument of parallelize")
         collective = log.last_collective(first)
         parts.append(f"last collective before it: {collective}")

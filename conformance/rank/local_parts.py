@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 FP32 = (
-    "parameters stay torch.float32; of weights in half precision let weights(stack) "
-    "give the fp32 copies that the optimizer steps"
+    "parameters stay torch.float32; if the weights are in half precision, let "
+    "weights(stack) give the fp32 copies that the optimizer steps"
 )
 
 WRAPPERS = (

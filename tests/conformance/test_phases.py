@@ -18,7 +18,7 @@ SPLIT = 2
 def parts(*, bad: bool = False) -> Evidence:
     """A right run on 2 ranks that goes on on 4."""
     whole = made_up.evidence(bad=bad, size=4, scenario=Scenario.parse(LEG))
-    whole = replace(whole, uninterrupted=None)  # it loads no checkpoint of its own
+    whole = replace(whole, uninterrupted=None)  # the judge restores it
     first = replace(
         whole,
         ranks=tuple(half(t, slice(0, SPLIT)) for t in whole.ranks[:2]),

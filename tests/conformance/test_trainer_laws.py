@@ -202,6 +202,10 @@ def test_weights_that_a_load_has_rounded_are_told() -> None:
     assert (found.status, found.ranks, found.parameter) == (Status.FAIL, (1,), "w")
     assert found.step == RESUMED.resume_step
     for trace in e.ranks:
+        trace.loaded = (0, "")
+    found = finding(e, "trainer.weights")
+    assert found.status is Status.INCONCLUSIVE and "moved no weight" in found.message
+    for trace in e.ranks:
         trace.loaded = None  # the judge's own loop has loaded it
     assert finding(e, "trainer.weights").status is Status.SKIPPED
 
