@@ -1,0 +1,617 @@
+"""Faults G01 to G11, G19 and G21: one process, beside torch's class or the numbers."""
+
+import pickle
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+)
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from gradparity import scaler as ours
+from gradparity.scaler import GradScaler
+from gradparity.scaler.integrations.schedule import wait_for_steps
+from gradparity.tests.beside_torch import (
+    CLASSES,
+    PAIRS,
+    PLAIN,
+    Pair,
+    ours_plain,
+    ours_sharded,
+    outcome,
+    scaled_once,
+)
+
+INF = float("inf")
+FUSED = pytest.mark.parametrize("fused", [False, True])
+OURS = pytest.mark.parametrize("make", [ours_plain, ours_sharded])
+
+
+def parameter(value: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value]))
+
+
+def with_gradient(value: float) -> nn.Parameter:
+    p = parameter()
+    p.grad = torch.tensor([value])
+    return p
+
+
+def sgd(*params: Any, **settings: Any) -> Any:
+    return torch.optim.SGD(list(params), lr=1.0, **settings)
+
+
+def gradient_of(p: nn.Parameter) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+# - G01: a gradient that two optimizers share
+
+
+def _write_data(p: nn.Parameter, value: float) -> None:
+    gradient_of(p).data.copy_(torch.tensor([value]))
+
+
+def _set_data(p: nn.Parameter, value: float) -> None:
+    gradient_of(p).data = torch.tensor([value])
+
+
+def _write_numpy(p: nn.Parameter, value: float) -> None:
+    gradient_of(p).numpy()[:] = value
+
+
+def _write_in_place(p: nn.Parameter, value: float) -> None:
+    with torch.no_grad():
+        gradient_of(p).copy_(torch.tensor([value]))
+
+
+def _replace(p: nn.Parameter, value: float) -> None:
+    p.grad = torch.tensor([value])
+
+
+def _leave(p: nn.Parameter, value: float) -> None:
+    """Torch's fault B10b: what is there is divided again."""
+
+
+WRITES: list[Callable[[nn.Parameter, float], None]] = [
+    _write_data,
+    _set_data,
+    _write_numpy,
+    _write_in_place,
+    _replace,
+    _leave,
+]
+
+
+@PAIRS
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_g01_a_shared_gradient_is_divided_as_torch_divides_it(
+    pair: Pair, write: Callable[[nn.Parameter, float], None], explicit: bool
+) -> None:
+    def run(make: Any) -> list[float]:
+        shared, own = parameter(), parameter()
+        first, second = sgd(shared), sgd(shared, own)
+        scaler, seen = make(init_scale=1024.0), []
+        for _ in range(3):
+            first.zero_grad()
+            second.zero_grad()
+            scaler.scale(((shared + own) / 8).sum()).backward()
+            for optimizer in (first, second):
+                if explicit:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                seen += [float(gradient_of(shared)), float(shared), float(own)]
+                write(shared, 128.0)
+            scaler.update()
+        return seen
+
+    assert run(pair.ours) == run(pair.theirs)
+
+
+@OURS
+@FUSED
+def test_g01_a_shared_parameter_is_warned_about_once(make: Any, fused: bool) -> None:
+    def steps(*optimizers: Any) -> list[Any]:
+        scaler = make(init_scale=4.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                for p in (shared, own, other):
+                    p.grad = torch.ones(1)
+                scaled_once(scaler)
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+        return [warning.category for warning in caught]
+
+    shared, own, other = parameter(), parameter(), parameter()
+    kinds = {"fused": fused}
+    assert steps(sgd(shared, **kinds), sgd(own, other, **kinds)) == []
+    assert steps(sgd(shared, own, **kinds), sgd(other, shared, **kinds)) == [
+        UserWarning
+    ]
+
+
+# - G02: found_inf of shape (1,)
+
+
+class OneElement(GradScaler):
+    """Finds inf by itself, and says so with shape (1,), as torch's sharded class."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *_: Any) -> Any:
+        return one_element(optimizer, inv_scale)
+
+
+class TorchOneElement(torch.amp.GradScaler):
+    """The same on torch's class."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *_: Any) -> Any:
+        return one_element(optimizer, inv_scale)
+
+
+def one_element(optimizer: Any, inv_scale: Any) -> Any:
+    bad = 0.0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            bad = max(bad, float(not p.grad.isfinite().all()))
+            p.grad.mul_(inv_scale)
+    return {torch.device("cpu"): torch.tensor([bad])}
+
+
+def test_g02_found_inf_of_one_element_is_no_skip() -> None:
+    weights: list[list[float]] = []
+    for kind in (TorchOneElement, OneElement):
+        scaler: Any = kind("cpu", init_scale=4.0)
+        p, seen = parameter(), []
+        optimizer = sgd(p)
+        for gradient in (1.0, INF, 2.0):
+            p.grad = torch.tensor([gradient])
+            scaled_once(scaler)
+            scaler.step(optimizer)
+            if kind is OneElement:
+                assert scaler.step_was_skipped(optimizer) is (gradient == INF)
+            scaler.update()
+            seen += [float(p), scaler.get_scale()]
+        weights.append(seen)
+        if kind is OneElement:
+            assert scaler.counters[:3] == (2, 1, 0)
+    assert weights[0] == weights[1] == [0.75, 4.0, 0.75, 2.0, -0.25, 2.0]
+
+
+# - G03: wrappers
+
+
+class Wrapper:
+    """Shares its optimizer's groups; the optimizer knows it, too."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, inner.wrapper = inner, self
+        self.param_groups = inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class Refusing:
+    """Raises whenever it is asked for its groups."""
+
+    @property
+    def param_groups(self) -> Any:
+        raise RuntimeError("not yet")
+
+
+@CLASSES
+@pytest.mark.parametrize("outer", [False, True])
+def test_g03_an_inner_optimizer_that_knows_its_wrapper(make: Any, outer: bool) -> None:
+    p = with_gradient(2.0)
+    inner, scaler = sgd(p), scaled_once(make(init_scale=4.0))
+    wrapper = Wrapper(inner)
+    optimizer: Any = wrapper if outer else inner
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert float(p) == 0.5
+
+
+@CLASSES
+def test_g03_an_attribute_that_raises_is_no_inner_optimizer(make: Any) -> None:
+    p = with_gradient(2.0)
+    optimizer, scaler = sgd(p), scaled_once(make(init_scale=4.0))
+    optimizer.other = Refusing()
+    scaler.step(optimizer)
+    scaler.update()
+    assert float(p) == 0.5
+
+
+# - G04: torch's dictionary of states
+
+
+class TheirStates(GradScaler):
+    """Makes the dictionary as torch's constructor and update make it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+
+@FUSED
+@pytest.mark.parametrize("explicit", [False, True])
+def test_g04_a_subclass_that_assigns_torch_s_states(
+    fused: bool, explicit: bool
+) -> None:
+    p = parameter()
+    optimizer, scaler = sgd(p, fused=fused), TheirStates("cpu", init_scale=4.0)
+    for gradient in (2.0, INF, 2.0):
+        p.grad = torch.tensor([gradient])
+        scaled_once(scaler)
+        if explicit:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (float(p), scaler.get_scale()) == (-0.5, 2.0)
+
+
+@CLASSES
+def test_g04_the_state_of_a_wrapper_lies_under_its_own_id(make: Any) -> None:
+    p = with_gradient(INF)
+    wrapper, scaler = Wrapper(sgd(p)), scaled_once(make(init_scale=4.0))
+    del wrapper.inner.wrapper
+    scaler.unscale_(wrapper)
+    state = scaler._per_optimizer_states[id(wrapper)]
+    assert state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+    assert [float(found) for found in state["found_inf_per_device"].values()] == [1.0]
+
+
+# - G05: default dtypes
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@OURS
+@FUSED
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "and_step"])
+def test_g05_another_default_dtype(
+    make: Any, fused: bool, dtype: torch.dtype, call: str
+) -> None:
+    p = parameter()
+    optimizer, scaler = sgd(p, fused=fused), make(init_scale=4.0)
+    scaled_once(scaler)
+    with default_dtype(dtype):
+        for gradient in (16.0, INF, 8.0):
+            p.grad = torch.tensor([gradient], dtype=torch.float32)
+            if call == "and_step":
+                norm = scaler.clip_and_step(optimizer, 0.5)
+                assert norm.dtype is torch.float32
+            else:
+                if call == "unscale_":
+                    scaler.unscale_(optimizer)
+                if call == "clip_grad_norm_":
+                    norm = scaler.clip_grad_norm_(optimizer, 0.5)
+                    assert norm.dtype is torch.float32
+                scaler.step(optimizer)
+            scaler.update()
+    steps = 0.5 if call in ("clip_grad_norm_", "and_step") else 4.0
+    assert float(p) == pytest.approx(1.0 - 2 * steps, abs=1e-5)
+    assert scaler.get_scale() == 2.0
+    assert scaler._scale.dtype is torch.float32
+
+
+# - G06: settings that torch takes
+
+
+@PLAIN
+@pytest.mark.parametrize("interval", [2**31, 10**10, sys.maxsize])
+def test_g06_a_growth_interval_beyond_int32(make: Any, interval: int) -> None:
+    scaler = scaled_once(make(init_scale=4.0, growth_interval=interval))
+    scaler.step(sgd(with_gradient(1.0)))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    state = scaler.state_dict()
+    assert state["growth_interval"] == interval
+    other = make(init_scale=2.0)
+    other.load_state_dict(state)
+    other.set_growth_interval(interval)
+    assert other.state_dict() == state
+
+
+@PLAIN
+def test_g06_a_growth_factor_of_one_can_be_set_and_loaded(make: Any) -> None:
+    scaler = scaled_once(make(init_scale=4.0, growth_interval=1))
+    scaler.set_growth_factor(1.0)
+    scaler.step(sgd(with_gradient(1.0)))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    other = make()
+    other.load_state_dict(scaler.state_dict())
+    assert other.get_growth_factor() == 1.0
+
+
+# - G07, G08: optimizers of others
+
+
+class OwnFused:
+    """A fused optimizer of the user's, with momentum, and an int in its state."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Any
+    found_inf: Any
+
+    def __init__(self, *params: Any) -> None:
+        group: dict[str, Any] = {"params": list(params), "momentum": 0.5, "lr": 1.0}
+        self.param_groups = [group]
+        self.state: dict[Any, Any] = {"steps": 0}
+
+    def step(self) -> None:
+        if float(self.found_inf):
+            return
+        self.state["steps"] += 1
+        divisor = 1.0 if self.grad_scale is None else self.grad_scale
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad / divisor)
+
+
+class TakesScaler(OwnFused):
+    """The old contract: the scaler comes as an argument."""
+
+    def step(self, grad_scaler: Any = None) -> None:
+        found = grad_scaler._check_inf_per_device(self)
+        self.grad_scale, self.found_inf = (
+            grad_scaler._get_scale_async(),
+            sum(found.values()),
+        )
+        super().step()
+
+
+@CLASSES
+def test_g07_an_int_in_the_state_of_a_fused_optimizer(make: Any) -> None:
+    p = parameter()
+    optimizer, scaler = OwnFused(p), make(init_scale=4.0)
+    for gradient in (2.0, INF, 2.0):
+        p.grad = torch.tensor([gradient])
+        scaled_once(scaler)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (float(p), optimizer.state["steps"]) == (-0.5, 2)
+
+
+@PLAIN
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_g07_an_argument_called_grad_scaler_is_replaced(make: Any) -> None:
+    p = with_gradient(2.0)
+    optimizer, scaler = TakesScaler(p), scaled_once(make(init_scale=4.0))
+    scaler.step(optimizer, grad_scaler=None)
+    scaler.update()
+    assert float(p) == 0.5
+
+
+class Group:
+    """A mapping with no more than torch's scaler asks for."""
+
+    def __init__(self, *params: Any) -> None:
+        self.params = list(params)
+
+    def __getitem__(self, name: str) -> Any:
+        return {"params": self.params}[name]
+
+
+class OddGroups(OwnFused):
+    """Its groups have no ``get``."""
+
+    def __init__(self, *params: Any) -> None:
+        super().__init__(*params)
+        self.param_groups = [Group(*params)]  # type: ignore[list-item]
+
+
+class Unfused(OddGroups):
+    """Without a kernel of its own."""
+
+    _step_supports_amp_scaling = False
+
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(p.grad)
+
+
+@CLASSES
+@pytest.mark.parametrize("kind", [OddGroups, Unfused])
+def test_g08_groups_without_get(make: Any, kind: Any) -> None:
+    p = parameter()
+    optimizer, scaler = kind(p), make(init_scale=4.0)
+    for gradient in (2.0, INF, 2.0):
+        p.grad = torch.tensor([gradient])
+        scaled_once(scaler)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (float(p), scaler.get_scale()) == (-0.5, 2.0)
+
+
+# - G09, G10: fake tensors, swapped parameters
+
+
+@PLAIN
+@FUSED
+def test_g09_a_step_under_fake_tensors(make: Any, fused: bool) -> None:
+    """As torch: a fused step reads nothing, an unfused one cannot know found_inf."""
+
+    def step() -> None:
+        with FakeTensorMode():
+            p = nn.Parameter(torch.ones(1))
+            scaler, optimizer = make(init_scale=4.0), sgd(p, fused=fused)
+            scaler.scale(p.sum()).backward()
+            scaler.step(optimizer)
+
+    if fused:
+        step()
+    else:
+        with pytest.raises(DataDependentOutputException):
+            step()
+
+
+@CLASSES
+@FUSED
+@pytest.mark.parametrize("clip", [False, True])
+def test_g10_a_module_is_moved_before_the_update(
+    make: Any, fused: bool, clip: bool
+) -> None:
+    if clip and not hasattr(make(), "clip_grad_norm_"):
+        pytest.skip("torch's classes have no clip_grad_norm_")
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        scaler, optimizer = make(init_scale=4.0), sgd(model.weight, fused=fused)
+        scaler.scale(model(torch.full((1, 1), 0.5)).sum()).backward()
+        if clip:
+            scaler.clip_grad_norm_(optimizer, 1e9)
+        scaler.step(optimizer)
+        model.to(torch.float64)
+        scaler.update()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    assert model.weight.dtype is torch.float64
+    assert model.weight.tolist() == [[0.5]]
+
+
+# - G11: linear in the number of optimizers
+
+
+def work(call: Callable[[], None]) -> int:
+    """Return how many bytecodes of the scaler's files ran."""
+    folder, count = str(ours.__path__[0]), 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@OURS
+@FUSED
+@pytest.mark.parametrize(
+    "call", ["step", "unscale_", "clip_grad_norm_", "clip_and_step"]
+)
+def test_g11_the_work_is_linear_in_the_number_of_optimizers(
+    make: Any, fused: bool, call: str
+) -> None:
+    def iteration(count: int) -> list[int]:
+        params = [parameter() for _ in range(count)]
+        optimizers = [sgd(p, fused=fused) for p in params]
+        scaler = scaled_once(make(init_scale=4.0))
+
+        def run() -> None:
+            for optimizer in optimizers:
+                if call == "clip_and_step":
+                    scaler.clip_and_step(optimizer, 1e9)
+                    continue
+                if call == "unscale_":
+                    scaler.unscale_(optimizer)
+                elif call == "clip_grad_norm_":
+                    scaler.clip_grad_norm_(optimizer, 1e9)
+                scaler.step(optimizer)
+            scaler.update()
+
+        works = []
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones(1)
+            works.append(work(run))
+        return works
+
+    for few, many in zip(iteration(30), iteration(120), strict=True):
+        assert few > 0
+        assert many < 4.4 * few
+
+
+# - G19: what .grad holds
+
+
+@OURS
+@FUSED
+@pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_", "both"])
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_g19_gradients_are_what_the_call_says(
+    make: Any, fused: bool, call: str, is_view: bool, other: bool
+) -> None:
+    """In every iteration; what is written to them then counts."""
+    a, b, c = parameter(), parameter(), parameter()
+    optimizer, scaler = sgd(a, b, fused=fused), make(init_scale=1024.0)
+    second = sgd(c, fused=fused)
+    expected = 1.0
+    for _ in range(3):
+        flat = torch.tensor([3.0 * 1024, 4.0 * 1024])
+        a.grad = flat[:1] if is_view else flat[:1].clone()
+        b.grad = flat[1:] if is_view else flat[1:].clone()
+        c.grad = torch.tensor([1024.0])
+        scaled_once(scaler)
+        if call != "clip_grad_norm_":
+            scaler.unscale_(optimizer)
+        if call != "unscale_":
+            assert float(scaler.clip_grad_norm_(optimizer, 2.5)) == 5.0
+        factor = 1.0 if call == "unscale_" else 0.5
+        held = [float(gradient_of(a)), float(gradient_of(b))]
+        assert held == pytest.approx([3.0 * factor, 4.0 * factor], rel=1e-6)
+        if other:
+            scaler.step(second)
+        gradient_of(a).mul_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        expected -= 1.5 * factor
+        assert float(a) == pytest.approx(expected, rel=1e-5)
+
+
+# - G21: a scheduler can be pickled
+
+
+def test_g21_a_scheduler_that_waits_can_be_pickled() -> None:
+    p = with_gradient(INF)
+    optimizer, scaler = sgd(p), scaled_once(ours_plain(init_scale=4.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    wait_for_steps(scheduler, scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+    assert scheduler.last_epoch == 0
+    again = pickle.loads(pickle.dumps(scheduler))
+    assert outcome(again.state_dict) == outcome(scheduler.state_dict)
+    assert isinstance(again, torch.optim.lr_scheduler.StepLR)
