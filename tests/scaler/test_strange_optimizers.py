@@ -101,7 +101,7 @@ class FreshGroups(Duck):
         self.held = params
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         return [{"params": list(self.held)}]
 
 
@@ -328,7 +328,7 @@ class Pickier(torch.optim.SGD):
     def __init__(self, *params: Any) -> None:
         super().__init__(list(params), lr=1.0)
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step()
         return {"lr": 1.0}
 
@@ -538,11 +538,11 @@ class StepsByHand:
 
 
 class MakesItsScale:
-    """Makes the scale by itself, with another shape."""
+    """Makes the scale by itself."""
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[misc]
-        self._scale = self._scale.clone()
+        self._scale: Any = self.__dict__["_scale"].clone()
 
 
 class ScaleIsSet:
@@ -599,7 +599,7 @@ def mixed(make: Any, mixin: type) -> Any:
         group = getattr(scaler, "process_group", None)
         if group is not None:
             settings["process_group"] = group
-        return kind("cpu", **settings)  # type: ignore[call-arg]
+        return kind("cpu", **settings)
 
     return made
 
