@@ -1,0 +1,346 @@
+"""A call that raises leaves the scaler as it was: whatever raises, wherever.
+
+One clean iteration counts what the scaler calls: kernels, collectives, the optimizer
+and its hooks. Then each of them raises once, one after the other, and the batch is
+dropped. The iterations after it must be those of a run that never had the batch.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradparity import scaler as ours
+from gradparity.multiprocess import Cluster
+from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
+from gradparity.tests.stepping import BOTH, FUSED
+
+INF = float("inf")
+SOON_S = 60.0  # a hang fails long before the harness's own limit
+FOLDER = str(ours.__path__[0])
+BAD = pytest.mark.parametrize("bad", [False, True])
+
+
+class Struck(Exception):
+    """What a call out of the scaler raises."""
+
+
+# - The calls of an iteration, one after the other
+
+Calls = list[Callable[[Any, Any], Any]]
+
+
+def _clip(scaler: Any, optimizer: Any) -> Any:
+    return scaler.clip_grad_norm_(optimizer, 1e9)
+
+
+SEQUENCES: dict[str, Calls] = {
+    "step": [GradScaler.step],
+    "unscale_": [GradScaler.unscale_, GradScaler.step],
+    "clip": [_clip, GradScaler.step],
+    "both": [GradScaler.unscale_, _clip, GradScaler.step],
+    "clip_and_step": [lambda s, optimizer: s.clip_and_step(optimizer, 1e9)],
+}
+SEQUENCE = pytest.mark.parametrize("name", SEQUENCES)
+
+
+# - What raises
+
+
+class RaisesAt(TorchDispatchMode):
+    """Raises at one call out of the scaler: a kernel, a collective, a hook.
+
+    ``at`` is its number; kernels inside the optimizer's step do not count, since half
+    a step is the optimizer's own affair. ``before_sync``: not after a collective.
+    """
+
+    def __init__(self, optimizer: Any, at: int, *, before_sync: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.at, self.before_sync = at, before_sync
+        self.count, self.struck = 0, False
+        self.is_inside = self.is_sent = self.is_on = False
+        optimizer.register_step_pre_hook(self._enter)
+        optimizer.register_step_post_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        self._event()
+        self.is_inside = True
+
+    def _leave(self, *_: Any) -> None:
+        self.is_inside = False
+        self._event()
+
+    def _event(self) -> None:
+        if not self.is_on or self.is_inside or (self.before_sync and self.is_sent):
+            return
+        self.count += 1
+        if self.count == self.at:
+            self.struck = True
+            raise Struck
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._event()
+        self.is_sent |= func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Count, and raise."""
+        self.is_on = True
+        try:
+            with self:
+                yield
+        finally:
+            self.is_on = self.is_inside = False
+
+
+class InterruptsAt:
+    """Raises KeyboardInterrupt before one line of the scaler's files."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count, self.struck = at, 0, False
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                self.struck = True
+                raise KeyboardInterrupt
+        return self._trace
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Count, and raise."""
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+# - One training, with a batch that is dropped
+
+
+class Run:
+    """Two parameters, SGD; each good step takes 1/8 from one and 1/4 from the other."""
+
+    def __init__(self, make: Any, fused: bool) -> None:
+        self.params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+        self.optimizer: Any = torch.optim.SGD(self.params, lr=1.0, fused=fused)
+        self.scaler: Any = make(device="cpu", init_scale=1024.0)
+
+    def backward(self, bad: bool = False) -> None:
+        self.optimizer.zero_grad()
+        a, b = self.params
+        self.scaler.scale((a / 8 + b / 4).sum()).backward()
+        if bad:
+            assert a.grad is not None
+            a.grad.fill_(INF)
+
+    def iterate(self, calls: Calls) -> None:
+        self.backward()
+        for call in calls:
+            call(self.scaler, self.optimizer)
+        self.scaler.update()
+
+    def steps(self) -> float:
+        """How many steps were taken, if each was a right one."""
+        a, b = (1.0 - p.item() for p in self.params)
+        assert b == 2 * a, (a, b)
+        return a * 8
+
+    def state(self) -> tuple[float, float, int]:
+        state = self.scaler.state_dict()
+        return self.steps(), state["scale"], state["_growth_tracker"]
+
+
+def drop_a_batch(
+    run: Run, calls: Calls, strike: Any, *, before: int, bad: bool, updates: bool
+) -> tuple[float, float, int]:
+    """Train; a batch is struck and dropped. Return what `Run.state` must be then."""
+    for _ in range(before):
+        run.iterate(calls)
+    run.backward(bad)
+    try:
+        # Without an update, calls before the one that raised have happened, as torch's.
+        for call in calls if updates else calls[:1]:
+            with strike.on():
+                call(run.scaler, run.optimizer)
+    except (Struck, KeyboardInterrupt, PeerFailedError):
+        pass
+    else:
+        return (-1.0, 0.0, 0)  # the last call is reached
+    steps, scale, tracker = run.state()
+    assert steps in ((before,) if bad else (before, before + 1))
+    run.optimizer.zero_grad()
+    if updates:
+        try:
+            run.scaler.update()
+        except AssertionError as error:  # as torch's, where nothing was checked
+            assert "No inf checks" in str(error)
+        else:
+            scale, tracker = (scale / 2, 0) if bad else (scale, tracker + 1)
+        assert run.state() == (steps, scale, tracker)
+    return steps + 2, scale, tracker + 2
+
+
+@BOTH
+@FUSED
+@BAD
+@SEQUENCE
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("updates", [False, True])
+def test_each_call_out_of_the_scaler_raises_once(
+    make: Any, fused: bool, bad: bool, name: str, before: int, updates: bool
+) -> None:
+    calls, at = SEQUENCES[name], 0
+    while True:
+        at += 1
+        run = Run(make, fused)
+        strike = RaisesAt(run.optimizer, at)
+        expected = drop_a_batch(
+            run, calls, strike, before=before, bad=bad, updates=updates
+        )
+        if not strike.struck:
+            break
+        for _ in range(2):
+            run.iterate(calls)
+        assert run.state() == expected, f"call {at} raised"
+    assert at > 3
+
+
+@FUSED
+@SEQUENCE
+@pytest.mark.parametrize(("bad", "updates"), [(False, False), (True, True)])
+def test_interrupted_before_each_line_it_raises_or_is_right(
+    fused: bool, name: str, bad: bool, updates: bool
+) -> None:
+    calls, at = SEQUENCES[name], 0
+    while True:
+        at += 1
+        run = Run(GradScaler, fused)
+        strike = InterruptsAt(at)
+        steps = 0.0
+        try:
+            steps, *_ = drop_a_batch(
+                run, calls, strike, before=1, bad=bad, updates=updates
+            )
+            if not strike.struck:
+                break
+            for _ in range(2):
+                run.iterate(calls)
+        except (RuntimeError, AssertionError) as error:  # a refusal, no wrong step
+            assert strike.struck
+            assert "assert" not in str(error)
+            assert run.steps() in (1.0, 2.0, 3.0)
+        else:
+            assert run.steps() == steps, f"interrupted before line {at}"
+        finally:  # the next backward has raised, if it was left off
+            torch.set_grad_enabled(True)
+    assert at > 20
+
+
+@BOTH
+@FUSED
+@BAD
+def test_an_update_that_raised_is_called_again(
+    make: Any, fused: bool, bad: bool
+) -> None:
+    at = 0
+    while True:
+        at += 1
+        run = Run(make, fused)
+        strike = RaisesAt(run.optimizer, at)
+        run.iterate(SEQUENCES["step"])
+        run.backward(bad)
+        run.scaler.step(run.optimizer)
+        try:
+            with strike.on():
+                run.scaler.update()
+        except Struck:
+            run.scaler.update()
+        expected = (1.0, 512.0, 0) if bad else (2.0, 1024.0, 2)
+        assert run.state() == expected, f"call {at} raised"
+        if not strike.struck:
+            break
+    assert at > 1
+
+
+@BOTH
+@pytest.mark.parametrize(
+    # After its kernel has run, torch's steps again on what the kernel left.
+    ("fused", "when"),
+    [(False, "before"), (True, "before"), (False, "after")],
+)
+def test_a_step_that_raised_is_called_again(make: Any, fused: bool, when: str) -> None:
+    """On the same gradients: it steps as it would have, or raises."""
+    run = Run(make, fused)
+    register = getattr(
+        run.optimizer,
+        "register_step_pre_hook" if when == "before" else "register_step_post_hook",
+    )
+    hooks: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        hooks.pop().remove()
+        raise Struck
+
+    hooks.append(register(hook))
+    run.backward()
+    with pytest.raises(Struck):
+        run.scaler.step(run.optimizer)
+    moved = run.steps()
+    assert moved == (0.0 if when == "before" else 1.0)
+    try:
+        run.scaler.step(run.optimizer)
+    except RuntimeError:
+        assert run.steps() == moved
+    else:
+        assert run.steps() == moved + 1
+
+
+# - Ranks
+
+
+@FUSED
+@SEQUENCE
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("alike", [True, False])
+def test_each_call_out_raises_once_on_ranks(
+    two: Cluster, fused: bool, name: str, before: int, updates: bool, alike: bool
+) -> None:
+    """``alike``: on both ranks, else on one of them, before it has sent its message."""
+    calls = SEQUENCES[name]
+
+    def sweep() -> list[str]:
+        at, wrong = 0, []
+        while True:
+            at += 1
+            run = Run(ShardedGradScaler if at % 2 else GradScaler, fused)
+            is_struck = alike or dist.get_rank() == 1
+            strike = RaisesAt(
+                run.optimizer, at if is_struck else -1, before_sync=not alike
+            )
+            expected = drop_a_batch(
+                run, calls, strike, before=before, bad=False, updates=updates
+            )
+            if expected[0] < 0:
+                return [*wrong, f"{at > 3}"]
+            for _ in range(2):
+                run.iterate(calls)
+            if run.state() != expected:
+                wrong.append(f"call {at}: {run.state()}, expected {expected}")
+
+    assert two.run(sweep, timeout_s=SOON_S) == [["True"]] * 2
