@@ -96,7 +96,7 @@ def check_state(state: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     left = state.get("_hysteresis_left", policy.hysteresis)  # absent in torch's
     checked = {
         "scale": check_number("The scale", state["scale"]),
-        "growth_factor": check_number("The growth factor", state["growth_factor"]),
+        "growth_factor": check_number("growth_factor", state["growth_factor"]),
         "backoff_factor": check_number("The backoff factor", state["backoff_factor"]),
         "growth_interval": check_count("The growth interval", state["growth_interval"]),
         "_growth_tracker": check_count("The growth tracker", tracker, at_least=0),
@@ -113,6 +113,8 @@ _SCALE = (
 )
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "The growth factor": (lambda x: 1.0 < x < math.inf, "> 1.0 and finite"),
+    # As torch, which asks for more in the constructor only: 1 ends the growth.
+    "growth_factor": (lambda x: 1.0 <= x < math.inf, ">= 1.0 and finite"),
     "The backoff factor": (lambda x: 0.0 < x < 1.0, "< 1.0 and > 0.0"),
     # A negative bound would turn gradients round; what torch computes for the other
     # orders is no norm. Either may be infinite.
@@ -147,7 +149,7 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
     """Return a setting as an int.
 
     Raises:
-        InvalidSettingError: no integer, below ``at_least``, or too large for int32.
+        InvalidSettingError: no integer, below ``at_least``, or too large for a kernel.
     """
     try:
         count = operator.index(value)
@@ -155,8 +157,9 @@ def check_count(name: str, value: SupportsIndex, *, at_least: int = 1) -> int:
         raise InvalidSettingError(
             f"{name} must be an integer, got {value!r}."
         ) from error
-    if not at_least <= count < 2**31:
+    bits = 64 if name == "The growth interval" else 32
+    if not at_least <= count < 2 ** (bits - 1):
         raise InvalidSettingError(
-            f"{name} must be at least {at_least} and fit int32, got {value!r}."
+            f"{name} must be at least {at_least} and fit int{bits}, got {value!r}."
         )
     return count

@@ -12,20 +12,16 @@ mesh and counts meshes of one kind with equal sums once. The sums do not depend 
 order of the ranks, since replicas may list theirs in different orders. All ranks do
 this on the same numbers, so they clip alike whatever happens.
 
-[Note: A clip left to a kernel]
-A fused optimizer divides by ``grad_scale`` while it steps, which saves a write of all
-gradients. Until then they carry the scale; the scaler holds them (``folded``), so that
-a new gradient is another object, and the divisor (``fused_grad_scale``). `step` hands
-the divisor over and forgets both, unless the optimizer raised. What comes instead of
-that step divides those that are unchanged: a step that goes past the kernel or without
-one of them, another optimizer that shares a gradient, `update`. `step` refuses
-gradients that were changed or replaced in between, because nothing shows whether they
-carry the scale.
+The norm of order 2 or infinity of gradients that all lie on one mesh of all ranks needs
+no table: the parts are added up by an all-reduce of one number.
 
-Under FSDP2 and DDP gradients are views of one buffer and have one version: clipping
-those of another optimizer changes it. So where there may be several optimizers, views
-are not left to a kernel, and what was left to one is divided when another optimizer is
-seen for the first time.
+[Note: Replicas that round apart]
+Ranks with other numbers of threads may round the norm of one and the same gradient
+apart. So where two meshes of one kind have norms that are equal up to rounding, but not
+to the last bit, each rank adds up the bits of its gradients as integers, which no order
+changes, and meshes of one kind with equal sums are counted once. This reads the
+gradients once more, and is rare. On an accelerator, where looking would synchronise,
+norms are compared as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -41,21 +37,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .config import HIGHEST_SCALE, LOWEST_SCALE
+from .config import LOWEST_SCALE
 from .grads import (
     Gradients,
     Number,
     by_device_and_dtype,
     gradients_of,
     local_tensor,
+    multiply_,
     parameters_of,
     tensor_of,
 )
 from .local_norms import Norms, norms, scaled_norm
-from .optimizer_state import OptimizerRecord
-from .torch_internals import foreach_mul_, specs
+from .optimizer_record import OptimizerRecord
+from .sync import ROW_LENGTH
+from .torch_internals import specs
 
-MESHES = 4
+MESHES = ROW_LENGTH // 3
 """Meshes that the gradients of one optimizer may lie on, on one rank."""
 
 
@@ -64,13 +62,13 @@ class Layout(NamedTuple):
 
     Attributes:
         mesh: 52 bits that stand for the ranks of the mesh, in its order.
-        size: how many ranks these are.
+        ranks: in ascending order, as ranks of the default process group.
         kind: the axes of the mesh and their sizes.
         copies: how often the mesh holds each element.
     """
 
     mesh: float
-    size: int
+    ranks: tuple[int, ...]
     kind: str
     copies: int
 
@@ -82,7 +80,7 @@ def _layout_on(mesh: Any, placements: tuple[Any, ...]) -> Layout:
     )
     ranks = tuple(mesh.mesh.flatten().tolist())
     kind = f"{mesh.mesh_dim_names}{tuple(mesh.shape)}"
-    return Layout(_hashed(str(ranks)), len(ranks), kind, copies)
+    return Layout(_hashed(str(ranks)), tuple(sorted(ranks)), kind, copies)
 
 
 class GradsByMesh(dict[Layout, Gradients]):
@@ -90,14 +88,9 @@ class GradsByMesh(dict[Layout, Gradients]):
 
     Attributes:
         kinds: what kind of mesh and how many elements on it, as a number; of each mesh.
-        gradients: all of them, as the parameters have them.
-        locals: the local tensor of each, ``gradients`` itself if none is a DTensor;
-            None if one was made for the norm: summed up, or the values of a sparse one.
     """
 
-    kinds: dict[float, float]
-    gradients: Sequence[Any] = ()
-    locals: Sequence[torch.Tensor] | None = None
+    kinds: Mapping[float, float] = {}
 
 
 class Places(NamedTuple):
@@ -121,11 +114,11 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
     """Collect the local gradients of an optimizer by where they lie.
 
     Partial gradients are summed up first, a collective over their mesh. ``rank`` is
-    that of this process in the group that syncs.
+    that of this process in the default process group.
     """
-    alone = Layout(_hashed(f"({rank},)"), 1, "plain", 1)
+    alone = Layout(_hashed(f"({rank},)"), (rank,), "plain", 1)
     by_mesh = GradsByMesh()
-    by_mesh.gradients, by_mesh.locals = gradients, locals_ = gradients_of(optimizer)
+    gradients, locals_ = gradients_of(optimizer)
     if locals_ is gradients and gradients:  # no DTensor among them
         by_mesh[alone] = by_device_and_dtype(gradients)
         by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
@@ -139,8 +132,8 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         or not all(map(is_, places.specs, found))
     ):
         if locals_ is None or any(map(_is_partial, found)):
-            by_mesh.gradients, locals_ = _one_by_one(optimizer, found)
-            by_mesh.locals, found = None, specs(by_mesh.gradients)
+            gradients, locals_ = _one_by_one(optimizer, found)
+            found = specs(gradients)
         places = _places(found, locals_, alone)
         # Neither the rank of a plain tensor nor its size follows from a spec.
         is_plain = any(spec is None for spec in found)
@@ -267,32 +260,88 @@ def _hashed(text: str) -> float:
 # - All ranks
 
 
-def global_norm(entries: torch.Tensor, norm_type: float) -> Number:
+def is_one_sum(grads: GradsByMesh, norm_type: float, ranks: tuple[int, ...]) -> bool:
+    """Return whether the norm over ``ranks`` is one sum of what each rank has."""
+    is_simple = norm_type == 2.0 or math.isinf(norm_type)
+    return is_simple and all(layout.ranks == ranks for layout in grads)
+
+
+def part_of_sum(entries: list[Number], norm_type: float) -> float:
+    """Return what this rank adds to that sum, or brings to that maximum."""
+    parts = [float(part) for part in entries[2::3]]
+    return max(parts) if math.isinf(norm_type) else math.fsum(x * x for x in parts)
+
+
+class AmbiguousError(Exception):
+    """Meshes of one kind have norms that only rounding may tell apart."""
+
+
+# Norms of one gradient that are rounded in another order differ by less: twice the
+# 6e-5 of [Note: Exact enough] in local_norms.py.
+_ROUNDING = 2.0**-12
+
+
+def global_norm(
+    entries: torch.Tensor, norm_type: float, sums: torch.Tensor | None = None
+) -> Number:
     """Return the norm over all ranks. See [Note: Each replica once].
 
     Args:
         entries: (..., 3), fp64: the entries of all ranks.
         norm_type: order of the norm; may be infinite.
+        sums: (...), int64: `bit_sums` of all ranks, if these must tell replicas.
 
     Returns:
         A number, or (), fp64, on the device of the entries; without a synchronisation.
+
+    Raises:
+        AmbiguousError: it takes ``sums``.
     """
     rows = entries.reshape(-1, 3)
     if not rows.is_cpu:
         return _norm_on_device(rows, norm_type)
-    found: list[list[float]] = [row for row in rows.tolist() if row[0]]
+    found: list[list[float]] = rows.tolist()
     largest = _highest([norm for _, _, norm in found])
     if math.isinf(norm_type) or not math.isfinite(largest) or largest == 0.0:
         return largest
+    bits = [0] * len(found) if sums is None else sums.flatten().tolist()
     powers: dict[float, list[float]] = {}
     kinds: dict[float, float] = {}
-    for mesh, kind, norm in found:
-        powers.setdefault(mesh, []).append((norm / largest) ** norm_type)
-        kinds.setdefault(mesh, kind)
+    exact: dict[float, int] = Counter()
+    for (mesh, kind, norm), of_bits in zip(found, bits, strict=True):
+        if mesh:
+            powers.setdefault(mesh, []).append((norm / largest) ** norm_type)
+            kinds.setdefault(mesh, kind)
+            exact[mesh] = (exact[mesh] + of_bits) % 2**64
     # fsum rounds once, whatever the order.
-    once = {(kinds[mesh], math.fsum(some)) for mesh, some in powers.items()}
-    total = math.fsum(power for _, power in once)
+    totals = {mesh: math.fsum(some) for mesh, some in powers.items()}
+    if sums is None:
+        once = {(kinds[mesh], total): total for mesh, total in totals.items()}
+        by_kind: dict[float, float] = {}
+        for kind, total in sorted(once):
+            if total <= by_kind.get(kind, -1.0) * (1.0 + _ROUNDING) ** norm_type:
+                raise AmbiguousError
+            by_kind[kind] = total
+    else:
+        once = {(kinds[mesh], exact[mesh]): totals[mesh] for mesh in sorted(totals)}
+    total = math.fsum(once.values())
     return float(largest * total ** (1.0 / norm_type))
+
+
+def bit_sums(grads: GradsByMesh) -> torch.Tensor:
+    """Return (MESHES,), int64: for each mesh the sum of the bits of the gradients."""
+    sums: dict[float, int] = Counter()
+    for layout, groups in grads.items():
+        for tensor in chain.from_iterable(groups.values()):
+            bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+            sums[layout.mesh] += int(bits.sum(dtype=torch.int64))
+    row = torch.zeros(MESHES, dtype=torch.int64, device="cpu")
+    for place, total in enumerate(sums.values()):
+        row[place] = (total + 2**63) % 2**64 - 2**63
+    return row
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -306,8 +355,11 @@ def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
     mesh, kind, norm = rows.T.contiguous()
     one = 2.0 ** min(52, 62 - len(rows).bit_length())  # the sum of all fits int64
     power = ((norm / divisor).pow(norm_type) * one).round().long()
-    place = torch.searchsorted(mesh.sort().values, mesh)  # one for each mesh
+    # Entries of one mesh get one place, and with it the sum over the mesh.
+    place = torch.searchsorted(mesh.sort().values, mesh)
     total = torch.zeros_like(power).index_add_(0, place, power)[place]
+    # Sorted by kind, then by sum, equal ones are neighbours: all but one are copies,
+    # entries of one mesh among them.
     order = total.argsort()
     order = order[kind[order].argsort(stable=True)]
     kind, total = kind[order], total[order]
@@ -320,43 +372,22 @@ def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
 # - Clip
 
 
-def clip_(
-    grads: GradsByMesh, norm: Number, max_norm: float, scale: Number, *, fused: bool
-) -> Number | None:
-    """Clip local gradients, or return what a fused kernel divides by instead.
-
-    Args:
-        grads: local gradients, which carry ``scale``; multiplied in place.
-        norm: of all unscaled gradients.
-        max_norm: largest norm afterwards.
-        scale: 1 if they are unscaled already.
-        fused: leave the gradients to a kernel if fp32 can hold its divisor. On an
-            accelerator, where reading it would synchronise, a norm beyond fp32 then
-            clips to zero.
-
-    Returns:
-        The divisor; None if the gradients were multiplied.
-    """
-    # The factor of torch.nn.utils.clip_grad_norm_, in fp64.
+def clip_factor(norm: Number, max_norm: float) -> Number:
+    """Return the factor of ``torch.nn.utils.clip_grad_norm_``, in fp64."""
     factor = max_norm / (norm + 1e-6)
     if isinstance(factor, torch.Tensor):
-        factor = factor.clamp(max=1.0)
-    else:
-        factor = min(factor, 1.0)  # of nan and 1 it is nan
-    if fused:
-        is_unknown = isinstance(factor, torch.Tensor) or isinstance(scale, torch.Tensor)
-        if is_unknown or scale <= HIGHEST_SCALE * factor:
-            return scale / factor
+        return factor.clamp(max=1.0)
+    return min(factor, 1.0)  # of nan and 1 it is nan
+
+
+def clip_(grads: GradsByMesh, factor: Number, scale: Number) -> None:
+    """Multiply local gradients, which carry ``scale``, by ``factor / scale``."""
     once = factor / scale
     # A product that is subnormal in fp32 has lost digits, or is zero.
     is_small = isinstance(once, float) and once < LOWEST_SCALE
-    with torch.no_grad():
-        for groups in grads.values():
-            for (device, dtype), tensors in groups.items():
-                is_wide = dtype is torch.float64
-                factors = [1.0 / scale, factor] if is_small and not is_wide else [once]
-                kind = torch.float64 if is_wide else torch.float32
-                for number in factors:
-                    value = torch.as_tensor(number, dtype=kind, device=device)
-                    foreach_mul_(tensors, value)
-    return None
+    for gradients in grads.values():
+        wide = {key: some for key, some in gradients.items() if key[1] is torch.float64}
+        others = {key: some for key, some in gradients.items() if key not in wide}
+        multiply_(wide, once)
+        for number in [1.0 / scale, factor] if is_small else [once]:
+            multiply_(others, number)

@@ -1,26 +1,41 @@
 """GradScaler: scale, unscale_, clip_grad_norm_, step, update, as in torch, on N ranks.
 
 1. ``scale(loss)`` multiplies the loss; backward makes scaled gradients.
-2. ``unscale_``, ``clip_grad_norm_`` or ``step`` checks this rank's gradients
-   (``grads.py``) and syncs found_inf with the other ranks (``sync.py``); the gradients
-   are divided, here or in a fused optimizer.
-3. ``step`` calls the optimizer, on all ranks or on none.
+2. ``unscale_``, ``clip_grad_norm_``, ``clip_and_step`` or ``step`` checks this rank's
+   gradients (``grads.py``) and syncs found_inf with the other ranks (``sync.py``); the
+   gradients are divided, here or in a fused optimizer.
+3. ``step`` or ``clip_and_step`` calls the optimizer, on all ranks or on none.
 4. ``update`` moves the scale (``scale_update.py``) and ends the iteration.
+
+Nothing about a gradient is kept between calls: what ``.grad`` holds follows from the
+name of the last call.
+
+[Note: A call that raises]
+A sync that fails raises on every rank. Whatever raises in a call, also in the optimizer
+that it steps, the optimizer's part of the iteration begins anew: gradients that were
+divided are multiplied by the scale again, and what was found is dropped. So whoever
+catches the error, drops the batch and goes on trains as if the batch had not been, with
+an `update` in between (which then moves nothing) or without. Errors of wrong call order
+are raised before anything has happened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
+from torch.amp.grad_scaler import (
+    _refresh_per_optimizer_state as _refresh_per_optimizer_state,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import (
@@ -33,43 +48,76 @@ from .config import (
     check_state,
 )
 from .errors import TooManySkipsError
-from .global_norm import GradsByMesh, clip_, global_norm, grads_by_mesh, local_norms
+from .global_norm import (
+    AmbiguousError,
+    GradsByMesh,
+    bit_sums,
+    clip_,
+    clip_factor,
+    global_norm,
+    grads_by_mesh,
+    is_one_sum,
+    local_norms,
+    part_of_sum,
+)
 from .grads import (
     FP16_REFUSED,
     FoundInf,
     Number,
-    Written,
     any_of,
-    are_unchanged,
     check_and_unscale_,
-    divide_,
-    gradients_of,
     is_true,
     local_gradients,
-    local_ids,
+    multiply_,
     number_in,
+    parameters_of,
     tensor_of,
-    unchanged,
-    write_down,
 )
 from .history import Counters, History, Overflow, first_nonfinite, overflow_of
-from .optimizer_state import (
+from .optimizer_record import (
+    OptimizerRecord,
     OptimizerRecords,
-    OptimizerState,
-    inner_optimizer,
     makes_momentum,
     takes_scaler,
 )
-from .scale_update import advance, set_scale
-from .sync import OverflowSync, SyncResult
+from .scale_update import advance, checked_scale
+from .sync import Clip, OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
-from .sync_message import LocalState
-from .torch_internals import is_view, local_tensors, no_compile
+from .sync_message import CHECK, CLIP, LOAD, Local, Shared
+from .torch_internals import no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
+State = dict[str, Any]
+"""torch's state of an optimizer in this iteration: ``"stage"`` and
+``"found_inf_per_device"``."""
 
-# Where torch has it, for callers that import it from there.
-_refresh_per_optimizer_state = OptimizerState
+
+class _Held(NamedTuple):
+    # What this iteration knows of an optimizer, which it keeps alive: the id of a dead
+    # one may be given to a new one.
+    optimizer: Any
+    record: OptimizerRecord
+
+
+class _Measured(NamedTuple):
+    # The global norm of an optimizer's gradients, and what these carry.
+    norm: Number
+    grads: GradsByMesh
+    carried: Number
+    is_finite: bool
+
+    def divisor(self, max_norm: float, device: torch.device) -> torch.Tensor | None:
+        # (), fp32: what a kernel divides by to unscale and clip; None if fp32 cannot
+        # hold it. On an accelerator, where reading it would synchronise, a norm beyond
+        # fp32 then clips to zero.
+        factor, divisor = clip_factor(self.norm, max_norm), self.carried
+        if isinstance(factor, torch.Tensor) or isinstance(divisor, torch.Tensor):
+            divisor = divisor / factor
+        elif self.is_finite:
+            if divisor > HIGHEST_SCALE * factor:
+                return None
+            divisor = divisor / factor
+        return torch.as_tensor(divisor, dtype=torch.float32, device=device)
 
 
 class GradScaler(_TorchGradScaler):
@@ -156,10 +204,15 @@ class GradScaler(_TorchGradScaler):
         self._was_scaled = False
         self._history = History()
         self._records = OptimizerRecords()
-        self._states: dict[int, OptimizerState] = defaultdict(OptimizerState)
-        # What unscale_ has sent and no call has waited for. See [Note: Waiting later].
-        self._pending: OptimizerState | None = None
-        self._dividing: OptimizerState | None = None  # by unscale_, at this moment
+        self._per_optimizer_states: dict[int, State] = defaultdict(
+            _refresh_per_optimizer_state
+        )
+        self._held: dict[int, _Held] = {}
+        # Of this iteration: a call raised; optimizers were seen for the first time;
+        # clips without an optimizer, whose steps are taken without one, too.
+        self._has_failed = self._has_new = False
+        self._clips_without = 0
+        self._has_warned = False
         self._sync = OverflowSync(SyncGroup(agree_over, process_group, mesh), device)
 
     # - The scale
@@ -222,10 +275,8 @@ class GradScaler(_TorchGradScaler):
 
         Optional: only to look at gradients, or to change them, before `step`. Call it
         once per optimizer and iteration, after all gradients are accumulated. One
-        collective when several ranks sync, which the next call that needs its result
-        waits for: what the ranks disagree on is raised there. A gradient that another
-        optimizer of this iteration has divided is not divided again (see [Note: A
-        gradient divided twice] in ``grads.py``).
+        collective when several ranks sync. As in torch, a gradient that two optimizers
+        share is divided for each of them.
 
         Args:
             optimizer: its gradients are changed in place.
@@ -234,13 +285,13 @@ class GradScaler(_TorchGradScaler):
             RuntimeError: called twice, or after `step`, in one iteration.
             AssertionError: the gradients cannot have been scaled yet.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
-            RanksDisagreeError: in that next call: the ranks hold different state.
-            PeerFailedError: in that next call: another rank raised.
+            RanksDisagreeError: the ranks hold different state, or call something else.
+            PeerFailedError: another rank raised.
         """
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer)
+        state, record = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last "
@@ -248,7 +299,11 @@ class GradScaler(_TorchGradScaler):
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._check_and_sync(optimizer, state, "unscale_", async_op=True)
+        try:
+            self._check_and_sync(optimizer, state, record, "unscale_")
+        except BaseException:
+            self._begin_anew(optimizer, state)
+            raise
 
     @no_compile
     def clip_grad_norm_(
@@ -260,13 +315,12 @@ class GradScaler(_TorchGradScaler):
     ) -> torch.Tensor:
         """Unscale this optimizer's gradients and clip them by their global norm.
 
-        Takes the place of `unscale_` and ``torch.nn.utils.clip_grad_norm_``, and reads
-        the gradients once. The norm is that of all gradients on all ranks that sync,
-        each shard added and each replica counted once (see [Note: Each replica once] in
-        ``global_norm.py``). With a fused optimizer the gradients stay as they are,
-        not to be written to, until `step` divides and clips them. Call it once per
-        optimizer and iteration; one collective when several ranks sync. A disabled
-        scaler clips in the same way.
+        Takes the place of `unscale_` and ``torch.nn.utils.clip_grad_norm_``. The norm
+        is that of all gradients on all ranks that sync, each shard added and each
+        replica counted once (see [Note: Each replica once] in ``global_norm.py``).
+        Afterwards ``.grad`` is unscaled and clipped; after an overflow it is of no use,
+        and `step` will skip. `clip_and_step` is faster. A disabled scaler clips in the
+        same way.
 
         Args:
             optimizer: plain tensors and DTensors on up to four meshes. None on a rank
@@ -275,17 +329,17 @@ class GradScaler(_TorchGradScaler):
             max_norm: largest norm after the call, at least 0; the same on all ranks.
             norm_type: order of the norm, 2 or any other above 0, also infinite; the
                 same on all ranks.
-            error_if_nonfinite: raise if the norm is not finite; synchronises.
+            error_if_nonfinite: raise if the norm is not finite; synchronises. `step`
+                then skips, and `update` reduces the scale, as without it.
 
         Returns:
             (), fp32, on the device of the scale: the norm of the unscaled gradients
             before clipping, the same on every rank; fp64 where fp32 cannot hold it. Not
-            finite after an overflow; the gradients are then left as they are, and
-            `step` will skip.
+            finite after an overflow.
 
         Raises:
             InvalidSettingError: ``max_norm`` or ``norm_type`` is no such number.
-            RuntimeError: called after `step` or twice, or the norm is not finite and
+            RuntimeError: called after `step`, or the norm is not finite and
                 ``error_if_nonfinite`` is set.
             NotImplementedError: complex gradients.
             AssertionError: the gradients cannot have been scaled yet.
@@ -294,95 +348,180 @@ class GradScaler(_TorchGradScaler):
             RanksDisagreeError: the ranks hold different state, or clip differently.
             PeerFailedError: another rank raised.
         """
-        if self._enabled:
-            self._check_scale_growth_tracker("clip_grad_norm_")
-        scale = self._scale_or_one()
-        state = OptimizerState() if optimizer is None else self._state_of(optimizer)
-        self._wait_pending()
-        if self._enabled and (state["stage"] is OptState.STEPPED or state.clips):
-            raise RuntimeError(
-                "clip_grad_norm_() was called after step(), or twice since update()."
+        state, record = self._state_to_clip(optimizer, "clip_grad_norm_")
+        try:
+            measured = self._measure(
+                optimizer, state, record, "clip_grad_norm_", max_norm, norm_type
             )
-        group = self._find_group(state)
+            self._write_clip(state, measured, max_norm)
+            if optimizer is None and self._enabled:
+                self._clips_without += 1
+        except BaseException:
+            self._begin_anew(optimizer, state)
+            raise
+        finally:
+            if not self._enabled:
+                self._end_states()  # nothing lasts until an update
+        if error_if_nonfinite:
+            _refuse_nonfinite(measured.norm, norm_type)
+        return _norm_tensor(measured.norm, self._scale_or_one().device)
+
+    @no_compile
+    def clip_and_step(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Unscale, clip by the global norm, and step, or skip, in one call.
+
+        The same as `clip_grad_norm_` and `step`, faster: a fused optimizer divides and
+        clips in its own kernel, by its ``grad_scale``; others take one multiplication.
+        Afterwards ``.grad`` of a fused optimizer is as it was, scaled and not clipped;
+        that of others is unscaled and clipped. A disabled scaler clips and steps.
+
+        Args:
+            optimizer: as in `clip_grad_norm_`; None on a rank without parameters.
+            max_norm: as in `clip_grad_norm_`.
+            norm_type: as in `clip_grad_norm_`.
+            error_if_nonfinite: raise if the norm is not finite; synchronises. The step
+                is skipped then, as without it.
+
+        Returns:
+            The norm, as `clip_grad_norm_` returns it.
+
+        Raises:
+            RuntimeError: called after `step`, or the norm is not finite and
+                ``error_if_nonfinite`` is set.
+            Exception: what `clip_grad_norm_` and ``optimizer.step`` raise.
+        """
+        state, record = self._state_to_clip(optimizer, "clip_and_step")
+        try:
+            measured = self._measure(
+                optimizer, state, record, "clip_and_step", max_norm, norm_type
+            )
+            divisor = None
+            is_ready = self._enabled and state["stage"] is OptState.READY
+            if is_ready and is_fused(optimizer) and not takes_scaler(optimizer):
+                divisor = measured.divisor(max_norm, self._scale_or_one().device)
+            if divisor is None:
+                self._write_clip(state, measured, max_norm)
+            if optimizer is not None and record is not None:
+                self._step_checked(optimizer, state, record, divisor)
+        except BaseException:
+            self._begin_anew(optimizer, state)
+            raise
+        finally:
+            if not self._enabled:
+                self._end_states()
+        if error_if_nonfinite:
+            _refuse_nonfinite(measured.norm, norm_type)
+        return _norm_tensor(measured.norm, self._scale_or_one().device)
+
+    def _state_to_clip(
+        self, optimizer: torch.optim.Optimizer | None, method: str
+    ) -> tuple[State, OptimizerRecord | None]:
+        if self._enabled:
+            self._check_scale_growth_tracker(method)
+        if optimizer is None:
+            return self._per_optimizer_states[id(None)], None
+        state, record = self._state_of(optimizer)
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(f"{method}() is being called after step().")
+        return state, record
+
+    def _measure(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        state: State,
+        record: OptimizerRecord | None,
+        method: str,
+        max_norm: float,
+        norm_type: float,
+    ) -> _Measured:
+        # The global norm. Gradients are only read, unless they must be divided first:
+        # below a scale of 1 what overflows while it is divided shows only afterwards.
+        scale, group = self._scale_or_one(), self._find_group(optimizer, record)
         found: FoundInf = {**state["found_inf_per_device"]}  # of an earlier unscale_
         grads = GradsByMesh()
         try:
             max_norm = check_number("max_norm", max_norm)
             norm_type = check_number("norm_type", norm_type)
-            if optimizer is not None and self._must_unscale_first(state, scale):
-                found = self._unscale_here(optimizer, state)
-            is_unscaled = not self._enabled or state["stage"] is OptState.UNSCALED
-            carried = number_in(torch.ones_like(scale) if is_unscaled else scale)
-            if state.record is not None:
-                rank = 0 if group is None else group.rank()
-                grads = grads_by_mesh(state.optimizer, state.record, rank)
+            if optimizer is not None and record is not None:
+                if self._must_unscale_first(state):
+                    found = self._unscale_here(optimizer, state)
+                rank = dist.get_rank() if group is not None else 0
+                grads = grads_by_mesh(optimizer, record, rank)
                 self._refuse_unfit(grads, group)
+            is_divided = not self._enabled or state["stage"] is OptState.UNSCALED
+            carried = number_in(torch.ones_like(scale) if is_divided else scale)
             entries, flag = local_norms(grads, norm_type, carried)
         except Exception:
-            nothing, _ = local_norms(GradsByMesh(), 2.0, 1.0)
-            self._report_failure(group, "clip_grad_norm_", nothing)
+            self._report_failure(group, method, CLIP)
             raise
         if flag is not None:
             found = {scale.device: any_of([flag, *found.values()], scale.device)}
-        state["found_inf_per_device"] = found
         if group is None:
-            rows = tensor_of(entries, scale.device)
-            self._remember_overflow(state, 0)
+            self._remember_overflow(optimizer, found, 0)
+            norm = global_norm(tensor_of(entries, scale.device), norm_type)
         else:
-            local = self._local_state(state, group)
-            local = local._replace(max_norm=max_norm, norm_type=norm_type)
-            result = self._sync.found_inf(group, local, "clip_grad_norm_", row=entries)
-            assert result.rows is not None
-            state.result, rows = result, result.rows
-            if self._enabled:
-                self._record_result(state)
-        norm = global_norm(rows, norm_type)
-        if isinstance(norm, torch.Tensor):
-            norm = norm.to(scale.device)
-        state.clips, state["stage"] = 1, OptState.UNSCALED
-        if optimizer is None and self._enabled:
-            self._add_to_none(state, clips=1)
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} of the gradients is "
-                f"{float(norm)}, so they cannot be clipped. Pass "
-                "error_if_nonfinite=False to let step() skip instead."
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            needs_rows = not is_one_sum(grads, norm_type, ranks)
+            clip = Clip(max_norm, norm_type)
+            found, result = self._synced(
+                optimizer, record, found, group, method, CLIP, clip, entries, needs_rows
             )
-        skips = self._enabled and is_true(any_of(found.values(), scale.device))
-        if optimizer is not None and not skips:
-            # See [Note: A clip left to a kernel] in global_norm.py.
-            is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-            fused, folded = self._enabled and is_fused, Written()
-            if fused and (self._records.may_share or len(self._records) > 1):
-                fused = not any(map(is_view, local_tensors(grads.gradients)))
-            if fused:
-                folded = write_down(grads.gradients, grads.locals, is_weak=False)
-                fused = len(folded.gradients) == len(grads.gradients)
-            divisor = clip_(grads, norm, max_norm, carried, fused=fused)
-            if divisor is not None:
-                state.fused_grad_scale = _norm_tensor(divisor, scale.device)
-                state.folded = folded
-            elif self._records.may_share:
-                state.divided = write_down(grads.gradients, grads.locals)
-        if not self._enabled:
-            self._states.clear()  # nothing lasts until an update
-        return _norm_tensor(norm, scale.device)
+            norm = self._norm_over(result, grads, entries, norm_type)
+            if isinstance(norm, torch.Tensor):
+                norm = norm.to(scale.device)
+        state["found_inf_per_device"] = found
+        overflows = self._enabled and is_true(any_of(found.values(), scale.device))
+        return _Measured(norm, grads, carried, not overflows)
+
+    def _norm_over(
+        self,
+        result: SyncResult,
+        grads: GradsByMesh,
+        entries: list[Number],
+        norm_type: float,
+    ) -> Number:
+        # What all ranks add to it after the first message, on all of them alike.
+        if result.rows is not None:  # they came with the message
+            return global_norm(result.rows, norm_type)
+        summary = result.read()
+        if not (summary.needs_rows or summary.found_inf):
+            part = part_of_sum(entries, norm_type)
+            total = self._sync.sum_of(result, part, norm_type)
+            if math.isfinite(total):  # no square has left the range of fp64
+                return total if math.isinf(norm_type) else math.sqrt(total)
+        rows = self._sync.rows_of(result, tensor_of(entries, torch.device("cpu")))
+        try:
+            return global_norm(rows, norm_type)
+        except AmbiguousError:
+            sums = self._sync.rows_of(result, bit_sums(grads))
+            return global_norm(rows, norm_type, sums)
+
+    def _write_clip(self, state: State, measured: _Measured, max_norm: float) -> None:
+        if measured.is_finite:
+            factor = clip_factor(measured.norm, max_norm)
+            clip_(measured.grads, factor, measured.carried)
+        state["stage"] = OptState.UNSCALED
 
     def _scale_or_one(self) -> torch.Tensor:
         # A disabled scaler clips by the same norm; its gradients carry no scale.
         if self._scale is not None:
             return self._scale
         has_device = self._device != "cuda" or torch.cuda.is_available()
-        return torch.ones((), device=self._device if has_device else "cpu")
+        device = self._device if has_device else "cpu"
+        return torch.ones((), dtype=torch.float32, device=device)
 
-    def _must_unscale_first(self, state: OptimizerState, scale: torch.Tensor) -> bool:
-        # What overflows while it is divided shows only afterwards, and a kernel cannot
-        # divide one gradient and not another that was divided for another optimizer.
+    def _must_unscale_first(self, state: State) -> bool:
         if not self._enabled or state["stage"] is not OptState.READY:
             return False
-        if scale.is_cpu and number_in(scale) < 1.0:
-            return True
-        return bool(self._divided_by_others(state))
+        scale = number_in(self._scale_or_one())
+        return isinstance(scale, float) and scale < 1.0
 
     def _refuse_unfit(
         self, grads: GradsByMesh, group: dist.ProcessGroup | None
@@ -390,7 +529,7 @@ class GradScaler(_TorchGradScaler):
         if self._enabled and self._fp16_gradients == "refuse":
             if torch.float16 in [dtype for some in grads.values() for _, dtype in some]:
                 raise ValueError(FP16_REFUSED)
-        if group is None and any(layout.size > 1 for layout in grads):
+        if group is None and any(len(layout.ranks) > 1 for layout in grads):
             raise ValueError(
                 "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
                 "scaler syncs with no other rank. Do not pass agree_over='local'."
@@ -414,10 +553,10 @@ class GradScaler(_TorchGradScaler):
             What ``optimizer.step`` returned; None if it was skipped.
 
         Raises:
-            RuntimeError: a closure; called twice; gradients changed after a clip.
+            RuntimeError: a closure; called twice.
             AssertionError: the gradients cannot have been scaled, or there are none.
             ValueError: an fp16 gradient, and ``fp16_gradients`` is ``"refuse"``.
-            RanksDisagreeError: the ranks hold different state.
+            RanksDisagreeError: the ranks hold different state, or call something else.
             PeerFailedError: another rank raised.
         """
         if not self._enabled:
@@ -428,92 +567,104 @@ class GradScaler(_TorchGradScaler):
                 "Closure use is not currently supported if GradScaler is enabled."
             )
         self._check_scale_growth_tracker("step")
-        state = self._state_of(optimizer)
+        state, record = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update()."
             )
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if state.folded.gradients:
-            is_whole = are_unchanged(state.optimizer, state.folded)
-            if not is_whole:
-                _refuse_changed(state)
-            if not (is_whole and is_fused):  # fused at the clip: a wrapper may hide it
-                _divide_folded(state)
-        if is_fused:
-            result = self._step_fused(optimizer, state, *args, **kwargs)
+        try:
+            grad_scale = None
+            if not is_fused(optimizer):
+                if state["stage"] is OptState.READY:
+                    self.unscale_(optimizer)
+            elif takes_scaler(optimizer):
+                kwargs["grad_scaler"] = self
+            elif self._must_unscale_first(state):
+                self._check_and_sync(optimizer, state, record, "step", allow_fp16=True)
+            elif state["stage"] is OptState.READY:
+                self._check_inf_per_device(optimizer)
+                grad_scale = self._scale
+            return self._step_checked(
+                optimizer, state, record, grad_scale, *args, **kwargs
+            )
+        except BaseException:
+            self._begin_anew(optimizer, state)
+            raise
+
+    def _step_checked(
+        self,
+        optimizer: Any,
+        state: State,
+        record: OptimizerRecord,
+        grad_scale: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # Steps or skips; ``grad_scale`` is what a kernel is still to divide by.
+        if not self._enabled or "grad_scaler" in kwargs:
+            result = optimizer.step(*args, **kwargs)
+        elif is_fused(optimizer):
+            result = self._step_fused(
+                optimizer, state, record, grad_scale, *args, **kwargs
+            )
         else:
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-                self._wait_pending()
             if not state["found_inf_per_device"]:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        if state.record is not None:
-            # All devices hold the same once the ranks have synced.
-            found = state["found_inf_per_device"].values()
-            state.record.found_inf = next(iter(found), None)
+        # All devices hold the same once the ranks have synced.
+        record.found_inf = next(iter(state["found_inf_per_device"].values()), None)
         return result
 
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        result: SyncResult | None = getattr(optimizer_state, "result", None)
+        held = self._held.get(id(optimizer))
+        result = None if held is None else held.record.result
         if result is not None and result.is_deferred:
             # The message has been on its way to the host since the sync.
             skips = result.read().found_inf
         else:
             found = optimizer_state["found_inf_per_device"].values()
-            skips = any(map(number_in, found))
+            skips = any(bool(number_in(flag)) for flag in found)
         return None if skips else optimizer.step(*args, **kwargs)
 
     def _step_fused(
-        self, optimizer: Any, state: OptimizerState, *args: Any, **kwargs: Any
+        self,
+        optimizer: Any,
+        state: State,
+        record: OptimizerRecord,
+        grad_scale: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        if takes_scaler(optimizer):
-            _divide_folded(state)
-            return optimizer.step(*args, grad_scaler=self, **kwargs)
-        scale, _ = self._check_scale_growth_tracker("step")
-        try:
-            unscales_first = self._must_unscale_first(state, scale)
-        except Exception:
-            self._report_failure(self._find_group(state), "step")
-            raise
-        if unscales_first:
-            self._check_and_sync(optimizer, state, "step", allow_fp16=True)
-        elif state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
         own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
-        is_ready = state["stage"] is OptState.READY
-        grad_scale = scale if is_ready else state.fused_grad_scale
-        if own is not None:
+        # What an interrupted step has left there is not the user's.
+        if own is not None and own is not record.grad_scale:
             grad_scale = own if grad_scale is None else grad_scale * own
         flags = state["found_inf_per_device"].values()
         # The int 0, as torch's sum, where nothing was checked: a kernel that finds
         # gradients made since raises, where a tensor would let it step on scaled ones.
-        found_inf: Any = any_of(flags, scale.device) if flags else 0
-        optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+        found_inf: Any = any_of(flags, self._scale_or_one().device) if flags else 0
+        record.grad_scale = grad_scale
         try:
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
             # bool synchronises, until an SGD with momentum has taken its first step.
             if flags and (
-                is_true(found_inf)
-                or (makes_momentum(state.optimizer) and bool(found_inf))
+                is_true(found_inf) or (makes_momentum(optimizer) and bool(found_inf))
             ):
                 return None
-            result = optimizer.step(*args, **kwargs)
+            return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        # Not after an exception: whoever catches it may step again.
-        state.folded, state.fused_grad_scale = Written(), None
-        return result
 
     @no_compile
     def step_without_optimizer(self) -> None:
-        """Take part in the other ranks' next `step`, on a rank without parameters.
+        """Take part in the other ranks' next sync, on a rank without parameters.
 
-        Where ``clip_grad_norm_(None, ...)`` has taken part in the other ranks' clip,
-        there is nothing left to take part in.
+        Whatever they call for it: `unscale_` or `step`, `clip_grad_norm_` or
+        `clip_and_step`. Where ``clip_grad_norm_(None, ...)`` has taken part in the
+        other ranks' clip, there is nothing left to take part in.
 
         Raises:
             RanksDisagreeError: the ranks hold different state.
@@ -522,41 +673,41 @@ class GradScaler(_TorchGradScaler):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("step_without_optimizer")
-        self._wait_pending()
-        none = self._states[id(None)]
-        if none.clips:
-            none.clips -= 1
+        if self._clips_without:
+            self._clips_without -= 1
             return
-        state = OptimizerState()
-        if (group := self._find_group(state)) is not None:
-            local = self._local_state(state, group)
-            state.result = self._sync.found_inf(group, local, "step_without_optimizer")
-            self._record_result(state)
-        self._add_to_none(state)
-
-    def _add_to_none(self, state: OptimizerState, clips: int = 0) -> None:
-        # Keeps what the other ranks found until update, on a rank without parameters.
-        none = self._states[id(None)]
-        none.clips += clips
-        found = none["found_inf_per_device"]
-        flags = state["found_inf_per_device"].values()
-        found[len(found)] = any_of(flags, self._scale_or_one().device)
+        state = self._per_optimizer_states[id(None)]
+        try:
+            if (group := self._find_group(None, None)) is None:
+                return
+            nothing = local_norms(GradsByMesh(), 2.0, 1.0)[0]
+            found, result = self._synced(
+                None, None, {}, group, "step_without_optimizer", None, row=nothing
+            )
+            _add_found(state, found)
+            if not result.is_deferred and result.read().norm_type is not None:
+                order = result.read().norm_type
+                assert order is not None
+                self._norm_over(result, GradsByMesh(), nothing, order)
+        except BaseException:
+            self._begin_anew(None, state)
+            raise
 
     # - Check and sync
 
     def _check_and_sync(
         self,
         optimizer: torch.optim.Optimizer,
-        state: OptimizerState,
-        call: str,
+        state: State,
+        record: OptimizerRecord,
+        method: str,
         *,
         allow_fp16: bool | None = None,
         only_check: bool = False,
-        async_op: bool = False,
     ) -> None:
         # Checks this rank's gradients, divides them unless asked not to, and replaces
         # what this rank found by what any rank found.
-        group = self._find_group(state)
+        group = self._find_group(optimizer, record)
         try:
             if only_check:
                 scale = self._scale_or_one()
@@ -565,34 +716,27 @@ class GradScaler(_TorchGradScaler):
             else:
                 found = self._unscale_here(optimizer, state, allow_fp16)
         except Exception:
-            self._report_failure(group, call)
+            self._report_failure(group, method, CHECK)
             raise
-        state["found_inf_per_device"] = found
-        if group is None:
+        if group is not None:
+            found, _ = self._synced(optimizer, record, found, group, method, CHECK)
+        else:
+            self._remember_overflow(optimizer, found, 0)
             if len(found) > 1:
-                _spread(any_of(found.values(), self._scale_or_one().device), found)
-            self._remember_overflow(state, 0)
-            return
-        local = self._local_state(state, group)
-        state.result = self._sync.found_inf(group, local, call, async_op=async_op)
-        self._pending = state
-        if state.result.work is None:
-            self._wait_pending()
+                any_found = any_of(found.values(), self._scale_or_one().device)
+                found = {place: any_found.to(flag) for place, flag in found.items()}
+        state["found_inf_per_device"] = found
 
     def _unscale_here(
-        self, optimizer: Any, state: OptimizerState, allow_fp16: bool | None = None
+        self, optimizer: Any, state: State, allow_fp16: bool | None = None
     ) -> FoundInf:
         # Divides this rank's gradients; returns what this rank found.
         scale = self._scale_or_one()
         if allow_fp16 is None:
             allow_fp16 = self._fp16_gradients == "in_place"
-        self._dividing = state
-        try:
-            found = self._unscale_grads_(
-                optimizer, _reciprocal(scale), torch.zeros_like(scale), allow_fp16
-            )
-        finally:
-            self._dividing = None
+        found: FoundInf = self._unscale_grads_(
+            optimizer, _reciprocal(scale), torch.zeros_like(scale), allow_fp16
+        )
         state["stage"] = OptState.UNSCALED
         return found
 
@@ -603,146 +747,140 @@ class GradScaler(_TorchGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> FoundInf:
-        state = self._dividing
-        divided = set() if state is None else self._divided_by_others(state)
-        if state is None:  # a caller of torch's protocol keeps its own
-            found_inf = found_inf.clone()
         gradients = local_gradients(optimizer, allow_fp16=allow_fp16)
-        found = check_and_unscale_(gradients, inv_scale, found_inf, divided)
-        if state is not None and self._records.may_share:
-            state.divided = write_down(gradients_of(state.optimizer)[0])
+        found = check_and_unscale_(gradients, inv_scale, found_inf)
         if not found and self._steps_without_gradients:
             found[found_inf.device] = found_inf
         return found
 
-    def _divided_by_others(self, state: OptimizerState) -> set[int]:
-        # Ids of its gradients that other optimizers have divided, or divide here.
-        if len(self._states) < 2:
-            return set()
-        mine, divided = local_ids(gradients_of(state.optimizer)[0]), set[int]()
-        for other in self._states.values():
-            if other is not state:
-                if mine & local_ids(unchanged(other.folded)):
-                    _refuse_changed(other)  # what is not divided now keeps the scale
-                    _divide_folded(other)
-                divided |= mine & local_ids(unchanged(other.divided))
-        return divided
-
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         # For optimizers that unscale by themselves: check only, change nothing.
         self._check_scale_growth_tracker("_check_inf_per_device")
-        state = self._state_of(optimizer)
-        self._check_and_sync(optimizer, state, "step", only_check=True)
+        state, record = self._state_of(optimizer)
+        self._check_and_sync(optimizer, state, record, "step", only_check=True)
         return state["found_inf_per_device"]  # type: ignore[no-any-return]
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        return self._state_of(optimizer)["found_inf_per_device"]  # type: ignore[no-any-return]
+        return self._state_of(optimizer)[0]["found_inf_per_device"]  # type: ignore[no-any-return]
 
-    def _find_group(self, state: OptimizerState) -> dist.ProcessGroup | None:
-        if state.result is not None:
-            return state.result.group
-        return self._sync.group.find(state.optimizer)
+    def _begin_anew(self, optimizer: Any, state: State) -> None:
+        # See [Note: A call that raises].
+        self._has_failed = True
+        was_divided = self._enabled and state["stage"] is OptState.UNSCALED
+        state["stage"], state["found_inf_per_device"] = OptState.READY, {}
+        if was_divided and optimizer is not None:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                gradients = local_gradients(optimizer, allow_fp16=True)
+                multiply_(gradients, self._scale_or_one())
+
+    def _find_group(
+        self, optimizer: Any, record: OptimizerRecord | None
+    ) -> dist.ProcessGroup | None:
+        if record is not None and record.result is not None:
+            return record.result.group
+        return self._sync.group.find(optimizer)
 
     def _report_failure(
-        self, group: dist.ProcessGroup | None, call: str, row: Sequence[Number] = ()
+        self, group: dist.ProcessGroup | None, method: str, call: int
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
         if group is not None:
-            local = self._local_state(OptimizerState(), group)
-            self._sync.found_inf(group, local._replace(failed=True), call, row=row)
+            local = Local(failed=True)
+            self._sync.exchange(group, method, call, self._shared(None), local)
 
-    def _local_state(
-        self, state: OptimizerState, group: dist.ProcessGroup | None
-    ) -> LocalState:
-        # What this rank brings to a sync about ``state``.
-        scale, found = self._scale_or_one(), state["found_inf_per_device"].values()
-        record = None if group is None else state.record
-        ordinal = None if record is None else self._records.number(record)
-        found_inf, bad = any_of(found, scale.device) if found else None, 0
-        if found_inf is not None and group is not None and is_true(found_inf):
-            bad = first_nonfinite(state.optimizer, group.rank())
+    def _shared(self, record: OptimizerRecord | None) -> Shared:
         tracker, left = self._growth_tracker, self._hysteresis_left
-        return LocalState(
-            found_inf=None if found_inf is None else number_in(found_inf),
-            scale=number_in(scale),
+        return Shared(
+            call=None,
+            scaler=0,
+            iteration=0,
+            position=0,
+            scale=number_in(self._scale_or_one()),
             growth_tracker=0.0 if tracker is None else number_in(tracker),
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
             growth_interval=self._growth_interval,
             policy=self._fingerprint,
             hysteresis_left=0.0 if left is None else number_in(left),
-            optimizer=ordinal,
-            was_scaled=self._was_scaled,
-            first_nonfinite=bad,
+            optimizer=None if record is None else record.number,
         )
 
-    def _wait_pending(self) -> None:
-        # Waits for what unscale_ has sent. See [Note: Waiting later] in sync.py.
-        if self._pending is not None:
-            state, self._pending = self._pending, None
-            self._record_result(state)
-
-    def _record_result(self, state: OptimizerState) -> None:
-        # Replaces what this rank found by what any rank found.
-        result, found = state.result, state["found_inf_per_device"]
-        assert result is not None
-        scale, rank = self._scale_or_one(), result.group.rank()
-        if not found:
-            found[scale.device] = torch.zeros_like(scale)
+    def _synced(
+        self,
+        optimizer: Any,
+        record: OptimizerRecord | None,
+        found: FoundInf,
+        group: dist.ProcessGroup,
+        method: str,
+        call: int | None,
+        clip: Clip | None = None,
+        row: list[Number] | None = None,
+        needs_rows: bool = False,
+    ) -> tuple[FoundInf, SyncResult]:
+        # What any rank found, in place of what this one did.
+        scale, rank = self._scale_or_one(), group.rank()
+        found_inf = any_of(found.values(), scale.device) if found else None
+        bad = 0
+        if found_inf is not None and is_true(found_inf):
+            bad = first_nonfinite(optimizer, rank)
+        local = Local(
+            None if found_inf is None else number_in(found_inf),
+            was_scaled=self._was_scaled or not self._enabled,
+            needs_rows=needs_rows,
+            first_nonfinite=bad,
+            is_new=record is not None and record.number is None,
+        )
+        result = self._sync.exchange(
+            group, method, call, self._shared(record), local, clip, row or (), record
+        )
+        if record is not None:
+            record.result = result
+        flags = found or {scale.device: torch.zeros_like(scale)}
         if result.is_deferred:
-            _spread(result.found_inf, found)
-            self._remember_overflow(state, rank)
-            return
+            self._remember_overflow(optimizer, found, rank)
+            any_found = result.found_inf
+            return {place: any_found.to(flag) for place, flag in flags.items()}, result
         summary = result.read()
         if summary.found_inf:
-            _spread(torch.ones_like(scale), found)
-            self._remember_overflow(state, rank, summary.first_nonfinite)
+            flags = {place: torch.ones_like(flag) for place, flag in flags.items()}
+            if code := summary.first_nonfinite:
+                self._history.last_overflow = overflow_of(code, rank, optimizer)
         # What torch refuses on one rank is refused here when it holds for all of them.
         if not summary.was_scaled:
             raise AssertionError(
-                f"Attempted {result.call} but _scale is None.  This may indicate your "
+                f"Attempted {method} but _scale is None.  This may indicate your "
                 "script did not use scaler.scale(loss or outputs) earlier in the "
                 "iteration."
             )
-        self._was_scaled = True
-        if not (summary.has_gradients or self._steps_without_gradients):
+        self._was_scaled = self._was_scaled or self._enabled
+        must_have = self._enabled and not self._steps_without_gradients
+        if must_have and not summary.has_gradients:
             raise AssertionError("No inf checks were recorded for this optimizer.")
+        return flags, result
 
-    def _remember_overflow(
-        self, state: OptimizerState, rank: int, code: int | None = None
-    ) -> None:
-        # ``code``: what any rank found; None: look for what this rank alone found.
-        if state.record is None:
-            return
-        if code is None:
-            found = any(map(is_true, state["found_inf_per_device"].values()))
-            code = first_nonfinite(state.optimizer, rank) if found else 0
-        if code:
-            self._history.last_overflow = overflow_of(code, rank, state.optimizer)
+    def _remember_overflow(self, optimizer: Any, found: FoundInf, rank: int) -> None:
+        if optimizer is not None and any(map(is_true, found.values())):
+            if code := first_nonfinite(optimizer, rank):
+                self._history.last_overflow = overflow_of(code, rank, optimizer)
 
-    @property
-    def _per_optimizer_states(self) -> dict[int, Any]:
-        # As torch calls it. Other ranks do not see what this rank has found.
-        self._wait_pending()
-        return self._states
+    def _state_of(self, optimizer: Any) -> tuple[State, OptimizerRecord]:
+        held = self._held.get(id(optimizer))
+        if held is None:
+            held = self._hold(optimizer)
+        return self._per_optimizer_states[id(optimizer)], held.record
 
-    @_per_optimizer_states.setter
-    def _per_optimizer_states(self, states: dict[int, Any]) -> None:
-        self._wait_pending()
-        self._states = states
-
-    def _state_of(self, optimizer: Any) -> OptimizerState:
-        self._wait_pending()
-        state = self._states.get(id(optimizer))
-        if state is not None and state.optimizer is optimizer:
-            return state
-        state, is_new = self._records.start(optimizer, self._states)
-        if is_new:
-            # See [Note: A clip left to a kernel] in global_norm.py.
-            for other in self._states.values():
-                if len(unchanged(other.folded)) == len(other.folded.gradients):
-                    _divide_folded(other)
-        return state
+    def _hold(self, optimizer: Any) -> _Held:
+        # A wrapper and the optimizer inside have one state in an iteration.
+        record, is_new = self._records.find_or_add(optimizer)
+        first = self._held.get(record.key)
+        if first is not None and first.record is record:
+            shared = self._per_optimizer_states[record.key]
+            self._per_optimizer_states[id(optimizer)] = shared
+        else:
+            record.key = id(optimizer)
+        self._has_new = self._has_new or is_new
+        held = self._held[id(optimizer)] = _Held(optimizer, record)
+        return held
 
     # - Update
 
@@ -767,24 +905,23 @@ class GradScaler(_TorchGradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        self._wait_pending()
-        states = self._states.values()
+        chosen = None if new_scale is None else checked_scale(new_scale, self._device)
+        if self._has_new and not self._has_warned:
+            self._warn_of_shared_parameters()
+        states = self._per_optimizer_states.values()
         found = [f for state in states for f in state["found_inf_per_device"].values()]
-        if found or new_scale is None:
-            self._sync.end_iteration(
-                lambda: self._local_state(OptimizerState(), None), "update"
-            )
-        if new_scale is not None:
-            set_scale(scale, new_scale, self._device)
-        elif not found:
+        has_failed = self._has_failed
+        if found or has_failed or chosen is None:
+            shared = self._shared(None)
+            self._sync.end_iteration(shared, "update", is_usual=not has_failed)
+        if not found and not has_failed and chosen is None:
             raise AssertionError("No inf checks were recorded prior to update.")
-        else:
+        if chosen is not None:
+            scale.fill_(chosen)
+        elif found:
             found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
             self._move_scale(found_inf.to(scale.device), tracker)
-        for state in states:
-            _divide_folded(state)  # its optimizer has not stepped
-        self._records.may_share = len(self._states) > 1
-        self._states = defaultdict(OptimizerState)
+        self._end_states()
         most = self._policy.max_consecutive_skips
         if new_scale is not None or most is None:
             return
@@ -799,6 +936,29 @@ class GradScaler(_TorchGradScaler):
                 skips=skips,
                 scales=scales,
             )
+
+    def _end_states(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        for _, record in self._held.values():
+            record.result = None
+        self._held = {}
+        self._has_failed = self._has_new = False
+        self._clips_without = 0
+
+    def _warn_of_shared_parameters(self) -> None:
+        owners: dict[int, OptimizerRecord] = {}
+        for optimizer, record in self._held.values():
+            for parameter in parameters_of(optimizer):
+                if owners.setdefault(id(parameter), record) is not record:
+                    self._has_warned = True
+                    warnings.warn(
+                        "Two optimizers of this scaler share a parameter. As with "
+                        "torch.amp.GradScaler, each of them divides its gradient by "
+                        "the scale: give it a gradient of its own, by zero_grad() and "
+                        "another backward(), before each step().",
+                        stacklevel=4,
+                    )
+                    return
 
     def _move_scale(self, found_inf: torch.Tensor, tracker: torch.Tensor) -> None:
         scale = self._scale_or_one()
@@ -826,13 +986,13 @@ class GradScaler(_TorchGradScaler):
         """
         if not self._enabled:
             return False
-        record = self._records.find(inner_optimizer(optimizer))
+        record = self._records.find(optimizer)
         if record is None or record.found_inf is None:
             raise ValueError(
                 "step_was_skipped() was asked about an optimizer that this scaler has "
                 f"not stepped yet: {type(optimizer).__name__}."
             )
-        return bool(record.found_inf.tolist())
+        return bool(record.found_inf.item())
 
     @no_compile
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -866,14 +1026,13 @@ class GradScaler(_TorchGradScaler):
         Known on every rank alike where the scale is on a CPU; on an accelerator each
         rank knows its own overflows, after a step that was not fused.
         """
-        self._wait_pending()
         return self._history.last_overflow
 
     # - Settings
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows: finite and above 1."""
-        self._growth_factor = check_number("The growth factor", new_factor)
+        """Set the factor by which the scale grows: finite and 1 or more."""
+        self._growth_factor = check_number("growth_factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale backs off: above 0 and below 1."""
@@ -887,7 +1046,7 @@ class GradScaler(_TorchGradScaler):
     def _limit_tracker(self) -> None:
         # torch's kernel asks for equality: a tracker beyond a lowered interval would
         # never grow the scale again.
-        most = self._growth_interval - 1
+        most = min(self._growth_interval, 2**31) - 1
         self._init_growth_tracker = min(self._init_growth_tracker, most)
         if self._growth_tracker is not None:
             self._growth_tracker.clamp_(max=most)
@@ -929,17 +1088,17 @@ class GradScaler(_TorchGradScaler):
         try:
             saved = check_state(state_dict, self._policy)
         except Exception:
-            if group is not None:
-                failed = LocalState(None, 1.0, 0.0, 2.0, 0.5, 1, 0, failed=True)
-                self._sync.assert_same_state(group, failed, "load_state_dict")
+            self._report_failure(group, "load_state_dict", LOAD)
             raise
         if group is not None:
+            shared = self._shared(None)
             fields = {key.lstrip("_"): value for key, value in saved.items()}
-            local = LocalState(None, policy=self._fingerprint, **fields)
-            self._sync.assert_same_state(group, local, "load_state_dict")
+            shared = shared._replace(**fields)
+            method = "load_state_dict"
+            self._sync.exchange(group, method, LOAD, shared, Local()).read()
         # Ranks that lived differently long until now count alike from here on.
         self._sync.restart()
-        self._records.forget_order()
+        self._records.forget_numbers()
         super().load_state_dict(saved)
         self._init_hysteresis_left = saved["_hysteresis_left"]
         self._was_scaled = True
@@ -955,25 +1114,25 @@ class GradScaler(_TorchGradScaler):
         return state
 
 
-def _refuse_changed(state: OptimizerState) -> None:
-    unchanged_ids = local_ids(unchanged(state.folded))
-    if local_ids(gradients_of(state.optimizer)[0]) - unchanged_ids:
-        raise RuntimeError(
-            "Gradients were changed after clip_grad_norm_(), which leaves them to the "
-            "step() of a fused optimizer: change them before it."
-        )
+def is_fused(optimizer: Any) -> bool:
+    """Return whether the optimizer divides by ``grad_scale`` and skips by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def _divide_folded(state: OptimizerState) -> None:
-    # See [Note: A clip left to a kernel] in global_norm.py.
-    if state.fused_grad_scale is not None:
-        state.divided = divide_(state.folded, state.fused_grad_scale)
-        state.folded, state.fused_grad_scale = Written(), None
-
-
-def _spread(found_inf: torch.Tensor, found: FoundInf) -> None:
+def _add_found(state: State, found: FoundInf) -> None:
+    # Kept until update: one of several on a rank without parameters.
+    flags = state["found_inf_per_device"]
     for flag in found.values():
-        flag.copy_(found_inf, non_blocking=True)
+        flags[len(flags)] = flag
+
+
+def _refuse_nonfinite(norm: Number, norm_type: float) -> None:
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {float(norm)}, "
+            "so they cannot be clipped. Pass error_if_nonfinite=False to let step() "
+            "skip instead."
+        )
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:

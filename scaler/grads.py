@@ -1,38 +1,25 @@
 """This rank's gradients: local tensors, by device and dtype, checked and unscaled.
 
-Nothing here communicates, except `local_tensor` of a gradient still on its way.
-
-[Note: A gradient divided twice]
-torch unscales a parameter of two optimizers twice. Whether a gradient was divided is a
-property of that gradient, not of an optimizer: after a division the tensor itself (by
-weak reference) and its version are written down, and another optimizer of the same
-iteration checks such a gradient without dividing it again. A new gradient is another
-tensor, or has another version after a backward added to it or ``zero_grad`` cleared it,
-and is divided like any other. A DTensor and its local tensor each count the writes that
-go through them, so both versions are written down; foreach functions on DTensors are
-counted by neither. A gradient that was changed in place after it was
-divided (clipped by hand) has another version, too: it is divided again, as by torch.
-Writing down costs a fifth of a microsecond a gradient, so it is done only in the first
-iteration and where the one before had several optimizers.
+Nothing here communicates, except `local_tensor` of a gradient still on its way, and
+nothing about a gradient is kept once a function has returned.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from .torch_internals import (
     DisableTorchFunctions,
+    foreach_mul_,
     local_tensors,
     non_finite_check_and_unscale_,
     set_grad_enabled,
     sparse_values,
-    version_of,
 )
 
 Gradients = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
@@ -44,20 +31,6 @@ FoundInf = dict[Any, torch.Tensor]
 Number = float | torch.Tensor
 """A number that the host knows, or a tensor, (), on the device that knows it.
 Arithmetic with Python's numbers costs a tenth of that with such tensors."""
-
-
-class Written(NamedTuple):
-    """Gradients, and how often each had been written to.
-
-    Attributes:
-        gradients: as the parameters have them, or weak references to them.
-        versions: of the gradients, then, unless all are plain, of their local tensors.
-        is_weak: which of the two.
-    """
-
-    gradients: Sequence[Any] = ()
-    versions: Sequence[int] = ()
-    is_weak: bool = False
 
 
 FP16_REFUSED = (
@@ -181,10 +154,7 @@ _PLAIN = {torch.Tensor}
 
 
 def check_and_unscale_(
-    gradients: Gradients,
-    inv_scale: torch.Tensor,
-    found_inf: torch.Tensor,
-    without: Collection[int] = (),
+    gradients: Gradients, inv_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> FoundInf:
     """Multiply gradients by ``inv_scale`` and look for inf and nan beforehand.
 
@@ -195,26 +165,22 @@ def check_and_unscale_(
         gradients: changed in place.
         inv_scale: one element, fp32, any device.
         found_inf: one element, fp32, any device: the starting value; may be written.
-        without: ids of tensors that are checked but not multiplied.
 
     Returns:
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
         not finite.
     """
     found: FoundInf = {}
-    may_overflow = inv_scale.is_cpu and number_in(inv_scale) > 1.0
+    may_overflow = inv_scale.is_cpu and is_above(inv_scale, 1.0)
     grad_mode = torch.is_grad_enabled()
-    set_grad_enabled(False)
     try:
+        set_grad_enabled(False)
         for (device, _), tensors in gradients.items():
             factor = moved_to(inv_scale, device)
             if device not in found:
                 found[device] = moved_to(found_inf, device)
-            mine = tensors
-            if without:
-                mine = [tensor for tensor in tensors if id(tensor) not in without]
-            non_finite_check_and_unscale_(mine, found[device], factor)
-            if without or may_overflow:
+            non_finite_check_and_unscale_(tensors, found[device], factor)
+            if may_overflow:
                 one = torch.ones_like(factor)
                 non_finite_check_and_unscale_(tensors, found[device], one)
     finally:
@@ -222,96 +188,38 @@ def check_and_unscale_(
     return found
 
 
-def write_down(
-    gradients: Sequence[Any],
-    locals_: Sequence[torch.Tensor] | None = None,
-    *,
-    is_weak: bool = True,
-) -> Written:
-    """Write down gradients as they are now; without those that have no version.
-
-    ``locals_`` is the local tensor of each if they are known, ``gradients`` itself if
-    none is a DTensor; ``is_weak``: do not keep them alive.
-    """
-    if locals_ is None:
-        locals_ = local_tensors(gradients)
-    try:
-        versions = _versions(gradients, locals_)
-    except RuntimeError:  # one was made in inference mode
-        gradients = [gradient for gradient in gradients if not gradient.is_inference()]
-        versions = _versions(gradients, local_tensors(gradients))
-    if is_weak:
-        gradients = list(map(weakref.ref, gradients))
-    return Written(gradients, versions, is_weak)
-
-
-def _versions(gradients: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[int]:
-    with DisableTorchFunctions():  # half the price for DTensors
-        found = list(map(version_of, gradients))
-        return found if locals_ is gradients else [*found, *map(version_of, locals_)]
-
-
-def divide_(gradients: Written, divisor: torch.Tensor) -> Written:
-    """Divide those gradients that are as they were written down; return them anew."""
-    still = unchanged(gradients)
+def multiply_(gradients: Gradients, factor: Number) -> None:
+    """Multiply gradients in place, in fp32, and in fp64 where they are wider."""
     with torch.no_grad():
-        for local in local_tensors(still):
-            local.div_(moved_to(divisor, local.device))
-    return write_down(still)
-
-
-def unchanged(written: Written) -> list[Any]:
-    """Return those gradients that are as they were written down."""
-    gradients, versions, is_weak = written
-    if is_weak:
-        gradients = [ref() for ref in gradients]
-    alive = [gradient for gradient in gradients if gradient is not None]
-    if len(alive) == len(gradients) and _have_versions(alive, versions):
-        return alive
-    return [
-        gradient
-        for index, gradient in enumerate(gradients)
-        if gradient is not None
-        and _have_versions([gradient], versions[index :: len(gradients)])
-    ]
-
-
-def _have_versions(gradients: Sequence[Any], versions: Sequence[int]) -> bool:
-    has_locals = len(versions) > len(gradients)
-    locals_ = local_tensors(gradients) if has_locals else gradients
-    return _versions(gradients, locals_) == versions
-
-
-def are_unchanged(optimizer: Any, written: Written) -> bool:
-    """Return whether an optimizer's gradients are those written down, unchanged."""
-    now = _gradients(optimizer)
-    return (
-        len(now) == len(written.gradients)
-        and all(map(is_, now, written.gradients))
-        and _have_versions(now, written.versions)
-    )
-
-
-def local_ids(gradients: Iterable[Any]) -> set[int]:
-    """Return the ids of the local tensors of gradients."""
-    return set(map(id, local_tensors(gradients)))
+        for (device, dtype), tensors in gradients.items():
+            kind = torch.float64 if dtype is torch.float64 else torch.float32
+            foreach_mul_(tensors, torch.as_tensor(factor, dtype=kind, device=device))
 
 
 # - Readings of found_inf
 
 
 def number_in(tensor: torch.Tensor) -> Number:
-    """Return what a tensor with one element holds; on an accelerator the tensor."""
-    if not tensor.is_cpu:
+    """Return what a tensor with one element holds; on an accelerator the tensor.
+
+    Likewise the tensor of a subclass, which may hold nothing (``FakeTensor``).
+    """
+    if not tensor.is_cpu or type(tensor) is not torch.Tensor:
         return tensor
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()
     return float(tensor.item() if isinstance(value, list) else value)
 
 
+def is_above(tensor: torch.Tensor, bound: float) -> bool:
+    """Return whether the host can see a number above a bound, at no synchronisation."""
+    number = number_in(tensor)
+    return isinstance(number, float) and number > bound
+
+
 def is_true(found_inf: torch.Tensor) -> bool:
     """Return whether the host can see an overflow, without a synchronisation."""
-    return found_inf.is_cpu and bool(number_in(found_inf))
+    return is_above(found_inf, 0.0)
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

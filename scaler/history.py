@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import deque
@@ -91,7 +92,9 @@ def overflow_of(code: int, rank: int, optimizer: Any) -> Overflow:
     """
     place, kind = divmod(code - 1, 2)
     there, index = divmod(place, _POSITIONS)
-    names = [name for g in optimizer.param_groups for name in g.get("param_names", ())]
+    names: list[str] = []
+    with contextlib.suppress(Exception):  # groups may be anything that has "params"
+        names = [name for g in optimizer.param_groups for name in g["param_names"]]
     name = names[index] if there == rank and index < len(names) else None
     return Overflow(there, index, name, _KINDS[kind])
 

@@ -50,10 +50,8 @@ def advance(
     return value  # type: ignore[no-any-return]
 
 
-def set_scale(
-    scale: torch.Tensor, new_scale: float | torch.Tensor, device_type: str
-) -> None:
-    """Write a scale that the caller chose, in place.
+def checked_scale(new_scale: float | torch.Tensor, device_type: str) -> Number:
+    """Return a scale that the caller chose; on an accelerator as a tensor, clamped.
 
     Raises:
         AssertionError: a tensor of another device type or size, or with a gradient.
@@ -70,7 +68,6 @@ def set_scale(
         if kind != "cpu":
             # Looking would synchronise: a value out of range is clamped.
             value = new_scale.reshape(()).nan_to_num(nan=LOWEST_SCALE)
-            scale.copy_(value.clamp(LOWEST_SCALE, HIGHEST_SCALE))
-            return
+            return value.clamp(LOWEST_SCALE, HIGHEST_SCALE)
         new_scale = new_scale.item()
-    scale.fill_(check_number("new_scale", new_scale))
+    return check_number("new_scale", new_scale)

@@ -1,37 +1,47 @@
-"""All ranks sync found_inf by one all-reduce, and read or raise the same from it.
+"""All ranks exchange one message in a sync, and read or raise the same from it.
+
+[Note: What belongs together]
+Every sync, of whatever method, begins with the same collective: same operation, shape
+and dtype. Its content names the scaler, the optimizer, the method and the state that
+must be equal, so calls that do not belong together raise `RanksDisagreeError` on every
+rank. A clip needs a second collective on a CPU, which begins only when all ranks know
+from the first one that they clip.
+
+Scalers are numbered as they were made, from the first one that synced over a group on;
+a scaler that never syncs counts only if it was made between two that do. Optimizers get
+a number when a rank syncs them for the first time: that of its peers' optimizer in that
+sync, else the next one. So a rank may lack an optimizer, or hold an idle one. What
+cannot be told apart: two optimizers that a rank steps in another order from the very
+first iteration on.
 
 [Note: Closing an iteration]
-Ranks may call `step` a different number of times (a stage without parameters, a
-forgotten optimizer). A rank that has fewer syncs would leave the others waiting, or
-worse: their message would pair with the next collective of the training itself. So
-`update` sends a closing message whenever this iteration had another number of syncs
-than the largest number seen so far; the first iteration always closes. A closing
-message that meets a step differs in ``position``, and all ranks raise. When every
-iteration is alike, no closing message is sent: one collective per step and no more. One
-case is out of reach without a second collective in every iteration: a rank that
-suddenly has *more* syncs than ever before, alone.
+Ranks may sync a different number of times (a stage without parameters, a forgotten
+optimizer). A rank that has fewer syncs would leave the others waiting. So `update`
+syncs whenever this iteration had another number of syncs than the largest number seen
+so far; the first iteration always closes. A closing message that meets a step differs
+from it in ``call``, and all ranks raise. When every iteration is alike, no closing
+message is sent. One case is out of reach without a second collective in every
+iteration: a rank that suddenly has *more* syncs than ever before, alone, is heard in
+the next iteration.
 
 [Note: An error on one rank]
-Reading gradients can fail on one rank alone (an fp16 gradient that is not allowed).
-That rank still sends its message, with ``failed`` set, and then raises its own error;
-the others raise PeerFailedError instead of waiting. On an accelerator the host reads
-the message later; ``failed`` implies ``found_inf``, so that no rank steps meanwhile.
-Wrong call order raises without a message: it is the same mistake on every rank, and
-nothing was under way.
-
-[Note: Waiting later]
-What follows `unscale_` rarely asks for its result: the gradients are clipped, then
-`step` asks. So `unscale_` sends its message and does not wait; the first call that
-needs the result does, and raises what `unscale_` would have raised. On an accelerator
-the host never waited.
+A rank can fail alone (an fp16 gradient that is not allowed). It still sends its
+message, with ``failed`` set, and then raises its own error; the others raise
+PeerFailedError instead of waiting. On an accelerator the host reads the message later;
+``failed`` implies ``found_inf``, so that no rank steps meanwhile, and whoever reads of
+a failure at the next sync sends that it fails there, too. Wrong call order raises
+without a message: it is the same mistake on every rank, and nothing was under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,19 +50,24 @@ from .errors import PeerFailedError, RanksDisagreeError
 from .grads import Number
 from .sync_group import SyncGroup, message_device
 from .sync_message import (
-    CLOSING,
-    LOADING,
-    SHARED,
-    LocalState,
-    Sent,
+    CALLS,
+    CHECK,
+    CLIP,
+    FULL_LENGTH,
+    LOAD,
+    UPDATE,
+    Local,
+    Shared,
     Summary,
     decode_full,
     decode_packed,
     differences,
     full_message,
     packed_message,
-    shared_values,
 )
+
+ROW_LENGTH = 12
+"""Numbers that a rank sends beside the message of a clip."""
 
 # Its name before torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,102 +75,115 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(eq=False)
 class SyncResult:
-    """The reduced message of one sync; the same on every rank.
+    """What a sync came to; the same on every rank.
 
     Attributes:
-        message: int64 if packed, else fp64; reduced once ``work`` is done. Or those of
-            all ranks, (number of ranks, ...), to be reduced by the host.
-        group: over which it was reduced.
-        local: what this rank brought.
-        sent: iteration and position in the message.
-        call: name of the calling method, for messages.
-        is_deferred: reading it would synchronise with an accelerator.
-        work: what is still on its way; None if nothing is.
+        group: over which it was made.
+        method: name of the calling method, for messages.
+        shared: what this rank brought.
+        message: the reduced full message, where no host has read it.
         rows: what each rank sent beside its message, (number of ranks, elements).
         copy: on its way to the host, and the event of its arrival.
+        record: of the optimizer, None without one.
     """
 
-    message: torch.Tensor
     group: dist.ProcessGroup
-    local: LocalState
-    sent: Sent
-    call: str
-    is_deferred: bool
-    work: Any = None
+    method: str
+    shared: Shared
+    message: torch.Tensor
     rows: torch.Tensor | None = None
     copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    record: Any = None
     _summary: Summary | None = None
 
     @property
+    def is_deferred(self) -> bool:
+        """Whether reading it would synchronise with an accelerator."""
+        return self._summary is None
+
+    @property
     def found_inf(self) -> torch.Tensor:
-        """(), fp32, exactly 0 or 1, on an accelerator that alone knows it."""
+        """(), fp32, exactly 0 or 1, on the accelerator that alone knows it."""
         return self.message[0].float()
 
     def read(self) -> Summary:
-        """Return the result on the host; waits for it, and synchronises once at most.
+        """Return the result on the host; synchronises once at most.
 
         Raises:
-            PeerFailedError: another rank raised while it read its gradients.
-            RanksDisagreeError: a field of ``SHARED`` differs between ranks.
+            PeerFailedError: another rank raised.
+            RanksDisagreeError: a field of `Shared` differs between ranks.
         """
-        if self._summary is not None:
-            return self._summary
-        if self.work is not None:
-            with _explained(self.group, self.call):
-                self.work.wait()
-            self.work = None
-        message = self.message
-        if self.copy is not None:
-            message, event = self.copy
-            event.synchronize()
-        numbers, is_packed = message.tolist(), message.dtype is torch.int64
-        if message.dim() > 1:
-            numbers = list(map(max, *numbers))
-        summary = decode_packed(numbers) if is_packed else decode_full(numbers)
+        if self._summary is None:
+            message = self.message
+            if self.copy is not None:
+                message, event = self.copy
+                event.synchronize()
+            self._summary = self._decoded(message.tolist())
+        return self._summary
+
+    def _decoded(self, numbers: list[float]) -> Summary:
+        if differ := differences(numbers):
+            raise self._disagreement(differ)
+        summary = decode_full(numbers)
         if summary.failed:
             rank = self.group.rank()
             raise PeerFailedError(
-                f"{self.call} on rank {rank} of {self.group.size()}: another rank "
+                f"{self.method} on rank {rank} of {self.group.size()}: another rank "
                 "raised while it read its gradients, so no rank steps. The cause is in "
                 "that rank's traceback.",
                 rank=rank,
-                call=self.call,
+                call=self.method,
             )
-        if is_packed and (summary.differ or not summary.was_scaled):
-            # Something differs, but not what; or only a rank without an optimizer may
-            # have scaled. Every rank sees the same, so all of them come here.
-            message = full_message(self.local, self.sent, torch.device("cpu"))
-            with _explained(self.group, self.call):
-                dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
-            numbers = message.tolist()
-            summary = decode_full(numbers)
-        if summary.differ:
-            raise self._disagreement(numbers)
-        self._summary = summary
         return summary
 
-    def _disagreement(self, numbers: list[float]) -> RanksDisagreeError:
+    def _disagreement(
+        self, differ: dict[str, tuple[float, float]]
+    ) -> RanksDisagreeError:
         rank, size = self.group.rank(), self.group.size()
-        differ = differences(numbers)
-        here = shared_values(self.local, self.sent)
+        pairs = self.shared._asdict().items()
+        here = {name: float(value) for name, value in pairs if value is not None}
+        # A message of another call has another position, too: the first one is told.
+        names, way_out = next(
+            (names & differ.keys(), text)
+            for names, text in _WAYS_OUT
+            if names & differ.keys()
+        )
         shown = "; ".join(
             f"{name} differs"
             if name == "policy"
             else f"{name} is {_shown(name, here.get(name))} here, and over all ranks "
             f"between {_shown(name, lowest)} and {_shown(name, highest)}"
             for name, (lowest, highest) in differ.items()
+            if name in names
         )
-        way_out = next(text for names, text in _WAYS_OUT if names & differ.keys())
         return RanksDisagreeError(
-            f"{self.call} on rank {rank} of {size}: {shown}. All ranks must hold the "
+            f"{self.method} on rank {rank} of {size}: {shown}. All ranks must hold the "
             f"same. {way_out}",
             rank=rank,
             world_size=size,
-            call=self.call,
+            call=self.method,
             here=here,
             lowest={name: lowest for name, (lowest, _) in differ.items()},
             highest={name: highest for name, (_, highest) in differ.items()},
         )
+
+
+@dataclass
+class _OfGroup:
+    # Threads that sync over one group take turns: gloo aborts on calls at one time.
+    first_scaler: int
+    turn: Any = field(default_factory=threading.Lock)
+
+
+_groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
+_made = itertools.count()
+
+
+class Clip(NamedTuple):
+    """What one sync of a clip must share beside the state of the scaler."""
+
+    max_norm: float
+    norm_type: float
 
 
 class OverflowSync:
@@ -169,126 +197,188 @@ class OverflowSync:
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
         self._device_type = device_type
-        self._last: SyncResult | None = None
-        self._unread: list[SyncResult] = []
+        self._number = next(_made)
+        self._unread: SyncResult | None = None
+        # What the other ranks called when this one took part without an optimizer.
+        self._expected: tuple[int, Clip | None] = (CHECK, None)
         self.restart()
 
     def restart(self) -> None:
-        """Count iterations anew, at a point where all ranks do."""
+        """Count iterations and optimizers anew, at a point where all ranks do."""
         self._iteration = 0
         self._count = 0  # syncs in this iteration
         self._most = -1  # largest count of any iteration; -1: none is over yet
+        self._optimizers = 0  # that any rank has synced
 
-    def found_inf(
+    def exchange(
         self,
         group: dist.ProcessGroup,
-        local: LocalState,
-        call: str,
-        *,
-        position: int | None = None,
-        async_op: bool = False,
+        method: str,
+        call: int | None,
+        state: Shared,
+        local: Local,
+        clip: Clip | None = None,
         row: Sequence[Number] = (),
+        record: Any = None,
     ) -> SyncResult:
         """Exchange one message.
 
         Args:
             group: what ``group.find`` returned.
-            local: what this rank brings.
-            call: name of the calling method, for messages.
-            position: CLOSING or LOADING; None is the next step of the iteration.
-            async_op: do not wait for it. See [Note: Waiting later].
-            row: numbers, as many on every rank: gathered on the way.
+            method: name of the calling method, for messages.
+            call: what it is made for; None takes part in CHECK and CLIP.
+            state: of the scaler; what this class knows is filled in.
+            local: what this rank found.
+            clip: what it clips to, if it does.
+            row: ROW_LENGTH numbers, zeros by default: where reading the first message
+                would synchronise they travel with it.
+            record: of the optimizer; gets its ``number`` when the host knows it.
 
         Returns:
-            The result; read, unless it is on its way or on an accelerator.
+            The result, read unless it is on an accelerator.
 
         Raises:
             PeerFailedError: another rank raised.
             RanksDisagreeError: the ranks hold different state.
         """
-        if position is None:
-            self._count += 1
-            position = self._count
-        unread, self._unread = self._unread, []
-        for result in unread:
-            # Waits for its own copy only; not while a CUDA graph is captured.
-            if result.message.is_cpu or result.copy is not None:
-                result.read()
-        if self._last is not None and self._last.group is group:
-            device = self._last.message.device
-        else:
-            device = message_device(group, self._device_type, local.scale)
-        sent, is_deferred = (self._iteration, position), self._is_deferred(device)
-        work = rows = None
-        if is_deferred or row:
-            message = full_message(local, sent, device, row)
-        else:
-            message = packed_message(local, sent)
-        with _explained(group, call):
-            if not row:
-                work = dist.all_reduce(
-                    message,
-                    op=dist.ReduceOp.MAX,
-                    group=group,
-                    async_op=async_op and not is_deferred,
-                )
+        late = self._late_error()
+        if late is not None:
+            local = local._replace(failed=True)
+        of_group = _groups.setdefault(group, _OfGroup(self._number))
+        self._count += 1
+        # A rank that loads may have iterated alone before, and load in order to join.
+        joins = call == LOAD
+        shared = state._replace(
+            call=call,
+            scaler=self._number - of_group.first_scaler,
+            iteration=0 if joins else self._iteration,
+            position=0 if joins else self._count,
+            **{} if clip is None else clip._asdict(),
+        )
+        device = message_device(group, self._device_type, state.scale)
+        with of_group.turn, _explained(group, method):
+            if self._is_deferred(device):
+                result = self._gathered(group, method, shared, local, device, row)
             else:
-                gathered = message.new_empty(group.size(), len(message))
-                _all_gather(gathered.flatten(), message, group=group)
-                # The maximum is taken here: one collective still.
-                message, rows = gathered[:, : -len(row)], gathered[:, -len(row) :]
-                message = message.amax(0) if is_deferred else message
-        result = SyncResult(message, group, local, sent, call, is_deferred, work, rows)
-        self._last = result
-        if work is None and not local.failed:
-            if is_deferred:
-                # Reading now would synchronise; every rank reads at its next sync.
-                if message.is_cuda and not torch.cuda.is_current_stream_capturing():
-                    host = torch.empty_like(message, device="cpu", pin_memory=True)
-                    host.copy_(message, non_blocking=True)
-                    event = torch.cuda.Event()
-                    event.record()
-                    result.copy = (host, event)
-                self._unread.append(result)
-            else:
+                result = self._reduced(group, method, shared, local)
+        result.record = record
+        if result.is_deferred and not local.failed:
+            self._unread = result  # every rank reads it at its next sync
+        elif not local.failed:
+            self._learn(result)
+        if late is not None:
+            raise late
+        return result
+
+    def _reduced(
+        self, group: dist.ProcessGroup, method: str, shared: Shared, local: Local
+    ) -> SyncResult:
+        expected = shared
+        if shared.call is None:
+            call, clip = self._expected
+            known = {} if clip is None else clip._asdict()
+            expected = shared._replace(call=call, **known)
+        message = packed_message(expected, local)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        summary = decode_packed(message.tolist(), expected)
+        result = SyncResult(group, method, shared, message, _summary=summary)
+        if summary is None:
+            message = full_message(shared, local, torch.device("cpu"))
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+            result.message = message
+            if not local.failed:
                 result.read()
         return result
 
-    def assert_same_state(
-        self, group: dist.ProcessGroup, local: LocalState, call: str
-    ) -> None:
-        """Raise unless all ranks bring the same; synchronises.
+    def _gathered(
+        self,
+        group: dist.ProcessGroup,
+        method: str,
+        shared: Shared,
+        local: Local,
+        device: torch.device,
+        row: Sequence[Number],
+    ) -> SyncResult:
+        row = row or [0.0] * ROW_LENGTH
+        message = full_message(shared, local, device, row)
+        gathered = message.new_empty(group.size(), len(message))
+        _all_gather(gathered.flatten(), message, group=group)
+        message, rows = gathered[:, :FULL_LENGTH].amax(0), gathered[:, FULL_LENGTH:]
+        result = SyncResult(group, method, shared, message, rows)
+        # Reading now would synchronise.
+        if message.is_cuda and not torch.cuda.is_current_stream_capturing():
+            host = torch.empty_like(message, device="cpu", pin_memory=True)
+            host.copy_(message, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            result.copy = (host, event)
+        return result
 
-        Raises:
-            PeerFailedError: another rank raised.
-            RanksDisagreeError: a field of ``SHARED`` differs between ranks.
-        """
-        # The rank may have iterated alone before, and load in order to join.
-        self.restart()
-        result = self.found_inf(group, local, call, position=LOADING)
-        if not local.failed:
-            result.read()
+    def _late_error(self) -> Exception | None:
+        # See [Note: An error on one rank].
+        result, self._unread = self._unread, None
+        # Waits for its own copy only; not while a CUDA graph is captured.
+        if result is None or not (result.message.is_cpu or result.copy is not None):
+            return None
+        try:
+            self._learn(result)
+        except (PeerFailedError, RanksDisagreeError) as error:
+            return error
+        return None
 
-    def end_iteration(self, local: Callable[[], LocalState], call: str) -> None:
+    def _learn(self, result: SyncResult) -> None:
+        # On all ranks alike, those without an optimizer too.
+        summary = result.read()
+        if summary.call not in (CHECK, CLIP) or not summary.is_full:
+            return
+        clip = None
+        if summary.max_norm is not None and summary.norm_type is not None:
+            clip = Clip(summary.max_norm, summary.norm_type)
+        self._expected = summary.call, clip
+        self._optimizers += not summary.optimizer
+        if result.record is not None:
+            result.record.number = summary.optimizer or self._optimizers
+
+    def sum_of(self, result: SyncResult, value: float, norm_type: float) -> float:
+        """Return the sum over the ranks; the maximum for an infinite ``norm_type``."""
+        op = dist.ReduceOp.SUM if norm_type < float("inf") else dist.ReduceOp.MAX
+        total = torch.tensor(value, dtype=torch.float64, device="cpu")
+        with _groups[result.group].turn, _explained(result.group, result.method):
+            dist.all_reduce(total, op=op, group=result.group)
+        return float(total.tolist())
+
+    def rows_of(self, result: SyncResult, row: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks, (number of ranks, elements)."""
+        rows = row.new_empty(result.group.size(), len(row))
+        with _groups[result.group].turn, _explained(result.group, result.method):
+            _all_gather(rows.flatten(), row, group=result.group)
+        return rows
+
+    def end_iteration(self, state: Shared, method: str, *, is_usual: bool) -> None:
         """End the iteration. See [Note: Closing an iteration].
 
-        What this rank brings is asked for only if there is a message.
+        ``is_usual``: no call of it has raised, so that the next ones will be like it.
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of syncs.
         """
-        count, self._count = self._count, 0
         # Not the group of the last sync: it may have been destroyed since.
         group = self.group.find_known()
         if group is None:
             return
+        count = self._count
         if count != self._most:
-            self.found_inf(group, local(), call, position=CLOSING)
-        self._most = max(self._most, count)
+            self.exchange(group, method, UPDATE, state, Local())
+        if is_usual:
+            self._most = max(self._most, count)
+        self._count = 0
         self._iteration += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None, "_unread": []}
+        return {**self.__dict__, "_unread": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _number=next(_made))
 
     @staticmethod
     def _is_deferred(device: torch.device) -> bool:
@@ -296,22 +386,34 @@ class OverflowSync:
 
 
 @contextmanager
-def _explained(group: dist.ProcessGroup, call: str) -> Iterator[None]:
+def _explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        error.add_note(
-            f"gradparity: in the sync of {call} on rank {group.rank()} of "
-            f"{group.size()}. All ranks of the group must call step() and update() the "
-            "same number of times; independent models need process_group=, mesh= or "
-            'agree_over="mesh".'
-        )
+        if not isinstance(error, (PeerFailedError, RanksDisagreeError)):
+            error.add_note(
+                f"gradparity: in the sync of {method} on rank {group.rank()} of "
+                f"{group.size()}. All ranks of the group must call step() and update() "
+                "the same number of times; independent models need process_group=, "
+                'mesh= or agree_over="mesh".'
+            )
         raise
 
 
 _WAYS_OUT = (
     (
-        {"position"},
+        {"scaler"},
+        "Use the scalers in the same order on every rank, and make them in the same "
+        "order; scalers of independent models need process_group=, mesh= or "
+        'agree_over="mesh".',
+    ),
+    (
+        {"call"},
+        "Make the same calls on every rank between two update(); a rank without "
+        "parameters calls step_without_optimizer() where the others step or clip.",
+    ),
+    (
+        {"iteration", "position"},
         "Call step() for the same number of optimizers on every rank before update(); "
         "a rank without parameters calls step_without_optimizer() instead.",
     ),
@@ -325,7 +427,7 @@ _WAYS_OUT = (
         "Call clip_grad_norm_() with the same max_norm and norm_type on every rank.",
     ),
     (
-        set(SHARED),
+        set(Shared._fields),
         "Build the scaler with the same arguments on every rank and load the same "
         "state_dict on every rank; if these ranks train independent models, pass "
         'process_group=, mesh= or agree_over="mesh".',
@@ -336,7 +438,8 @@ _WAYS_OUT = (
 def _shown(name: str, value: float | None) -> str:
     if value is None:
         return "not compared"
+    if name == "call":
+        return CALLS[int(value)]
     if name == "position":
-        other = {CLOSING: "update()", LOADING: "load_state_dict()"}
-        return other.get(int(value), f"step {value:g} of the iteration")
+        return f"sync {value:g} of the iteration"
     return f"{value:g}"

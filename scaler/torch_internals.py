@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -59,13 +58,6 @@ torch function, which DTensor has turned off, takes as long as reading the attri
 
 sparse_values = torch.Tensor._values
 """(tensor): the values of a sparse tensor, coalesced or not, without a copy."""
-
-version_of = attrgetter("_version")
-"""(tensor): how often it was written in place, as autograd counts it; views of one
-buffer have one count."""
-
-is_view = torch.Tensor._is_view
-"""(tensor): whether it is a view of another tensor."""
 
 
 def dtensor_type() -> Any:

@@ -1,0 +1,134 @@
+"""What outlasts an iteration about an optimizer, and what optimizers may look like."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .sync import SyncResult
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """What outlasts an iteration; nothing about gradients.
+
+    Attributes:
+        groups: the ``param_groups`` of the optimizer, by which wrappers are known.
+        number: that the ranks know it by; None before its first sync.
+        found_inf: (), fp32: 1 if its last step was skipped; None before the first.
+        places: where its gradients lay in the last clip (``global_norm.py``).
+        grad_scale: what a fused kernel was handed last.
+        result: of its sync in this iteration; None without one.
+        users: how many living optimizers it is of.
+        key: id of the one by which it was used first in an iteration.
+    """
+
+    groups: Any
+    number: int | None = None
+    found_inf: torch.Tensor | None = None
+    places: Any = None
+    grad_scale: torch.Tensor | None = None
+    result: SyncResult | None = None
+    users: int = 0
+    key: int = 0
+
+
+class OptimizerRecords:
+    """The records of one scaler, by optimizer.
+
+    Optimizers are distinguished by identity: one may be unhashable, or compare equal to
+    another. Those that share their ``param_groups`` have one record: a wrapper and the
+    optimizer inside. One that takes no weak reference is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[Callable[[], Any], OptimizerRecord]] = {}
+        self._by_groups: dict[int, OptimizerRecord] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OptimizerRecords, ()  # a copy of the scaler meets its optimizers anew
+
+    def find(self, optimizer: Any) -> OptimizerRecord | None:
+        """Return the record of an optimizer, None if it was never seen."""
+        ref, record = self._records.get(id(optimizer), (None, None))
+        if ref is not None and ref() is optimizer:
+            return record
+        groups = _groups_of(optimizer)
+        record = None if groups is None else self._by_groups.get(id(groups))
+        return record if record is not None and record.groups is groups else None
+
+    def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
+        """Return the record of an optimizer, and whether it was never seen."""
+        found = self.find(optimizer)
+        record = found or OptimizerRecord(_groups_of(optimizer))
+        key, ref = id(optimizer), lambda: optimizer
+        with contextlib.suppress(TypeError):
+            ref = weakref.ref(optimizer, lambda _: self._forget(key))
+        self._records[key] = ref, record
+        record.users += 1
+        if record.groups is not None:
+            self._by_groups[id(record.groups)] = record
+        return record, found is None
+
+    def _forget(self, key: int) -> None:
+        _, record = self._records.pop(key)
+        record.users -= 1
+        if not record.users:
+            self._by_groups.pop(id(record.groups), None)
+
+    def forget_numbers(self) -> None:
+        """Start to count anew, at a point where all ranks do."""
+        for _, record in self._records.values():
+            record.number = record.result = None
+
+
+def _groups_of(optimizer: Any) -> Any:
+    try:
+        return optimizer.param_groups
+    except Exception:
+        return None  # what it says is raised where its gradients are read
+
+
+def takes_scaler(optimizer: Any) -> bool:
+    """Return whether ``step`` asks for the scaler itself, the old contract."""
+    step: Any = getattr(optimizer.step, "__func__", optimizer.step)
+    try:
+        known = _TAKES_SCALER.get(step)
+    except TypeError:  # a callable that cannot be a key
+        known = None
+    if known is None:  # reading a signature takes longer than a small step
+        known = "grad_scaler" in inspect.signature(step).parameters
+        with contextlib.suppress(TypeError):
+            _TAKES_SCALER[step] = known
+    if known:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the "
+            "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return known
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def makes_momentum(optimizer: Any) -> bool:
+    """Return whether the next step makes the momentum of torch's SGD.
+
+    torch's fused SGD makes it of uninitialised memory for the kernel to fill. A kernel
+    that is to skip does not, and the next step takes what lay there (B21).
+    """
+    try:
+        uses_it = any(group["momentum"] for group in optimizer.param_groups)
+        states = optimizer.state.values() if uses_it else ()
+        return uses_it and all(state["momentum_buffer"] is None for state in states)
+    except (AttributeError, KeyError, TypeError):
+        return False  # none that keeps its momentum as SGD does
