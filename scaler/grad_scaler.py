@@ -33,9 +33,6 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.amp.grad_scaler import _MultiDeviceReplicator as _MultiDeviceReplicator
-from torch.amp.grad_scaler import (
-    _refresh_per_optimizer_state as _refresh_per_optimizer_state,
-)
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import (
@@ -88,8 +85,11 @@ from .torch_internals import no_compile
 
 Outputs = TypeVar("Outputs", bound="torch.Tensor | Iterable[Any]")
 State = dict[str, Any]
-"""torch's state of an optimizer in this iteration: ``"stage"`` and
-``"found_inf_per_device"``."""
+
+
+def _refresh_per_optimizer_state() -> State:
+    # What torch keeps of an optimizer in an iteration.
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
 class _Held(NamedTuple):
@@ -353,6 +353,8 @@ class GradScaler(_TorchGradScaler):
             measured = self._measure(
                 optimizer, state, record, "clip_grad_norm_", max_norm, norm_type
             )
+            if error_if_nonfinite and not math.isfinite(measured.norm):
+                measured = measured._replace(is_finite=False)  # as torch, then raise
             self._write_clip(state, measured, max_norm)
             if optimizer is None and self._enabled:
                 self._clips_without += 1
@@ -792,7 +794,8 @@ class GradScaler(_TorchGradScaler):
         tracker, left = self._growth_tracker, self._hysteresis_left
         return Shared(
             call=None,
-            scaler=0,
+            scaler=None,
+            made_after=None,
             iteration=0,
             position=0,
             scale=number_in(self._scale_or_one()),

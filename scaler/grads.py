@@ -164,7 +164,7 @@ def check_and_unscale_(
     Args:
         gradients: changed in place.
         inv_scale: one element, fp32, any device.
-        found_inf: one element, fp32, any device: the starting value; may be written.
+        found_inf: one element, fp32, any device: the starting value.
 
     Returns:
         For each device with gradients, shaped as ``found_inf``: 1 if any of them is
@@ -178,7 +178,7 @@ def check_and_unscale_(
         for (device, _), tensors in gradients.items():
             factor = moved_to(inv_scale, device)
             if device not in found:
-                found[device] = moved_to(found_inf, device)
+                found[device] = found_inf.to(device, copy=True)
             non_finite_check_and_unscale_(tensors, found[device], factor)
             if may_overflow:
                 one = torch.ones_like(factor)

@@ -7,10 +7,10 @@ must be equal, so calls that do not belong together raise `RanksDisagreeError` o
 rank. A clip needs a second collective on a CPU, which begins only when all ranks know
 from the first one that they clip.
 
-Scalers are numbered as they were made, from the first one that synced over a group on;
-a scaler that never syncs counts only if it was made between two that do. Optimizers get
-a number when a rank syncs them for the first time: that of its peers' optimizer in that
-sync, else the next one. So a rank may lack an optimizer, or hold an idle one. What
+Scalers and optimizers get a number when a rank syncs them for the first time: that of
+its peers' in that sync, else the next one. So a rank may lack an optimizer, or hold an
+idle one. A scaler that is new also says how many of the numbered ones were made before
+it, so that scalers used in another order on another rank raise at the second one. What
 cannot be told apart: two optimizers that a rank steps in another order from the very
 first iteration on.
 
@@ -122,8 +122,6 @@ class SyncResult:
         return self._summary
 
     def _decoded(self, numbers: list[float]) -> Summary:
-        if differ := differences(numbers):
-            raise self._disagreement(differ)
         summary = decode_full(numbers)
         if summary.failed:
             rank = self.group.rank()
@@ -134,6 +132,8 @@ class SyncResult:
                 rank=rank,
                 call=self.method,
             )
+        if differ := differences(numbers):
+            raise self._disagreement(differ)
         return summary
 
     def _disagreement(
@@ -163,16 +163,18 @@ class SyncResult:
             world_size=size,
             call=self.method,
             here=here,
-            lowest={name: lowest for name, (lowest, _) in differ.items()},
+            lowest={name: lowest + 0.0 for name, (lowest, _) in differ.items()},
             highest={name: highest for name, (_, highest) in differ.items()},
         )
 
 
 @dataclass
 class _OfGroup:
-    # Threads that sync over one group take turns: gloo aborts on calls at one time.
-    first_scaler: int
+    # What this process knows of a group. Threads that sync over it take turns: gloo
+    # aborts on calls at one time.
     turn: Any = field(default_factory=threading.Lock)
+    scalers: int = 0  # that any rank has synced over it
+    numbers: dict[int, int] = field(default_factory=dict)  # of this rank's, as made
 
 
 _groups: weakref.WeakKeyDictionary[Any, _OfGroup] = weakref.WeakKeyDictionary()
@@ -197,7 +199,7 @@ class OverflowSync:
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
         self._device_type = device_type
-        self._number = next(_made)
+        self._made = next(_made)
         self._unread: SyncResult | None = None
         # What the other ranks called when this one took part without an optimizer.
         self._expected: tuple[int, Clip | None] = (CHECK, None)
@@ -244,13 +246,19 @@ class OverflowSync:
         late = self._late_error()
         if late is not None:
             local = local._replace(failed=True)
-        of_group = _groups.setdefault(group, _OfGroup(self._number))
+        of_group = _groups.setdefault(group, _OfGroup())
+        number = of_group.numbers.get(self._made)
+        after = None
+        if number is None:
+            after = sum(made < self._made for made in of_group.numbers)
+            local = local._replace(is_new=True)
         self._count += 1
         # A rank that loads may have iterated alone before, and load in order to join.
         joins = call == LOAD
         shared = state._replace(
             call=call,
-            scaler=self._number - of_group.first_scaler,
+            scaler=number,
+            made_after=after,
             iteration=0 if joins else self._iteration,
             position=0 if joins else self._count,
             **{} if clip is None else clip._asdict(),
@@ -329,7 +337,12 @@ class OverflowSync:
     def _learn(self, result: SyncResult) -> None:
         # On all ranks alike, those without an optimizer too.
         summary = result.read()
-        if summary.call not in (CHECK, CLIP) or not summary.is_full:
+        if not summary.is_full:
+            return
+        of_group = _groups[result.group]
+        of_group.scalers += not summary.scaler
+        of_group.numbers.setdefault(self._made, summary.scaler or of_group.scalers)
+        if summary.call not in (CHECK, CLIP):
             return
         clip = None
         if summary.max_norm is not None and summary.norm_type is not None:
@@ -378,7 +391,7 @@ class OverflowSync:
         return {**self.__dict__, "_unread": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _number=next(_made))
+        self.__dict__.update(state, _made=next(_made))
 
     @staticmethod
     def _is_deferred(device: torch.device) -> bool:
@@ -402,7 +415,7 @@ def _explained(group: dist.ProcessGroup, method: str) -> Iterator[None]:
 
 _WAYS_OUT = (
     (
-        {"scaler"},
+        {"scaler", "made_after"},
         "Use the scalers in the same order on every rank, and make them in the same "
         "order; scalers of independent models need process_group=, mesh= or "
         'agree_over="mesh".',
@@ -440,6 +453,8 @@ def _shown(name: str, value: float | None) -> str:
         return "not compared"
     if name == "call":
         return CALLS[int(value)]
+    if name == "made_after":
+        return f"made after {value:g} others"
     if name == "position":
         return f"sync {value:g} of the iteration"
     return f"{value:g}"

@@ -59,7 +59,8 @@ class Shared(NamedTuple):
 
     Attributes:
         call: CHECK, CLIP, UPDATE or LOAD; None takes part in either of the first two.
-        scaler: which of the scalers that sync over this group, as they were made.
+        scaler: the number that the ranks know it by; None if it is new.
+        made_after: how many numbered ones were made before one that is new.
         iteration: of this scaler, counted by `update`.
         position: of the sync in the iteration, from 1.
         scale: like the next ones, of this rank.
@@ -75,7 +76,8 @@ class Shared(NamedTuple):
     """
 
     call: int | None
-    scaler: int
+    scaler: int | None
+    made_after: int | None
     iteration: int
     position: int
     scale: Number
@@ -99,7 +101,7 @@ class Local(NamedTuple):
         was_scaled: the scale came from `scale()` or a checkpoint on this rank.
         needs_rows: the norm needs the parts of every rank, not only their sum.
         first_nonfinite: 31 bits that stand for the first bad gradient; 0 for none.
-        is_new: this optimizer has no number yet.
+        is_new: this scaler or this optimizer has no number yet.
     """
 
     found_inf: Number | None = None
@@ -115,7 +117,8 @@ class Summary(NamedTuple):
 
     Attributes:
         has_gradients: any rank has; the other flags likewise.
-        optimizer: the number that any rank knows its optimizer by; 0: none does.
+        scaler: the number that any rank knows its scaler by; 0: none does.
+        optimizer: likewise.
         call: what all ranks called.
         max_norm: of all ranks that clip.
         norm_type: likewise.
@@ -128,6 +131,7 @@ class Summary(NamedTuple):
     was_scaled: bool
     needs_rows: bool
     first_nonfinite: int
+    scaler: int
     optimizer: int
     call: int
     max_norm: float | None
@@ -166,13 +170,14 @@ FULL_LENGTH = _FLAGS + 2 * len(Shared._fields)
 def decode_full(numbers: Sequence[float]) -> Summary:
     """Return what a reduced full message says, if nothing differs."""
     highest = dict(zip(Shared._fields, numbers[_FLAGS::2], strict=True))
-    call, max_norm, norm_type, optimizer = (
+    call, max_norm, norm_type, scaler, optimizer = (
         None if highest[name] == -math.inf else highest[name]
-        for name in ("call", "max_norm", "norm_type", "optimizer")
+        for name in ("call", "max_norm", "norm_type", "scaler", "optimizer")
     )
     return Summary(
         *map(bool, numbers[: _FLAGS - 1]),
         first_nonfinite=int(numbers[_FLAGS - 1]),
+        scaler=int(scaler or 0),
         optimizer=int(optimizer or 0),
         call=int(call or CHECK),
         max_norm=max_norm,
@@ -241,6 +246,7 @@ def decode_packed(numbers: Sequence[int], shared: Shared) -> Summary | None:
         was_scaled=was_scaled,
         needs_rows=finding == 2,
         first_nonfinite=max(finding - 3, 0),
+        scaler=shared.scaler or 0,
         optimizer=ordinal,
         call=shared.call or CHECK,
         max_norm=shared.max_norm,
