@@ -223,7 +223,7 @@ def local_norms(
         if bad:  # or a norm has left the range of fp64
             every = chain.from_iterable(some.values() for some in grads.values())
             bad = not all(bool(t.isfinite().all()) for t in chain.from_iterable(every))
-        found = torch.full((), float(bad), device="cpu")
+        found = torch.full((), float(bad), dtype=torch.float32, device="cpu")
     entries: list[Number] = []
     for mesh, value in zip(parts, values, strict=True):
         entries += [mesh, grads.kinds[mesh], value / scale]

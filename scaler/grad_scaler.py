@@ -428,7 +428,7 @@ class GradScaler(_TorchGradScaler):
         if self._enabled:
             self._check_scale_growth_tracker(method)
         if optimizer is None:
-            return self._per_optimizer_states[id(None)], None
+            return _refresh_per_optimizer_state(), None
         state, record = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(f"{method}() is being called after step().")
@@ -479,6 +479,8 @@ class GradScaler(_TorchGradScaler):
             if isinstance(norm, torch.Tensor):
                 norm = norm.to(scale.device)
         state["found_inf_per_device"] = found
+        if optimizer is None:
+            _add_found(self._per_optimizer_states[id(None)], found)
         overflows = self._enabled and is_true(any_of(found.values(), scale.device))
         return _Measured(norm, grads, carried, not overflows)
 
@@ -678,7 +680,6 @@ class GradScaler(_TorchGradScaler):
         if self._clips_without:
             self._clips_without -= 1
             return
-        state = self._per_optimizer_states[id(None)]
         try:
             if (group := self._find_group(None, None)) is None:
                 return
@@ -686,13 +687,13 @@ class GradScaler(_TorchGradScaler):
             found, result = self._synced(
                 None, None, {}, group, "step_without_optimizer", None, row=nothing
             )
-            _add_found(state, found)
+            _add_found(self._per_optimizer_states[id(None)], found)
             if not result.is_deferred and result.read().norm_type is not None:
                 order = result.read().norm_type
                 assert order is not None
                 self._norm_over(result, GradsByMesh(), nothing, order)
         except BaseException:
-            self._begin_anew(None, state)
+            self._begin_anew(None, {})
             raise
 
     # - Check and sync
@@ -995,7 +996,7 @@ class GradScaler(_TorchGradScaler):
                 "step_was_skipped() was asked about an optimizer that this scaler has "
                 f"not stepped yet: {type(optimizer).__name__}."
             )
-        return bool(record.found_inf.item())
+        return bool(number_in(record.found_inf))
 
     @no_compile
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:

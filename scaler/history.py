@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .grads import Number, local_tensor, parameters_of
+from .grads import Number, local_tensor, number_in, parameters_of
 from .local_norms import norms
 
 _log = logging.getLogger("gradparity.scaler")
@@ -118,7 +118,7 @@ class History:
             self._on_device.add_(torch.stack(events))
             self._on_device[2].mul_(found)
             return
-        skipped, counts = bool(found_inf.tolist()), self._counts
+        skipped, counts = bool(number_in(found_inf)), self._counts
         self.scales.append(before)
         if skipped:
             counts[1:3] = counts[1] + 1, counts[2] + 1

@@ -85,6 +85,7 @@ class SyncResult:
         rows: what each rank sent beside its message, (number of ranks, elements).
         copy: on its way to the host, and the event of its arrival.
         record: of the optimizer, None without one.
+        was_read: the host has read it, or has raised what it says.
     """
 
     group: dist.ProcessGroup
@@ -94,6 +95,7 @@ class SyncResult:
     rows: torch.Tensor | None = None
     copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
     record: Any = None
+    was_read: bool = False
     _summary: Summary | None = None
 
     @property
@@ -109,6 +111,8 @@ class SyncResult:
     def read(self) -> Summary:
         """Return the result on the host; synchronises once at most.
 
+        What it raises once it does not raise again at the next sync.
+
         Raises:
             PeerFailedError: another rank raised.
             RanksDisagreeError: a field of `Shared` differs between ranks.
@@ -118,6 +122,7 @@ class SyncResult:
             if self.copy is not None:
                 message, event = self.copy
                 event.synchronize()
+            self.was_read = True
             self._summary = self._decoded(message.tolist())
         return self._summary
 
@@ -326,8 +331,11 @@ class OverflowSync:
         # See [Note: An error on one rank].
         result, self._unread = self._unread, None
         # Waits for its own copy only; not while a CUDA graph is captured.
-        if result is None or not (result.message.is_cpu or result.copy is not None):
+        is_here = result is not None and (result.message.is_cpu or result.copy)
+        if result is None or not is_here:
             return None
+        if result.was_read and result.is_deferred:
+            return None  # it was raised where it was read
         try:
             self._learn(result)
         except (PeerFailedError, RanksDisagreeError) as error:

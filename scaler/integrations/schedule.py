@@ -18,11 +18,23 @@ def wait_for_steps(scheduler: Any, scaler: GradScaler) -> None:
         scaler: whose last `update` decides; of several optimizers any one that was
             skipped holds the schedule. On an accelerator it synchronises.
     """
-    kind = type(scheduler)
+    # A class, because what lies in the instance would be saved with its state.
+    scheduler.__class__ = _waiting(type(scheduler), scaler)
 
+
+def _waiting(kind: type, scaler: GradScaler) -> type:
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         if not scaler.counters.consecutive_skips:
-            kind.step(self, *args, **kwargs)
+            kind.step(self, *args, **kwargs)  # type: ignore[attr-defined]  # a scheduler
 
-    # On the class: what lies in the instance would be saved with its state.
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _restored, (kind, scaler, self.__dict__)
+
+    members = {"step": step, "__reduce_ex__": reduce}
+    return type(kind.__name__, (kind,), members)
+
+
+def _restored(kind: type, scaler: GradScaler, state: dict[str, Any]) -> Any:
+    scheduler: Any = object.__new__(_waiting(kind, scaler))
+    scheduler.__dict__.update(state)
+    return scheduler

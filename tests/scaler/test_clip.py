@@ -146,10 +146,10 @@ def test_overflow_is_skipped_and_named(fused: bool, bad: float) -> None:
 
 @FUSED
 @pytest.mark.parametrize("iteration", [0, 1])
-def test_gradients_written_to_after_a_clip(
+def test_gradients_are_clipped_after_a_clip(
     fused: bool, where: str, iteration: int
 ) -> None:
-    """A fused kernel would divide by the scale what was clipped with it in."""
+    """In every iteration, with any optimizer: whoever looks or writes is right."""
     params = parameters_with([torch.zeros(4), torch.zeros(4)])
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
     scaler = scaled()
@@ -157,66 +157,21 @@ def test_gradients_written_to_after_a_clip(
         for p in params:
             p.grad = torch.full((4,), SCALE)
         scaler.clip_grad_norm_(optimizer, 0.5)
+        before = [p.detach().clone() for p in params]
         if number == iteration:
-            torch.nn.utils.clip_grad_norm_(params, 0.25)
-            before = [p.detach().clone() for p in params]
-            if fused:
-                with pytest.raises(RuntimeError, match="changed after"):
-                    scaler.step(optimizer)
-                params[0].grad = torch.full((4,), SCALE)  # nor is a new one clipped
-                params[1].grad = None
-                with pytest.raises(RuntimeError, match="changed after"):
-                    scaler.step(optimizer)
-                assert all(map(torch.equal, before, params))
-                params[0].grad = params[1].grad = None  # there is nothing to divide
-            scaler.step(optimizer)
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+            norm = torch.nn.utils.clip_grad_norm_(params, 0.25)
+            assert norm.item() == pytest.approx(0.5, rel=1e-5)
+        scaler.step(optimizer)
+        scaler.update()
     moved = sum(
         float((p.detach() - b).square().sum())
         for p, b in zip(params, before, strict=True)
     )
-    assert moved == pytest.approx(0.0 if fused else 0.25**2, rel=1e-5)
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["replaced", "first"])
-def test_a_new_gradient_after_a_clip_while_the_old_ones_live(which: int) -> None:
-    """Nothing was written to those that were clipped, but they are not all."""
-    params = parameters_with([torch.zeros(4), torch.zeros(4)])
-    params[0].grad, params[1].grad = torch.full((4,), SCALE), None
-    optimizer = torch.optim.SGD(params, lr=1.0, fused=True)
-    scaler = scaled()
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    clipped = params[0].grad
-    params[which].grad = torch.ones(4)
-    with pytest.raises(RuntimeError, match="changed after"):
-        scaler.step(optimizer)
-    assert not any(map(torch.any, params))
-    params[0].grad, params[1].grad = clipped, None
-    scaler.step(optimizer)
-    assert params[0].detach().norm().item() == pytest.approx(0.5, rel=1e-5)
-
-
-@FUSED
-def test_a_gradient_taken_out_after_a_clip_is_divided(fused: bool) -> None:
-    """It has left the optimizer, and whoever holds it expects what torch leaves."""
-    params = parameters_with([torch.zeros(4), torch.zeros(4)])
-    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
-    scaler = scaled()
-    for p in params:
-        p.grad = torch.full((4,), SCALE)
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    taken, params[0].grad = params[0].grad, None
-    scaler.step(optimizer)
-    assert taken is not None and not params[0].any()
-    for each in (taken, params[1].detach()):
-        assert each.norm().item() == pytest.approx(0.5 / math.sqrt(2), rel=1e-5)
+    assert moved == pytest.approx(0.25**2, rel=1e-5)
 
 
 @FUSED
 def test_gradients_made_in_inference_mode_are_clipped_there(fused: bool) -> None:
-    """They have no version, so nothing could show that they were changed."""
     [p] = parameters_with([torch.zeros(4)])
     optimizer = torch.optim.SGD([p], lr=1.0, fused=fused)
     scaler = scaled()
@@ -226,19 +181,6 @@ def test_gradients_made_in_inference_mode_are_clipped_there(fused: bool) -> None
         assert p.grad.norm().item() == pytest.approx(0.5, rel=1e-5)
         scaler.step(optimizer)
     assert p.detach().norm().item() == pytest.approx(0.5, rel=1e-5)
-
-
-def test_a_sparse_gradient_written_to_after_a_clip() -> None:
-    p = torch.nn.Parameter(torch.zeros(4, 2))
-    p.grad = torch.full((4, 2), SCALE).to_sparse(1)
-    optimizer: Any = torch.optim.SGD([p], lr=1.0)
-    optimizer._step_supports_amp_scaling = True
-    scaler = scaled()
-    scaler.clip_grad_norm_(optimizer, 0.5)
-    p.grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match="changed after"):
-        scaler.step(optimizer)
-    assert not p.any()
 
 
 class Around:
@@ -294,7 +236,7 @@ def step_asked_for_the_scaler(scaler: GradScaler, optimizer: Any) -> None:
         (AsksForTheScaler, step_asked_for_the_scaler),
     ],
 )
-def test_a_clip_left_to_a_kernel_is_applied_once(make: Any, step: Any) -> None:
+def test_a_clip_is_applied_once(make: Any, step: Any) -> None:
     params = parameters_with([torch.full((4,), SCALE)])
     before = params[0].detach().clone()
     fused = make is torch.optim.SGD
@@ -310,9 +252,9 @@ def test_errors() -> None:
     scaler = scaled()
     with pytest.raises(RuntimeError, match="cannot be clipped"):
         scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
-    with pytest.raises(RuntimeError, match="twice since update"):
-        scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="called after step"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.update()
     with pytest.raises(AssertionError, match="did not use"):
         GradScaler(device="cpu").clip_grad_norm_(optimizer, 1.0)
@@ -419,7 +361,8 @@ def test_b16b_mixed_meshes(four: Cluster, make: Any, order: float) -> None:
 
     for norm, expected, worst, collectives in four.run(step):
         assert norm == pytest.approx(expected, rel=1e-6)
-        assert worst < 1e-6 and collectives == 1
+        # The first sync of an optimizer takes a full message, and then come the rows.
+        assert worst < 1e-6 and collectives == 3
 
 
 @FUSED
@@ -443,7 +386,7 @@ def test_plain_replicas_once_and_stages_each(
     for (norm, steps, collectives), part in zip(results, parts * 2, strict=False):
         assert norm == pytest.approx(expected, rel=1e-6)
         assert error(steps[0], part * 0.5 / expected) < 2e-6
-        assert collectives == 1
+        assert collectives == 3
 
 
 def test_partial_gradients_are_summed_first(two: Cluster) -> None:

@@ -46,8 +46,33 @@ def test_one_collective_a_step(
             counts.append(mode.get_total_counts())
         return counts[0], counts[1], counts[2]
 
-    # The first iteration closes with a second message: nobody knows yet how many come.
-    assert four.run(step) == [(2, 1, 1)] * 4
+    # The first iteration takes a full message for the new optimizer, and closes with
+    # one more: nobody knows yet how many come.
+    assert four.run(step) == [(3, 1, 1)] * 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("layout", "collectives"), [("one mesh", 2), ("mixed", 2)])
+def test_collectives_of_a_clip(
+    four: Cluster, fused: bool, layout: str, collectives: int
+) -> None:
+    def step() -> list[int]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        params = [parameter(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])]
+        if layout == "mixed":
+            params.append(parameter(torch.ones(2), mesh["tp"], [Shard(0)]))
+        scaler, optimizer = scaled(GradScaler), torch.optim.Adam(params, fused=fused)
+        counts = []
+        for _ in range(3):
+            for p in params:
+                give_gradient(p, 4.0)
+            with CommDebugMode() as mode:
+                scaler.clip_and_step(optimizer, 1.0)
+                scaler.update()
+            counts.append(mode.get_total_counts())
+        return counts
+
+    assert [counts[1:] for counts in four.run(step)] == [[collectives] * 2] * 4
 
 
 def test_local_agreement_is_no_collective(two: Cluster) -> None:

@@ -98,7 +98,7 @@ def test_b14b_rank_dependent_number_of_steps(two: Cluster, make: Make) -> None:
     for counts in ([2, 1], [1, 2], [0, 1], [3, 1]):
         first, second = two.run(step, counts)
         assert first == second
-        assert first[0] == "raised" and "position" in first[1]
+        assert first[0] == "raised" and "call" in first[1]
     assert two.run(step, [2, 2]) == [("went on", "")] * 2
 
 

@@ -35,12 +35,12 @@ from gradparity.tests.stepping import (
         {"backoff_factor": -1.0},
         {"backoff_factor": 1.0},
         {"backoff_factor": math.nan},
-        {"growth_factor": 1.0},
+        {"growth_factor": 0.5},
         {"growth_factor": INF},
         {"growth_factor": math.nan},
         {"growth_interval": 0},
         {"growth_interval": 2.5},
-        {"growth_interval": 2**31},
+        {"growth_interval": 2**63},
     ],
 )
 def test_b11a_settings_are_checked(make: Any, bad: dict[str, Any]) -> None:

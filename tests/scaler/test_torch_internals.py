@@ -101,28 +101,6 @@ def test_no_compile_marks_the_code_and_wraps_nothing() -> None:
     assert calls(torch.ones(1))[1:] == (True, False)
 
 
-def test_versions_count_writes_and_not_the_division() -> None:
-    # [Note: A gradient divided twice] rests on both.
-    tensor = torch.ones(2)
-    before = internals.version_of(tensor)
-    internals.non_finite_check_and_unscale_(
-        [tensor], torch.zeros(()), torch.tensor(0.5)
-    )
-    assert internals.version_of(tensor) == before
-    tensor.add_(1.0)
-    assert internals.version_of(tensor) == before + 1
-
-
-def test_views_of_one_buffer_have_one_version() -> None:
-    # [Note: A clip left to a kernel] rests on it.
-    first, second = torch.zeros(4).split(2)
-    before = internals.version_of(second)
-    internals.foreach_mul_([first], torch.tensor(0.5))
-    assert internals.version_of(second) == before + 1
-    assert internals.is_view(first)
-    assert not internals.is_view(torch.zeros(4))
-
-
 def test_grad_mode_and_torch_functions() -> None:
     internals.set_grad_enabled(False)
     assert not torch.is_grad_enabled()

@@ -337,6 +337,7 @@ def test_maybe_opt_step(
 
 @PAIRS
 def test_a_step_that_found_nothing(pair: Pair) -> None:
+    # torch goes on with a stage of UNSCALED, and update raises: see deviations.md.
     def run(make: Any, unscaled: bool) -> Any:
         scaler, optimizer = scaled_once(make()), sgd(filled(0.0))
         first = outcome(scaler.unscale_, optimizer) if unscaled else None
@@ -347,7 +348,12 @@ def test_a_step_that_found_nothing(pair: Pair) -> None:
         return first, stepped, state["stage"].name, found, updated
 
     for unscaled in (False, True):
-        assert run(pair.ours, unscaled) == run(pair.theirs, unscaled)
+        ours, theirs = run(pair.ours, unscaled), run(pair.theirs, unscaled)
+        assert ours[:2] == theirs[:2]
+        if ours[1] is None or theirs[1] is None:  # nothing was raised
+            assert ours == theirs
+        else:
+            assert ours[2:] == ("READY", [], None)
 
 
 @SHARDED

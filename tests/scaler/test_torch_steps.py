@@ -91,6 +91,7 @@ class IsTold(torch.optim.Optimizer):
         self.seen = self.grad_scale, self.found_inf
 
 
+@pytest.mark.filterwarnings("ignore:Two optimizers")
 @CLASSES
 @pytest.mark.parametrize("order", ["asks first", "is told first"])
 def test_f02_optimizers_of_both_contracts_share_parameters(
