@@ -190,11 +190,11 @@ def torchtitan_loop(arm: str, batches: Batches) -> Any:
         optimizers.zero_grad()
         scaler.scale(model(**batch)["loss"]).backward()
         if arm == "ours":
-            scaler.clip_grad_norm_(optimizers, CLIP)
+            scaler.clip_and_step(optimizers, CLIP)
         else:
             scaler.unscale_(optimizers)
             clip_grad_norm_(model.parameters(), CLIP, foreach=True)
-        scaler.step(optimizers)
+            scaler.step(optimizers)
         scaler.update()
         if arm != "ours" or not scaler.step_was_skipped(optimizers):
             scheduler.step()

@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from gradparity.benchmarks.scaler_tables import (
     LARGE,
+    OPTIMIZERS,
     SMALL,
     TINY,
     lines,
@@ -133,7 +134,7 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
         p.grad = placed()
     locals_: list[Any] = [p.grad.to_local() for p in params]
     theirs, ours = _scaler(torch.amp.GradScaler), _scaler(GradScaler)
-    ours_fused = _scaler(GradScaler)  # a run has one optimizer for these gradients
+    ours_fused = _scaler(GradScaler)
     plain, fused = _optimizer(params, False), _optimizer(params, True)
     zero, inv = torch.zeros(()), torch.tensor(1.0)
     message = torch.zeros(2, dtype=torch.int64)
@@ -157,8 +158,11 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
         theirs.step(optimizer)
 
     def our_clip(scaler: Any, optimizer: Any) -> None:
-        scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
+        scaler.clip_and_step(optimizer, 1.0)
+
+    def our_clip_then_step() -> None:
+        ours.clip_grad_norm_(plain, 1.0)
+        ours.step(plain)
 
     def then_step(scaler: Any) -> Callable[[], None]:
         def both() -> None:
@@ -184,6 +188,7 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
         "our clip, fused": (lambda: our_clip(ours_fused, fused), ends(ours_fused)),
         "torch clip": (lambda: torch_clip(plain), ends(theirs)),
         "our clip": (lambda: our_clip(ours, plain), ends(ours)),
+        "our clip_grad_norm_ and step": (our_clip_then_step, ends(ours)),
         "torch unscale_": (lambda: theirs.unscale_(plain), ends(theirs)),
         "our unscale_": (lambda: ours.unscale_(plain), ends(ours)),
         "torch unscale_ and step": (then_step(theirs), ends(theirs)),
@@ -252,8 +257,9 @@ def counts(fused: bool, clip: bool) -> dict[str, int]:
             parameter.grad = gradient * 1.0
         with Calls(mesh) as calls, profile(activities=[ProfilerActivity.CPU]) as seen:
             if clip:
-                scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.step(optimizer)
+                scaler.clip_and_step(optimizer, 1.0)
+            else:
+                scaler.step(optimizer)
             scaler.update()
         events = {event.key: event.count for event in seen.key_averages()}
         found = {
@@ -262,6 +268,36 @@ def counts(fused: bool, clip: bool) -> dict[str, int]:
             "host_syncs": events.get("aten::_local_scalar_dense", 0),
         }
     return found
+
+
+def many_optimizers(count: int, repeats: int) -> Measured:
+    """Time an iteration of one optimizer for each parameter, in one process."""
+    torch.set_num_threads(1)
+    params = [torch.nn.Parameter(torch.zeros(16)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.full((16,), SCALE)
+    optimizers = [_optimizer([p], False) for p in params]
+
+    def iteration(scaler: Any) -> None:
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    def refill() -> None:
+        torch._foreach_mul_([p.grad for p in params], SCALE)
+
+    def bare() -> None:
+        for p in params:
+            torch._amp_foreach_non_finite_check_and_unscale_([p.grad], found, inv)
+
+    found, inv = torch.zeros(()), torch.tensor(1 / SCALE)
+    theirs, ours = _scaler(torch.amp.GradScaler), _scaler(GradScaler)
+    work: dict[str, Callable[[], float]] = {
+        "torch step": _timed(lambda: iteration(theirs), refill),
+        "our step": _timed(lambda: iteration(ours), refill),
+        "bare step": _timed(bare, refill),
+    }
+    return _medians([_alternate(work, repeats)])
 
 
 def _mix() -> list[tuple[Any, torch.Tensor]]:
@@ -297,6 +333,7 @@ def measure(quick: bool) -> dict[str, Any]:
         for fused in (False, True):
             name = f"alone, {count} of {shape}{', fused' if fused else ''}"
             seconds[name] = alone(count, shape, fused, 5 if quick else 31)
+    seconds[OPTIMIZERS] = many_optimizers(1000, 3 if quick else 11)
     return {
         "rows": rows(seconds),
         "seconds": seconds,

@@ -123,8 +123,7 @@ def clipped(rank: Rank, scaler: Any) -> None:
     extra = [] if rank.number % 4 else [rank.plain()]
     held = optimizer(rank.parameter(), *extra)
     for _ in range(2):
-        scaler.clip_grad_norm_(held, 1.0)
-        scaler.step(held)
+        scaler.clip_and_step(held, 1.0)
         scaler.update()
 
 
