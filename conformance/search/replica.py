@@ -326,6 +326,11 @@ class Replica:
             return which in self.fresh | self.stepped
         if call.kind in CLIPS:
             return which in self.fresh - self.clipped - self.stepped
+        if "lacks" in self.words:  # a rank that lacks one cannot refuse for it
+            if call.kind in STEPS:
+                return which in self.fresh - self.stepped
+            if call.kind == "update":
+                return bool(self.stepped)
         if "idle" in self.words:  # a rank without optimizers cannot name one
             pending = self.clipped - self.stepped
             if call.kind in STEPS:

@@ -3,48 +3,30 @@
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.status import Finding, UsageError
-from gradparity.fixtures.faulty import PlainScaler
+from gradparity.fixtures.faulty import ClippingScaler
 
-HERE = __name__
+HERE, RIGHT = __name__, "gradparity.fixtures.faulty:ClippingScaler"
 DDP = "ddp/2/fp32/sgd/{}/steps=3,recipe=clip-and-step"
 
 
-class ClipsAndSteps(PlainScaler):
-    """Right where every rank holds the whole model."""
-
-    factor = 1.0
-
-    def clip_and_step(
-        self, optimizer: Any, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        self.unscale_(optimizer)
-        grads = list(self.gradients(optimizer))
-        norm = torch.nn.utils.get_total_norm(grads, norm_type)
-        if norm.isfinite():
-            for gradient in grads:
-                gradient.mul_(self.factor * min(1.0, max_norm / (float(norm) + 1e-6)))
-        self.step(optimizer)
-        return norm
-
-
-class ClipsTooHard(ClipsAndSteps):
+class ClipsTooHard(ClippingScaler):
     """Clips to half of what it is told."""
 
-    factor = 0.5
+    def clip(self, optimizer: Any, max_norm: float, norm: Any) -> None:
+        super().clip(optimizer, max_norm / 2, norm)
 
 
-class ClipsOneRank(ClipsAndSteps):
+class ClipsOneRank(ClippingScaler):
     """Clips on the first rank only."""
 
-    def clip_and_step(self, optimizer: Any, max_norm: float, *rest: Any) -> Any:
-        limit = max_norm if dist.get_rank() == 0 else 1e9
-        return super().clip_and_step(optimizer, limit, *rest)
+    def clip(self, optimizer: Any, max_norm: float, norm: Any) -> None:
+        if dist.get_rank() == 0:
+            super().clip(optimizer, max_norm, norm)
 
 
 def told(case: Case) -> dict[str, Finding]:
@@ -53,7 +35,7 @@ def told(case: Case) -> dict[str, Finding]:
 
 @pytest.mark.parametrize("faults", ["none", "inf@r1s1:first"])
 def test_a_right_one_passes(runner: Runner, faults: str) -> None:
-    case = runner.run(f"{HERE}:ClipsAndSteps", Scenario.parse(DDP.format(faults)))
+    case = runner.run(RIGHT, Scenario.parse(DDP.format(faults)))
     assert case.status is Status.PASS
     assert told(case)["parity.gradient"].status is Status.PASS
 
