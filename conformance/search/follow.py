@@ -37,7 +37,7 @@ EITHER = ", or as torch has it "
 UNLIMITED = timedelta(minutes=30)
 """Timeout of a process group: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
-CROSSED = ("cross", "lone-clip", "two-scalers")
+CROSSED = ("cross", "lone-clip", "scalers-cross")
 """Calls that ranks make in different orders: a scaler is right or all ranks refuse."""
 
 

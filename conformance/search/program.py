@@ -83,7 +83,8 @@ ACTS = {
     "together": "step_together(both)",
     "cross": "step both, in the other order on one rank",
     "lone-clip": "step(optimizer), and clip_grad_norm_ before it on one rank",
-    "two-scalers": "step with both scalers, in the other order on one rank",
+    "two-scalers": "step with both scalers",
+    "scalers-cross": "the same, in the other order on one rank",
     "skipped": "step_was_skipped(optimizer), if it has been stepped",
     "scheduler": "step_scheduler(scheduler of optimizer), if it has been stepped",
     "update": "update()",
@@ -162,7 +163,7 @@ def _numbers(kind: str) -> tuple[int, ...]:
         return SCALES
     if kind in (
         *("update", "reload", "regroup", "elder", "together", "cross"),
-        *("two-scalers",),
+        *("two-scalers", "scalers-cross"),
     ):
         return (0,)
     return (0, 1)
@@ -317,10 +318,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "two-scalers": Family(
         start="back:2",
-        kinds="two-scalers@1 inf:0@0 update",
+        kinds="two-scalers inf:0@0 update",
         always="second-scaler",
         world_size=2,
-        shapes=("zero,back:2,two-scalers@1,update",),
+        shapes=(
+            "zero,back:2,two-scalers,update",
+            "two-scalers,update,zero,back:2,inf,scalers-cross@1",
+        ),
     ),
     "lacks": Family(
         kinds=f"{_CORE} inf",
@@ -413,7 +417,7 @@ def _calls_of(text: str, world_size: int) -> st.SearchStrategy[Call]:
     if ":" in text or "@" in text:
         return st.just(_parse_call(text, world_size))
     kind = text
-    on_one_rank = ("inf", "cross", "elder", "fail", "lone-clip", "two-scalers")
+    on_one_rank = ("inf", "cross", "elder", "fail", "lone-clip", "scalers-cross")
     ranks = world_size if kind in on_one_rank else 1
     return st.builds(
         Call,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -187,6 +187,7 @@ class Replica:
         self.is_last = rank == self.size - 1
         self.idle = "idle" in self.words and self.is_last
         self.mesh = None if world is None else self._mesh(world)
+        self.failed = False  # in this iteration
         self.fresh: set[int] = set()  # optimizers with a backward since their step
         self.looked: set[int] = set()  # divided by unscale_ or a clip, not stepped
         self.clipped: set[int] = set()
@@ -312,7 +313,9 @@ class Replica:
             return False  # after the check its outcome is not specified
         if call.kind == "look":
             return which in self.looked
-        if call.kind in ("fail", "lone-clip", "two-scalers"):
+        if call.kind == "scalers-cross" and not self.ever_stepped:
+            return False  # there was no order yet
+        if call.kind in ("fail", "lone-clip", "two-scalers", "scalers-cross"):
             return which in self.fresh - self.looked - self.stepped
         if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
             return False  # there was no order yet
@@ -376,7 +379,7 @@ class Replica:
         result = getattr(self, f"_{kind}")(call)
         if kind in ("unscale", "clip"):
             self.looked |= {call.which}
-        of_one = (*STEPS, "clip_and_step", "lone_clip", "two_scalers")
+        of_one = (*STEPS, "clip_and_step", "lone_clip", "two_scalers", "scalers_cross")
         if kind in (*of_one, "together", "cross"):
             done = {call.which} if kind in of_one else {0, 1}
             self.fresh -= done
@@ -397,6 +400,8 @@ class Replica:
 
     def _backward(self, call: Call) -> None:
         held = [n for n in self._names(call.which) if n in self.params]
+        if not held:
+            return
         new = [p for name in held if (p := self.params[name]).grad is None]
         if call.kind == "seed":
             torch.autograd.backward(
@@ -556,6 +561,7 @@ class Replica:
 
     def _fail(self, call: Call) -> bool:
         """Whether it raised, on this rank."""
+        self.failed = True
         raised = True  # in the oracle it is as if the batch had not been
         if self.world is not None:
             params = self.real[call.which].param_groups[0]["params"]
@@ -581,9 +587,12 @@ class Replica:
             return
         self.other.grad = self.second.scale(torch.ones(1))
         both = [(self.scaler, self.optimizers[0]), (self.second, self.other_optimizer)]
-        for scaler, optimizer in both[:: -1 if self.rank == call.rank else 1]:
+        is_turned = call.kind == "scalers-cross" and self.rank == call.rank
+        for scaler, optimizer in both[:: -1 if is_turned else 1]:
             scaler.step(optimizer)
         self.second.update()
+
+    _scalers_cross = _two_scalers
 
     def _closure(self, call: Call) -> None:
         self.scaler.step(self.optimizers[call.which], closure=lambda: 1.0)
@@ -605,7 +614,11 @@ class Replica:
         return bool(self.scaler.step_scheduler(scheduler))
 
     def _update(self, call: Call) -> None:
-        self.scaler.update()
+        # whether there is anything to end after a failure alone is nobody's promise
+        excused = Exception if self.world is None else AssertionError
+        with suppress(excused) if self.failed else nullcontext():
+            self.scaler.update()
+        self.failed = False
 
     def _set(self, call: Call) -> None:
         self.scaler.update(2.0**call.which)
