@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...fixtures import WorkloadError
-from ..space.recipes import MANUAL_STEP
+from ...fixtures import CannotError, WorkloadError
+from ..space.recipes import CLIP_NORM, MANUAL_STEP
 from .engine import Engine
 from .observe import digest
 from .recording import digests_of, local_gradients, next_batch
@@ -150,10 +150,21 @@ class Judged:
         for optimizer in optimizers * self.recipe.unscale:
             with self.watch("unscale_"):
                 self.scaler.unscale_(optimizer)
+        if self.recipe.clips_and_steps:
+            self._clip_and_step(optimizers)
+            return
         self.engine.clip()
         for optimizer in optimizers:
             with self.watch("step"):
                 self.scaler.step(optimizer)
+
+    def _clip_and_step(self, optimizers: Sequence[Optimizer]) -> None:
+        clip_and_step = getattr(self.scaler, "clip_and_step", None)
+        if clip_and_step is None:
+            raise CannotError("the scaler has no clip_and_step")
+        for optimizer in optimizers:
+            with self.watch("clip_and_step"):
+                clip_and_step(optimizer, CLIP_NORM)
 
     def manual_scale(self, step: int) -> float | None:
         """The argument of ``update`` in a step, or None."""

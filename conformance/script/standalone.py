@@ -131,6 +131,8 @@ def _refusal(scenario: Scenario, spec: str) -> str:
         return f"scaler {spec!r}"
     if scenario.parsed_precision.convert is not None:
         return f"precision {scenario.precision!r}, which converts the model"
+    if scenario.parsed_recipe.clips_and_steps:
+        return f"recipe {scenario.recipe!r}, which not all scalers have"
     if is_workload(scenario.model):
         return _refusal_of_own(scenario, spec)
     for name, table in (("model", models.MODELS), ("topology", models.LAYOUTS)):

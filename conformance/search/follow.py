@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from datetime import timedelta
 from itertools import repeat
@@ -19,11 +20,10 @@ from .program import Program
 from .replica import CLIPS, OFFERED, Replica, norm_of
 from .tracks import (
     BACKOFF,
-    FUSED,
     GROWTH,
-    INTERVAL,
     Seen,
     first_scale,
+    interval_of,
     seen,
     tracks_of,
 )
@@ -37,8 +37,8 @@ EITHER = ", or as torch has it "
 UNLIMITED = timedelta(minutes=30)
 """Timeout of a process group: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
-WRITE_GRADIENTS = ("handclip", "replace", "inf", "clear")
-"""Calls that write to gradients or replace them, besides backwards."""
+CROSSED = ("cross", "lone-clip", "scalers-cross")
+"""Calls that ranks make in different orders: a scaler is right or all ranks refuse."""
 
 
 def follow(
@@ -56,7 +56,15 @@ def follow(
         Place of the call at which any rank departed and what this rank saw, which is
         empty where it saw nothing wrong; None when no rank departed.
     """
-    return _Follower(program, load_scaler(spec, folder), patience_s).run()
+    try:
+        follower = _Follower(program, load_scaler(spec, folder), patience_s)
+    except _Refused as refused:
+        return 0, str(refused)
+    return follower.run()
+
+
+class _Refused(Exception):
+    """The judged scaler cannot be made with settings that torch's takes."""
 
 
 class _Follower:
@@ -66,27 +74,30 @@ class _Follower:
         self.replica = Replica(
             program,
             self.world.rank,
-            lambda _: factory(
-                device="cpu",
-                init_scale=first_scale(program),
-                growth_factor=GROWTH,
-                backoff_factor=BACKOFF,
-                growth_interval=INTERVAL,
-                enabled=True,
-            ),
+            lambda _: self._construct(factory),
             world=self.world,
         )
         self.tracks = tracks_of(program)
-        self.is_fused = bool(program.words & FUSED)
         self.loose = False  # whether values are rounded from here on
         # whether the scaler clipped: it may add its norm in another order than torch
         self.own_clip = False
         self.late = ""  # the ranks that do not return, in words
-        # whether ranks stepped in different orders, and whether a user wrote into
-        # gradients that a fused kernel has still to divide: a scaler may refuse both
-        self.crossed = self.overwritten = False
+        self.crossed = False  # whether ranks made calls in different orders
         # largest element that each parameter has had: tolerances are relative to it
         self.moved: dict[str, float] = {}
+
+    def _construct(self, factory: Any) -> Any:
+        try:
+            return factory(
+                device="cpu",
+                init_scale=first_scale(self.program),
+                growth_factor=GROWTH,
+                backoff_factor=BACKOFF,
+                growth_interval=interval_of(self.program),
+                enabled=True,
+            )
+        except Exception as error:
+            raise _Refused(f"the constructor raised {error!r:.300}") from error
 
     def run(self) -> tuple[int, str] | None:
         """All calls."""
@@ -108,15 +119,18 @@ class _Follower:
             before = self.replica.state()
             if call.kind in CLIPS or call.kind == "handclip":
                 self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
-            one = self.tracks[0].replicas[0]
-            self.crossed |= call.kind == "cross"
-            # gradients left to a fused kernel still carry the scale
-            left = one.clipped - one.stepped if self.is_fused else set()
-            written = {0, 1} if "shared" in self.program.words else {call.which}
-            self.overwritten |= call.kind in WRITE_GRADIENTS and bool(left & written)
+            self.crossed |= call.kind in CROSSED
             wanted = [each.make(call) for each in self.tracks]
+            begun = time.monotonic()
             got = seen(self.replica, call)
-            raised = self._raised(place, got)
+            # ranks that waited for each other in vain have refused nothing
+            waited = time.monotonic() - begun > self.patience.total_seconds()
+            if waited and got.raised and self.world.size > 1:
+                self.late = "any rank in time"
+                self.world.store.set(f"given up/{place}", "1")
+                raised = None
+            else:
+                raised = self._raised(place, got)
             if raised is None:
                 here = f"; here it raised {got.raised}" if got.raised else ""
                 return place, f"this call does not return on {self.late}{here}"
@@ -129,7 +143,7 @@ class _Follower:
 
     def _is_made(self, call: Call) -> bool:
         needed = [OFFERED[call.kind]] if call.kind in OFFERED else []
-        if "idle" in self.program.words:
+        if self.program.words & {"idle", "lacks"}:
             needed.append("step_without_optimizer")
         offered = all(hasattr(self.replica.scaler, name) for name in needed)
         return offered and self.tracks[0].replicas[0].allows(call)
@@ -190,8 +204,6 @@ class _Follower:
         if not is_right:
             if got.raised:
                 return self._changed(before, got), True
-            if self.overwritten:  # wrong in torch, too, and no promise of ours
-                return "", True
             choices = [each[rank] for each in wanted]
             kind = self.program.calls[place].kind
             if kind in CLIPS and self._is_mixed_norm(got.value, CLIPS[kind][1]):
@@ -199,8 +211,7 @@ class _Follower:
             return self._differ(got, choices, True), True
         want = torchs[0][rank]
         if got.raised and not want.raised:
-            may_refuse = self.crossed or self.overwritten
-            if may_refuse or self._torch_departs_later(place):
+            if self.crossed or self._torch_departs_later(place):
                 return self._changed(before, got), True
             return f"a legal call raised {got.raised}", True
         if want.raised and not got.raised:

@@ -43,6 +43,15 @@ WORDS = {
     "dtensor": "parameters are DTensors: sharded, replicated, sharded",
     "permuted": "one replica lies on ranks 0, 1 and one on ranks 3, 2",
     "idle": "the last rank has no parameters",
+    "lacks": "the last rank has no optimizer 0",
+    "ring": "optimizer 0 and a wrapper around it know each other",
+    "bare-groups": "the groups of optimizer 0 have [] and nothing else",
+    "own-kernel": "optimizer 0 divides by itself, with an int in its state",
+    "default-fp64": "torch.set_default_dtype(torch.float64)",
+    "default-bf16": "torch.set_default_dtype(torch.bfloat16)",
+    "inference": "unscale_ is called in inference mode",
+    "interval": "growth_interval is 10^10",
+    "second-scaler": "a second scaler, with a parameter of its own",
 }
 """Words of a set-up."""
 
@@ -55,7 +64,9 @@ ACTS = {
     "zero": "zero_grad(set_to_none=True) of an optimizer",
     "clear": "zero_grad(set_to_none=False) of an optimizer",
     "inf": "an infinity in the gradient of a or b, on one rank",
+    "data": "new scaled gradients for an optimizer, written through .data",
     "unscale": "unscale_(optimizer)",
+    "look": "read an optimizer's gradients, after unscale_ or a clip",
     "handclip": "torch.nn.utils.clip_grad_norm_ of an optimizer's parameters",
     "replace": "other gradients for an optimizer, unscaled; the old ones stay alive",
     "clip": "clip_grad_norm_(optimizer, 1/8)",
@@ -63,12 +74,17 @@ ACTS = {
     "clip-tiny": "clip_grad_norm_(optimizer, 1e-7)",
     "clip-order": "clip_grad_norm_(optimizer, 1/8, norm_type=64)",
     "clip-inner": "clip_grad_norm_(the optimizer in the wrapper, 1/8)",
+    "clip-and-step": "clip_and_step(optimizer, 1/8)",
     "user-scale": "optimizer.grad_scale = 4, if it is fused",
     "step": "step(optimizer)",
     "retry": "step(optimizer), whose first hook raises, and again",
+    "fail": "step(optimizer), which one rank cannot read; caught, batch dropped",
     "closure": "step(optimizer, closure=...)",
     "together": "step_together(both)",
     "cross": "step both, in the other order on one rank",
+    "lone-clip": "step(optimizer), and clip_grad_norm_ before it on one rank",
+    "two-scalers": "step with both scalers",
+    "scalers-cross": "the same, in the other order on one rank",
     "skipped": "step_was_skipped(optimizer), if it has been stepped",
     "scheduler": "step_scheduler(scheduler of optimizer), if it has been stepped",
     "update": "update()",
@@ -145,7 +161,10 @@ def _numbers(kind: str) -> tuple[int, ...]:
         return (2, 0, 1)
     if kind == "set":
         return SCALES
-    if kind in ("update", "reload", "regroup", "elder", "together", "cross"):
+    if kind in (
+        *("update", "reload", "regroup", "elder", "together", "cross"),
+        *("two-scalers", "scalers-cross"),
+    ):
         return (0,)
     return (0, 1)
 
@@ -179,6 +198,12 @@ FAMILIES: Mapping[str, Family] = {
         always="shared",
         maybe="fused fused-second",
         shapes=(_GAN, _ACTOR_CRITIC),
+    ),
+    "written": Family(
+        kinds=f"{_CORE} data unscale",
+        always="shared",
+        maybe="fused fused-second",
+        shapes=(_GAN,),
     ),
     "shared-clip": Family(
         start="back:2",
@@ -232,7 +257,33 @@ FAMILIES: Mapping[str, Family] = {
     "high-order": Family(
         start="back:2", kinds="step clip-order update", always="scale-20"
     ),
+    "looks": Family(
+        kinds=f"{_CORE} clip clip-loose unscale look handclip inf",
+        maybe="fused buckets",
+        shapes=("back:2,clip,look,step,update",),
+    ),
+    "clip-and-step": Family(
+        kinds=f"{_CORE} clip-and-step clip-loose inf fail",
+        maybe="fused buckets scale-20",
+        shapes=("zero,back:2,clip-and-step,update",),
+    ),
+    "default-dtype": Family(
+        kinds=f"{_CORE} clip-loose unscale inf",
+        always="default-fp64",
+        maybe="fused default-bf16",
+        shapes=("zero,back:2,clip-loose,step,update",),
+    ),
+    "interval": Family(kinds="step back update", always="interval"),
     "duck": Family(kinds=f"{_CORE} unscale clip inf", always="duck"),
+    "ring": Family(kinds=f"{_CORE} unscale inf", always="ring"),
+    "bare-groups": Family(
+        kinds=f"{_CORE} unscale inf",
+        always="bare-groups",
+        shapes=("zero,back,inf,step,update",),
+    ),
+    "own-kernel": Family(
+        kinds=f"{_CORE} inf", always="own-kernel", shapes=("zero,back,step,update",)
+    ),
     "wrapped": Family(
         kinds=f"{_CORE} unscale clip clip-inner inf retry",
         always="wrapped",
@@ -251,6 +302,42 @@ FAMILIES: Mapping[str, Family] = {
         maybe="fused",
         world_size=2,
         shapes=(_GAN, _ITERATION, _CLIPPED),
+    ),
+    "failures": Family(
+        start="back:2",
+        kinds="step back fail:0@1 update zero inf",
+        maybe="fused",
+        world_size=2,
+        shapes=("zero,back:2,fail@1,back:2,step,update", "fail:1@1,back:2,step,step:1"),
+    ),
+    "other-calls": Family(
+        start="back:2",
+        kinds="lone-clip@1 step update",
+        world_size=2,
+        shapes=("zero,back:2,step,update",),
+    ),
+    "two-scalers": Family(
+        start="back:2",
+        kinds="two-scalers inf:0@0 update",
+        always="second-scaler",
+        world_size=2,
+        shapes=(
+            "zero,back:2,two-scalers,update",
+            "two-scalers,update,zero,back:2,inf,scalers-cross@1",
+        ),
+    ),
+    "lacks": Family(
+        kinds=f"{_CORE} inf",
+        always="lacks",
+        world_size=2,
+        shapes=("zero,back:2,step,step:1,update",),
+    ),
+    "inference": Family(
+        start="back:2",
+        kinds="step unscale inf update",
+        always="inference",
+        maybe="fused",
+        world_size=2,
     ),
     "meshes": Family(  # torch has no fused SGD for DTensors
         kinds=f"{_CORE} unscale clip inf set clear",
@@ -327,10 +414,11 @@ def programs(name: str) -> st.SearchStrategy[Program]:
 
 
 def _calls_of(text: str, world_size: int) -> st.SearchStrategy[Call]:
-    kind, colon, _ = text.partition(":")
-    if colon:
+    if ":" in text or "@" in text:
         return st.just(_parse_call(text, world_size))
-    ranks = world_size if kind in ("inf", "cross", "elder") else 1
+    kind = text
+    on_one_rank = ("inf", "cross", "elder", "fail", "lone-clip", "scalers-cross")
+    ranks = world_size if kind in on_one_rank else 1
     return st.builds(
         Call,
         st.just(kind),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -37,10 +37,12 @@ CLIPS: dict[str, tuple[float, float]] = {
     "clip-tiny": (1e-7, 2.0),
     "clip-order": (0.125, 64.0),
     "clip-inner": (0.125, 2.0),
+    "clip-and-step": (0.125, 2.0),
 }
 """Kind of call -> max_norm, norm_type."""
 OFFERED = {
-    **dict.fromkeys(CLIPS, "clip_grad_norm_"),
+    **dict.fromkeys((*CLIPS, "lone-clip"), "clip_grad_norm_"),
+    "clip-and-step": "clip_and_step",
     "together": "step_together",
     "skipped": "step_was_skipped",
     "scheduler": "step_scheduler",
@@ -93,6 +95,64 @@ class Wrapper:
         self.optim.zero_grad(set_to_none)
 
 
+class Ring(Wrapper):
+    """A wrapper that its optimizer knows."""
+
+    def __init__(self, optim: Any) -> None:
+        super().__init__(optim)
+        optim.wrapper = self
+
+
+class BareGroup:
+    """A parameter group with ``[]`` and nothing else."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+
+    def __getitem__(self, name: str) -> Any:
+        return self.group[name]
+
+
+class BareGroups(Wrapper):
+    """An optimizer whose groups are no dictionaries."""
+
+    def __init__(self, optim: Any) -> None:
+        super().__init__(optim)
+        self.param_groups: Any = [BareGroup(group) for group in optim.param_groups]
+
+
+class OwnKernel:
+    """Divides and skips by itself, with momentum 0 and an int in its state."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Any
+    found_inf: Any
+
+    def __init__(self, params: list[Any]) -> None:
+        self.param_groups = [{"params": params, "momentum": 1.0}]
+        self.state = {"steps": 0}
+
+    def step(self) -> None:
+        """Step, unless told to skip."""
+        if float(getattr(self, "found_inf", 0.0)):
+            return
+        divisor = getattr(self, "grad_scale", None)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:  # type: ignore[attr-defined]
+                if parameter.grad is not None:
+                    if divisor is not None:  # as torch's kernels
+                        parameter.grad.div_(divisor)
+                    parameter.sub_(parameter.grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        for parameter in self.param_groups[0]["params"]:  # type: ignore[attr-defined]
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
 class Replica:
     """One rank's side of a program.
 
@@ -121,10 +181,13 @@ class Replica:
             world: that of this process, where the ranks are real; else tensors are
                 plain parts and there is no communication.
         """
+        self.program = program
         self.words, self.size, self.rank = program.words, program.world_size, rank
         self.exact, self.world, self.construct = exact, world, construct
-        self.idle = "idle" in self.words and rank == self.size - 1
+        self.is_last = rank == self.size - 1
+        self.idle = "idle" in self.words and self.is_last
         self.mesh = None if world is None else self._mesh(world)
+        self.failed = False  # in this iteration
         self.fresh: set[int] = set()  # optimizers with a backward since their step
         self.looked: set[int] = set()  # divided by unscale_ or a clip, not stepped
         self.clipped: set[int] = set()
@@ -136,11 +199,20 @@ class Replica:
         self.many: list[nn.Parameter] = []
         self.kept: list[torch.Tensor] = []  # gradients that were replaced
         if not self.idle:
-            self.params = {name: self._parameter(name) for name in SLOPES}
+            names = "b" if self.lacks(0) else SLOPES
+            self.params = {name: self._parameter(name) for name in names}
             self._make_optimizers()
         self.scaler = self._constructed()
+        if "second-scaler" in self.words and world is not None:
+            self.second = self._constructed()
+            self.other = nn.Parameter(torch.zeros(1))
+            self.other_optimizer = torch.optim.SGD([self.other], lr=1.0)
 
     # - Set-up
+
+    def lacks(self, which: int) -> bool:
+        """Whether other ranks have an optimizer and this one has not."""
+        return self.idle or ("lacks" in self.words and self.is_last and which == 0)
 
     def dtype(self, name: str) -> torch.dtype:
         """Of a parameter."""
@@ -196,6 +268,9 @@ class Replica:
             dtype = self.dtype("b")
             self.many = [nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(MANY)]
         for which, names in enumerate(held):
+            if self.lacks(which):
+                self.optimizers.append(None)
+                continue
             parameters = [self.params[name] for name in names]
             parameters += self.many if which == 0 else []
             word = "fused" if which == 0 else "fused-second"
@@ -204,7 +279,12 @@ class Replica:
                 parameters, lr=1.0, fused=fused, foreach=None if fused else False
             )
             self.optimizers.append(made)
+        if "own-kernel" in self.words and not self.exact:
+            self.optimizers[0] = OwnKernel([self.params["e"], self.params["a"]])
         self.real = list(self.optimizers)
+        for word, kind in (("ring", Ring), ("bare-groups", BareGroups)):
+            if word in self.words:
+                self.optimizers[0] = kind(self.optimizers[0])
         if "duck" in self.words:
             self.optimizers[0] = Duck(self.optimizers[0])
         self.inner = list(self.optimizers)
@@ -226,11 +306,17 @@ class Replica:
         """
         which = call.which
         # not onto gradients that unscale_ or a clip has divided
-        if call.kind in BACKWARDS:
+        if call.kind in (*BACKWARDS, "data"):
             adds_to_both = which == 2 or "shared" in self.words
             return not (self.looked & ({0, 1} if adds_to_both else {which}))
         if call.kind == "inf" and which in self.looked:
             return False  # after the check its outcome is not specified
+        if call.kind == "look":
+            return which in self.looked
+        if call.kind == "scalers-cross" and not self.ever_stepped:
+            return False  # there was no order yet
+        if call.kind in ("fail", "lone-clip", "two-scalers", "scalers-cross"):
+            return which in self.fresh - self.looked - self.stepped
         if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
             return False  # there was no order yet
         if call.kind in STEPS and which not in self.fresh | self.stepped:
@@ -243,6 +329,11 @@ class Replica:
             return which in self.fresh | self.stepped
         if call.kind in CLIPS:
             return which in self.fresh - self.clipped - self.stepped
+        if "lacks" in self.words:  # a rank that lacks one cannot refuse for it
+            if call.kind in STEPS:
+                return which in self.fresh - self.stepped
+            if call.kind == "update":
+                return bool(self.stepped)
         if "idle" in self.words:  # a rank without optimizers cannot name one
             pending = self.clipped - self.stepped
             if call.kind in STEPS:
@@ -263,7 +354,23 @@ class Replica:
         Returns:
             The values that are judged besides the state: a norm, an answer, gradients.
         """
-        kind = "clip" if call.kind in CLIPS else call.kind.replace("-", "_")
+        before = torch.get_default_dtype()
+        if self.world is not None:
+            torch.set_default_dtype(self._default_dtype())
+        try:
+            return self._make(call)
+        finally:
+            torch.set_default_dtype(before)
+
+    def _default_dtype(self) -> torch.dtype:
+        if "default-bf16" in self.words:
+            return torch.bfloat16
+        return torch.float64 if "default-fp64" in self.words else torch.float32
+
+    def _make(self, call: Call) -> Any:
+        kind = call.kind.replace("-", "_")
+        if call.kind in CLIPS and call.kind != "clip-and-step":
+            kind = "clip"
         if kind in BACKWARDS:
             self.fresh |= {0, 1} if call.which == 2 else {call.which}
             if call.which == 0 and "shared" in self.words:
@@ -272,8 +379,9 @@ class Replica:
         result = getattr(self, f"_{kind}")(call)
         if kind in ("unscale", "clip"):
             self.looked |= {call.which}
-        if kind in (*STEPS, "together", "cross"):
-            done = {call.which} if kind in STEPS else {0, 1}
+        of_one = (*STEPS, "clip_and_step", "lone_clip", "two_scalers", "scalers_cross")
+        if kind in (*of_one, "together", "cross"):
+            done = {call.which} if kind in of_one else {0, 1}
             self.fresh -= done
             self.looked -= done
             self.stepped |= done
@@ -292,6 +400,8 @@ class Replica:
 
     def _backward(self, call: Call) -> None:
         held = [n for n in self._names(call.which) if n in self.params]
+        if not held:
+            return
         new = [p for name in held if (p := self.params[name]).grad is None]
         if call.kind == "seed":
             torch.autograd.backward(
@@ -354,17 +464,17 @@ class Replica:
     def _zero(self, call: Call) -> None:
         self.fresh -= {call.which}
         self.looked -= {call.which}
-        if not self.idle:
+        if not self.lacks(call.which):
             self.optimizers[call.which].zero_grad(set_to_none=True)
 
     def _clear(self, call: Call) -> None:
         self.fresh -= {call.which}
         self.looked -= {call.which}
-        if not self.idle:
+        if not self.lacks(call.which):
             self.optimizers[call.which].zero_grad(set_to_none=False)
 
     def _inf(self, call: Call) -> None:
-        if self.idle or call.rank != self.rank:
+        if self.lacks(call.which) or call.rank != self.rank:
             return
         gradient = self.params["ab"[call.which]].grad
         if gradient is not None:
@@ -372,9 +482,23 @@ class Replica:
             (part._values() if part.is_sparse else part)[0] = math.inf
 
     def _unscale(self, call: Call) -> Any:
+        if self.lacks(call.which):  # the others' step brings their found_inf
+            return []
         optimizer = self.inner[call.which]  # of a wrapped one, that inside
-        self.scaler.unscale_(optimizer)
+        is_inference = "inference" in self.words and self.world is not None
+        with torch.inference_mode(is_inference):
+            self.scaler.unscale_(optimizer)
         return self.gradients(call.which)
+
+    def _look(self, call: Call) -> Any:
+        return self.gradients(call.which)
+
+    def _data(self, call: Call) -> None:
+        self.fresh |= {call.which}
+        for name in self._names(call.which):
+            if (gradient := self.params[name].grad) is not None:
+                slope = torch.tensor(self.slope(name), dtype=gradient.dtype)
+                gradient.data.copy_(self.scaler.scale(slope).expand_as(gradient))
 
     def gradients(self, which: int) -> list[Any]:
         """The gradients of one optimizer, dense and local, as double precision."""
@@ -384,7 +508,7 @@ class Replica:
 
     def held(self, which: int) -> list[Any]:
         """The parameters of one optimizer; none on an idle rank."""
-        if self.idle:
+        if self.lacks(which):
             return []
         return list(self.optimizers[which].param_groups[0]["params"])
 
@@ -403,12 +527,16 @@ class Replica:
         self.clipped.add(call.which)
         return float(self.scaler.clip_grad_norm_(optimizer, *CLIPS[call.kind]))
 
+    def _clip_and_step(self, call: Call) -> float:
+        optimizer = None if self.lacks(call.which) else self.optimizers[call.which]
+        return float(self.scaler.clip_and_step(optimizer, *CLIPS[call.kind]))
+
     def _user_scale(self, call: Call) -> None:
         # an attribute of the fused optimizer, which the scaler takes into account
         self.optimizers[call.which].grad_scale = torch.tensor(4.0)
 
     def _step(self, call: Call) -> list[Any]:
-        if self.idle:
+        if self.lacks(call.which):
             self.scaler.step_without_optimizer()
         else:
             self.scaler.step(self.optimizers[call.which])
@@ -431,6 +559,41 @@ class Replica:
         finally:
             handle.remove()
 
+    def _fail(self, call: Call) -> bool:
+        """Whether it raised, on this rank."""
+        self.failed = True
+        raised = True  # in the oracle it is as if the batch had not been
+        if self.world is not None:
+            params = self.real[call.which].param_groups[0]["params"]
+            params += [None] * (self.rank == call.rank)  # no parameter
+            try:
+                self.scaler.step(self.optimizers[call.which])
+                raised = False
+            except Exception:  # any kind: which one is for the scaler's own tests
+                pass
+            finally:
+                params[:] = [each for each in params if each is not None]
+        self._zero(call)
+        return raised
+
+    def _lone_clip(self, call: Call) -> None:
+        if self.world is not None and self.rank == call.rank:
+            self.scaler.clip_grad_norm_(self.optimizers[call.which], 2.0**600)
+        self.scaler.step(self.optimizers[call.which])
+
+    def _two_scalers(self, call: Call) -> None:
+        if self.world is None:
+            self.scaler.step(self.optimizers[0])
+            return
+        self.other.grad = self.second.scale(torch.ones(1))
+        both = [(self.scaler, self.optimizers[0]), (self.second, self.other_optimizer)]
+        is_turned = call.kind == "scalers-cross" and self.rank == call.rank
+        for scaler, optimizer in both[:: -1 if is_turned else 1]:
+            scaler.step(optimizer)
+        self.second.update()
+
+    _scalers_cross = _two_scalers
+
     def _closure(self, call: Call) -> None:
         self.scaler.step(self.optimizers[call.which], closure=lambda: 1.0)
 
@@ -451,7 +614,11 @@ class Replica:
         return bool(self.scaler.step_scheduler(scheduler))
 
     def _update(self, call: Call) -> None:
-        self.scaler.update()
+        # whether there is anything to end after a failure alone is nobody's promise
+        excused = Exception if self.world is None else AssertionError
+        with suppress(excused) if self.failed else nullcontext():
+            self.scaler.update()
+        self.failed = False
 
     def _set(self, call: Call) -> None:
         self.scaler.update(2.0**call.which)

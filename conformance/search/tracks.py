@@ -39,6 +39,11 @@ LIMIT = 2.0**128
 """The first power of two that fp32 does not hold: no scale grows to it."""
 
 
+def interval_of(program: Program) -> int:
+    """Good iterations in a row before the scale grows."""
+    return 10**10 if "interval" in program.words else INTERVAL
+
+
 def first_scale(program: Program) -> float:
     """The scale that a program starts with."""
     for word in program.words:
@@ -68,6 +73,7 @@ class Mathematics:
 
     def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
         self.replica, self.facts, self.value, self.tracker = replica, facts, scale, 0
+        self.interval = interval_of(replica.program)
         self.found: dict[int, bool] = {}
         self.unscaled: set[int] = set()
         self.stepped: set[int] = set()
@@ -136,6 +142,15 @@ class Mathematics:
             optimizer.step()
         self.stepped.add(which)  # not if it raised
 
+    def clip_and_step(
+        self: Any, optimizer: Any, max_norm: float, norm_type: float
+    ) -> float:
+        """Both."""
+        norm: float = self.clip_grad_norm_(optimizer, max_norm, norm_type)
+        if optimizer is not None:
+            self.step(optimizer)
+        return norm
+
     def step_without_optimizer(self) -> None:
         """An idle rank."""
 
@@ -159,16 +174,17 @@ class Mathematics:
     def update(self, new_scale: float | None = None) -> None:
         """The rule."""
         facts = self.facts()
-        if self.replica.idle:  # an idle rank has the others' found_inf
-            peers = self.replica.clipped | self.replica.stepped
-            self.found = {which: facts.bad[which] for which in peers}
+        # a rank that lacks an optimizer has the others' found_inf
+        for which in self.replica.clipped | self.replica.stepped:
+            if self.replica.lacks(which):
+                self.found[which] = facts.bad[which]
         if new_scale is not None:
             self.value = new_scale
         elif not self.found:
             raise RuntimeError("update comes after unscale_ or step")
         elif any(self.found.values()):
             self.value, self.tracker = self.value * BACKOFF, 0
-        elif self.tracker + 1 < INTERVAL:
+        elif self.tracker + 1 < self.interval:
             self.tracker += 1
         else:
             grown = self.value * GROWTH
@@ -186,7 +202,7 @@ class AgreedTorch(torch.amp.GradScaler):
             init_scale=scale,
             growth_factor=GROWTH,
             backoff_factor=BACKOFF,
-            growth_interval=INTERVAL,
+            growth_interval=interval_of(replica.program),
         )
         self.replica, self.facts = replica, facts
         self.skipped: dict[int, bool] = {}
@@ -265,16 +281,17 @@ class AgreedTorch(torch.amp.GradScaler):
             if not bad:
                 optimizers[which].step()
 
+    clip_and_step = Mathematics.clip_and_step
     step_was_skipped = Mathematics.step_was_skipped
     step_scheduler = Mathematics.step_scheduler
 
     def update(self, new_scale: Any = None) -> None:
         """As torch's, on an idle rank too."""
-        if self.replica.idle:
-            # torch makes its scale in the first call of scale
-            self.scale(torch.ones(()))
-            facts = self.facts()
-            for which in self.replica.clipped | self.replica.stepped:
+        # torch makes its scale in the first call of scale
+        self.scale(torch.ones(()))
+        facts = self.facts()
+        for which in self.replica.clipped | self.replica.stepped:
+            if self.replica.lacks(which):
                 state = self._per_optimizer_states[which]
                 state["found_inf_per_device"] = {
                     torch.device("cpu"): torch.tensor(float(facts.bad[which]))
@@ -355,7 +372,8 @@ class Track:
         self.facts = self._facts(call)
         made = [seen(replica, call) for replica in self.replicas]
         for replica, each in zip(self.replicas, made, strict=True):
-            skipped = call.kind == "unscale" and self.facts.bad[call.which]
+            looks = call.kind in ("unscale", "look")
+            skipped = looks and self.facts.bad[call.which]
             if call.kind in STEPS:
                 skipped = replica.scaler.skipped.get(call.which, False)
             if skipped:  # the values of the gradients do not matter
@@ -382,7 +400,7 @@ class Track:
         unscaled = [
             gradient * replica.scaler.factor(call.which)
             for replica in sides
-            if call.kind in ("unscale", *STEPS, *CLIPS)
+            if call.kind in ("unscale", "look", *STEPS, *CLIPS)
             for gradient in replica.gradients(call.which)
         ]
         return Facts(bad, present, norm, unscaled, counted)

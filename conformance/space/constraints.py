@@ -115,6 +115,7 @@ _OPTIMIZERS = "train_step steps the optimizers that parallelize has made"
 _TRAIN_STEP_DECIDES = {
     "unscale": "train_step decides whether it calls unscale_",
     "clip-value": "train_step clips by the norm alone (clip_norm)",
+    "clip-and-step": "train_step decides how it clips (clip_norm)",
     "accumulate-no-sync": "train_step decides in which backward it reduces gradients",
     "two-optimizers": _OPTIMIZERS,
     "two-optimizers-unscale": _OPTIMIZERS,

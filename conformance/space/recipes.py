@@ -77,6 +77,8 @@ class Recipe:
     training: Training = field(default_factory=Training)
     unscale: bool = False
     """Call ``unscale_`` before ``step``."""
+    clips_and_steps: bool = False
+    """The scaler clips and steps in one call, ``clip_and_step``."""
     parts: int = 1
     """Backward passes a step."""
     uneven: bool = False
@@ -143,6 +145,11 @@ RECIPES: dict[str, Recipe] = {
         text="backward, unscale_, clipping by the global norm, step, update",
         training=Training(clip="norm"),
         unscale=True,
+    ),
+    "clip-and-step": Recipe(
+        text="backward, clip_and_step of the scaler, where it has one, update",
+        training=Training(clip="norm"),
+        clips_and_steps=True,
     ),
     "accumulate": Recipe(
         text="two backward passes a step, synchronised in each", parts=2
@@ -223,6 +230,7 @@ CONTROL_RECIPES = tuple(
     and not recipe.primed
     # without a scaler a recipe with unscale_ is the one without it, once more
     and not name.endswith("unscale")
+    and not recipe.clips_and_steps
 )
 """Recipes that apply without a scaler."""
 

@@ -203,7 +203,112 @@ class HangsOnOneRank(PlainScaler):
         return super().agree(found)
 
 
+class DividesByVersion(torch.amp.GradScaler):
+    """Leaves a gradient that it has divided and whose version is still the same."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.seen: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def unscale_(self, optimizer: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in held if p.grad is not None]
+        kept = [
+            (g, g.clone())
+            for g in grads
+            if id(g) in self.seen and self.seen[id(g)][1] == g._version
+        ]
+        super().unscale_(optimizer)
+        for gradient, value in kept:
+            gradient.copy_(value)
+        self.seen = {id(g): (g, g._version) for g in grads}
+
+
+class ClipsLater(_Clips):
+    """Returns the norm, and clips when it steps."""
+
+    def clip_grad_norm_(
+        self, optimizer: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.kept = [(p, p.grad) for p in held if p.grad is not None]
+        for p, gradient in self.kept:
+            p.grad = gradient.clone()
+        norm = super().clip_grad_norm_(optimizer, max_norm, norm_type)
+        for p, gradient in self.kept:
+            p.grad = gradient
+        return norm
+
+
+class RemembersAFailure(torch.amp.GradScaler):
+    """Takes gradients for divided if the division has raised."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except Exception:
+            state = self._per_optimizer_states[id(optimizer)]
+            state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED
+            raise
+
+
+class RefusesLongIntervals(torch.amp.GradScaler):
+    """Counts in 32 bits."""
+
+    def __init__(self, **settings: Any) -> None:
+        if settings["growth_interval"] >= 2**31:
+            raise ValueError("more than int32 holds")
+        super().__init__(**settings)
+
+
+class ReadsGroupsAsDicts(torch.amp.GradScaler):
+    """Asks groups for names that torch's scaler never asks for."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.names = [group.get("name") for group in optimizer.param_groups]
+        return super().step(optimizer, *args, **kwargs)
+
+
+class ReadsStatesAsDicts(torch.amp.GradScaler):
+    """Asks the states of a fused optimizer for their momentum."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        states = getattr(optimizer, "state", {}).values()
+        self.momenta = [state.get("momentum_buffer") for state in states]
+        return super().step(optimizer, *args, **kwargs)
+
+
+class FindsInTheDefaultDtype(torch.amp.GradScaler):
+    """Makes found_inf without a dtype."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *rest: Any) -> Any:
+        found = super()._unscale_grads_(optimizer, inv_scale, *rest)
+        return {device: torch.tensor(float(flag)) for device, flag in found.items()}
+
+
+class LooksForWrappers(torch.amp.GradScaler):
+    """Follows attributes that have groups, for ever."""
+
+    def inner(self, optimizer: Any) -> Any:
+        for value in vars(optimizer).values():
+            if getattr(value, "param_groups", None) is optimizer.param_groups:
+                return self.inner(value)
+        return optimizer
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.inner(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+
 PLANTED = {
+    "DividesByVersion": "shared@1/back:2,step,data:1,step:1",
+    "ClipsLater": "@1/back,clip,look",
+    "RemembersAFailure": "@1/back:2,fail,back:2,step",
+    "RefusesLongIntervals": "interval@1/back,step",
+    "ReadsGroupsAsDicts": "bare-groups@1/back,step",
+    "ReadsStatesAsDicts": "own-kernel@1/back,step",
+    "FindsInTheDefaultDtype": "default-fp64@1/back,step,update",
+    "LooksForWrappers": "ring@1/back,step",
     "DividesEachParameterOnce": "shared@1/back:2,step,zero:1,back:2,step:1",
     "RefusesAfterADrop": "@1/back:2,set:6,clear,back,step",
     "DividesByAnEarlierScale": "@1/back,set:6,zero,seed,step",
@@ -255,7 +360,7 @@ FOLLOWED = [
     "@2/back:2,inf,clip,set:-4,back:2,unscale",
     # one gradient as mathematics has it, the other, left over, as torch has it
     "shared@1/back:2,step:1,zero:1,step,update,back:2,step:1,unscale",
-    # clipped by hand while it carries the scale: refused
+    # clipped by hand after the scaler's own clip
     "fused@1/back,clip,handclip,step",
     "fused@1/back:2,clip,zero,back:2,step",
     # a backward onto what a clip or unscale_ has divided, in more roundabout ways
@@ -330,6 +435,7 @@ def test_a_scaler_need_not_report_its_growth_tracker(tmp_path: Path) -> None:
 ALONE = [name for name, family in FAMILIES.items() if family.world_size == 1]
 UNKNOWN_TO_PLAIN = {
     *("sparse", "complex", "user-scale", "many", "orders"),
+    *("failures", "two-scalers"),
     "autograd",  # slow
 }
 """Families in which the fixtures' plain scaler is not right."""

@@ -6,7 +6,7 @@ from gradparity.conformance import Runner, Scenario, Status
 from gradparity.conformance.space.recipes import RECIPES
 from gradparity.fixtures import TOPOLOGIES
 
-SCALER = "gradparity.fixtures.faulty:PlainScaler"
+SCALER = "gradparity.fixtures.faulty:ClippingScaler"  # has what recipes need
 LAID_OUT = [
     f"{t.name}/{t.default_world_size}/fp32/adamw/nan@r*s1:last[last]/model={t.models[0]},steps=3"
     for t in TOPOLOGIES.values()
@@ -21,6 +21,7 @@ SPECIAL = [
     "pp/2/fp32/adamw/none/steps=3,recipe=frozen",
     "tp+sp/2/fp32/adamw/none/model=text,steps=3,recipe=frozen",
     "ddp/2/fp32/sgd-fused/inf@r1s0:up.bias/steps=4,recipe=two-optimizers",
+    "ddp/2/fp32/sgd-fused/inf@r1s0:up.bias/steps=4,recipe=clip-and-step",
     "pp/2/fp32/adamw/nan@r1s0:loss[last]/steps=3",
     "fsdp/2/fp32/adamw/-inf@r1s1:loss[last]/steps=3,recipe=accumulate",
     "ddp/2/fp32/adamw/none/steps=3,loss-factor=9.313225746154785e-10",

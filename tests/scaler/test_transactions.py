@@ -325,7 +325,7 @@ def test_each_call_out_raises_once_on_ranks(
     calls = SEQUENCES[name]
 
     def sweep() -> list[str]:
-        at, wrong = 0, []
+        at, wrong = 0, list[str]()
         while True:
             at += 1
             run = Run(ShardedGradScaler if at % 2 else GradScaler, fused)

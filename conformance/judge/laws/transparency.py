@@ -31,6 +31,8 @@ def _not_applicable(evidence: Evidence) -> str:
     # frexp of a power of two is (0.5, exponent)
     if any(math.frexp(f)[0] != 0.5 for f in factors):
         return "a scale that is no power of two rounds"
+    if scenario.parsed_recipe.clips_and_steps:
+        return "the scaler clips by a norm that it has rounded itself"
     if scenario.faults != "none":
         return "a run without a scaler has no answer to bad gradients"
     return ""
