@@ -339,7 +339,7 @@ class GradScaler(_TorchGradScaler):
 
         Raises:
             InvalidSettingError: ``max_norm`` or ``norm_type`` is no such number.
-            RuntimeError: called after `step`, or the norm is not finite and
+            RuntimeError: called after `step` or twice, or the norm is not finite and
                 ``error_if_nonfinite`` is set.
             NotImplementedError: complex gradients.
             AssertionError: the gradients cannot have been scaled yet.
@@ -353,10 +353,13 @@ class GradScaler(_TorchGradScaler):
             measured = self._measure(
                 optimizer, state, record, "clip_grad_norm_", max_norm, norm_type
             )
+            norm = _norm_tensor(measured.norm, self._scale_or_one().device)
             if error_if_nonfinite and not math.isfinite(measured.norm):
                 measured = measured._replace(is_finite=False)  # as torch, then raise
             self._write_clip(state, measured, max_norm)
-            if optimizer is None and self._enabled:
+            if record is not None:
+                record.is_clipped = True
+            elif self._enabled:
                 self._clips_without += 1
         except BaseException:
             self._begin_anew(optimizer, state)
@@ -366,7 +369,7 @@ class GradScaler(_TorchGradScaler):
                 self._end_states()  # nothing lasts until an update
         if error_if_nonfinite:
             _refuse_nonfinite(measured.norm, norm_type)
-        return _norm_tensor(measured.norm, self._scale_or_one().device)
+        return norm
 
     @no_compile
     def clip_and_step(
@@ -395,8 +398,8 @@ class GradScaler(_TorchGradScaler):
             The norm, as `clip_grad_norm_` returns it.
 
         Raises:
-            RuntimeError: called after `step`, or the norm is not finite and
-                ``error_if_nonfinite`` is set.
+            RuntimeError: called after `step` or after a clip, or the norm is not finite
+                and ``error_if_nonfinite`` is set.
             Exception: what `clip_grad_norm_` and ``optimizer.step`` raise.
         """
         state, record = self._state_to_clip(optimizer, "clip_and_step")
@@ -404,10 +407,11 @@ class GradScaler(_TorchGradScaler):
             measured = self._measure(
                 optimizer, state, record, "clip_and_step", max_norm, norm_type
             )
+            norm = _norm_tensor(measured.norm, self._scale_or_one().device)
             divisor = None
             is_ready = self._enabled and state["stage"] is OptState.READY
             if is_ready and is_fused(optimizer) and not takes_scaler(optimizer):
-                divisor = measured.divisor(max_norm, self._scale_or_one().device)
+                divisor = measured.divisor(max_norm, norm.device)
             if divisor is None:
                 self._write_clip(state, measured, max_norm)
             if optimizer is not None and record is not None:
@@ -420,7 +424,7 @@ class GradScaler(_TorchGradScaler):
                 self._end_states()
         if error_if_nonfinite:
             _refuse_nonfinite(measured.norm, norm_type)
-        return _norm_tensor(measured.norm, self._scale_or_one().device)
+        return norm
 
     def _state_to_clip(
         self, optimizer: torch.optim.Optimizer | None, method: str
@@ -432,6 +436,8 @@ class GradScaler(_TorchGradScaler):
         state, record = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(f"{method}() is being called after step().")
+        if record.is_clipped and self._enabled:
+            raise RuntimeError(f"{method}() was called twice since update().")
         return state, record
 
     def _measure(
@@ -460,11 +466,11 @@ class GradScaler(_TorchGradScaler):
             is_divided = not self._enabled or state["stage"] is OptState.UNSCALED
             carried = number_in(torch.ones_like(scale) if is_divided else scale)
             entries, flag = local_norms(grads, norm_type, carried)
+            if flag is not None:
+                found = {scale.device: any_of([flag, *found.values()], scale.device)}
         except Exception:
             self._report_failure(group, method, CLIP)
             raise
-        if flag is not None:
-            found = {scale.device: any_of([flag, *found.values()], scale.device)}
         if group is None:
             self._remember_overflow(optimizer, found, 0)
             norm = global_norm(tensor_of(entries, scale.device), norm_type)
@@ -660,7 +666,9 @@ class GradScaler(_TorchGradScaler):
                 return None
             return optimizer.step(*args, **kwargs)
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
+            for name in ("grad_scale", "found_inf"):
+                with contextlib.suppress(AttributeError):  # interrupted before it was
+                    delattr(optimizer, name)
 
     @no_compile
     def step_without_optimizer(self) -> None:
@@ -771,6 +779,8 @@ class GradScaler(_TorchGradScaler):
         self._has_failed = True
         was_divided = self._enabled and state["stage"] is OptState.UNSCALED
         state["stage"], state["found_inf_per_device"] = OptState.READY, {}
+        if held := self._held.get(id(optimizer)):
+            held.record.is_clipped = False
         if was_divided and optimizer is not None:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 gradients = local_gradients(optimizer, allow_fp16=True)
@@ -784,7 +794,7 @@ class GradScaler(_TorchGradScaler):
         return self._sync.group.find(optimizer)
 
     def _report_failure(
-        self, group: dist.ProcessGroup | None, method: str, call: int
+        self, group: dist.ProcessGroup | None, method: str, call: int | None
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
         if group is not None:
@@ -822,21 +832,27 @@ class GradScaler(_TorchGradScaler):
         needs_rows: bool = False,
     ) -> tuple[FoundInf, SyncResult]:
         # What any rank found, in place of what this one did.
-        scale, rank = self._scale_or_one(), group.rank()
-        found_inf = any_of(found.values(), scale.device) if found else None
-        bad = 0
-        if found_inf is not None and is_true(found_inf):
-            bad = first_nonfinite(optimizer, rank)
-        local = Local(
-            None if found_inf is None else number_in(found_inf),
-            was_scaled=self._was_scaled or not self._enabled,
-            needs_rows=needs_rows,
-            first_nonfinite=bad,
-            is_new=record is not None and record.number is None,
-        )
-        result = self._sync.exchange(
-            group, method, call, self._shared(record), local, clip, row or (), record
-        )
+        scale, rank, sent = self._scale_or_one(), group.rank(), self._sync.sent
+        try:
+            found_inf = any_of(found.values(), scale.device) if found else None
+            bad = 0
+            if found_inf is not None and is_true(found_inf):
+                bad = first_nonfinite(optimizer, rank)
+            local = Local(
+                None if found_inf is None else number_in(found_inf),
+                was_scaled=self._was_scaled or not self._enabled,
+                needs_rows=needs_rows,
+                first_nonfinite=bad,
+                is_new=record is not None and record.number is None,
+            )
+            shared = self._shared(record)
+            result = self._sync.exchange(
+                group, method, call, shared, local, clip, row or (), record
+            )
+        except Exception:
+            if self._sync.sent == sent:
+                self._report_failure(group, method, call)
+            raise
         if record is not None:
             record.result = result
         flags = found or {scale.device: torch.zeros_like(scale)}
@@ -944,7 +960,7 @@ class GradScaler(_TorchGradScaler):
     def _end_states(self) -> None:
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         for _, record in self._held.values():
-            record.result = None
+            record.result, record.is_clipped = None, False
         self._held = {}
         self._has_failed = self._has_new = False
         self._clips_without = 0

@@ -26,6 +26,7 @@ class OptimizerRecord:
         places: where its gradients lay in the last clip (``global_norm.py``).
         grad_scale: what a fused kernel was handed last.
         result: of its sync in this iteration; None without one.
+        is_clipped: clip_grad_norm_ was called in this iteration.
         users: how many living optimizers it is of.
         key: id of the one by which it was used first in an iteration.
     """
@@ -36,6 +37,7 @@ class OptimizerRecord:
     places: Any = None
     grad_scale: torch.Tensor | None = None
     result: SyncResult | None = None
+    is_clipped: bool = False
     users: int = 0
     key: int = 0
 
@@ -130,5 +132,5 @@ def makes_momentum(optimizer: Any) -> bool:
         uses_it = any(group["momentum"] for group in optimizer.param_groups)
         states = optimizer.state.values() if uses_it else ()
         return uses_it and all(state["momentum_buffer"] is None for state in states)
-    except (AttributeError, KeyError, TypeError):
+    except Exception:
         return False  # none that keeps its momentum as SGD does

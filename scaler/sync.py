@@ -210,10 +210,15 @@ class OverflowSync:
         self._expected: tuple[int, Clip | None] = (CHECK, None)
         self.restart()
 
+    @property
+    def sent(self) -> int:
+        """Number of messages sent in this iteration."""
+        return self._count
+
     def restart(self) -> None:
         """Count iterations and optimizers anew, at a point where all ranks do."""
         self._iteration = 0
-        self._count = 0  # syncs in this iteration
+        self._count = 0  # messages sent in this iteration
         self._most = -1  # largest count of any iteration; -1: none is over yet
         self._optimizers = 0  # that any rank has synced
 
@@ -257,7 +262,6 @@ class OverflowSync:
         if number is None:
             after = sum(made < self._made for made in of_group.numbers)
             local = local._replace(is_new=True)
-        self._count += 1
         # A rank that loads may have iterated alone before, and load in order to join.
         joins = call == LOAD
         shared = state._replace(
@@ -265,7 +269,7 @@ class OverflowSync:
             scaler=number,
             made_after=after,
             iteration=0 if joins else self._iteration,
-            position=0 if joins else self._count,
+            position=0 if joins else self._count + 1,
             **{} if clip is None else clip._asdict(),
         )
         device = message_device(group, self._device_type, state.scale)
@@ -292,7 +296,8 @@ class OverflowSync:
             known = {} if clip is None else clip._asdict()
             expected = shared._replace(call=call, **known)
         message = packed_message(expected, local)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        with self._counted():
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
         summary = decode_packed(message.tolist(), expected)
         result = SyncResult(group, method, shared, message, _summary=summary)
         if summary is None:
@@ -302,6 +307,17 @@ class OverflowSync:
             if not local.failed:
                 result.read()
         return result
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        # A message that was not sent does not count, and may be followed by that of a
+        # failure; over a broken group, which raises RuntimeError, nothing can follow.
+        try:
+            yield
+        except RuntimeError:
+            self._count += 1
+            raise
+        self._count += 1
 
     def _gathered(
         self,
@@ -315,7 +331,8 @@ class OverflowSync:
         row = row or [0.0] * ROW_LENGTH
         message = full_message(shared, local, device, row)
         gathered = message.new_empty(group.size(), len(message))
-        _all_gather(gathered.flatten(), message, group=group)
+        with self._counted():
+            _all_gather(gathered.flatten(), message, group=group)
         message, rows = gathered[:, :FULL_LENGTH].amax(0), gathered[:, FULL_LENGTH:]
         result = SyncResult(group, method, shared, message, rows)
         # Reading now would synchronise.

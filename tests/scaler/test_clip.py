@@ -252,6 +252,8 @@ def test_errors() -> None:
     scaler = scaled()
     with pytest.raises(RuntimeError, match="cannot be clipped"):
         scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match="twice since update"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="called after step"):
         scaler.clip_grad_norm_(optimizer, 1.0)
