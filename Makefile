@@ -96,8 +96,6 @@ mutants: setup  ## judge the judge: every faulty scaler against every law
 survey-scalers: setup-test  ## judge known scalers and write docs/known-scalers.md
 	$(BIN)/gradparity survey scalers --preset $(or $(PRESET),quick)
 
-who-passes: survey-scalers  # its name in earlier versions
-
 torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate.md
 	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))
 

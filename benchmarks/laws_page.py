@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.judge import laws as laws
 from gradparity.conformance.judge.law import LAWS, Law
-from gradparity.conformance.status import write_whole
 from gradparity.fixtures.faulty import FAULTY
 from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS

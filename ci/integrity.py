@@ -51,16 +51,6 @@ def _id_agrees(case: CaseRecord) -> Iterator[str]:
         yield f"the case says {seen}, which is not how its scenario id begins"
 
 
-def _a_row_a_rank(case: CaseRecord) -> Iterator[str]:
-    curves = case.curves
-    if curves is None:
-        return
-    for name in ("scale", "growth", "stepped", "bad"):
-        count = len(getattr(curves, name))
-        if count != case.world_size:
-            yield f"{name} has {count} rows for {case.world_size} ranks"
-
-
 def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
     """Every step has a ratio, and steps and parameters have the same largest one."""
     curves = case.curves
@@ -144,7 +134,6 @@ _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _one_verdict_a_law,
     _status_follows,
     _id_agrees,
-    _a_row_a_rank,
     _ratios_are_numbers,
     _worst_tensors_agree,
     _passes_are_borne_out,

@@ -13,7 +13,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..status import RANKING, Verdict, worst_of, write_whole
+from ..files import write_whole
+from ..status import RANKING, Verdict, as_usage, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .records import HARNESS, CaseRecord, Report
 from .terminal import cell, facts, plain, scaler_name, worst_status
@@ -29,8 +30,9 @@ MAX_SCRIPT_BYTES = 200_000
 
 def write_page(report: Report, folder: Path) -> Path:
     """Write ``index.html`` into ``folder``, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
+    with as_usage(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, render_page(report))
     return path
 

@@ -41,7 +41,19 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["run", "--scenario", "what"], "is no scenario id"),
         (["run", "--timeout-s", "0"], "must be positive"),
         (["run", "--require", "a:B"], "is not judged"),
-        (["run", "--nosuch"], "unrecognized arguments"),
+        (["run", "--nosuch"], "unknown option --nosuch"),
+        (["run", "--topolgy", "ddp"], "--topolgy; did you mean --topology?"),
+        (["run", "--topo", "ddp"], "unknown option --topo"),
+        (["report", "--hmtl=x"], "did you mean --html?"),
+        (["gate", "R", "--basline", "b"], "did you mean --baseline?"),
+        (["--verison"], "did you mean --version?"),
+        (["list", "law"], "did you mean laws?"),
+        (["survey", "scaler"], "did you mean scalers?"),
+        (["run", "--device", "cdua"], "did you mean cuda?"),
+        (["run", "--preset", "quik"], "did you mean quick?"),
+        (["hunt", "--family", "gan"], "about call histories: add --calls"),
+        (["hunt", "--calls", "--topology", "ddp"], "--topology is about scenarios"),
+        (["hunt", "--calls", "--quick"], "--preset is about scenarios"),
         (["nosuch"], "unknown command"),
         (["rnu"], "did you mean run?"),
         (["run", "--topology", "ddp,fspd"], "did you mean fsdp?"),
@@ -63,11 +75,7 @@ def test_bad_usage_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    try:
-        code = main(arguments)
-    except SystemExit as error:
-        assert isinstance(error.code, int)
-        code = error.code
+    code = main(arguments)
     printed = capsys.readouterr()
     assert code == 2
     assert words in printed.err

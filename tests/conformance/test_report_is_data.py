@@ -54,7 +54,6 @@ SHOWN = {
     "markdown": ("report", "R", "--markdown"),
     "annotations": ("report", "R", "--annotations"),
     "junit": ("report", "R", "--junit"),
-    "ctrf": ("report", "R", "--ctrf"),
     "badge": ("report", "R", "--badge"),
     "compare": ("compare", "R", "R"),
     "table": ("table", "R"),
