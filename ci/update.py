@@ -56,7 +56,7 @@ def update(
     # read although it will be replaced: a file that is no baseline is kept
     old = read_baseline(path) if path.exists() else None
     found = decide(reports[0], Terms(today=date.today(), baseline=old))
-    lines = [*(cause.line for cause in found.causes), *found.notes]
+    lines = [*(c.line for c in found.causes), *(f"note: {n}" for n in found.notes)]
     for line in lines:
         show(plain(line))
     show(f"{len(lines)} differences")

@@ -24,8 +24,9 @@ _COMMAND = re.compile(
     r"(?:^|(?<=\r))(\s*:)(?=:)"  # GitHub: ::error::, at the start of a line
     r"|(#)(?=#\w*\[)"  # GitHub ##[..], Azure ##vso[, TeamCity ##teamcity[: anywhere
     r"|^([-+~^])(?=\3\3\s)"  # Buildkite: a group begins by --- or the like
+    r"|(section_)(?=(?:start|end):)"  # GitLab: between control characters
+    r"|(travis_)(?=fold:)"
 )
-# GitLab and Travis look for control characters, which ``status.plain`` replaces.
 
 
 def harmless(text: str, mark: Callable[[str], str] = "{} ".format) -> str:

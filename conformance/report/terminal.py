@@ -135,7 +135,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
         causes.setdefault((kind, cause), []).append((record, text))
     if not causes:
         return f"{word} ({counted(len(records), 'run')})"
-    of = f"of {counted(len(records), 'run')}"
+    of = f"of {len(records)} runs"
     return f"{word} " + "; ".join(
         f"({kind + ', ' if kind else ''}{len(found)} {of}) "
         f"{found[0][0].model}: {found[0][1]}"

@@ -60,6 +60,7 @@ def make_header(
     place: Place,
     data: Iterable[str] = (),
     restarts: tuple[str, ...] = (),
+    require: Sequence[str] = (),
 ) -> Header:
     """The header of a run that starts now.
 
@@ -72,6 +73,7 @@ def make_header(
         data: data sets that the run uses; their hashes are recorded. The text's hash
             depends on the Python version, so a run without the text must not record it.
         restarts: one line per restart, on the cases kept from earlier attempts.
+        require: the scalers that decide what the report comes to; empty means all.
     """
     return Header(
         schema=SCHEMA_VERSION,
@@ -95,6 +97,7 @@ def make_header(
         laws={
             law.id: LawText(text=law.text, reason=law.reason) for law in LAWS.values()
         },
+        require=tuple(require),
     )
 
 

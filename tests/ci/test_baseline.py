@@ -143,10 +143,10 @@ def test_update_shows_what_the_gate_will_no_longer_say(
     assert main([str(worse), "--baseline", str(target)]) == 1
     _, *said = capsys.readouterr().out.splitlines()
     assert update(worse, target, "--yes") == 0
-    *shown, count, _, _ = capsys.readouterr().out.splitlines()
+    *shown, count, _ = capsys.readouterr().out.splitlines()
     assert shown == said and count == "2 differences"
     assert "sequence: the scale after step 2 on rank 0 is 2.0, was 4.0" in shown[1]
-    assert shown[0].startswith("worse (2 cases, ")
+    assert shown[0].startswith("worse (2 cases): scale.rule")
 
 
 def test_a_second_update_changes_nothing(

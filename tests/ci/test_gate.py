@@ -135,7 +135,9 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
             lambda c: with_curves(
                 c,
                 scale=[[8.0, 4.0]] * 2,
+                growth=[[1, 0]] * 2,
                 stepped=[[True, False]] * 2,
+                bad=[["", ""]] * 2,
                 parity=[0.1, 0.6],
             )
         ),

@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from gradparity import __version__
 from gradparity.ci import gate
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.cli import listing
-from gradparity.conformance.report.records import read_report
-from gradparity.tests.conformance.test_report import case, write
+from gradparity.conformance.report.records import ReportWriter, read_report
+from gradparity.tests.conformance.test_report import case, header, write
 
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
@@ -160,6 +162,41 @@ def test_a_fault_of_ours_in_a_further_command_is_exit_3(
     assert "Traceback" in capsys.readouterr().err
 
 
+CODES = {"pass": 0, "fail": 1, "error": 3, "inconclusive": 4}
+
+
+@pytest.mark.parametrize("status", CODES)
+def test_every_reader_of_a_report_exits_with_what_it_comes_to(
+    status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = case(status=status, message="why")
+    if status == "error":
+        made = replace(made, verdicts=(), problem="killed")
+    path = str(write(tmp_path / "R", made, planned=1))
+    for words in (["report", path], ["report", path, "--html", str(tmp_path)]):
+        assert main(words) == CODES[status]
+    assert main(["table", path]) == CODES[status]
+    for name in ("junit", "markdown", "badge", "annotations"):
+        assert main(["report", path, f"--{name}"]) == 0  # for other programs
+    capsys.readouterr()
+
+
+def test_only_required_scalers_decide_the_exit_code_of_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "R"
+    with ReportWriter(path, replace(header(), require=("a:B",))) as writer:
+        writer.case(case("a:B"))
+        writer.case(case("c:D", "fail"))
+        writer.close(1.0)
+    assert main(["report", str(path)]) == main(["table", str(path)]) == 0
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"gradparity {__version__}\n"
+
+
 def test_an_incomplete_report_is_exit_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +247,7 @@ def test_require_decides_the_exit_code_and_json_names_the_file(
     assert code == 0, printed.err
     assert printed.out == ""
     assert len(read_report(tmp_path / "out.json").cases) == 2
+    assert main(["report", "out.json"]) == code
     assert {p.name for p in tmp_path.iterdir()} == {"out.json", ".out.json.lock"}
 
 

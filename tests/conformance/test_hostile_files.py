@@ -118,13 +118,13 @@ def test_an_earlier_file_stays_where_the_new_one_cannot_be_written(
 FULL = """
 import resource, sys
 from gradparity.conformance.__main__ import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000))
 sys.exit(main(sys.argv[1:]))
 """
 
 
 def on_a_full_disk(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that can write 20 kB."""
+    """Run a command that can write 9 kB."""
     return subprocess.run(
         [sys.executable, "-c", FULL, *arguments],
         cwd=here,
@@ -148,7 +148,7 @@ def test_a_run_on_a_full_disk_keeps_what_it_wrote(here: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert "gradparity: r.jsonl: File too large" in done.stderr
-    assert (here / "r.jsonl").stat().st_size > 10_000
+    assert (here / "r.jsonl").stat().st_size > 5_000
 
 
 def test_a_full_standard_output_is_one_line(here: Path) -> None:
@@ -280,9 +280,7 @@ def test_a_baseline_that_is_none_is_refused_in_one_line(
         assert told.startswith("gradparity gate: b: ") and told.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["x = " + "[" * 100_000, "a" + ".a" * 100_000 + " = 1", "x = '\udcff'"]
-)
+@pytest.mark.parametrize("text", ["x = " + "[" * 100_000, "x = '\udcff'"])
 def test_expectations_that_are_none_are_refused_in_one_line(
     text: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

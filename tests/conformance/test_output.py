@@ -37,7 +37,7 @@ COMMANDS = [
 BEGINS = re.compile(
     r"\s*::"  # GitHub, Gitea, Forgejo
     r"|.*##\w*\["  # GitHub, Azure Pipelines, TeamCity
-    r"|.*[\x1b\r]"  # GitLab, Travis
+    r"|.*(section_(start|end)|travis_fold):"  # GitLab, Travis
     r"|(---|\+\+\+|~~~|\^\^\^) "  # Buildkite
 )
 """What the runners look for in a line of a log."""
@@ -130,7 +130,7 @@ def test_any_terminal_is_written_to(encoding: str, tmp_path: Path) -> None:
         case(), verdict("scale.rule", "fail", "\u00e4\u2026 \u4e2d " + "long " * 80)
     )
     write_sample(report_of([replace(long, status="fail")]), tmp_path / "R")
-    for words in (["report", "R"], ["gate", "R"], ["table", "R"], ["report", "\ud800"]):
+    for words in (["report", "R"], ["gate", "R"], ["table", "R"], ["report", "\udcff"]):
         done = subprocess.run(
             [sys.executable, "-m", "gradparity.conformance", *words],
             cwd=tmp_path,
