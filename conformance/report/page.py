@@ -16,7 +16,7 @@ from markupsafe import Markup
 from ..files import write_whole
 from ..status import RANKING, Verdict, as_usage, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
-from .records import HARNESS, CaseRecord, Report
+from .records import CaseRecord, Report
 from .terminal import cell, facts, plain, scaler_name, worst_status
 
 __all__ = ["render_page", "write_page"]
@@ -178,8 +178,8 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
         (v.status, record)
         for record in records
         for v in record.findings
-        # where the harness broke there are no verdicts: every chapter is marked
-        if v.law.partition(".")[0] in (chapter, HARNESS)
+        # where something broke there are no verdicts: every chapter is marked
+        if record.problem or v.law.partition(".")[0] == chapter
     ]
     status = worst_of(s for s, _ in found)
     if status == "skipped":

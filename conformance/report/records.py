@@ -50,7 +50,7 @@ __all__ = [
 
 SCHEMA_VERSION = 2
 HARNESS = "harness"
-"""The name in place of a law if the harness broke."""
+"""The name in place of a law where the harness broke."""
 
 
 class ReportError(UsageError):
@@ -222,7 +222,10 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     verdicts: tuple[Verdict, ...]
     seconds: float
     problem: str = ""
-    """Why the harness broke, naming the rank; else empty. No law is judged then."""
+    """Why there is no verdict, naming the rank; else empty. No law is judged then."""
+    whose: str = ""
+    """Whose call ``problem`` comes from, such as ``your train_step``; empty where it is
+    the harness that broke."""
     replay: str = ""
     """The command that runs this case again."""
     script: str = ""
@@ -246,12 +249,12 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def findings(self) -> tuple[Verdict, ...]:
-        """Its verdicts and, once, why the harness broke."""
+        """Its verdicts and, once, why there are none."""
         if not self.problem:
             return self.verdicts
-        broke = Verdict(law=HARNESS, status="error", message=self.problem)
-        # reports of early versions gave every law its own error
-        return (broke, *(v for v in self.verdicts if v.status != "error"))
+        law = self.whose or HARNESS
+        broke = Verdict(law=law, status="error", message=self.problem)
+        return (broke, *self.verdicts)
 
     @property
     def failures(self) -> tuple[Verdict, ...]:

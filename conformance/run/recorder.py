@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from ... import __version__
-from ...fixtures import DATASETS, is_workload, resolve_workload
+from ...fixtures import DATASETS, WorkloadError, is_workload, resolve_workload
+from ...multiprocess import WorldFailure
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
 from ..rank.devices import Devices
@@ -176,11 +177,21 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         verdicts=case.verdicts,
         seconds=round(case.seconds, 4),
         problem=case.problem,
+        whose=_whose(case.error),
         replay=replay_command(case.scaler, scenario.id, devices),
         location=case.location,
         worst=_worst(case.evidence),
         curves=None if case.evidence is None else _curves(case.evidence),
     )
+
+
+def _whose(error: Exception | None) -> str:
+    """Whose call raised, where it is the user's; else empty."""
+    if isinstance(error, WorldFailure):
+        error = error.root.exception
+    if not isinstance(error, WorkloadError):
+        return ""
+    return f"your {error.call or 'workload'}"
 
 
 def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:
