@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ... import __version__
 from ..status import USAGE, UsageError, did_you_mean, unknown
+from .values import check_values
 
 if TYPE_CHECKING:  # the class is private and generic only for type checkers
     Commands = argparse._SubParsersAction[Any]
@@ -143,6 +144,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 "preset beside it"
             )
         parsed.topology, parsed.preset = layouts, "layouts"
+    check_values(parsed)
     # a misspelt --require would let every scaler pass
     judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
     for spec in getattr(parsed, "require", ()):

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gradparity import __version__
+from gradparity import __version__, fixtures
 from gradparity.ci import gate
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.cli import listing
+from gradparity.conformance.cli.values import TABLES, names_of
 from gradparity.conformance.report.records import ReportWriter, read_report
+from gradparity.conformance.space.catalogue import PRESETS
 from gradparity.tests.conformance.test_report import case, header, write
 
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
@@ -103,6 +105,19 @@ def test_bad_usage_is_one_line_and_exit_2(
 def test_list_prints_every_table(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", what]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_the_names_that_are_read_without_torch_are_those_of_the_tables() -> None:
+    tables = {
+        "topology": fixtures.TOPOLOGIES,
+        "model": fixtures.MODELS,
+        "precision": fixtures.PRECISIONS,
+        "optimizer": fixtures.OPTIMIZERS,
+        "preset": PRESETS,
+    }
+    assert {what: names_of(what) for what in TABLES} == {
+        what: list(table) for what, table in tables.items()
+    }
 
 
 def test_a_plugged_command_takes_options_first(
