@@ -10,7 +10,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from .files import writing
 
@@ -62,7 +62,8 @@ def console(*, error: bool = False) -> Console:
     """A console whose lines go where those of :func:`say` go."""
     from rich.console import Console
 
-    return Console(file=_Stream(sys.stderr if error else sys.stdout))
+    stream = _Stream(sys.stderr if error else sys.stdout)
+    return Console(file=cast("IO[str]", stream))
 
 
 _NAMES = {True: "standard output", False: "standard error"}

@@ -450,21 +450,21 @@ def read_report(path: Path) -> Report:
     header, *others = _read_lines(path)
     if not isinstance(header, Header):
         raise ReportError(f"{path}: line 1 is no report header")
-    *cases, last = others or [None]
-    footer = last if isinstance(last, Footer) else None
-    if footer is None and last is not None:
-        cases.append(last)
-    for number, line in enumerate(cases, 2):
-        if not isinstance(line, CaseRecord):
-            raise ReportError(f"{path}: line {number}: {_STRAY[type(line)]}")
+    footer, cases = None, []
+    for number, line in enumerate(others, 2):
+        if isinstance(line, Header):
+            raise ReportError(f"{path}: line {number}: a second header")
+        if footer is not None:
+            raise ReportError(f"{path}: a footer that is not the last line")
+        if isinstance(line, Footer):
+            footer = line
+            continue
         if wrong := _wrong_shape(line):
             raise ReportError(f"{path}: line {number}: {wrong} in {line.scenario}")
+        cases.append(line)
     report = Report(header=header, cases=tuple(cases), footer=footer)
     _check_counts(path, report)
     return report
-
-
-_STRAY = {Header: "a second header", Footer: "a footer that is not the last line"}
 
 
 def _read_lines(path: Path) -> list[Line]:
