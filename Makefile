@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
-  survey-scalers who-passes specimens survey torch-versions wild relock clean setup \
+  survey-scalers specimens survey torch-versions wild relock clean setup \
   setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank

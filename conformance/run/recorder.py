@@ -185,7 +185,7 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
     )
 
 
-def _whose(error: Exception | None) -> str:
+def _whose(error: BaseException | None) -> str:
     """Whose call raised, where it is the user's; else empty."""
     if isinstance(error, WorldFailure):
         error = error.root.exception
