@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ..conformance.report.records import CaseRecord, Curves, Report
-from ..conformance.status import case_status
+from ..conformance.report.records import HARNESS, CaseRecord, Curves, Report
+from ..conformance.status import case_status, counted
 from .ratios import worst
 from .reasons import at
 
@@ -22,8 +22,11 @@ def contradictions(report: Report) -> list[str]:
     found = [report.incomplete] if report.incomplete else []
     broken = [case for case in report.cases if case.problem]
     if broken and not report.incomplete:
+        first = broken[0]
         found.append(
-            f"it says that it is complete, but the harness broke in {len(broken)} cases"
+            f"it says that it is complete, but {counted(len(broken), 'case')} of "
+            f"{len(report.cases)} have no verdict; first "
+            f"{first.whose or HARNESS}: {first.problem}"
         )
     for case in report.cases:
         found += [f"{text} in {at(case)}" for rule in _RULES for text in rule(case)]

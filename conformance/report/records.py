@@ -31,6 +31,7 @@ from ..status import (
 )
 
 __all__ = [
+    "HARNESS",
     "SCHEMA_VERSION",
     "CaseRecord",
     "Comparison",

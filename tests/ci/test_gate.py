@@ -324,7 +324,10 @@ def test_a_harness_that_broke_is_one_line_however_many_cases_it_lost(
     code, told = gate(report_of(cases), tmp_path, capsys, "--baseline", str(baseline))
     (line,) = told.splitlines()[1:]
     assert code == 3
-    assert line.startswith("invalid: ") and "broke in 3 cases" in line
+    assert (
+        line.startswith("invalid: ")
+        and "3 cases of 3 have no verdict; first harness: rank 1: killed" in line
+    )
 
 
 def test_lost_scenarios_are_one_line(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_list_prints_every_table(what: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_names_that_are_read_without_torch_are_those_of_the_tables() -> None:
-    tables = {
+    tables: dict[str, Iterable[str]] = {
         "topology": fixtures.TOPOLOGIES,
         "model": fixtures.MODELS,
         "precision": fixtures.PRECISIONS,

@@ -230,11 +230,16 @@ def test_a_report_that_is_none_is_refused_in_one_line(
     assert words in line and "Traceback" not in told
 
 
+def make_large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**31)
+
+
 NO_FILES: dict[str, Callable[[Path], object]] = {
     "symbolic link": lambda path: path.symlink_to("R"),
     "pipe": os.mkfifo,
     "folder": Path.mkdir,
-    "too large": lambda path: path.touch() or os.truncate(path, 2**31),
+    "too large": make_large,
 }
 
 
