@@ -123,7 +123,7 @@ def _check_spec(spec: str) -> None:
     )
 
 
-_DYNAMIC = {"__getattr__", "globals", "vars", "setattr", "exec", "__dict__"}
+_DYNAMIC = {"__getattr__", "__dict__", "exec", "globals", "modules", "setattr", "vars"}
 
 
 def _find(module: str) -> ModuleSpec | None:
