@@ -43,13 +43,14 @@ def read_whole(path: Path) -> bytes:
         _refuse_kind(path, os.lstat(path).st_mode)
         with open(os.open(path, flags), "rb") as file:
             # of what was opened: it may have been exchanged since
-            _refuse_kind(path, os.fstat(file.fileno()).st_mode)
-            raw = file.read(MOST_BYTES + 1)
+            found = os.fstat(file.fileno())
+            _refuse_kind(path, found.st_mode)
+            if found.st_size > MOST_BYTES:
+                most = f"at most {MOST_BYTES >> 20} MiB"
+                raise UsageError(f"{path}: is too large: {most}")
+            return file.read(MOST_BYTES)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
-    if len(raw) > MOST_BYTES:
-        raise UsageError(f"{path}: is too large: at most {MOST_BYTES >> 20} MiB")
-    return raw
 
 
 def create(path: Path) -> BinaryIO:

@@ -378,8 +378,11 @@ class ReportWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
-        self._lock.release()
+        try:
+            with writing(self.path):  # what a full disk did not take is tried again
+                self._file.close()
+        finally:
+            self._lock.release()
 
     def case(self, record: CaseRecord) -> None:
         """Append one case."""
