@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
-  survey-scalers who-passes specimens survey torch-versions wild relock clean setup \
+  survey-scalers specimens survey torch-versions wild relock clean setup \
   setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
@@ -95,8 +95,6 @@ mutants: setup  ## judge the judge: every faulty scaler against every law
 
 survey-scalers: setup-test  ## judge known scalers and write docs/known-scalers.md
 	$(BIN)/gradparity survey scalers --preset $(or $(PRESET),quick)
-
-who-passes: survey-scalers  # its name in earlier versions
 
 torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate.md
 	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.judge import laws as laws
 from gradparity.conformance.judge.law import LAWS, Law
-from gradparity.conformance.status import write_whole
+from gradparity.conformance.status import UsageError
 from gradparity.fixtures.faulty import FAULTY
 from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
         write_whole(parsed.out, render())
-    except OSError as error:
+    except UsageError as error:
         print(f"laws_page: {error}", file=sys.stderr)
         return 2
     except SystemExit as done:  # --help, or a usage error that argparse has printed

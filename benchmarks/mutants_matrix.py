@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.report.records import Header
-from gradparity.conformance.status import UsageError, write_whole
+from gradparity.conformance.status import UsageError
 
 __all__ = ["Matrix", "Row", "as_text", "read_matrix", "write_matrix"]
 

@@ -19,10 +19,11 @@ from gradparity.benchmarks.survey_scalers_run import (
     not_judged,
     read_record,
 )
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.report.records import Report, ReportError
 from gradparity.conformance.report.table import escape, legible
 from gradparity.conformance.space.catalogue import PRESETS
-from gradparity.conformance.status import RANKING, UsageError, Verdict, write_whole
+from gradparity.conformance.status import RANKING, UsageError, Verdict
 from gradparity.fixtures.peers import PEERS
 
 __all__ = ["main", "render"]

@@ -20,10 +20,11 @@ import msgspec
 from rich.console import Console
 
 from gradparity.benchmarks.survey_scalers_confirm import Confirmation, confirm
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.report.records import Report, read_report
 from gradparity.conformance.run.session import RunSettings, run
 from gradparity.conformance.space.catalogue import Selection
-from gradparity.conformance.status import UsageError, write_whole
+from gradparity.conformance.status import UsageError
 from gradparity.fixtures.peers import PEERS
 
 __all__ = [

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from ..conformance.aliases import current_id, current_law
+from ..conformance.files import read_whole, write_whole
 from ..conformance.report.records import CaseRecord, Header, Report
-from ..conformance.status import Number, UsageError, write_whole
+from ..conformance.status import Number, UsageError, as_usage
 from .ratios import Spread, spread_of, worst
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
 ]
 
 BASELINE_VERSION = 1
-T = TypeVar("T")
 
 
 class BaselineError(UsageError):
@@ -208,11 +206,8 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
         BaselineError: if the file is no baseline of this version, or has been cut.
     """
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise BaselineError(f"{path}: {error.strerror or error}") from error
-    lines = [_line(path, n, line) for n, line in enumerate(raw.splitlines(), 1)]
+    raw = read_whole(path).splitlines()
+    lines = [_line(path, n, line) for n, line in enumerate(raw, 1)]
     head = lines[0] if lines else None
     if not isinstance(head, Provenance):
         raise BaselineError(
@@ -224,7 +219,7 @@ def read_baseline(path: Path) -> Baseline:
             f"{path}: version {head.schema}, this program reads {BASELINE_VERSION}; "
             "--update-baseline records it anew"
         )
-    cases = tuple(_current(line) for line in lines if isinstance(line, BaselineCase))
+    cases = tuple(line for line in lines if isinstance(line, BaselineCase))
     _check(path, head, cases, len(lines) - 1)
     return Baseline(provenance=head, cases=cases)
 
@@ -232,28 +227,11 @@ def read_baseline(path: Path) -> Baseline:
 def _line(path: Path, number: int, line: bytes) -> Line:
     try:
         decoded: Line = _DECODER.decode(line)
+    except RecursionError:
+        raise BaselineError(f"{path}: line {number}: nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BaselineError(f"{path}: line {number}: {error}") from error
     return decoded
-
-
-def _current(case: BaselineCase) -> BaselineCase:
-    """A case in current names: a baseline may be older than a renaming."""
-    exact = case.exact
-    return msgspec.structs.replace(
-        case,
-        scenario=current_id(case.scenario),
-        exact=msgspec.structs.replace(
-            exact,
-            laws=_current_laws(exact.laws),
-            compared=_current_laws(exact.compared),
-            not_compared=_current_laws(exact.not_compared),
-        ),
-    )
-
-
-def _current_laws(by_law: Mapping[str, T]) -> dict[str, T]:
-    return {current_law(law): value for law, value in by_law.items()}
 
 
 def _check(
@@ -270,6 +248,7 @@ def _check(
 
 def write_baseline(path: Path, baseline: Baseline) -> None:
     """Write ``path``, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with as_usage(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     lines = [baseline.provenance, *baseline.cases]
     write_whole(path, b"".join(_ENCODER.encode(line) + b"\n" for line in lines))

@@ -112,7 +112,7 @@ def _decision(
     return Decision(
         outcome=outcome_of(reasons),
         reasons=tuple(ordered),
-        causes=causes_of(ordered),
+        causes=causes_of(ordered, report.header.laws),
         notes=tuple(sorted(set(notes))),
         cases=len(report.cases),
         judged=judged,

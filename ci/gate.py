@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
+from ..conformance.cli.arguments import Parser
+from ..conformance.files import write_whole
+from ..conformance.output import say
 from ..conformance.report.records import ReportError, read_report
-from ..conformance.report.terminal import plain
-from ..conformance.status import UsageError, write_whole
+from ..conformance.status import UsageError, WriteError, counted, plain
 from .baseline import read_baseline
 from .decision import Decision, Terms, decide
 from .expectations import read_expectations
@@ -28,12 +29,6 @@ USAGE = 2
 _JSON_VERSION = 1
 
 
-class _Parser(argparse.ArgumentParser):
-    # argparse would print the whole usage; here one line and exit code 2.
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gate.
 
@@ -44,33 +39,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 pass, 1 regression, 2 usage, 3 invalid or incomplete report, 4 inconclusive.
     """
     try:
-        parsed = _parser().parse_args(list(sys.argv[1:] if argv is None else argv))
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        parser = _parser()
+        parser.check_options(arguments)
+        parsed = parser.parse_args(arguments)
         _check(parsed)
         return _update(parsed) if parsed.update_baseline else _gate(parsed)
     except Refused as error:
         return _fail(error, error.code)
     except ReportError as error:  # of a repeated report; that of REPORT is a reason
         return _fail(error, Outcome.INVALID.value)
-    except (UsageError, OSError) as error:
+    except UsageError as error:
         return _fail(error, USAGE)
+    except WriteError as error:
+        return _fail(error, Outcome.INVALID.value)
     except SystemExit as done:  # --help
         return int(done.code or 0)
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"gradparity gate: {plain(str(error))}", file=sys.stderr)
+    say(f"gradparity gate: {plain(str(error))}", error=True)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="gradparity gate",
         description="Check a report against a baseline and expectations. "
         "docs/gate.md explains the rules.",
         epilog="exit codes: 0 pass, 1 regression, 2 usage, 3 invalid or incomplete "
         "report, 4 inconclusive",
-        # A script with --base would change its meaning when an option is added.
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("report", type=Path, metavar="REPORT", help="report.jsonl of gradparity run")
@@ -172,14 +170,17 @@ def _unreadable(error: ReportError) -> Decision:
 
 def _say(decision: Decision) -> None:
     word = decision.outcome.word.upper()
-    print(
-        f"gate: {word}: {len(decision.causes)} causes, {len(decision.reasons)} "
-        f"reasons, {decision.cases} cases, {decision.judged} judgements"
+    counts = (
+        counted(len(decision.causes), "cause"),
+        counted(len(decision.reasons), "reason"),
+        counted(decision.cases, "case"),
+        counted(decision.judged, "judgement"),
     )
+    say(f"gate: {word}: {', '.join(counts)}")
     for cause in decision.causes:
-        print(cause.line)
+        say(cause.line)
     for note in decision.notes:
-        print(plain(f"note: {note}"))
+        say(plain(f"note: {note}"))
 
 
 def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> None:
@@ -214,8 +215,8 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
 def _update(parsed: argparse.Namespace) -> int:
     reports = [read_report(path) for path in (parsed.report, *parsed.repeat)]
     ask = _agree if parsed.yes else _ask
-    if update(parsed.baseline, reports, ask, print):
-        print(f"written: {parsed.baseline}")
+    if update(parsed.baseline, reports, ask, say):
+        say(f"written: {parsed.baseline}")
         return Outcome.PASS.value
     raise UsageError("the baseline is left as it was: answer y, or give --yes")
 
@@ -225,6 +226,6 @@ def _agree(question: str) -> bool:
 
 
 def _ask(question: str) -> bool:
-    print(f"{question} [y/N] ", end="", flush=True)
+    say(f"{question} [y/N]")
     answer = sys.stdin.readline()  # the empty string where there is no terminal
     return answer.strip().lower() in ("y", "yes")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ..conformance.report.records import CaseRecord, Curves, Report
-from ..conformance.status import case_status
+from ..conformance.report.records import HARNESS, CaseRecord, Curves, Report
+from ..conformance.status import case_status, counted
 from .ratios import worst
 from .reasons import at
 
@@ -22,8 +22,11 @@ def contradictions(report: Report) -> list[str]:
     found = [report.incomplete] if report.incomplete else []
     broken = [case for case in report.cases if case.problem]
     if broken and not report.incomplete:
+        first = broken[0]
         found.append(
-            f"it says that it is complete, but the harness broke in {len(broken)} cases"
+            f"it says that it is complete, but {counted(len(broken), 'case')} of "
+            f"{len(report.cases)} have no verdict; first "
+            f"{first.whose or HARNESS}: {first.problem}"
         )
     for case in report.cases:
         found += [f"{text} in {at(case)}" for rule in _RULES for text in rule(case)]
@@ -49,16 +52,6 @@ def _id_agrees(case: CaseRecord) -> Iterator[str]:
     # fsdp/2/fp16-params.
     if not f"{case.scenario}/".startswith(f"{seen}/"):
         yield f"the case says {seen}, which is not how its scenario id begins"
-
-
-def _a_row_a_rank(case: CaseRecord) -> Iterator[str]:
-    curves = case.curves
-    if curves is None:
-        return
-    for name in ("scale", "growth", "stepped", "bad"):
-        count = len(getattr(curves, name))
-        if count != case.world_size:
-            yield f"{name} has {count} rows for {case.world_size} ranks"
 
 
 def _ratios_are_numbers(case: CaseRecord) -> Iterator[str]:
@@ -144,7 +137,6 @@ _RULES: tuple[Callable[[CaseRecord], Iterator[str]], ...] = (
     _one_verdict_a_law,
     _status_follows,
     _id_agrees,
-    _a_row_a_rank,
     _ratios_are_numbers,
     _worst_tensors_agree,
     _passes_are_borne_out,

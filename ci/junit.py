@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from xml.etree import ElementTree as ET
 
+from ..conformance.output import harmless
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.status import Verdict
 
@@ -43,7 +44,9 @@ def render(report: Report) -> str:
     verdicts = [v for c in report.cases for v in c.findings]
     _set_counts(root, verdicts, extra_errors=bool(report.incomplete))
     ET.indent(root)
-    text = ET.tostring(root, encoding="unicode")
+    # the same characters to a reader of XML
+    text = harmless(ET.tostring(root, encoding="unicode"), lambda c: f"&#{ord(c)};")
+    text = text.replace("\r", "&#13;")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 

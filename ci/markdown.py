@@ -1,4 +1,4 @@
-"""Markdown: the job summary on GitHub, failures first, under its limit of 1 MiB.
+"""Markdown: the job summary on GitHub, causes first, under its limit of 1 MiB.
 
 In texts of models, tests and exceptions, what Markdown or HTML would read as markup is
 written as character references. The rest stays as it is: pages are readable raw.
@@ -11,19 +11,20 @@ from collections.abc import Iterator, Sequence
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.report.table import escape, row
 from ..conformance.report.terminal import cell, facts, scaler_name
-from ..conformance.status import RANKING, Verdict, case_status
-from .reasons import at
+from ..conformance.status import RANKING, RESULTS, Verdict
+from .reasons import Reason, at, causes_of
 
 __all__ = ["LIMIT_BYTES", "escape", "render"]
 
 LIMIT_BYTES = 1_000_000
 """GitHub drops a whole summary above 1 MiB; this leaves room for other steps' text."""
 _CELL_LENGTH = 240
-_BAD = ("error", "fail", "inconclusive")
+_KINDS = {"error": "invalid", "fail": "failing", "inconclusive": "undecided"}
+"""Status of a verdict -> the kind of reason that it is."""
 
 
 def render(report: Report) -> str:
-    """The report as Markdown: the result, the failures, the matrix, where it ran."""
+    """The report as Markdown: the result, the causes, the matrix, where it ran."""
     head = "\n".join([*_headline(report), ""])
     tail = "\n".join(["", *_matrix(report), "", *_provenance(report), ""])
     room = LIMIT_BYTES - len(head.encode()) - len(tail.encode())
@@ -35,7 +36,7 @@ def render(report: Report) -> str:
 def _headline(report: Report) -> Iterator[str]:
     counts = {s: sum(c.status == s for c in report.cases) for s in RANKING}
     words = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
-    result = "incomplete" if report.incomplete else _result(report.cases)
+    result = "incomplete" if report.incomplete else RESULTS[report.status]
     yield f"## gradparity: {result}"
     yield ""
     yield f"{len(report.cases)} of {report.header.planned} cases: {words or 'none'}"
@@ -44,34 +45,53 @@ def _headline(report: Report) -> Iterator[str]:
         yield f"**Incomplete:** {escape(report.incomplete)}"
 
 
-def _result(cases: Sequence[CaseRecord]) -> str:
-    words = {"pass": "conformant", "fail": "violations", "error": "the harness broke"}
-    status = case_status(c.status for c in cases)
-    return words.get(status, "inconclusive")
-
-
 def _stories(report: Report) -> Iterator[str]:
-    """One paragraph a case that is not conformant, the worst first."""
-    bad = [c for c in report.cases if c.status in _BAD]
-    for case in sorted(bad, key=lambda c: _BAD.index(c.status)):
-        yield "\n".join(_story(case))
+    """One paragraph a cause, the worst first."""
+    found = {
+        (case.scaler, case.scenario, verdict.law): (case, verdict)
+        for case in report.cases
+        for verdict in _open(case)
+    }
+    reasons = [_reason(case, verdict) for case, verdict in found.values()]
+    for cause in causes_of(reasons, report.header.laws):
+        reason = cause.reason
+        case, verdict = found[reason.scaler, reason.scenario, reason.law]
+        yield "\n".join(_story(case, verdict, cause.counts))
 
 
-def _story(case: CaseRecord) -> Iterator[str]:
-    yield f"\n### {case.status}: {escape(at(case))}\n"
-    undecided = [v.law for v in case.findings if v.status == "inconclusive"]
-    for verdict in case.failures:
-        yield f"- {_finding(verdict)}"
-    if undecided:
-        yield f"- inconclusive: {escape(', '.join(undecided))}"
-    if case.replay:
-        yield f"\n<pre>{escape(case.replay)}</pre>"
+def _open(case: CaseRecord) -> list[Verdict]:
+    """The verdicts for which a case is not conformant."""
+    found = [v for v in case.findings if v.status in _KINDS]
+    if not found and case.status == "inconclusive":
+        why = case.verdicts[0].message if case.verdicts else "it has no verdicts"
+        found = [Verdict(law="", status="inconclusive", message=f"nothing held: {why}")]
+    return found
 
 
-def _finding(verdict: Verdict) -> str:
+def _reason(case: CaseRecord, verdict: Verdict) -> Reason:
+    return Reason(
+        kind=_KINDS[verdict.status],
+        text=f"{verdict.message} in {at(case)}",
+        scaler=case.scaler,
+        scenario=case.scenario,
+        law=verdict.law,
+        now=verdict.status,
+        step=verdict.step,
+        cause=verdict.cause,
+    )
+
+
+def _story(case: CaseRecord, verdict: Verdict, counts: str) -> Iterator[str]:
+    more = f" ({counts})" if counts else ""
+    yield f"\n### {verdict.status}{more}: {escape(at(case))}\n"
     found = "; ".join(facts(verdict))
     extra = f" ({escape(found)})" if found else ""
-    return f"**{escape(verdict.law)}** {escape(verdict.message)}{extra}"
+    law = f"**{escape(verdict.law)}** " if verdict.law else ""
+    yield f"- {law}{escape(verdict.message)}{extra}"
+    if case.location is not None:
+        yield f"- where it begins: {escape(case.location.text)}"
+    if case.replay:
+        yield f"\n<pre>{escape(case.replay)}</pre>"
 
 
 def _fitting(stories: Sequence[str], room: int) -> str:
@@ -89,7 +109,7 @@ def _fitting(stories: Sequence[str], room: int) -> str:
 
 
 def _left_out(count: int) -> str:
-    return f"\n{count} more cases are in report.jsonl; this summary is full.\n"
+    return f"\n{count} more causes are in report.jsonl; this summary is full.\n"
 
 
 def _matrix(report: Report) -> Iterator[str]:

@@ -8,11 +8,10 @@ from enum import Enum
 import msgspec
 
 from ..conformance.report.records import CaseRecord
-from ..conformance.report.terminal import plain
+from ..conformance.status import EXIT_CODES, counted, plain
 
 __all__ = [
     "KINDS",
-    "PRECEDENCE",
     "Cause",
     "Outcome",
     "Reason",
@@ -26,13 +25,13 @@ __all__ = [
 class Outcome(Enum):
     """The result of the gate as exit code. 2, bad usage, is no outcome."""
 
-    PASS = 0
+    PASS = EXIT_CODES["pass"]
     """No law and no part of the baseline is broken."""
-    REGRESSION = 1
+    REGRESSION = EXIT_CODES["fail"]
     """A law or a part of the baseline is broken."""
-    INVALID = 3
+    INVALID = EXIT_CODES["error"]
     """The report contradicts itself or is incomplete."""
-    INCONCLUSIVE = 4
+    INCONCLUSIVE = EXIT_CODES["inconclusive"]
     """No known violation, but too little was compared for a pass."""
 
     @property
@@ -93,43 +92,6 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return plain(f"{self.kind}: {self.text}")
 
 
-PRECEDENCE = (
-    "liveness.completes",
-    "collectives.same-sequence",
-    "collectives.no-crosstalk",
-    "random.data",
-    "random.replicas",
-    "random.recompute",
-    "agreement.scale",
-    "agreement.growth",
-    "agreement.skip",
-    "agreement.replicas",
-    "skip.all-ranks-skip",
-    "skip.all-ranks-step",
-    "skip.no-side-effects",
-    "trainer.skips",
-    "trainer.schedule",
-    "trainer.average",
-    "trainer.checkpoint",
-    "trainer.settings",
-    "trainer.weights",
-    "scale.rule",
-    "scale.positive",
-    "scale.continuity",
-    "transparency.gradient",
-    "transparency.bitwise",
-    "dtype.reduction",
-    "norm.reported",
-    "norm.factor",
-    "parity.gradient",
-    "parity.update",
-    "parity.loss",
-    "misuse.refused",
-)
-"""Of two laws that break at one step, the one listed first is the cause: ranks that
-disagree take different steps, and different steps give different weights."""
-
-
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """One cause of failures, in one case or in many."""
 
@@ -143,16 +105,37 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def line(self) -> str:
         """The first reason on one line, with the counts."""
-        if self.cases == 1 and not self.consequences:
+        if not self.counts:
             return self.reason.line
-        counts = f"{self.cases} cases"
+        return plain(f"{self.reason.kind} ({self.counts}): {self.reason.text}")
+
+    @property
+    def counts(self) -> str:
+        """How many cases and consequences it has; empty for one case with none."""
+        if self.cases == 1 and not self.consequences:
+            return ""
+        counts = counted(self.cases, "case")
         if self.consequences:
-            counts += f", {self.consequences} consequences"
-        return plain(f"{self.reason.kind} ({counts}): {self.reason.text}")
+            counts += f", {counted(self.consequences, 'consequence')}"
+        return counts
 
 
-def causes_of(reasons: Sequence[Reason]) -> tuple[Cause, ...]:
-    """``reasons`` folded: one cause a case, and equal causes of many cases into one."""
+def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Cause, ...]:
+    """``reasons`` folded: one cause a case, and equal causes of many cases into one.
+
+    Args:
+        reasons: all of a report.
+        laws: ids in the order of ``Header.laws``: of two that break at one step, the
+            first is the cause.
+    """
+    places = {law: place for place, law in enumerate(laws)}
+
+    def precedence(reason: Reason) -> tuple[object, ...]:
+        place = places.get(reason.law, len(places))
+        # without a step (counts, ratios) it is the consequence of one with a step
+        step = float("inf") if reason.step is None else reason.step
+        return list(KINDS).index(reason.kind), step, place, reason.law, reason.line
+
     cases: dict[tuple[object, ...], list[Reason]] = {}
     for number, reason in enumerate(reasons):
         # a reason without a case is its own group
@@ -160,7 +143,7 @@ def causes_of(reasons: Sequence[Reason]) -> tuple[Cause, ...]:
         cases.setdefault(key, []).append(reason)
     alike: dict[tuple[str, ...], list[tuple[Reason, int]]] = {}
     for group in cases.values():
-        root = min(group, key=_precedence)
+        root = min(group, key=precedence)
         what = (root.kind, root.scaler, root.law, root.before, root.now, root.cause)
         # reasons without a case have only their text to distinguish them
         same = what if root.scenario else (*what, root.text)
@@ -174,15 +157,6 @@ def causes_of(reasons: Sequence[Reason]) -> tuple[Cause, ...]:
         for found in alike.values()
     ]
     return tuple(sorted(causes, key=lambda cause: _order(cause.reason)))
-
-
-def _precedence(reason: Reason) -> tuple[object, ...]:
-    """Sort key for the reasons of one case: the first is the cause of the others."""
-    known = reason.law in PRECEDENCE
-    place = PRECEDENCE.index(reason.law) if known else len(PRECEDENCE)
-    # without a step (counts, ratios) a reason is the consequence of one with a step
-    step = float("inf") if reason.step is None else reason.step
-    return list(KINDS).index(reason.kind), step, place, reason.law, reason.line
 
 
 def _order(reason: Reason) -> tuple[int, str]:

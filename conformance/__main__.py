@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,17 @@ from typing import TYPE_CHECKING
 from ..multiprocess.environment import needs_agent, unsupported
 from .cli.arguments import COMMANDS as GROUP
 from .cli.arguments import DEFAULT_SCALER, FORMATS, TOOLS, TOOLS_FOLDER, parse
+from .output import console, say, say_file
 from .rank import PRELOAD
-from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
+from .status import (
+    EXIT_CODES,
+    INTERRUPTED,
+    USAGE,
+    UsageError,
+    WriteError,
+    as_usage,
+    plain,
+)
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
     from ..multiprocess.elastic.agent import Agent
@@ -51,18 +59,30 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of our output has exited, as in ``| head``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 128 + signal.SIGPIPE
     except UsageError as error:
-        print(f"gradparity: {plain(str(error))}", file=sys.stderr)
+        say(f"gradparity: {plain(str(error))}", error=True)
         return USAGE
+    except WriteError as error:
+        _drop_output()
+        say(f"gradparity: {plain(str(error))}", error=True)
+        return EXIT_CODES["error"]
     except KeyboardInterrupt:
-        print("gradparity: interrupted", file=sys.stderr)
+        say("gradparity: interrupted", error=True)
         return INTERRUPTED
     except Exception:  # our own fault: a bug report needs the whole traceback
-        traceback.print_exc()
-        print("gradparity: internal error, no verdict: see above", file=sys.stderr)
+        say(traceback.format_exc().rstrip(), error=True)
+        say("gradparity: internal error, no verdict: see above", error=True)
         return EXIT_CODES["error"]
+
+
+def _drop_output() -> None:
+    """Give up what standard output did not take: Python flushes it at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(arguments: Sequence[str], agent: Agent | None) -> int:
@@ -102,8 +122,6 @@ def _fork_server_off() -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     """Run ``run`` or ``replay``; ``replay`` has one id instead of a selection."""
-    from rich.console import Console
-
     from .rank.devices import Devices
     from .report.records import read_report
     from .report.table import render
@@ -129,9 +147,9 @@ def _run(parsed: argparse.Namespace) -> int:
         arguments=parsed.arguments,
     )
     if not getattr(parsed, "table", False):
-        return run(settings, Console(), parsed.agent)
-    code = run(settings, Console(stderr=True), parsed.agent)
-    print(render(read_report(settings.path)), end="")
+        return run(settings, console(), parsed.agent)
+    code = run(settings, console(error=True), parsed.agent)
+    say_file(render(read_report(settings.path)))
     return code
 
 
@@ -159,13 +177,13 @@ def _localise(parsed: argparse.Namespace) -> int:
         found = runner.localise(case)
     if found is None:
         why = case.problem or "the run did not come to its end"
-        print(plain(f"nothing was compared: {why}"))
+        say(plain(f"nothing was compared: {why}"))
         # a pass is 0, but nothing was compared
         return EXIT_CODES[case.status] or EXIT_CODES["inconclusive"]
-    print(plain(found.text))
+    say(plain(found.text))
     for name in found.parameters:
-        print(f"  departs: {plain(name)}")
-    print(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
+        say(f"  departs: {plain(name)}")
+    say(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
     if found.where == "unknown":
         return EXIT_CODES["error"]
     return EXIT_CODES["pass" if found.where == "nowhere" else "fail"]
@@ -194,8 +212,6 @@ def _hunt(parsed: argparse.Namespace) -> int:
     """Hunt each scaler in turn; the exit code is the worst one."""
     if parsed.calls:
         return _hunt_calls(parsed)
-    from rich.console import Console
-
     from ..fixtures import WorkloadError
     from .rank.scaler_spec import load_scaler, refuse_mixed
     from .search.hunt import HuntSettings, hunt
@@ -217,7 +233,7 @@ def _hunt(parsed: argparse.Namespace) -> int:
             budget_s=parsed.budget,
             script=_numbered(parsed.script, number),
         )
-        codes.append(hunt(settings, Console()))
+        codes.append(hunt(settings, console()))
     return max(codes)
 
 
@@ -226,8 +242,6 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _hunt_calls(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from .rank.scaler_spec import load_scaler
     from .search.call_histories import CallSearchSettings, parse_drawn, search_histories
 
@@ -245,7 +259,7 @@ def _hunt_calls(parsed: argparse.Namespace) -> int:
         history=history or (),
         families=parsed.family,
     )
-    return search_histories(settings, Console())
+    return search_histories(settings, console())
 
 
 def _selection(parsed: argparse.Namespace) -> Selection:
@@ -268,7 +282,7 @@ def _list(parsed: argparse.Namespace) -> int:
     from .cli.listing import listing
 
     for line in listing(parsed.what, parsed.preset, _selection(parsed)):
-        print(line)
+        say(line)
     return 0
 
 
@@ -276,32 +290,29 @@ def _explain(parsed: argparse.Namespace) -> int:
     if parsed.what == "report.jsonl":
         from .report.schema import schema_text
 
-        print(schema_text())
+        say_file(f"{schema_text()}\n")
         return 0
     from .cli.listing import explain
 
-    print(explain(parsed.what))
+    say(explain(parsed.what))
     return 0
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from .report.page import write_page
     from .report.records import read_report
     from .report.terminal import print_report
 
     report = read_report(parsed.report)
-    if parsed.format is not None:  # its output shows whether the report is complete
+    if parsed.format is not None:  # a file for other programs: made or not made
         (entry,) = entry_points(group=FORMATS, name=parsed.format)
-        print(entry.load()(report), end="")
+        say_file(entry.load()(report))
         return 0
     if parsed.html is not None:
-        with as_usage(OSError):
-            print(write_page(report, parsed.html))
+        say(str(write_page(report, parsed.html)))
     else:
-        print_report(Console(), report)
-    return EXIT_CODES["error"] if report.incomplete else 0
+        print_report(console(), report)
+    return EXIT_CODES[report.status]
 
 
 def _table(parsed: argparse.Namespace) -> int:
@@ -309,8 +320,8 @@ def _table(parsed: argparse.Namespace) -> int:
     from .report.table import render
 
     report = read_report(parsed.report)
-    print(render(report), end="")
-    return EXIT_CODES["error"] if report.incomplete else 0
+    say_file(render(report))
+    return EXIT_CODES[report.status]
 
 
 def _compare(parsed: argparse.Namespace) -> int:
@@ -319,8 +330,8 @@ def _compare(parsed: argparse.Namespace) -> int:
 
     changes = compare(read_report(parsed.before), read_report(parsed.after))
     for change in changes:
-        print(plain(change.text))
-    print(f"{len(changes)} differences")
+        say(plain(change.text))
+    say(f"{len(changes)} differences")
     return 1 if any(c.kind in ("regression", "gone") for c in changes) else 0
 
 
@@ -352,7 +363,7 @@ def _diff(parsed: argparse.Namespace) -> int:
         venvs=parsed.venv,
         json=parsed.json,
     )
-    return diff(settings, partial(print, flush=True))
+    return diff(settings, say)
 
 
 def _survey(parsed: argparse.Namespace) -> int:
@@ -382,7 +393,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replay": _run,
     "localise": _localise,
     "hunt": _hunt,
-    "machine": _hunt_calls,  # its name in earlier versions
     "list": _list,
     "explain": _explain,
     "report": _report,
@@ -393,7 +403,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench": _bench,
 }
 
-STARTING_RANKS = ("run", "replay", "localise", "hunt", "machine")
+STARTING_RANKS = ("run", "replay", "localise", "hunt")
 """Commands that start ranks in any case."""
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from .cli.arguments import PATHS, SUITE
-from .status import UsageError
+from .status import EXIT_CODES, UsageError, WriteError
 
 if TYPE_CHECKING:
     from .run.suite import Suite
@@ -113,8 +113,12 @@ class _Reading:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         record = getattr(report, "gradparity", None)
-        if record is not None:
+        if record is None:
+            return
+        try:
             self.suite.take(record)
+        except WriteError as error:  # the disk is full: no later record would fit
+            pytest.exit(f"gradparity: {error}", returncode=EXIT_CODES["error"])
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -21,6 +19,7 @@ __all__ = [
     "EXIT_CODES",
     "INTERRUPTED",
     "RANKING",
+    "RESULTS",
     "USAGE",
     "Count",
     "Finding",
@@ -29,15 +28,17 @@ __all__ = [
     "UsageError",
     "Verdict",
     "Word",
+    "WriteError",
     "as_number",
     "as_usage",
     "case_status",
+    "counted",
     "did_you_mean",
     "is_worse",
     "plain",
     "rank_list",
+    "unknown",
     "worst_of",
-    "write_whole",
 ]
 
 
@@ -49,12 +50,11 @@ class UsageError(ValueError):
     """
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all: the old file stays until all is written."""
-    draft = path.with_name(f".{path.name}.draft")
-    raw = content.encode() if isinstance(content, str) else content
-    draft.write_bytes(raw)
-    os.replace(draft, path)
+class WriteError(Exception):
+    """A report, page or stream took no more: the disk is full, for example.
+
+    A command prints the message on one line and ends with exit code 3.
+    """
 
 
 @contextmanager
@@ -129,6 +129,13 @@ class Verdict(Finding, frozen=True):
 
 EXIT_CODES = {"pass": 0, "fail": 1, "error": 3, "inconclusive": 4}
 """Exit code of a command by the worst status; the same in the gate."""
+RESULTS = {
+    "pass": "conformant",
+    "fail": "violations",
+    "error": "no verdict",
+    "inconclusive": "inconclusive",
+}
+"""The worst status of a report, in words."""
 USAGE = 2
 """Exit code of bad usage."""
 INTERRUPTED = 130
@@ -162,6 +169,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A clause for an error that names the known word nearest to ``word``, if any."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The text of an error for a name that is none of ``known``."""
+    names = list(known)
+    return (
+        f"unknown {what} {name!r}: expected one of {', '.join(names)}"
+        f"{did_you_mean(name, names)}"
+    )
 
 
 def rank_list(ranks: Sequence[int]) -> str:

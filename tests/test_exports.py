@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-ROOMS = ["scaler", "multiprocess", "fixtures", "conformance", "ci"]
+ROOMS = ["scaler", "multiprocess", "fixtures", "conformance"]
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..status import USAGE, UsageError, did_you_mean
+from ... import __version__
+from ..status import USAGE, UsageError, did_you_mean, unknown
+from .values import check_values
 
 if TYPE_CHECKING:  # the class is private and generic only for type checkers
     Commands = argparse._SubParsersAction[Any]
@@ -27,6 +29,7 @@ __all__ = [
     "SUITE",
     "TOOLS",
     "TOOLS_FOLDER",
+    "Parser",
     "add_options",
     "build_parser",
     "parse",
@@ -41,11 +44,7 @@ _HELP = {"gate": "check a report against a baseline and expectations"}
 """Of the further commands that come with this package."""
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
 """Tools for work on gradparity itself: in a checkout, and not in an installed wheel."""
-TOOLS = {
-    "mutants": "mutants",
-    "laws": "laws_page",
-    "who-passes": "survey_scalers",
-}
+TOOLS = {"mutants": "mutants"}
 """Command -> the tool that parses its own arguments."""
 _TOOLS_HELP = {
     "bench": "time scaler or harness",
@@ -54,6 +53,7 @@ _TOOLS_HELP = {
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
 SURVEYS = ("scalers", "transformers")
+_BENCHMARKS = ("scaler", "harness", "scale")
 LISTS = (
     "laws",
     "topologies",
@@ -66,10 +66,6 @@ LISTS = (
     "scalers",
     "scenarios",
 )
-OLD_LISTS = {"data": "models"}
-"""Earlier name of a list -> its name; accepted for one version."""
-OLD_COMMANDS = ("machine", "laws", "who-passes")
-"""Earlier names of commands; accepted for one version, and not shown."""
 
 _EPILOG = """\
 examples:
@@ -82,11 +78,48 @@ report, 4 inconclusive. docs/start.md takes five minutes.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Prints one line on bad usage and exits with code 2."""
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError on bad usage, and takes no abbreviated options.
 
-    def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn, exit() does not return
-        self.exit(USAGE, f"gradparity: {message}\n")
+    A script with ``--base`` would change its meaning when an option is added.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise UsageError(message)
+
+    def check_options(self, arguments: Sequence[str]) -> None:
+        """Refuse an unknown option, and suggest a known one: argparse does neither.
+
+        Raises:
+            UsageError: names the option.
+        """
+        known = [name for name in self._option_string_actions if name[:2] == "--"]
+        for word in arguments:
+            name = word.partition("=")[0]
+            if word == "--":
+                return
+            if word.startswith("--") and name not in known:
+                raise UsageError(
+                    f"unknown option {name}{did_you_mean(name, known)}: "
+                    f"{self.prog} --help lists them"
+                )
+
+
+def _check_words(arguments: Sequence[str], parser: Parser, commands: Commands) -> None:
+    """Refuse an unknown command or option."""
+    name, *others = arguments
+    if name.startswith("-"):
+        if others or name not in ("-h", "--help", "--version"):
+            parser.check_options([name])
+        return
+    if name not in commands.choices:
+        raise UsageError(unknown("command", name, commands.choices))
+    if name not in ("bench", "survey"):  # they hand on options of other programs
+        commands.choices[name].check_options(others)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -100,13 +133,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not arguments:
         parser.print_help(sys.stderr)
         parser.exit(USAGE)
-    # argparse itself would list the old names, and suggest nothing
-    known = [name for name in commands.choices if name not in OLD_COMMANDS]
-    if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
-        parser.error(
-            f"unknown command {arguments[0]!r}: choose from {', '.join(known)}"
-            f"{did_you_mean(arguments[0], known)}"
-        )
+    _check_words(arguments, parser, commands)
     parsed = parser.parse_args(arguments)
     if parsed.command == "hunt":
         _check_hunt(parsed)
@@ -117,6 +144,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 "preset beside it"
             )
         parsed.topology, parsed.preset = layouts, "layouts"
+    check_values(parsed)
     # a misspelt --require would let every scaler pass
     judged = getattr(parsed, "scaler", None) or [DEFAULT_SCALER]
     for spec in getattr(parsed, "require", ()):
@@ -133,12 +161,15 @@ def build_parser() -> argparse.ArgumentParser:
     return _parsers()[0]
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, Commands]:
-    parser = _Parser(
+def _parsers() -> tuple[Parser, Commands]:
+    parser = Parser(
         prog="gradparity",
         description="Judge gradient scalers on real meshes and gate on the report.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"gradparity {__version__}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
@@ -215,9 +246,6 @@ def _add_hunt(commands: Commands) -> None:
         metavar="FILE",
         help="where to write a violation as a script that needs only torch",
     )
-    old = commands.add_parser("machine")  # no help: it is not shown
-    add_options(old, _JUDGED, _CALLS, {"world-size": _SELECTION["world-size"]})
-    _add_budget(old, "time to search")
 
 
 def _check_hunt(parsed: argparse.Namespace) -> None:
@@ -305,8 +333,7 @@ def _add_small(commands: Commands) -> None:
     )
     listing.add_argument(
         "what",
-        type=lambda text: OLD_LISTS.get(text, text),
-        choices=LISTS,
+        type=one_of("list", LISTS),
         metavar="|".join(LISTS),
         help="the names to list",
     )
@@ -343,7 +370,12 @@ def _add_small(commands: Commands) -> None:
     survey = _command(
         commands, "survey", "judge other people's scalers, or every model of a package"
     )
-    survey.add_argument("what", choices=SURVEYS, help="what to judge")
+    survey.add_argument(
+        "what",
+        type=one_of("survey", SURVEYS),
+        metavar="|".join(SURVEYS),
+        help="what to judge",
+    )
     survey.add_argument(
         "rest",
         nargs=argparse.REMAINDER,
@@ -364,7 +396,10 @@ def _add_tools(commands: Commands) -> None:
         )
         if name == "bench":
             tool.add_argument(
-                "what", choices=("scaler", "harness", "scale"), help="what to time"
+                "what",
+                type=one_of("benchmark", _BENCHMARKS),
+                metavar="|".join(_BENCHMARKS),
+                help="what to time",
             )
             tool.add_argument(
                 "rest",
@@ -403,6 +438,17 @@ def file(text: str) -> Path:
 
 PATHS = (Path, folder, file)
 """Types of options that name a file or a folder."""
+
+
+def one_of(what: str, names: Sequence[str]) -> Callable[[str], str]:
+    """The type of an argument that is one of a few words."""
+
+    def word(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(unknown(what, text, names))
+        return text
+
+    return word
 
 
 def _count(text: str) -> int:
@@ -488,10 +534,6 @@ _SELECTION: Options = {
     },
     "topology": repeated("NAME", "only these topologies"),
     "model": repeated("NAME", "only these models, see list models"),
-    "data": {  # its name in earlier versions
-        **repeated("NAME", argparse.SUPPRESS),
-        "dest": "model",
-    },
     "precision": repeated("NAME", "only these precisions"),
     "optimizer": repeated("NAME", "only these optimizers"),
     "world-size": {
@@ -510,7 +552,8 @@ NARROWING: Options = {
 _DEVICES: Options = {
     "device": {
         "default": "cpu",
-        "choices": ("cpu", "cuda"),
+        "type": one_of("device", ("cpu", "cuda")),
+        "metavar": "cpu|cuda",
         "help": "cpu with gloo (default), or cuda with NCCL, one rank a GPU",
     },
     "share-gpus": {

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from ...fixtures import KINDS, MODELS, OPTIMIZERS, PRECISIONS, TOPOLOGIES, dataset_of
 from ...fixtures.peers import PEERS
-from ..aliases import current_law
 from ..judge import laws as laws
 from ..judge.law import LAWS
 from ..space.catalogue import PRESETS, Selection, select
@@ -82,7 +81,7 @@ def explain(what: str) -> str:
         UsageError: if ``what`` is none of them.
     """
     # laws before scenarios: only an id has a slash
-    found = [law for law in LAWS.values() if current_law(what) in (law.id, law.chapter)]
+    found = [law for law in LAWS.values() if what in (law.id, law.chapter)]
     if found:
         return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in found)
     if "/" in what:

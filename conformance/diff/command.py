@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from ..status import EXIT_CODES, USAGE, UsageError, plain, worst_of, write_whole
+from ..files import write_whole
+from ..status import EXIT_CODES, USAGE, UsageError, plain, worst_of
 from .differences import RESULTS, Outcome, compare_runs
 from .recording import (
     Recording,

@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..status import Number, UsageError, write_whole
+from ..files import write_whole
+from ..status import Number, UsageError
 
 __all__ = [
     "Arrays",

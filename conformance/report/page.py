@@ -13,9 +13,10 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..status import RANKING, Verdict, worst_of, write_whole
+from ..files import write_whole
+from ..status import RANKING, Verdict, as_usage, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
-from .records import HARNESS, CaseRecord, Report
+from .records import CaseRecord, Report
 from .terminal import cell, facts, plain, scaler_name, worst_status
 
 __all__ = ["render_page", "write_page"]
@@ -29,8 +30,9 @@ MAX_SCRIPT_BYTES = 200_000
 
 def write_page(report: Report, folder: Path) -> Path:
     """Write ``index.html`` into ``folder``, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "index.html"
+    with as_usage(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, render_page(report))
     return path
 
@@ -176,8 +178,8 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
         (v.status, record)
         for record in records
         for v in record.findings
-        # where the harness broke there are no verdicts: every chapter is marked
-        if v.law.partition(".")[0] in (chapter, HARNESS)
+        # where something broke there are no verdicts: every chapter is marked
+        if record.problem or v.law.partition(".")[0] == chapter
     ]
     status = worst_of(s for s, _ in found)
     if status == "skipped":

@@ -7,20 +7,31 @@ and no footer, and reading such a file says that it is incomplete.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
 from msgspec import Meta
+from msgspec.json import Decoder
 
-from ..aliases import current_id, current_law
-from ..status import Count, Number, UsageError, Verdict, Word, write_whole
+from ..files import create, read_whole, refuse_odd, write_whole, writing
+from ..status import (
+    Count,
+    Number,
+    Status,
+    UsageError,
+    Verdict,
+    Word,
+    case_status,
+)
 
 __all__ = [
+    "HARNESS",
     "SCHEMA_VERSION",
     "CaseRecord",
     "Comparison",
@@ -40,7 +51,7 @@ __all__ = [
 
 SCHEMA_VERSION = 2
 HARNESS = "harness"
-"""The name in place of a law if the harness broke."""
+"""The name in place of a law where the harness broke."""
 
 
 class ReportError(UsageError):
@@ -109,7 +120,9 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     gpus: tuple[str, ...] = ()
     """Names of the GPUs of the machine of rank 0, where the device is cuda."""
     laws: dict[str, LawText] = {}
-    """Law -> its text, in the order of the chapters."""
+    """Law -> its text; of two that break at one step, the first is the cause."""
+    require: tuple[str, ...] = ()
+    """The scalers that decide what the report comes to; empty means all of them."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):
@@ -210,7 +223,10 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
     verdicts: tuple[Verdict, ...]
     seconds: float
     problem: str = ""
-    """Why the harness broke, naming the rank; else empty. No law is judged then."""
+    """Why there is no verdict, naming the rank; else empty. No law is judged then."""
+    whose: str = ""
+    """Whose call ``problem`` comes from, such as ``your train_step``; empty where it is
+    the harness that broke."""
     replay: str = ""
     """The command that runs this case again."""
     script: str = ""
@@ -234,12 +250,12 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def findings(self) -> tuple[Verdict, ...]:
-        """Its verdicts and, once, why the harness broke."""
+        """Its verdicts and, once, why there are none."""
         if not self.problem:
             return self.verdicts
-        broke = Verdict(law=HARNESS, status="error", message=self.problem)
-        # reports of early versions gave every law its own error
-        return (broke, *(v for v in self.verdicts if v.status != "error"))
+        law = self.whose or HARNESS
+        broke = Verdict(law=law, status="error", message=self.problem)
+        return (broke, *self.verdicts)
 
     @property
     def failures(self) -> tuple[Verdict, ...]:
@@ -279,6 +295,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return "" if self.footer.complete else self.footer.reason
 
     @property
+    def status(self) -> str:
+        """What the report comes to; ``error`` where it is incomplete.
+
+        ``EXIT_CODES`` has the exit code of each command that shows it.
+        """
+        if self.incomplete:
+            return Status.ERROR.value
+        deciding = self.header.require or self.scalers
+        return case_status(c.status for c in self.cases if c.scaler in deciding)
+
+    @property
     def scalers(self) -> list[str]:
         """Scalers in the order of their first case."""
         return list(dict.fromkeys(c.scaler for c in self.cases))
@@ -296,13 +323,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 Line = Header | CaseRecord | Footer
 """Types of a line of the file."""
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Line)
+_DECODER = Decoder(Line)
 
 
 class _Version(msgspec.Struct):
     """Version field of any header, read first: it decides how to read the rest."""
 
     schema: int
+
+
+_VERSION = Decoder(_Version)
+T = TypeVar("T")
 
 
 class ReportWriter:
@@ -318,6 +349,7 @@ class ReportWriter:
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
+        refuse_odd(path)
         self._lock = FileLock(path.with_name(f".{path.name}.lock"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -325,7 +357,7 @@ class ReportWriter:
             self._lock.acquire(blocking=False)
             if path.exists():
                 path.rename(_free_name(path))
-            self._file = path.open("wb")
+            self._file = create(path)
         except Timeout:
             raise UsageError(
                 f"{path}: another run writes this report now: wait for its end, or "
@@ -346,8 +378,11 @@ class ReportWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
-        self._lock.release()
+        try:
+            with writing(self.path):  # what a full disk did not take is tried again
+                self._file.close()
+        finally:
+            self._lock.release()
 
     def case(self, record: CaseRecord) -> None:
         """Append one case."""
@@ -375,14 +410,15 @@ class ReportWriter:
         return footer
 
     def _write(self, line: Line) -> None:
-        self._file.write(_ENCODER.encode(line) + b"\n")
-        # a killed run leaves every finished case
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(_ENCODER.encode(line) + b"\n")
+            # a killed run leaves every finished case
+            self._file.flush()
 
 
 def _free_name(path: Path) -> Path:
     names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
-    return next(name for name in names if not name.exists())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def append_footer(path: Path, reason: str) -> None:
@@ -395,7 +431,7 @@ def append_footer(path: Path, reason: str) -> None:
     report = read_report(path)
     if report.footer is not None:
         return
-    whole = path.read_bytes()
+    whole = read_whole(path)
     footer = Footer(
         complete=False,
         cases=len(report.cases),
@@ -415,66 +451,70 @@ def read_report(path: Path) -> Report:
         ReportError: if the file is no report of this version, or its counts do not
             add up.
     """
-    lines = list(_read_lines(path))
-    header = lines[0] if lines else None
+    header, *others = _read_lines(path)
     if not isinstance(header, Header):
         raise ReportError(f"{path}: line 1 is no report header")
-    footers = [(i, x) for i, x in enumerate(lines) if isinstance(x, Footer)]
-    if any(i != len(lines) - 1 for i, _ in footers):
-        raise ReportError(f"{path}: a footer that is not the last line")
-    cases = tuple(x for x in lines if isinstance(x, CaseRecord))
-    report = Report(
-        header=header, cases=cases, footer=footers[0][1] if footers else None
-    )
+    footer, cases = None, []
+    for number, line in enumerate(others, 2):
+        if isinstance(line, Header):
+            raise ReportError(f"{path}: line {number}: a second header")
+        if footer is not None:
+            raise ReportError(f"{path}: a footer that is not the last line")
+        if isinstance(line, Footer):
+            footer = line
+            continue
+        if wrong := _wrong_shape(line):
+            raise ReportError(f"{path}: line {number}: {wrong} in {line.scenario}")
+        cases.append(line)
+    report = Report(header=header, cases=tuple(cases), footer=footer)
     _check_counts(path, report)
     return report
 
 
-def _read_lines(path: Path) -> Iterator[Line]:
+def _read_lines(path: Path) -> list[Line]:
     try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ReportError(f"{path}: {error.strerror or error}") from error
+        raw = read_whole(path)
+    except UsageError as error:
+        raise ReportError(str(error)) from error
     # bytes after the last newline are an unfinished line of a killed run
-    lines = raw.split(b"\n")[:-1]
-    version = _check_version(path, lines)
-    for number, line in enumerate(lines, 1):
-        try:
-            if version == SCHEMA_VERSION:
-                yield _DECODER.decode(line)
-            else:
-                yield msgspec.convert(_upgraded(msgspec.json.decode(line)), Line)
-        except msgspec.MsgspecError as error:
-            raise ReportError(f"{path}: line {number}: {error}") from error
-
-
-def _check_version(path: Path, lines: Sequence[bytes]) -> int:
-    """Check the version first: another one may have other fields and values."""
-    try:
-        version = msgspec.json.decode(lines[0], type=_Version).schema if lines else 0
-    except msgspec.MsgspecError as error:
-        raise ReportError(f"{path}: line 1 is no report header: {error}") from error
-    if lines and version not in (1, SCHEMA_VERSION):
+    lines = raw.split(b"\n")[:-1] or [b""]
+    # the version first: another one may have other fields and values
+    version = _decoded(path, 1, lines[0], _VERSION).schema
+    if version != SCHEMA_VERSION:
         raise ReportError(
             f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}"
         )
-    return version
+    return [_decoded(path, n, line, _DECODER) for n, line in enumerate(lines, 1)]
 
 
-def _upgraded(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of schema version 1 in the names of this version."""
-    if line.get("kind") == "header":
-        laws = {current_law(law): text for law, text in line.get("laws", {}).items()}
-        return line | {"schema": SCHEMA_VERSION, "laws": laws}
-    if line.get("kind") != "case":
-        return line
-    renamed = {"world": "world_size", "data": "model"}
-    line = {renamed.get(name, name): value for name, value in line.items()}
-    if isinstance(scenario := line.get("scenario"), str):
-        line["scenario"] = current_id(scenario)
-    for verdict in line.get("verdicts", ()):
-        verdict["law"] = current_law(verdict["law"])
-    return line
+def _decoded(path: Path, number: int, line: bytes, decoder: Decoder[T]) -> T:
+    try:
+        return decoder.decode(line)
+    except RecursionError:
+        raise ReportError(f"{path}: line {number}: nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        what = "no report header: " if number == 1 else ""
+        raise ReportError(f"{path}: line {number}: {what}{error}") from error
+
+
+def _wrong_shape(case: CaseRecord) -> str:
+    """Why a case has no row a rank and no value a step, or the empty string."""
+    curves = case.curves
+    if curves is None:
+        return ""
+    tables = {name: getattr(curves, name) for name in _BY_RANK}
+    for name, rows in tables.items():
+        if len(rows) != case.world_size:
+            return f"{name} has {len(rows)} rows for {case.world_size} ranks"
+    for name, rows in tables.items():
+        steps = sorted({len(row) for row in (*rows, curves.scale[0])})
+        if len(steps) > 1:
+            return f"{name} has {' and '.join(map(str, steps))} steps"
+    return ""
+
+
+_BY_RANK = ("scale", "growth", "stepped", "bad")
+"""The curves with a row a rank."""
 
 
 def _check_counts(path: Path, report: Report) -> None:

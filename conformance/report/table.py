@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..status import Number, case_status, worst_of
+from ..status import RESULTS, Number, plain, worst_of
 from .records import CaseRecord, Comparison, Report
-from .terminal import plain
 
 __all__ = ["MAX_LINES", "escape", "legible", "render", "row"]
 
@@ -40,12 +39,6 @@ _HEAD = (
     "bound",
 )
 _WORDS = {"fail": "**FAIL**", "error": "**ERROR**", "skipped": "not run"}
-_RESULTS = {
-    "pass": "conformant",
-    "fail": "violations",
-    "error": "the harness broke",
-    "inconclusive": "inconclusive",
-}
 
 
 def escape(text: str) -> str:
@@ -123,7 +116,7 @@ def _status(cases: Sequence[CaseRecord]) -> str:
 def _result(report: Report) -> str:
     if report.incomplete:
         return f"incomplete ({escape(_short(report.incomplete, _STORY))})"
-    return _RESULTS[case_status(case.status for case in report.cases)]
+    return RESULTS[report.status]
 
 
 def _cells(cases: Sequence[CaseRecord]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ..status import Number, Verdict, plain, rank_list, worst_of
+from ..status import Number, Verdict, counted, plain, rank_list, worst_of
 from .records import CaseRecord, Report
 
 __all__ = [
@@ -123,31 +123,38 @@ def scaler_name(spec: str) -> str:
 
 
 def cell(records: Sequence[CaseRecord]) -> str:
-    """One cell of the matrix in words: verdict and first evidence."""
+    """One cell of the matrix in words: verdict, and each cause with its count."""
     status = worst_status(records)
     if status == "skipped":
         return "not run"
+    word = status.upper()
     shown = [r for r in records if r.status == status]
-    record = next((r for r in shown if r.failures), None)
-    if record is None:
-        return f"{status.upper()} ({len(records)} runs){_undecided(records)}"
-    # later ones may follow from the earliest: a wrong update gives wrong gradients
-    verdict = min(record.failures, key=lambda v: -1 if v.step is None else v.step)
-    chapter = verdict.law.partition(".")[0]
-    return (
-        f"{status.upper()} ({chapter}, {len(shown)} of {len(records)} runs) "
-        f"{record.model}: {verdict.message}"
+    causes: dict[tuple[str, str], list[tuple[CaseRecord, str]]] = {}
+    for record in shown if status != "pass" else ():
+        kind, cause, text = _cause(record)
+        causes.setdefault((kind, cause), []).append((record, text))
+    if not causes:
+        return f"{word} ({counted(len(records), 'run')})"
+    of = f"of {len(records)} runs"
+    return f"{word} " + "; ".join(
+        f"({kind + ', ' if kind else ''}{len(found)} {of}) "
+        f"{found[0][0].model}: {found[0][1]}"
+        for (kind, _), found in causes.items()
     )
 
 
-def _undecided(records: Sequence[CaseRecord]) -> str:
-    """Why the first case that did not pass is undecided, after a space; else empty."""
-    open_ = [r for r in records if r.status == "inconclusive"]
+def _cause(record: CaseRecord) -> tuple[str, str, str]:
+    """Chapter, what makes causes alike, and the words of what is wrong in a run."""
+    if record.failures:
+        # later ones may follow from the earliest: a wrong update gives wrong gradients
+        first = min(record.failures, key=lambda v: -1 if v.step is None else v.step)
+        chapter = first.law.partition(".")[0]
+        return chapter, first.cause or first.law, first.message
     order = ("inconclusive", "skipped")
-    reasons = [
-        v.message for s in order for r in open_ for v in r.verdicts if v.status == s
-    ]
-    return f" {reasons[0]}" if reasons else ""
+    open_ = [v for s in order for v in record.verdicts if v.status == s]
+    if not open_:
+        return "", "", "it has no verdicts"
+    return "", open_[0].law, open_[0].message
 
 
 def facts(verdict: Verdict) -> list[str]:

@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from ... import __version__
-from ...fixtures import DATASETS, is_workload, resolve_workload
+from ...fixtures import DATASETS, WorkloadError, is_workload, resolve_workload
+from ...multiprocess import WorldFailure
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
 from ..rank.devices import Devices
@@ -60,6 +61,7 @@ def make_header(
     place: Place,
     data: Iterable[str] = (),
     restarts: tuple[str, ...] = (),
+    require: Sequence[str] = (),
 ) -> Header:
     """The header of a run that starts now.
 
@@ -72,6 +74,7 @@ def make_header(
         data: data sets that the run uses; their hashes are recorded. The text's hash
             depends on the Python version, so a run without the text must not record it.
         restarts: one line per restart, on the cases kept from earlier attempts.
+        require: the scalers that decide what the report comes to; empty means all.
     """
     return Header(
         schema=SCHEMA_VERSION,
@@ -95,6 +98,7 @@ def make_header(
         laws={
             law.id: LawText(text=law.text, reason=law.reason) for law in LAWS.values()
         },
+        require=tuple(require),
     )
 
 
@@ -173,11 +177,21 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         verdicts=case.verdicts,
         seconds=round(case.seconds, 4),
         problem=case.problem,
+        whose=_whose(case.error),
         replay=replay_command(case.scaler, scenario.id, devices),
         location=case.location,
         worst=_worst(case.evidence),
         curves=None if case.evidence is None else _curves(case.evidence),
     )
+
+
+def _whose(error: BaseException | None) -> str:
+    """Whose call raised, where it is the user's; else empty."""
+    if isinstance(error, WorldFailure):
+        error = error.root.exception
+    if not isinstance(error, WorkloadError):
+        return ""
+    return f"your {error.call or 'workload'}"
 
 
 def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:

@@ -146,6 +146,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             place=place,
             data=[scenario.dataset for scenario in scenarios],
             restarts=earlier.restarts,
+            require=settings.require,
         )
         with ReportWriter(path, header) as writer:
             runner = Runner(folder=folder, place=place, localises=MAX_LOCALISED)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...multiprocess import HarnessError
 from ...multiprocess.elastic.agent import Agent, Ended
+from ..output import say
 from ..rank.devices import visible_gpus
 from ..report.records import append_footer
+from ..status import EXIT_CODES, plain
 
 __all__ = ["REPORT_NOTE", "main_on_torchrun"]
 
@@ -19,7 +20,7 @@ ON_RANKS = ("run", "replay")
 """Commands that use torchrun's ranks; only rank 0 runs the others."""
 REPORT_NOTE = "report"
 """Key of the store under which the leader writes the report's path."""
-_BROKEN = 3
+_BROKEN = EXIT_CODES["error"]
 
 
 def main_on_torchrun(arguments: Sequence[str], command: Command) -> int:
@@ -56,7 +57,7 @@ def _follow(agent: Agent) -> int:
     try:
         return agent.follow()
     except HarnessError as error:
-        print(f"gradparity: rank {agent.rank}: {error}", file=sys.stderr)
+        say(plain(f"gradparity: rank {agent.rank}: {error}"), error=True)
         return _BROKEN
     except Ended as ended:
         if not agent.takes_over():
@@ -64,6 +65,6 @@ def _follow(agent: Agent) -> int:
         path = agent.read_note(REPORT_NOTE)
         if path and Path(path).is_file():
             append_footer(Path(path), f"{ended}")
-        print(f"gradparity: {ended}", file=sys.stderr)
+        say(plain(f"gradparity: {ended}"), error=True)
         agent.reported()
         return _BROKEN

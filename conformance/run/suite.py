@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from ...multiprocess.environment import on_torchrun
+from ..output import harmless
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_unfit
 from ..report.page import write_page
@@ -223,7 +224,7 @@ class _Item(pytest.Item):
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
         if isinstance(excinfo.value, NotConformantError):
-            return _story(excinfo.value.record)
+            return harmless(_story(excinfo.value.record))
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:

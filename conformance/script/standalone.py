@@ -33,12 +33,13 @@ from ...fixtures import (
     split_names,
     without_gradient_sync,
 )
+from ..files import write_whole
 from ..rank.scaler_spec import NO_SCALER
 from ..space.random_layers import draws_in_forward
 from ..space.recipes import LR_DECAY, Recipe
 from ..space.scenario import Scenario
 from ..space.workload_checks import needs_wide_tensors
-from ..status import UsageError, write_whole
+from ..status import UsageError
 from .bundle import Bundle, Code
 from .runtime import models, passes, scaler, stack
 from .runtime.ranks import Phase, Stack

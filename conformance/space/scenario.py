@@ -29,8 +29,7 @@ from ...fixtures import (
     parse_faults,
     resolve_workload,
 )
-from ..aliases import current_id
-from ..status import UsageError, as_usage
+from ..status import UsageError, as_usage, unknown
 from .constraints import resharded_world, why_not
 from .recipes import CONTROL_RECIPES, Recipe, recipes_of
 
@@ -96,9 +95,7 @@ class Scenario:
         for name, table in self._tables().items():
             value = getattr(self, name)
             if value not in table:
-                raise UsageError(
-                    f"unknown {name} {value!r}: expected one of {', '.join(table)}"
-                )
+                raise UsageError(unknown(name, value, table))
         for name, (largest, why) in _MOST.items():
             if abs(value := getattr(self, name)) > largest:
                 got = value if abs(value) < 10**20 else "more than 20 digits"
@@ -172,7 +169,7 @@ class Scenario:
         Raises:
             UsageError: if ``text`` is no id; says what was got and what was expected.
         """
-        parts = current_id(text).split("/")
+        parts = text.split("/")
         if len(parts) not in (5, 6) or not parts[1].isdecimal():
             raise UsageError(
                 f"{text!r} is no scenario id: expected topology/world/precision/"
@@ -271,6 +268,8 @@ def _parse_settings(text: str) -> dict[str, Any]:
                 f"unknown setting {part!r}: expected key=value with key one of "
                 f"{', '.join(fields)}"
             )
+        if fields[key].name in settings:
+            raise UsageError(f"{text!r:.200} gives {key} twice")
         kind: Any = type(fields[key].default)
         try:
             settings[fields[key].name] = kind(value)

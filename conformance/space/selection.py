@@ -12,7 +12,7 @@ from ...fixtures import (
     is_workload,
     resolve_workload,
 )
-from ..status import UsageError, as_usage, did_you_mean
+from ..status import UsageError, as_usage, unknown
 from .scenario import Scenario
 
 __all__ = ["MAIN_TOPOLOGIES", "Selection", "check_names"]
@@ -104,7 +104,4 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     """
     for name in names:
         if name not in known:
-            raise UsageError(
-                f"unknown {what} {name!r}: expected one of {', '.join(known)}"
-                f"{did_you_mean(name, known)}"
-            )
+            raise UsageError(unknown(what, name, known))

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ..cli.arguments import folder
-from ..status import EXIT_CODES, case_status, write_whole
+from ..files import write_whole
+from ..status import EXIT_CODES, case_status
 from .catalogue import PLANS
 from .findings import confirm_all, families, write_finding
 from .page import print_survey, render

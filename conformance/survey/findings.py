@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ..status import plain, write_whole
+from ..files import write_whole
+from ..status import plain
 from .catalogue import PLANS, model_types
 from .records import (
     ODD_HEADS,

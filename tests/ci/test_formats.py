@@ -1,10 +1,7 @@
 """Formats: valid for their readers, whatever a model or an exception is called."""
 
-import json
 import re
-import uuid
 from collections.abc import Callable
-from datetime import datetime
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,8 +16,7 @@ from junitparser import xunit2
 from markdown_it import MarkdownIt
 from msgspec.structs import replace
 
-from gradparity.ci import annotations, badge, ctrf, junit, markdown
-from gradparity.ci.locate import Place, locate
+from gradparity.ci import annotations, badge, junit, markdown
 from gradparity.conformance.report.records import Report
 from gradparity.conformance.report.table import legible
 from gradparity.conformance.report.terminal import plain
@@ -35,7 +31,6 @@ from gradparity.tests.ci.test_samples import (
 RENDERERS: dict[str, Callable[[Report], str]] = {
     "annotations": annotations.render,
     "badge": badge.render,
-    "ctrf": ctrf.render,
     "junit": junit.render,
     "markdown": markdown.render,
 }
@@ -130,13 +125,6 @@ def test_annotations_stay_one_command_a_line(text: str) -> None:
         assert {p.partition("=")[0] for p in properties.split(",")} == {"title"}
 
 
-@pytest.mark.parametrize("text", [t for t in HOSTILE if "\ud800" not in t])
-def test_ctrf_keeps_hostile_text(text: str) -> None:
-    said = json.loads(ctrf.render(hostile_report(text)))
-    told = [t["message"] for t in said["results"]["tests"]]
-    assert told.count(text) == 3  # of harness, law and report
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_every_format_takes_every_text(text: str) -> None:
@@ -145,14 +133,39 @@ def test_every_format_takes_every_text(text: str) -> None:
     assert Tags(made["markdown"]).seen <= {"pre"}
     ET.fromstring(made["junit"].encode())
     ET.fromstring(made["badge"].encode())
-    json.loads(made["ctrf"])
 
 
-def failing_report(count: int, message: str = "why") -> Report:
+def failing_report(count: int, message: str = "why", *, alike: bool = True) -> Report:
+    """Sound cases and ``count`` that fail, of one cause or of as many."""
     broken = verdict("scale.rule", "fail", message)
     ids = [f"tp/2/fp32/sgd/none/seed={n}" for n in range(count)]
-    bad = [with_verdict(case(each), broken) for each in ids]
+    bad = [
+        with_verdict(case(each), broken if alike else replace(broken, cause=each))
+        for each in ids
+    ]
     return report_of([*sample().cases, *bad])
+
+
+def test_markdown_is_folded_by_cause_as_the_gate_does() -> None:
+    """Ninety failures of one cause are one paragraph."""
+    report = failing_report(90)
+    first, *others = report.cases
+    late = replace(verdict("parity.gradient", "fail", "off"), step=2)
+    soon = replace(verdict("agreement.scale", "fail", "apart"), step=1)
+    both = with_verdict(with_verdict(first, late), soon)
+    undecided = with_verdict(case("pp/2/x"), verdict("scale.rule", "inconclusive"))
+    broke = replace(case("dp/2/x"), status="error", verdicts=(), problem="killed")
+    made = markdown.render(report_of([both, *others, undecided, broke]))
+    heads = [line for line in made.splitlines() if line.startswith("### ")]
+    assert heads == [
+        "### error: dp/2/x mine.amp&#58;Scaler",
+        "### fail (1 case, 1 consequence): fsdp/2/fp32/sgd/none mine.amp&#58;Scaler",
+        "### fail (90 cases): tp/2/fp32/sgd/none/seed=0 mine.amp&#58;Scaler",
+        "### inconclusive: pp/2/x mine.amp&#58;Scaler",
+    ]
+    assert "**agreement.scale** apart" in made and "parity.gradient" not in made
+    paragraphs = made.partition("\n| topology")[0]
+    assert paragraphs.count("**scale.rule** why") == 1
 
 
 def test_markdown_lists_failures_first() -> None:
@@ -165,10 +178,10 @@ def test_markdown_lists_failures_first() -> None:
 
 
 def test_markdown_keeps_below_the_limit_and_says_what_is_left_out() -> None:
-    made = markdown.render(failing_report(600, "\U0001f600 <" * 500))
+    made = markdown.render(failing_report(600, "\U0001f600 <" * 500, alike=False))
     assert 900_000 < len(made.encode()) <= markdown.LIMIT_BYTES
     shown = made.count("\n### fail")
-    assert f"{600 - shown} more cases are in report.jsonl" in made
+    assert f"{600 - shown} more causes are in report.jsonl" in made
 
 
 def test_markdown_of_an_incomplete_report_says_so() -> None:
@@ -223,90 +236,6 @@ def test_junit_of_an_incomplete_report_has_an_error() -> None:
     assert [e.get("type") for e in root.iter("error")] == ["incomplete"]
 
 
-# CTRF: field -> type, "?" where it is optional. Objects take no other fields.
-TEXT, WHOLE, TABLE, ROWS = str, int, dict, list
-RULES: dict[str, dict[str, type]] = {
-    "": {
-        "reportFormat": TEXT,
-        "specVersion": TEXT,
-        "reportId?": TEXT,
-        "timestamp?": TEXT,
-        "generatedBy?": TEXT,
-        "results": TABLE,
-    },
-    "results": {
-        "tool": TABLE,
-        "summary": TABLE,
-        "tests": ROWS,
-        "environment?": TABLE,
-        "extra?": TABLE,
-    },
-    "tool": {"name": TEXT, "version?": TEXT, "extra?": TABLE},
-    "summary": {
-        **dict.fromkeys(("tests", "passed", "failed", "skipped", "pending"), WHOLE),
-        **dict.fromkeys(("other", "start", "stop", "suites?", "duration?"), WHOLE),
-    },
-    "test": {
-        "id?": TEXT,
-        "name": TEXT,
-        "status": TEXT,
-        "duration": WHOLE,
-        "suite?": ROWS,
-        "message?": TEXT,
-        "rawStatus?": TEXT,
-        "parameters?": TABLE,
-        "extra?": TABLE,
-    },
-    "environment": {
-        "appName?": TEXT,
-        "appVersion?": TEXT,
-        "commit?": TEXT,
-        "osPlatform?": TEXT,
-        "extra?": TABLE,
-    },
-}
-
-
-def check_ctrf(value: dict[str, Any], rule: str) -> None:
-    fields = {name.rstrip("?"): kind for name, kind in RULES[rule].items()}
-    needed = {name for name in RULES[rule] if not name.endswith("?")}
-    assert needed <= value.keys() <= fields.keys(), rule
-    for name, item in value.items():
-        assert type(item) is fields[name], f"{rule}.{name}"
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_ctrf_keeps_the_rules_of_its_schema(finished: bool) -> None:
-    report = failing_report(2)
-    said = json.loads(ctrf.render(report if finished else replace(report, footer=None)))
-    results = said["results"]
-    check_ctrf(said, "")
-    check_ctrf(results, "results")
-    for part in ("tool", "summary", "environment"):
-        check_ctrf(results[part], part)
-    for test in results["tests"]:
-        check_ctrf(test, "test")
-        assert test["name"]
-        assert all(isinstance(s, str) for s in test.get("suite", ["one"]))
-    assert said["reportFormat"] == "CTRF"
-    assert re.fullmatch(r"\d+\.\d+\.\d+", said["specVersion"])
-    uuid.UUID(said["reportId"])
-    assert datetime.fromisoformat(said["timestamp"]).tzinfo is not None
-
-
-def test_ctrf_counts_add_up_and_inconclusive_is_neither() -> None:
-    undecided = with_verdict(case(), verdict("scale.rule", "inconclusive"))
-    results = json.loads(ctrf.render(report_of([undecided])))["results"]
-    summary, tests = results["summary"], results["tests"]
-    statuses = [t["status"] for t in tests]
-    for status in ("passed", "failed", "skipped", "pending", "other"):
-        assert summary[status] == statuses.count(status)
-    assert (summary["tests"], summary["other"]) == (len(tests), 1)
-    assert summary["stop"] - summary["start"] == summary["duration"] == 1500
-    ids = [t["id"] for t in tests]
-    assert len(set(ids)) == len(ids)
-
-
 @pytest.mark.parametrize(
     ("passed", "total", "words"),
     [(1, 1, "100 %"), (199, 200, "99 %"), (9999, 10000, "99 %"), (0, 3, "0 %")],
@@ -332,13 +261,10 @@ def test_the_badge_of_an_incomplete_or_empty_run_has_no_percentage() -> None:
         badge.percentage(2, 1)
 
 
-def test_annotations_name_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").write_text("")
-    (tmp_path / "mine" / "amp.py").write_text("from x import y\n\nclass Scaler: ...\n")
-    lines = annotations.commands(failing_report(3), tmp_path)
+def test_annotations_are_one_a_law_with_the_command_that_replays_it() -> None:
+    lines = annotations.render(failing_report(3)).splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("::error file=mine/amp.py,line=3,title=scale.rule%3A ")
+    assert lines[0].startswith("::error title=scale.rule%3A mine.amp%3AScaler::")
     assert "(and in 2 more cases)" in lines[0]
     assert "%0Agradparity replay tp/2/fp32/sgd/none/seed=0" in lines[0]
 
@@ -348,38 +274,7 @@ def test_annotations_stop_where_github_does() -> None:
         replace(with_verdict(case(), verdict("scale.rule", "fail")), scaler=f"a:S{n}")
         for n in range(30)
     ]
-    lines = annotations.commands(report_of(bad), Path("none"))
+    lines = annotations.render(report_of(bad)).splitlines()
     assert len(lines) == annotations.SHOWN
     assert "21 more broken laws" in lines[-1]
     assert annotations.render(sample()) == ""
-
-
-LAYOUTS = {
-    "in the root": ("pkg/amp.py", "pkg.amp:Scaler"),
-    "under src": ("src/pkg/amp.py", "pkg.amp:Scaler"),
-    "the root is the package": ("amp.py", "pkg.amp:Scaler"),
-    "handed on": ("pkg/inner.py", "pkg:Alias"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_scaler_is_located_without_importing_it(name: str, tmp_path: Path) -> None:
-    file, spec = LAYOUTS[name]
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    source = 'raise RuntimeError("imported")\n\n\nclass Scaler:\n    pass\n'
-    (tmp_path / file).write_text(source)
-    if name == "handed on":
-        text = "from .inner import Scaler as Alias\n"
-        (tmp_path / "pkg" / "__init__.py").write_text(text)
-    assert locate(spec, tmp_path) == Place(file=file, line=4)
-
-
-@pytest.mark.parametrize(
-    "spec", ["none:Scaler", "pkg:None", "pkg", "../x:Scaler", "a b:c", ":", "loop:Self"]
-)
-def test_a_scaler_that_is_not_there_has_no_place(spec: str, tmp_path: Path) -> None:
-    (tmp_path / "pkg.py").write_text("x = 1\n")
-    (tmp_path / "loop").mkdir()
-    (tmp_path / "loop" / "__init__.py").write_text("from .a import Self\n")
-    (tmp_path / "loop" / "a.py").write_text("from .a import Self\n")
-    assert locate(spec, tmp_path) is None

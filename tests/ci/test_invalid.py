@@ -40,8 +40,8 @@ CONTRADICTIONS: dict[str, tuple[Callable[[CaseRecord], CaseRecord], str]] = {
     ),
     "no verdict": (lambda c: replace(c, verdicts=()), "come to inconclusive"),
     "another world than its id": (
-        lambda c: replace(c, world_size=4),
-        "the case says fsdp/4",
+        lambda c: replace(c, scenario="fsdp/4/fp32/sgd/none"),
+        "the case says fsdp/2",
     ),
     "a pass over nothing": (
         lambda c: with_verdict(c, verdict("scale.rule", compared=0)),

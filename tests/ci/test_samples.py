@@ -13,6 +13,7 @@ from gradparity.conformance.report.records import (
     Curves,
     Footer,
     Header,
+    LawText,
     Report,
     read_report,
 )
@@ -106,6 +107,7 @@ def report_of(cases: Iterable[CaseRecord], **header: object) -> Report:
     counts = Counter(c.status for c in records)
     head = Header(
         schema=SCHEMA_VERSION,
+        laws={law: LawText(text="It holds.", reason="Why.") for law in LAWS},
         gradparity="0.1.0",
         torch="2.13.0+cpu",
         python="3.11.7",

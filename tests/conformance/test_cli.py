@@ -5,15 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from gradparity import __version__, fixtures
 from gradparity.ci import gate
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.cli import listing
-from gradparity.conformance.report.records import read_report
-from gradparity.tests.conformance.test_report import case, write
+from gradparity.conformance.cli.values import TABLES, names_of
+from gradparity.conformance.report.records import ReportWriter, read_report
+from gradparity.conformance.space.catalogue import PRESETS
+from gradparity.tests.conformance.test_report import case, header, write
 
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
@@ -41,7 +46,19 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["run", "--scenario", "what"], "is no scenario id"),
         (["run", "--timeout-s", "0"], "must be positive"),
         (["run", "--require", "a:B"], "is not judged"),
-        (["run", "--nosuch"], "unrecognized arguments"),
+        (["run", "--nosuch"], "unknown option --nosuch"),
+        (["run", "--topolgy", "ddp"], "--topolgy; did you mean --topology?"),
+        (["run", "--topo", "ddp"], "unknown option --topo"),
+        (["report", "--hmtl=x"], "did you mean --html?"),
+        (["gate", "R", "--basline", "b"], "did you mean --baseline?"),
+        (["--verison"], "did you mean --version?"),
+        (["list", "law"], "did you mean laws?"),
+        (["survey", "scaler"], "did you mean scalers?"),
+        (["run", "--device", "cdua"], "did you mean cuda?"),
+        (["run", "--preset", "quik"], "did you mean quick?"),
+        (["hunt", "--family", "gan"], "about call histories: add --calls"),
+        (["hunt", "--calls", "--topology", "ddp"], "--topology is about scenarios"),
+        (["hunt", "--calls", "--quick"], "--preset is about scenarios"),
         (["nosuch"], "unknown command"),
         (["rnu"], "did you mean run?"),
         (["run", "--topology", "ddp,fspd"], "did you mean fsdp?"),
@@ -63,11 +80,7 @@ def test_bad_usage_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    try:
-        code = main(arguments)
-    except SystemExit as error:
-        assert isinstance(error.code, int)
-        code = error.code
+    code = main(arguments)
     printed = capsys.readouterr()
     assert code == 2
     assert words in printed.err
@@ -93,6 +106,19 @@ def test_bad_usage_is_one_line_and_exit_2(
 def test_list_prints_every_table(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", what]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_the_names_that_are_read_without_torch_are_those_of_the_tables() -> None:
+    tables: dict[str, Iterable[str]] = {
+        "topology": fixtures.TOPOLOGIES,
+        "model": fixtures.MODELS,
+        "precision": fixtures.PRECISIONS,
+        "optimizer": fixtures.OPTIMIZERS,
+        "preset": PRESETS,
+    }
+    assert {what: names_of(what) for what in TABLES} == {
+        what: list(table) for what, table in tables.items()
+    }
 
 
 def test_a_plugged_command_takes_options_first(
@@ -152,6 +178,41 @@ def test_a_fault_of_ours_in_a_further_command_is_exit_3(
     assert "Traceback" in capsys.readouterr().err
 
 
+CODES = {"pass": 0, "fail": 1, "error": 3, "inconclusive": 4}
+
+
+@pytest.mark.parametrize("status", CODES)
+def test_every_reader_of_a_report_exits_with_what_it_comes_to(
+    status: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = case(status=status, message="why")
+    if status == "error":
+        made = replace(made, verdicts=(), problem="killed")
+    path = str(write(tmp_path / "R", made, planned=1))
+    for words in (["report", path], ["report", path, "--html", str(tmp_path)]):
+        assert main(words) == CODES[status]
+    assert main(["table", path]) == CODES[status]
+    for name in ("junit", "markdown", "badge", "annotations"):
+        assert main(["report", path, f"--{name}"]) == 0  # for other programs
+    capsys.readouterr()
+
+
+def test_only_required_scalers_decide_the_exit_code_of_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "R"
+    with ReportWriter(path, replace(header(), require=("a:B",))) as writer:
+        writer.case(case("a:B"))
+        writer.case(case("c:D", "fail"))
+        writer.close(1.0)
+    assert main(["report", str(path)]) == main(["table", str(path)]) == 0
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"gradparity {__version__}\n"
+
+
 def test_an_incomplete_report_is_exit_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +263,7 @@ def test_require_decides_the_exit_code_and_json_names_the_file(
     assert code == 0, printed.err
     assert printed.out == ""
     assert len(read_report(tmp_path / "out.json").cases) == 2
+    assert main(["report", "out.json"]) == code
     assert {p.name for p in tmp_path.iterdir()} == {"out.json", ".out.json.lock"}
 
 

@@ -45,7 +45,7 @@ def test_the_backend_follows_the_device() -> None:
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "sharing without GPUs": (["--share-gpus"], "goes with --device cuda only"),
-    "an unknown device": (["--device", "tpu"], "invalid choice"),
+    "an unknown device": (["--device", "tpu"], "unknown device"),
     "more ranks than GPUs": (
         ["--device", "cuda", "--topology", "hsdp"],
         "4 ranks and 2 GPUs, and NCCL takes one rank a GPU: choose another --topology "

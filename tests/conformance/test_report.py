@@ -1,7 +1,6 @@
 """A report is complete or says that it is not; tampering is told."""
 
 import dataclasses
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,7 +9,7 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from gradparity.ci import annotations, ctrf, junit, markdown
+from gradparity.ci import annotations, junit, markdown
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.judge.law import LAWS, judge
 from gradparity.conformance.rank.devices import Devices
@@ -167,7 +166,7 @@ def test_two_writers_of_one_report_do_not_meet(tmp_path: Path) -> None:
 
 def test_a_report_that_cannot_be_written_is_bad_usage(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match="Not a directory"):
         write(tmp_path / "file" / "r.jsonl", case())
 
 
@@ -404,10 +403,8 @@ def test_a_broken_harness_is_reported_once() -> None:
     assert cell([case(), record]) == words
     (test,) = ET.fromstring(junit.render(report)).findall("testsuite[1]/testcase")
     assert (test.get("name"), [e.tag for e in test]) == (HARNESS, ["error"])
-    (_, line) = annotations.commands(report, Path())  # the first: it is incomplete
+    (_, line) = annotations.render(report).splitlines()  # the first: incomplete
     assert "rank 1: gone" in line
-    (told, _) = json.loads(ctrf.render(report))["results"]["tests"]
-    assert told["message"] == "rank 1: gone"
     assert markdown.render(report).count("rank 1: gone") == 2
 
 

@@ -54,7 +54,6 @@ SHOWN = {
     "markdown": ("report", "R", "--markdown"),
     "annotations": ("report", "R", "--annotations"),
     "junit": ("report", "R", "--junit"),
-    "ctrf": ("report", "R", "--ctrf"),
     "badge": ("report", "R", "--badge"),
     "compare": ("compare", "R", "R"),
     "table": ("table", "R"),
@@ -95,6 +94,20 @@ def test_the_folder_would_notice_an_import(folder: Path) -> None:
         ("hunt", "--budget", "soon"),
         ("replay",),
         ("nosuch",),
+        ("run", "--topology", "ddpp"),
+        ("run", "--layouts", "ddpp"),
+        ("run", "--preset", "quik"),
+        ("run", "--model", "mnist"),
+        ("run", "--precision", "fp8"),
+        ("list", "scenarios", "--optimizer", "adm"),
+        ("replay", "fsdpp/2/fp32/sgd/none"),
+        ("run", "--scenario", "fsdp/2/fp23/sgd/none/steps=3"),
+        ("run", "--workload", "nosuch.stack:Workload"),
+        ("run", "--workload", "stack_of_mine:Wrokload"),
+        ("run", "--scaler", "torch:Scaler"),
+        ("localise", "fsdp/2/fp32/sgdd/none"),
+        ("list", "law"),
+        ("run", "--topolgy", "ddp"),
         (),
     ],
     ids=" ".join,
@@ -102,6 +115,7 @@ def test_the_folder_would_notice_an_import(folder: Path) -> None:
 def test_usage_errors_are_reported_before_torch_is_imported(
     arguments: tuple[str, ...], folder: Path
 ) -> None:
+    (folder / "stack_of_mine.py").write_text("class Workload: ...\n")
     done = run(folder, *arguments)
     assert "imported" not in done.stderr
     if "--help" in arguments:

@@ -272,12 +272,11 @@ def test_without_the_package_it_says_so(
     catalogue.model_types.cache_clear()
 
 
-def test_the_old_name_of_the_other_survey_still_works(
+def test_the_other_survey_takes_its_own_options(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for words in (["survey", "scalers"], ["who-passes"]):
-        assert main([*words, "--render", "--reports", "nowhere"]) == 2
-        assert "nowhere" in capsys.readouterr().err
+    assert main(["survey", "scalers", "--render", "--reports", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
 needs_transformers = pytest.mark.skipif(

@@ -10,10 +10,12 @@ from rich.console import Console
 from gradparity.conformance.report.records import Location, Report
 from gradparity.conformance.report.terminal import (
     PLACES,
+    cell,
     facts,
     print_report,
     progress,
 )
+from gradparity.conformance.status import Verdict
 from gradparity.tests.conformance.test_report import HOSTILE, case, report_of
 
 ESCAPE = "\x1b"
@@ -65,6 +67,27 @@ def test_the_table_in_a_file_has_no_codes() -> None:
     assert ESCAPE not in said
     assert "FAIL (agreement, 1 of 1 runs)" in said
     assert "INCOMPLETE: the run was cut off" in said
+
+
+def test_a_cell_counts_each_cause() -> None:
+    """Two faults in one topology are two causes, each with its own count."""
+    dropout = Verdict(law="random.replicas", status="fail", message="equal seeds")
+    loss = Verdict(law="parity.loss", status="fail", message="twice the loss", step=0)
+    runs = [case(f"a:B{n}") for n in range(6)]
+    for n, verdict in enumerate((dropout, loss, loss)):
+        runs[n] = replace(runs[n], status="fail", verdicts=(verdict,))
+    assert cell(runs) == (
+        "FAIL (random, 1 of 6 runs) digits: equal seeds; "
+        "(parity, 2 of 6 runs) digits: twice the loss"
+    )
+
+
+def test_a_cell_counts_the_runs_that_are_undecided() -> None:
+    open_ = Verdict(law="scale.rule", status="inconclusive", message="no step")
+    runs = [case(f"a:B{n}") for n in range(6)]
+    runs[2] = replace(runs[2], status="inconclusive", verdicts=(open_,))
+    assert cell(runs) == "INCONCLUSIVE (1 of 6 runs) digits: no step"
+    assert cell(runs[:1]) == "PASS (1 run)"
 
 
 def test_facts_are_step_ranks_parameter_and_numbers() -> None:

@@ -37,7 +37,6 @@ SMALL: dict[str, list[str]] = {
     "hunt": ["--budget", "1s"],
     "bench": ["--help"],
     "mutants": ["--help"],
-    "who-passes": ["--help"],
     "gate": ["--yes"],
 }
 PLACEHOLDERS = {

@@ -1,16 +1,20 @@
-"""The catalogue of laws; importing it fills ``conformance.law.LAWS``, in this order."""
+"""The catalogue of laws; importing it fills ``conformance.law.LAWS``, in this order.
+
+Of two laws that break at one step, the first is the cause: ranks that disagree take
+different steps, and different steps give different weights.
+"""
 
 from . import liveness as liveness  # isort: skip
+from . import collectives as collectives  # isort: skip
+from . import randomness as randomness  # isort: skip
 from . import agreement as agreement  # isort: skip
 from . import skip as skip  # isort: skip
+from . import trainer as trainer  # isort: skip
 from . import scale as scale  # isort: skip
 from . import transparency as transparency  # isort: skip
 from . import reduction as reduction  # isort: skip
 from . import norm as norm  # isort: skip
-from . import trainer as trainer  # isort: skip
 from . import parity as parity  # isort: skip
-from . import randomness as randomness  # isort: skip
-from . import collectives as collectives  # isort: skip
 from . import misuse as misuse  # isort: skip
 
 __all__ = [

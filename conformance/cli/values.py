@@ -1,0 +1,140 @@
+"""Values that are checked before torch is imported: a misspelt one costs no seconds.
+
+The names are read from the sources of their tables, since importing those imports
+torch. What cannot be read there is checked later, by the tables themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..status import UsageError, did_you_mean, unknown
+
+__all__ = ["TABLES", "check_values", "names_of"]
+
+_ROOT = Path(__file__).parents[2]
+TABLES = {
+    "topology": ("fixtures/topologies.py", "TOPOLOGIES"),
+    "model": ("fixtures/models.py", "MODELS"),
+    "precision": ("fixtures/precisions.py", "PRECISIONS"),
+    "optimizer": ("fixtures/optimizers.py", "OPTIMIZERS"),
+    "preset": ("conformance/space/catalogue.py", "PRESETS"),
+}
+"""Option -> the file and the table of its values."""
+_OF_A_WORKLOAD = ("topology", "optimizer")
+"""Options whose values are a workload's, where there is one."""
+
+
+def names_of(what: str) -> list[str]:
+    """The keys of a table as its source states them."""
+    file, table = TABLES[what]
+    tree = ast.parse((_ROOT / file).read_text(encoding="utf-8"))
+    (value,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.target.id == table
+    )
+    return list(_keys(value))
+
+
+def _keys(table: ast.expr | None) -> Iterator[str]:
+    """The keys of ``{"a": ...}``, the names of ``{t.name: t for t in (T(...),)}``."""
+    if isinstance(table, ast.Dict):
+        nodes = list(table.keys)
+    else:
+        assert isinstance(table, ast.DictComp)
+        (made,) = (generator.iter for generator in table.generators)
+        assert isinstance(made, ast.Tuple)
+        calls = [each for each in made.elts if isinstance(each, ast.Call)]
+        words = [word for call in calls for word in call.keywords]
+        nodes = [word.value for word in words if word.arg == "name"]
+    for node in nodes:
+        assert isinstance(node, ast.Constant)
+        yield str(node.value)
+
+
+def check_values(parsed: argparse.Namespace) -> None:
+    """Refuse a name that is none, before anything is imported for it.
+
+    Raises:
+        UsageError: names the value and those that there are.
+    """
+    workload = getattr(parsed, "workload", "")
+    for what in TABLES:
+        given = getattr(parsed, what, None) or ()
+        if not (workload and what in _OF_A_WORKLOAD):
+            _check(what, [given] if isinstance(given, str) else list(given))
+    for text in getattr(parsed, "scenario", ()):
+        _check_id(text)
+    for spec in [workload, *(getattr(parsed, "scaler", None) or ())]:
+        if ":" in spec:
+            _check_spec(spec)
+
+
+def _check(what: str, given: list[str]) -> None:
+    known = names_of(what) if given else []
+    for name in given:
+        if name not in known:
+            raise UsageError(unknown(what, name, known))
+
+
+def _check_id(text: str) -> None:
+    parts = text.split("/")
+    # a workload's model has a colon, and topologies and optimizers of its own
+    if len(parts) in (5, 6) and ":" not in "".join(parts[5:]):
+        topology, _, precision, optimizer, *_ = parts
+        _check("topology", [topology])
+        _check("precision", [precision])
+        _check("optimizer", [optimizer])
+
+
+def _check_spec(spec: str) -> None:
+    """Refuse a module that is not there, or an attribute that it never mentions."""
+    module, _, attribute = spec.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), attribute]):
+        return
+    found, here = _find(module), Path.cwd()
+    if found is None:
+        top = module.partition(".")[0]
+        if _find(top) is None:
+            near = did_you_mean(top, [path.stem for path in here.glob("*.py")])
+            raise UsageError(f"cannot import {spec}: there is no module {top}{near}")
+        return  # a package may make its modules as it is imported
+    if not found.origin or not found.origin.endswith(".py"):
+        return
+    source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+    words = set(re.findall(r"\w+", source))
+    # a module may make names as it runs
+    if attribute in words or words & _DYNAMIC or "import *" in source:
+        return
+    raise UsageError(
+        f"{spec}: module {module} has no attribute {attribute!r}"
+        f"{did_you_mean(attribute, words)}"
+    )
+
+
+_DYNAMIC = {"__getattr__", "__dict__", "exec", "globals", "modules", "setattr", "vars"}
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """Where a module is, without importing the packages that it is in."""
+    top, *inner = module.split(".")
+    found = PathFinder.find_spec(top, [os.getcwd()])
+    with suppress(ValueError):  # of a module that runs and has no file
+        found = found or find_spec(top)
+    for number in range(len(inner)):
+        if found is None or found.submodule_search_locations is None:
+            return None
+        name = ".".join([top, *inner[: number + 1]])
+        found = PathFinder.find_spec(name, found.submodule_search_locations)
+    return found

@@ -1,0 +1,127 @@
+"""Files: the one place where commands open what others may have prepared.
+
+Nothing is ever written into a file that exists: a new one is made beside it, under a
+name that nobody can know, and takes its place when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from .status import UsageError, WriteError
+
+__all__ = ["MOST_BYTES", "create", "read_whole", "refuse_odd", "write_whole", "writing"]
+
+MOST_BYTES = 2**30
+"""Largest file that is read; a report of 10,000 cases has about 2**28 bytes."""
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        UsageError: if it cannot be read, is a symbolic link, pipe or device, or is
+            larger than :data:`MOST_BYTES`.
+    """
+    # not to wait for the writer of a pipe, which is refused below
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        _refuse_kind(path, os.lstat(path).st_mode)
+        with open(os.open(path, flags), "rb") as file:
+            # of what was opened: it may have been exchanged since
+            found = os.fstat(file.fileno())
+            _refuse_kind(path, found.st_mode)
+            if found.st_size > MOST_BYTES:
+                most = f"at most {MOST_BYTES >> 20} MiB"
+                raise UsageError(f"{path}: is too large: {most}")
+            return file.read(MOST_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+
+
+def create(path: Path) -> BinaryIO:
+    """Open a new file for writing.
+
+    Raises:
+        FileExistsError: if there is anything of this name, be it a link to nowhere.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "wb")
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, whole or not at all: the old file stays until all is written.
+
+    Raises:
+        UsageError: if there is something other than a file of ours in its place, or
+            no file can be made there.
+        WriteError: if there is no room for it.
+    """
+    raw = content.encode() if isinstance(content, str) else content
+    refuse_odd(path)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}.draft")
+    try:
+        file = create(draft)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    try:
+        with writing(path), file:
+            file.write(raw)
+            file.flush()
+            os.replace(draft, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            draft.unlink()
+        raise
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Turn the error of a full or broken disk into :class:`WriteError`."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise WriteError(f"{path}: {error.strerror or error}") from error
+
+
+def refuse_odd(path: Path) -> None:
+    """Refuse to put a file in the place of anything but a file of our own.
+
+    Raises:
+        UsageError: for a link, folder, pipe, device or the file of another user.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    _refuse_kind(path, found.st_mode)
+    # in a container, root often works in somebody's checkout
+    if os.geteuid() not in (0, found.st_uid):
+        raise UsageError(
+            f"{path}: belongs to user {found.st_uid}: move it away, or choose another "
+            "name"
+        )
+
+
+def _refuse_kind(path: Path, mode: int) -> None:
+    kind = _KINDS.get(stat.S_IFMT(mode))
+    if kind is not None:
+        raise UsageError(f"{path}: is {kind}, expected a file")

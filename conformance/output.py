@@ -1,0 +1,106 @@
+"""Output: the one place where commands print; any log and any terminal can take it.
+
+Runners of CI systems look for commands in the log of a job. A report from another
+person must not give any: what would begin one is printed with a blank inside.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, TextIO, cast
+
+from .files import writing
+
+if TYPE_CHECKING:  # it takes a while, and most commands print lines alone
+    from rich.console import Console
+
+__all__ = ["console", "harmless", "say", "say_file"]
+
+_COMMAND = re.compile(
+    r"(?m)"
+    r"(?:^|(?<=\r))(\s*:)(?=:)"  # GitHub: ::error::, at the start of a line
+    r"|(#)(?=#\w*\[)"  # GitHub ##[..], Azure ##vso[, TeamCity ##teamcity[: anywhere
+    r"|^([-+~^])(?=\3\3\s)"  # Buildkite: a group begins by --- or the like
+    r"|(section_)(?=(?:start|end):)"  # GitLab: between control characters
+    r"|(travis_)(?=fold:)"
+)
+
+
+def harmless(text: str, mark: Callable[[str], str] = "{} ".format) -> str:
+    """``text`` in which no line begins a command of a CI system.
+
+    Args:
+        text: lines.
+        mark: what to write for the character with which a command begins.
+    """
+    return _COMMAND.sub(lambda found: found[0][:-1] + mark(found[0][-1]), text)
+
+
+def say(text: str = "", *, error: bool = False) -> None:
+    """Print lines on standard output, or on standard error."""
+    stream = _Stream(sys.stderr if error else sys.stdout)
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def say_file(text: str) -> None:
+    """Print a file that a program reads: as it is, and in UTF-8 on any terminal."""
+    with writing(_NAMES[True]):
+        sys.stdout.flush()
+        raw = text.encode(errors="backslashreplace")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.buffer.write(raw)
+        else:  # of a test, or of a program that calls us
+            sys.stdout.write(raw.decode())
+        sys.stdout.flush()
+
+
+def console(*, error: bool = False) -> Console:
+    """A console whose lines go where those of :func:`say` go."""
+    from rich.console import Console
+
+    stream = _Stream(sys.stderr if error else sys.stdout)
+    return Console(file=cast("IO[str]", stream))
+
+
+_NAMES = {True: "standard output", False: "standard error"}
+
+
+class _Stream(io.TextIOBase):
+    """A stream to which everything can be written, and that begins no command."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._name = _NAMES[stream is sys.stdout]
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # rich asks for it
+        """The encoding of the terminal or file."""
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        with writing(self._name):
+            self._stream.write(self._encodable(harmless(text)))
+        return len(text)
+
+    def flush(self) -> None:
+        with writing(self._name):
+            self._stream.flush()
+
+    def _encodable(self, text: str) -> str:
+        try:
+            text.encode(self.encoding)
+        except UnicodeEncodeError:
+            ascii_ = text.replace("\u2026", "...")
+            raw = ascii_.encode(self.encoding, errors="backslashreplace")
+            return raw.decode(self.encoding)
+        return text
