@@ -245,6 +245,8 @@ class RankTrace:
     """Per optimizer: names of its parameters."""
     reduce_dtype: str = ""
     """In which dtype the workload promises to reduce gradients; empty: no promise."""
+    initial: str = ""
+    """Digest of the whole model's weights before the layout."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
     steps: list[StepTrace] = field(default_factory=list)

@@ -97,6 +97,7 @@ def observe_rank(
             index=engine.index,
             shards={name: shard_id(index) for name, index in engine.index.items()},
             owned=engine.owned,
+            initial=engine.initial,
             start={name: floats(part) for name, part in engine.local_tensors().items()},
         )
         trace.reduce_dtype = str(promised_dtype(scenario) or "").removeprefix("torch.")
