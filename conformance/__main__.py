@@ -147,12 +147,13 @@ def _localise(parsed: argparse.Namespace) -> int:
     spec, *more = parsed.scaler or [NO_SCALER]
     if more:
         raise UsageError("one run is localised: give --scaler once")
-    (scenario,) = RunSettings(
+    settings = RunSettings(
         scalers=[spec], selection=Selection(), scenarios=parsed.scenario
-    ).chosen()
-    load_scaler(spec, os.getcwd())
+    )
     devices = Devices(device=parsed.device, share=parsed.share_gpus)
     with place_of(devices, parsed.timeout_s, parsed.agent) as place:
+        (scenario,) = settings.chosen(place)
+        load_scaler(spec, os.getcwd())
         place.check([phase.world_size for phase in scenario.phases])
         runner = Runner(folder=os.getcwd(), place=place)
         case = runner.run(spec, scenario)
