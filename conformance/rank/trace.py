@@ -163,7 +163,7 @@ class StepTrace:
     """Reductions of gradients, where a dtype is promised: from backward to the step."""
     checked_sum: tuple[float, float] | None = None
     """Result and expectation of the checked all-reduce after the step; the result is
-    nan where it did not come back in time."""
+    nan where it was lost."""
     gradients: dict[str, Floats] = field(default_factory=dict)
     """Unscaled local gradients as the optimizer saw them, flattened."""
     places: dict[str, NDArray[np.int64]] = field(default_factory=dict)
