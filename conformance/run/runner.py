@@ -1,7 +1,7 @@
 """Runner: scenarios x scalers on warm clusters -> judged cases.
 
-Worlds are kept by size, the runs without a scaler by scenario, references by their
-schedule; each is made once and shared by all scalers.
+Worlds are kept by size, the last runs without a scaler by scenario, references by their
+schedule; each is made once and shared by all scalers of a scenario.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ _LOGGER = logging.getLogger(__name__)
 BEHIND = 3
 """Number of cases whose ranks have ended and that wait to be judged: a case keeps its
 traces in memory until then."""
+CONTROLS = 4
+"""Number of runs without a scaler that are kept: the scalers of a scenario come one
+after another, and scenarios hardly share them (3 of 224 in all presets)."""
 TRIES = 3
 """How often a run is made until the reference's choices fit it."""
 Phases = tuple[tuple[RankTrace, ...], ...]
@@ -144,6 +147,15 @@ class _Seen:
             self.error = error
 
 
+@dataclass(kw_only=True)
+class _Control:
+    """A run without a scaler."""
+
+    phases: Phases
+    differs: str | None = None
+    """Where a second such run differs bitwise; empty: nowhere; None: not yet made."""
+
+
 class Runner:
     """Runs cases one after another; a context manager that ends its clusters."""
 
@@ -168,8 +180,7 @@ class Runner:
         self.localises = localises
         self._localised: set[tuple[str, str, str]] = set()
         self.place = place or Pool(Devices(), timeout_s)
-        self._controls: dict[Scenario, Phases] = {}
-        self._control_differs: dict[Scenario, str] = {}
+        self._controls: dict[Scenario, _Control] = {}
         self._stacks: dict[Scenario, Case | None] = {}
         self._chooses: dict[str, bool] = {}
 
@@ -295,7 +306,7 @@ class Runner:
             # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
-                seen.control = self._control_run(scenario)
+                seen.control = self._control_of(scenario).phases
                 # A second control is needed only after a difference: it may be the
                 # control's.
                 if first_difference(seen.control, seen.phases):
@@ -401,10 +412,13 @@ class Runner:
             self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
         return self._stacks[alone]
 
-    def _control_run(self, scenario: Scenario) -> Phases:
+    def _control_of(self, scenario: Scenario) -> _Control:
         key = _without_scaler(scenario)
         if key not in self._controls:
-            self._controls[key] = tuple(self._followed(NO_SCALER, key))
+            made = _Control(phases=tuple(self._followed(NO_SCALER, key)))
+            while len(self._controls) >= CONTROLS:
+                self._controls.pop(next(iter(self._controls)))
+            self._controls[key] = made
         return self._controls[key]
 
     def _compare_controls(self, scenario: Scenario) -> str:
@@ -412,11 +426,11 @@ class Runner:
 
         Without this check a nondeterministic kernel would accuse the scaler.
         """
-        key = _without_scaler(scenario)
-        if key not in self._control_differs:
-            again = tuple(self._followed(NO_SCALER, key))
-            self._control_differs[key] = first_difference(self._control_run(key), again)
-        return self._control_differs[key]
+        control = self._control_of(scenario)
+        if control.differs is None:
+            again = tuple(self._followed(NO_SCALER, _without_scaler(scenario)))
+            control.differs = first_difference(control.phases, again)
+        return control.differs
 
     def _run_ranks(self, spec: str, scenario: Scenario) -> Phases:
         """The traces of each phase, up to the first that failed."""
@@ -424,7 +438,7 @@ class Runner:
             return self.traces(spec, scenario)
         try:
             # without a scaler the judged run is the control: it trains once
-            return self._control_run(scenario)
+            return self._control_of(scenario).phases
         except WorldFailure as failure:
             return (traces_of(failure, judged=False),)
 

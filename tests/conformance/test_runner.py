@@ -1,6 +1,8 @@
 """The runner on made-up ranks: what it does twice before it accuses anybody."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from gradparity.conformance.rank.trace import Problem, RankTrace
 from gradparity.conformance.rank.worker import JudgedError
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run.launcher import Place
-from gradparity.conformance.run.runner import BEHIND
+from gradparity.conformance.run.runner import BEHIND, CONTROLS
 from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
 from gradparity.tests.made_up import SCENARIO, rank_trace
 
@@ -243,6 +245,24 @@ def test_a_control_without_a_judged_scaler_is_made_once() -> None:
     runner = Runner(folder=".", place=place)
     runner.run(NO_SCALER, replace(SCENARIO, init_scale=8.0), parity=False)
     assert place.calls == [NO_SCALER]
+
+
+def test_traces_are_kept_for_few_scenarios() -> None:
+    """J17: 500 scenarios need no more memory than ten."""
+    made: list[weakref.ref[RankTrace]] = []
+
+    def noted() -> Traces:
+        traces = right()
+        made.extend(map(weakref.ref, traces))
+        return traces
+
+    runner = Runner(folder=".", place=MadeUp(scaler=[noted], control=[noted]))
+    for _, scenario in seeds(3 * CONTROLS):
+        runner.run(SCALER, scenario, parity=False)
+    gc.collect()
+    alive = sum(ref() is not None for ref in made)
+    assert alive == CONTROLS * SCENARIO.world_size
+    assert len(made) == 2 * 3 * CONTROLS * SCENARIO.world_size
 
 
 class Watched(Runner):
