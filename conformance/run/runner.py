@@ -394,6 +394,7 @@ class Runner:
                 first_try=seen.first_try,
                 uninterrupted=seen.uninterrupted,
                 parity=parity,
+                device=self.place.devices.device,
                 scaler=seen.spec != NO_SCALER,
                 before=evidence,
             )

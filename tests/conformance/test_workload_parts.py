@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Case, Runner, Scenario
@@ -51,6 +52,26 @@ class CountedByHooks(Counted):
     """No fault: gradients are averaged by hooks, in every backward."""
 
     parallelize = Right.parallelize
+
+
+class Uneven(Ddp):
+    """Its DTensors are cut otherwise than their placements say, as megatron-fsdp's."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.mesh = mesh
+        return model
+
+    def weights(self, stack: nn.Module) -> dict[str, Any]:
+        cut = slice(0, 3) if rank() == 0 else slice(3, None)
+        return {
+            name: DTensor.from_local(
+                *(p[cut], self.mesh, [Shard(0)]),
+                run_check=False,
+                shape=p.shape,
+                stride=p.stride(),
+            )
+            for name, p in stack.named_parameters()
+        }
 
 
 class MixesTokens(Right):
@@ -499,6 +520,12 @@ def test_a_wrong_stack_is_caught(runner: Runner, stack: type, recipe: str) -> No
         ),
         (CountsNothingLater, "loss: the counts of a step add up to 0 over all ranks"),
         (ShardIsATensor, "shard: returned Tensor, expected (inputs, targets)"),
+        (
+            Uneven,
+            "weights: gave 0.weight as a DTensor with 24 local elements, where its "
+            "placements give 32, so they do not say which: for an uneven layout of "
+            "your own give (its local tensor, slices of the whole)",
+        ),
     ],
 )
 def test_parts_that_are_not_the_batch_are_an_error(
