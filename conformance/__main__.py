@@ -23,6 +23,7 @@ from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
     from ..multiprocess.elastic.agent import Agent
+    from .rank.devices import Devices
     from .space.catalogue import Selection
 
 __all__ = ["main"]
@@ -104,7 +105,6 @@ def _run(parsed: argparse.Namespace) -> int:
     """Run ``run`` or ``replay``; ``replay`` has one id instead of a selection."""
     from rich.console import Console
 
-    from .rank.devices import Devices
     from .report.records import read_report
     from .report.table import render
     from .run.session import RunSettings, run
@@ -124,7 +124,7 @@ def _run(parsed: argparse.Namespace) -> int:
         report=parsed.report,
         fail_fast=getattr(parsed, "fail_fast", False),
         timeout_s=parsed.timeout_s,
-        devices=Devices(device=parsed.device, share=parsed.share_gpus),
+        devices=_devices(parsed),
         quiet=parsed.quiet,
         arguments=parsed.arguments,
     )
@@ -135,9 +135,16 @@ def _run(parsed: argparse.Namespace) -> int:
     return code
 
 
+def _devices(parsed: argparse.Namespace) -> Devices:
+    from .rank.devices import Devices
+
+    return Devices(
+        device=parsed.device, share=parsed.share_gpus, isolation=parsed.isolation
+    )
+
+
 def _localise(parsed: argparse.Namespace) -> int:
     """Judge one scenario and print the first module that departs from the reference."""
-    from .rank.devices import Devices
     from .rank.scaler_spec import NO_SCALER, load_scaler
     from .run.launcher import place_of
     from .run.runner import Runner
@@ -150,8 +157,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     settings = RunSettings(
         scalers=[spec], selection=Selection(), scenarios=parsed.scenario
     )
-    devices = Devices(device=parsed.device, share=parsed.share_gpus)
-    with place_of(devices, parsed.timeout_s, parsed.agent) as place:
+    with place_of(_devices(parsed), parsed.timeout_s, parsed.agent) as place:
         (scenario,) = settings.chosen(place)
         load_scaler(spec, os.getcwd())
         place.check([phase.world_size for phase in scenario.phases])

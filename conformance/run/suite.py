@@ -186,7 +186,11 @@ def _settings(options: Mapping[str, Any]) -> RunSettings:
         out=Path(out) if out else None,
         report=Path(report) if report else None,
         timeout_s=options["timeout-s"],
-        devices=Devices(device=options["device"], share=options["share-gpus"]),
+        devices=Devices(
+            device=options["device"],
+            share=options["share-gpus"],
+            isolation=options["isolation"],
+        ),
     )
 
 

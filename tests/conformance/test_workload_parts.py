@@ -1,7 +1,7 @@
 """What each rank and each backward sees: shards, micro-batches, counts, idle layers."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,6 +52,18 @@ class CountedByHooks(Counted):
     """No fault: gradients are averaged by hooks, in every backward."""
 
     parallelize = Right.parallelize
+
+
+class MakesAMeshOnce(Ddp):
+    """Its package keeps a mesh in a global and refuses to make another."""
+
+    meshes_made: ClassVar[list[DeviceMesh]] = []
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if self.meshes_made:
+            raise RuntimeError("the mesh is already initialized")
+        self.meshes_made.append(mesh)
+        return super().parallelize(model, mesh)
 
 
 class Uneven(Ddp):
@@ -632,3 +644,20 @@ def test_a_resolved_workload_has_only_the_calls_of_its_module() -> None:
     calls = ("shard", "micro_batches", "train_step", "weights", "gradients")
     assert not any(getattr(workload, n) for n in (*calls, "clip_norm", "reduce_dtype"))
     assert not workload.counted and resolve_workload(f"{MODULE}:Counted").counted
+
+
+def test_ranks_of_a_run_are_those_of_the_one_before_unless_they_are_isolated(
+    tmp_path: Path,
+) -> None:
+    """J19."""
+    text = f"dp2/2/fp32/own/none/model={MODULE}:MakesAMeshOnce,steps=2,seed="
+    ids = [f"--scenario={text}{seed}" for seed in range(2)]
+
+    def statuses(*options: str) -> list[str]:
+        main(
+            ["run", "--scaler=none", *ids, "--quiet", "--out", str(tmp_path), *options]
+        )
+        return [case.status for case in read_report(tmp_path / "report.jsonl").cases]
+
+    assert statuses() == ["pass", "error"]
+    assert statuses("--isolation", "process") == ["pass", "pass"]
