@@ -84,7 +84,8 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
 def _fork_server_off() -> None:
     """Import what a rank needs, and make the forkserver a fork of this process.
 
-    So torch is imported once for both. Later is too late: a process with threads is not
+    So torch and the judge, whose references train on a rank, are imported once for both.
+    Later is too late: a process with threads is not
     forked. Where it is not safe, the first ranks start a separate server.
     """
     from ..multiprocess.pytest_plugin import session_fork
@@ -96,7 +97,7 @@ def _fork_server_off() -> None:
     # no modules: the fork keeps all that there are, as nothing is a test's
     opened, none = session_fork.open_targets(), frozenset[str]()
     before = session_fork.Snapshot(opened=opened, modules=none)
-    for name in PRELOAD:
+    for name in (*PRELOAD, f"{__package__}.run.session"):
         importlib.import_module(name)
     session_fork.fork_server_off(before, must=mode == "fork")
 
