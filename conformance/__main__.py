@@ -84,9 +84,9 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
 def _fork_server_off() -> None:
     """Import what a rank needs, and make the forkserver a fork of this process.
 
-    So torch and the judge, whose references train on a rank, are imported once for both.
-    Later is too late: a process with threads is not
-    forked. Where it is not safe, the first ranks start a separate server.
+    So torch and the judge, whose references train on a rank, are imported once for
+    both. Later is too late: a process with threads is not forked. Where it is not safe,
+    the first ranks start a separate server.
     """
     from ..multiprocess.pytest_plugin import session_fork
 
