@@ -31,6 +31,7 @@ from .status import (
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
     from ..multiprocess.elastic.agent import Agent
+    from .rank.devices import Devices
     from .space.catalogue import Selection
 
 __all__ = ["main"]
@@ -103,8 +104,9 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
 def _fork_server_off() -> None:
     """Import what a rank needs, and make the forkserver a fork of this process.
 
-    So torch is imported once for both. Later is too late: a process with threads is not
-    forked. Where it is not safe, the first ranks start a separate server.
+    So torch and the judge, whose references train on a rank, are imported once for
+    both. Later is too late: a process with threads is not forked. Where it is not safe,
+    the first ranks start a separate server.
     """
     from ..multiprocess.pytest_plugin import session_fork
 
@@ -115,14 +117,13 @@ def _fork_server_off() -> None:
     # no modules: the fork keeps all that there are, as nothing is a test's
     opened, none = session_fork.open_targets(), frozenset[str]()
     before = session_fork.Snapshot(opened=opened, modules=none)
-    for name in PRELOAD:
+    for name in (*PRELOAD, f"{__package__}.run.session"):
         importlib.import_module(name)
     session_fork.fork_server_off(before, must=mode == "fork")
 
 
 def _run(parsed: argparse.Namespace) -> int:
     """Run ``run`` or ``replay``; ``replay`` has one id instead of a selection."""
-    from .rank.devices import Devices
     from .report.records import read_report
     from .report.table import render
     from .run.session import RunSettings, run
@@ -142,7 +143,7 @@ def _run(parsed: argparse.Namespace) -> int:
         report=parsed.report,
         fail_fast=getattr(parsed, "fail_fast", False),
         timeout_s=parsed.timeout_s,
-        devices=Devices(device=parsed.device, share=parsed.share_gpus),
+        devices=_devices(parsed),
         quiet=parsed.quiet,
         arguments=parsed.arguments,
     )
@@ -153,9 +154,16 @@ def _run(parsed: argparse.Namespace) -> int:
     return code
 
 
+def _devices(parsed: argparse.Namespace) -> Devices:
+    from .rank.devices import Devices
+
+    return Devices(
+        device=parsed.device, share=parsed.share_gpus, isolation=parsed.isolation
+    )
+
+
 def _localise(parsed: argparse.Namespace) -> int:
     """Judge one scenario and print the first module that departs from the reference."""
-    from .rank.devices import Devices
     from .rank.scaler_spec import NO_SCALER, load_scaler
     from .run.launcher import place_of
     from .run.runner import Runner
@@ -165,12 +173,12 @@ def _localise(parsed: argparse.Namespace) -> int:
     spec, *more = parsed.scaler or [NO_SCALER]
     if more:
         raise UsageError("one run is localised: give --scaler once")
-    (scenario,) = RunSettings(
+    settings = RunSettings(
         scalers=[spec], selection=Selection(), scenarios=parsed.scenario
-    ).chosen()
-    load_scaler(spec, os.getcwd())
-    devices = Devices(device=parsed.device, share=parsed.share_gpus)
-    with place_of(devices, parsed.timeout_s, parsed.agent) as place:
+    )
+    with place_of(_devices(parsed), parsed.timeout_s, parsed.agent) as place:
+        (scenario,) = settings.chosen(place)
+        load_scaler(spec, os.getcwd())
         place.check([phase.world_size for phase in scenario.phases])
         runner = Runner(folder=os.getcwd(), place=place)
         case = runner.run(spec, scenario)

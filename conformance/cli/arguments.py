@@ -560,6 +560,12 @@ _DEVICES: Options = {
         "action": "store_true",
         "help": "several ranks a GPU, with gloo; goes with --device cuda",
     },
+    "isolation": {
+        "default": "pool",
+        "choices": ("pool", "process"),
+        "help": "ranks of all runs are the same processes (pool, default), or each run "
+        "has fresh ones (process): for code that keeps a mesh or groups in globals",
+    },
 }
 _RUN: Options = {
     "scenario": {  # an id has commas of its own

@@ -30,7 +30,7 @@ from ..rank.devices import Devices
 from ..rank.observe import digest
 from ..rank.scaler_spec import load_scaler
 from ..rank.trace import RankTrace, StepTrace
-from ..run.launcher import Pool
+from ..run.launcher import AloneError, Pool
 from ..run.runner import Phases, Runner
 from ..run.session import RunSettings
 from ..space.catalogue import Selection
@@ -86,7 +86,7 @@ def record(request: Request) -> None:
         UsageError: for unknown names, or a workload that breaks its protocol.
     """
     folder = os.getcwd()
-    scenarios = RunSettings(
+    settings = RunSettings(
         scalers=[request.scaler],
         selection=Selection(
             topologies=request.topologies,
@@ -100,13 +100,12 @@ def record(request: Request) -> None:
         ),
         preset=request.preset,
         scenarios=request.scenarios,
-    ).chosen()
-    load_scaler(request.scaler, folder)
+    )
     runs = []
     with Pool(Devices(), request.timeout_s) as place:
+        scenarios = settings.chosen(place)
+        load_scaler(request.scaler, folder)
         place.check([phase.world_size for s in scenarios for phase in s.phases])
-        # threads change the order of sums: references have as many as ranks
-        torch.set_num_threads(place.threads)
         runner = Runner(folder=folder, place=place)
         for number, scenario in enumerate(scenarios):
             print(f"{number + 1}/{len(scenarios)} {plain(scenario.id)}", flush=True)
@@ -128,9 +127,10 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
         phases = runner.traces(scaler, scenario)
         # twice: what differs between two runs of one side is no difference of the sides
         again = runner.traces(scaler, scenario)
-        writer = _Writer(scenario, phases, again, arrays)
+        bounds = runner.place.alone(_bounds, scenario, phases)
+        writer = _Writer(scenario, phases, again, arrays, bounds)
         return writer.written(run), arrays
-    except WorkloadError as error:
+    except (WorkloadError, AloneError) as error:
         return msgspec.structs.replace(run, problem=plain(str(error))), {}
     except WorldFailure as failure:
         headline = plain(failure.root.headline)
@@ -150,23 +150,32 @@ def _without_workload(scenario: str) -> str:
     return re.sub(r"/?\bmodel=[^,/]*,?", "/", scenario).removesuffix("/")
 
 
+def _bounds(scenario: Scenario, phases: Phases) -> ParityBounds | None:
+    """Train the references of a run that came to its end, and compute its bounds."""
+    whole = all(t.reached(scenario.steps - 1) for t in phases[-1])
+    if not whole or scenario.parsed_recipe.training.random:
+        return None
+    return make_parity_bounds(scenario, followed_schedule(scenario, *phases))
+
+
 class _Writer:
     """Makes the record of one scenario of its two runs."""
 
     def __init__(
-        self, scenario: Scenario, phases: Phases, again: Phases, arrays: Arrays
+        self,
+        scenario: Scenario,
+        phases: Phases,
+        again: Phases,
+        arrays: Arrays,
+        bounds: ParityBounds | None,
     ) -> None:
         self.scenario = scenario
         self.phases = phases
         self.again = again
         self.arrays = arrays
         self.unsteady = ""
-        self.bounds: ParityBounds | None = None
-        whole = all(t.reached(scenario.steps - 1) for t in phases[-1])
-        if whole and not scenario.parsed_recipe.training.random:
-            schedule = followed_schedule(scenario, *phases)
-            self.bounds = make_parity_bounds(scenario, schedule)
-            self.skipped = schedule.skipped
+        self.bounds = bounds
+        self.skipped = followed_schedule(scenario, *phases).skipped
 
     def written(self, run: Run) -> Run:
         """``run`` with everything that was observed."""

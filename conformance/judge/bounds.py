@@ -68,6 +68,7 @@ from .reference import (
     Reference,
     Schedule,
     Variant,
+    check_equal_start,
     reduced_in,
     train_reference,
 )
@@ -201,6 +202,8 @@ def _noisy_runs(
             other = Variant(nudged=seed, limits=limits)
             runs.append(train_reference(scenario, schedule, other))
         gradient = bounds()
+    starts = [run.initial for run in runs]
+    check_equal_start(scenario.model, "two references", truth.initial, starts)
     return runs, gradient
 
 

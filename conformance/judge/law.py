@@ -47,6 +47,8 @@ class Evidence:
     """None where the run stopped early."""
     uninterrupted: tuple[RankTrace, ...] | None = None
     """The same training without its resume, where the stack moves settings."""
+    device: str = "cpu"
+    """Where the ranks computed; the noise of the references is the CPU's."""
     scaler: bool = True
     """Whether a scaler was judged; else the stack alone."""
     before: Evidence | None = None
@@ -179,7 +181,15 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
     if random and law.chapter in _AGAINST_THE_REFERENCE:
         return skipped("random layers are on: every other recipe turns them off")
     if evidence.scaler or law.of_stack:
-        return law.judge(evidence)
+        finding = law.judge(evidence)
+        of_reference = law.chapter in _AGAINST_THE_REFERENCE
+        if finding.status == Status.FAIL and of_reference and evidence.device != "cpu":
+            text = (
+                f"a failure by the noise of the CPU; that of {evidence.device} is not"
+            )
+            message = f"{text} known: {finding.message}"
+            return replace(finding, status=Status.INCONCLUSIVE, message=message)
+        return finding
     return skipped("a law of scalers, and this run has none")
 
 

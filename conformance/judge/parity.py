@@ -20,7 +20,7 @@ from ..rank.trace import RankTrace, StepTrace
 from ..space.scenario import Scenario
 from ..space.workload_checks import clip_norm_of, counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
-from .reference import Idle, Reference, Schedule, rows_apart
+from .reference import Idle, Reference, Schedule, check_equal_start, rows_apart
 from .settings import StackSchedule, stack_schedule
 
 __all__ = [
@@ -203,6 +203,9 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     """
     schedule = followed_schedule(scenario, *phases)
     parity_bounds = make_parity_bounds(scenario, schedule)
+    starts = [t.initial for traces in phases for t in traces if t.initial]
+    initial = parity_bounds.truth.initial
+    check_equal_start(scenario.model, "a rank and the reference", initial, starts)
     _check_counts(scenario, phases, parity_bounds.truth)
     parity = Parity(
         per_step=[0.0] * scenario.steps,

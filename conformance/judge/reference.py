@@ -1,5 +1,7 @@
 """Reference training: the same model and batches on one process, without a scaler.
 
+That process is a rank of its own (``Place.alone``), and never the one that judges.
+
 A reference follows the skip decisions that the *rule* demands (any non-finite gradient
 anywhere skips the step), never those that the judged scaler took. Variants permute the
 order of reductions; their distance from the fp64 run is the noise that a correct run
@@ -22,7 +24,7 @@ from torch.func import functional_call
 
 from ...fixtures import PRECISIONS, Batch, Precision, resolve_workload
 from ..rank.elementwise import HalfNoise, not_elementwise
-from ..rank.engine import initial_model
+from ..rank.engine import digest_of_weights, initial_model
 from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
@@ -44,6 +46,7 @@ __all__ = [
     "Schedule",
     "Variant",
     "bias_error",
+    "check_equal_start",
     "jittered",
     "reduced_in",
     "reference_before",
@@ -95,6 +98,8 @@ class Reference:
     """Parameter minus its initial value, after the step."""
     start: dict[str, Doubles]
     """Parameters before the first step."""
+    initial: str = ""
+    """Digest of the weights as they were made, before their dtype was changed."""
     norms: tuple[float, ...] = ()
     """Per step: the norm of the whole unscaled gradient, before it is clipped."""
     counts: tuple[float | None, ...] = ()
@@ -175,6 +180,29 @@ def reference_before(
     return run
 
 
+def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) -> None:
+    """Check that references, or a reference and ranks, began with the same weights.
+
+    The distance of two models would else be taken for the noise of one, and a bound
+    made of it lets every gradient pass.
+
+    Args:
+        model: what they train.
+        what: who began, for the message.
+        one: digest of the weights of the first.
+        others: of the others.
+
+    Raises:
+        WorkloadError: if one began with other weights.
+    """
+    if {one} != {one, *others}:
+        raise resolve_workload(model).refuse(
+            "model",
+            f"gave {what} different weights after the same torch.manual_seed: what "
+            "does not begin equal cannot be compared",
+        )
+
+
 def _is_half(scenario: Scenario, variant: Variant) -> bool:
     dtype = scenario.parsed_precision.compute_dtype
     return dtype != torch.float32 and not variant.double
@@ -235,6 +263,7 @@ def _train(
         gradients=tuple(run.gradients),
         updates=tuple(run.updates),
         start=run.start,
+        initial=run.initial,
         norms=tuple(run.norms),
         counts=tuple(run.counts),
         choices=tuple(run.choices),
@@ -252,6 +281,7 @@ class ReferenceRun:
         dtype = torch.float64 if variant.double else torch.float32
         self.workload = resolve_workload(key.model)
         model = initial_model(key.model, key.seed, key.training)
+        self.initial = digest_of_weights(model)
         if self.precision.convert is not None and not variant.double:
             model = self.precision.convert(model)
         # not .to(dtype), which also casts complex buffers to real
@@ -593,7 +623,7 @@ def rows_apart(model: str) -> bool:
     Args:
         model: a name of the fixtures, or the spec of a workload.
     """
-    losses, gradients = [], []
+    losses, gradients, starts = [], [], []
     workload = resolve_workload(model)
     for variant in (TRUTH, Variant(double=True, reverse_rows=True, parts=4)):
         key = _Key(
@@ -609,6 +639,8 @@ def rows_apart(model: str) -> bool:
             return False
         losses.append(run.losses[0])
         gradients.append(run.gradients[0])
+        starts.append(run.initial)
+    check_equal_start(model, "two references", starts[0], starts)
     if workload.micro_batches is not None and not (
         abs(losses[0] - losses[1]) <= ROUNDING * abs(losses[0])
     ):

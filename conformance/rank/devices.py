@@ -1,4 +1,4 @@
-"""Devices: where ranks keep their tensors, with which backend, and the limits.
+"""Devices: where ranks keep their tensors, with which backend, and what they share.
 
     device   shared   backend   ranks
     cpu      no       gloo      as many as asked for
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ...multiprocess import WorldSpec
-from ...multiprocess.spec import Backend, Device
+from ...multiprocess.spec import Backend, Device, Isolation
 from ..status import UsageError
 from . import PRELOAD
 
@@ -31,6 +31,8 @@ class Devices:
     device: Device = "cpu"
     share: bool = False
     """Whether several ranks may have one GPU."""
+    isolation: Isolation = "pool"
+    """What a run shares with the one before: its processes, or nothing ("process")."""
 
     def __post_init__(self) -> None:
         if self.share and self.device != "cuda":
@@ -45,7 +47,8 @@ class Devices:
     def options(self) -> Sequence[str]:
         """The options of the command line that choose these devices."""
         chosen = [] if self.device == "cpu" else ["--device", self.device]
-        return [*chosen, *(["--share-gpus"] if self.share else [])]
+        fresh = [] if self.isolation == "pool" else ["--isolation", self.isolation]
+        return [*chosen, *(["--share-gpus"] if self.share else []), *fresh]
 
     def spec(self, world: int, timeout_s: float) -> WorldSpec:
         """A world of ``world`` ranks on these devices."""
@@ -55,6 +58,7 @@ class Devices:
             device=self.device,
             share_devices=self.share,
             timeout_s=timeout_s,
+            isolation=self.isolation,
             preload=PRELOAD,
         )
 

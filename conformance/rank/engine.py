@@ -49,11 +49,18 @@ from ..space.workload_checks import differentiates_in_forward
 from .layout_checks import check_layout, check_share, same_everywhere
 from .local_parts import LocalPart, check_values, full_name, read_local_parts
 from .modules import modules_in
-from .observe import local_part
+from .observe import digest, local_part
 from .routing import Choices
 from .torch_internals import set_loss_function
 
-__all__ = ["Engine", "build_engine", "initial_model", "shard_id", "write_values"]
+__all__ = [
+    "Engine",
+    "build_engine",
+    "digest_of_weights",
+    "initial_model",
+    "shard_id",
+    "write_values",
+]
 
 Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
 MICRO_BATCHES = 2
@@ -76,6 +83,8 @@ class Engine:
     """Name in the full model -> parameter on this rank."""
     whole: dict[str, Tensor]
     """Name -> the initial full parameter."""
+    initial: str
+    """Digest of these."""
     trained: frozenset[str]
     """Names of the full model's parameters that require a gradient."""
     index: dict[str, NDArray[np.int64]]
@@ -439,6 +448,12 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
     return model
 
 
+def digest_of_weights(model: nn.Module) -> str:
+    """Digest of all parameters: equal for the models of references and ranks."""
+    bits = [f"{name} {digest(p)}" for name, p in model.named_parameters()]
+    return hashlib.blake2b("\n".join(bits).encode(), digest_size=8).hexdigest()
+
+
 def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Engine:
     """Lay the scenario's model out over ``mesh`` and make its optimizer."""
     workload, training = scenario.workload, scenario.parsed_recipe.training
@@ -447,6 +462,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         same_everywhere(workload, "model", dict(model.named_parameters()))
     # clones: element numbers overwrite the parameters below
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    initial = digest_of_weights(model)
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     parallel = scenario.parsed_topology.parallel
     weights_of = workload.weights if parallel else None
@@ -490,6 +506,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         mesh=mesh,
         parameters=parameters,
         whole=values,
+        initial=initial,
         trained=trained,
         index=index,
         optimizers=[] if own_step else _make_optimizers(scenario, parameters),

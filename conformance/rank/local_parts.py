@@ -147,7 +147,16 @@ def _local_part(
         if value.shape != shape:
             text = f"gave {name} with shape {list(value.shape)}, {expected}"
             raise workload.refuse(call, text)
-        return LocalPart(value, numbers_laid_out_as(value))
+        places, held = numbers_laid_out_as(value), local(value).numel()
+        if len(places) != held:
+            raise workload.refuse(
+                call,
+                f"gave {name} as a DTensor with {held} local elements, where its "
+                f"placements give {len(places)}, so they do not say which: for "
+                "an uneven layout of your own give (its local tensor, slices of the "
+                "whole)",
+            )
+        return LocalPart(value, places)
     pair = isinstance(value, tuple | list) and len(value) == 2
     if not pair or not isinstance(value[0], Tensor) or isinstance(value[0], DTensor):
         raise workload.refuse(

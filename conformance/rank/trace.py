@@ -163,7 +163,7 @@ class StepTrace:
     """Reductions of gradients, where a dtype is promised: from backward to the step."""
     checked_sum: tuple[float, float] | None = None
     """Result and expectation of the checked all-reduce after the step; the result is
-    nan where it did not come back in time."""
+    nan where it was lost."""
     gradients: dict[str, Floats] = field(default_factory=dict)
     """Unscaled local gradients as the optimizer saw them, flattened."""
     places: dict[str, NDArray[np.int64]] = field(default_factory=dict)
@@ -245,6 +245,8 @@ class RankTrace:
     """Per optimizer: names of its parameters."""
     reduce_dtype: str = ""
     """In which dtype the workload promises to reduce gradients; empty: no promise."""
+    initial: str = ""
+    """Digest of the whole model's weights before the layout."""
     start: dict[str, Floats] = field(default_factory=dict)
     """Parameter name -> local elements before the first step, flattened."""
     steps: list[StepTrace] = field(default_factory=list)

@@ -8,6 +8,7 @@ their effect, and one checked collective.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -52,8 +53,10 @@ __all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
 
 Around = Callable[[Engine, int], AbstractContextManager[None]]
 """(engine, step) -> a context in which the step is made."""
-CHECK_TIMEOUT = timedelta(seconds=10)
-"""How long the checked collective may take before it counts as lost."""
+ASK_EVERY_S = 0.05
+"""How often a rank that waits for the checked collective asks what others got."""
+RIGHT, WRONG = "right", "wrong"
+"""What a rank says of its checked sum."""
 UNLIMITED = timedelta(hours=24)
 """Longer than any deadline of the parent, which finds the rank that hangs."""
 
@@ -97,6 +100,7 @@ def observe_rank(
             index=engine.index,
             shards={name: shard_id(index) for name, index in engine.index.items()},
             owned=engine.owned,
+            initial=engine.initial,
             start={name: floats(part) for name, part in engine.local_tensors().items()},
         )
         trace.reduce_dtype = str(promised_dtype(scenario) or "").removeprefix("torch.")
@@ -202,19 +206,36 @@ def _run_step(
 def checked_collective(
     rank: int, step: int, device: torch.device
 ) -> tuple[float, float]:
-    """All-reduce with a known sum; a stray collective would pair with it."""
+    """All-reduce with a known sum; a stray collective would pair with it.
+
+    A rank whose peers are late waits for them, up to the limit of the run. It is lost,
+    and nan, where it failed, or where another rank got a wrong sum, so that this one
+    may have no partner.
+    """
     ranks = dist.get_world_size()
     value = torch.tensor([(rank + 1.0) * (step + 1.0)], device=device)
     want = (step + 1.0) * ranks * (ranks + 1) / 2
-    # async, because only wait() takes a limit for one call; the limit of the group
-    # holds for all
     work = dist.all_reduce(value, async_op=True)
+    assert work is not None  # None only for ranks outside of the group
+    pause_s = ASK_EVERY_S / 1024
+    while not work.is_completed():
+        if pause_s > ASK_EVERY_S and _one_says_wrong(step):
+            return math.nan, want
+        time.sleep(min(pause_s, ASK_EVERY_S))
+        pause_s *= 2
     try:
-        assert work is not None  # None only for ranks outside of the group
-        work.wait(CHECK_TIMEOUT)
-    except RuntimeError:  # lost: recorded as nan, which no expectation equals
+        work.wait()
+    except RuntimeError:
         return math.nan, want
     return value.item(), want
+
+
+def _one_says_wrong(step: int) -> bool:
+    """Whether a rank has said that its checked sum of this step is wrong."""
+    world = current_world()
+    keys = [f"checked/{step}/{rank}" for rank in range(world.size)]
+    said = [key for key in keys if world.store.check([key])]
+    return any(world.store.get(key).decode() == WRONG for key in said)
 
 
 def all_say_right(seen: StepTrace) -> bool:
@@ -227,8 +248,8 @@ def all_say_right(seen: StepTrace) -> bool:
     assert seen.checked_sum is not None
     world = current_world()
     right = seen.checked_sum[0] == seen.checked_sum[1]
-    world.store.set(f"checked/{seen.step}/{world.rank}", "right" if right else "wrong")
+    world.store.set(f"checked/{seen.step}/{world.rank}", RIGHT if right else WRONG)
     keys = [f"checked/{seen.step}/{rank}" for rank in range(world.size)]
     world.store.wait(keys, UNLIMITED)
     answers = [world.store.get(key) for key in keys]
-    return all(answer == b"right" for answer in answers)
+    return all(answer.decode() == RIGHT for answer in answers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -131,7 +131,12 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
     return trace
 
 
-def why_not_run(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
+def why_not_run(
+    failure: WorldFailure,
+    spec: str,
+    scenario: Scenario,
+    alone: Callable[..., str],
+) -> str:
     """Why a workload could not run the scenario, or the empty string.
 
     Meshes with an axis at size 1, frozen parameters, recomputation, a second layout and
@@ -140,6 +145,12 @@ def why_not_run(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
     parameters without gradients or on such a mesh, where a schedule written by hand may
     wait for a stage that does not exist, nor one of a pass that a module does not
     support in its own ``no_sync()``.
+
+    Args:
+        failure: of the world.
+        spec: the judged scaler, or ``none``.
+        scenario: what the world was to train.
+        alone: calls a function on one process.
     """
     error, recipe = failure.root.exception, scenario.parsed_recipe
     frozen = recipe.training.frozen
@@ -161,10 +172,10 @@ def why_not_run(failure: WorldFailure, spec: str, scenario: Scenario) -> str:
     trained = error.call == "train_step" and tried and "train_step: raised" in text
     deferred = recipe.defer_sync and error.call in ("forward", "backward")
     known = laid_out or trained or deferred
-    return text if known else _why_not_alone(scenario)
+    return text if known else alone(why_not_alone, scenario)
 
 
-def _why_not_alone(scenario: Scenario) -> str:
+def why_not_alone(scenario: Scenario) -> str:
     """Why one process cannot run a half precision either, or the empty string.
 
     The precision is the judge's choice, and torch has operations that refuse it.

@@ -1,22 +1,40 @@
-"""Place: the source of ranks, the pool of this process or torchrun's processes."""
+"""Place: the source of ranks, the pool of this process or torchrun's processes.
+
+[Note: One process]
+What trains, draws or seeds on one process (references, checks of a workload) runs on a
+rank of its own beside the worlds, and never in the process that judges: torch's global
+generator, default dtype and autocast are one for all threads of a process, and user
+code may crash. That rank is warm, so it keeps what is cached.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ...multiprocess import Cluster, WorldFailure
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
+from .failures import root_cause
 
 if TYPE_CHECKING:
     from ...multiprocess.elastic.agent import Agent
 
-__all__ = ["Place", "Pool", "Torchrun", "place_of"]
+__all__ = ["AloneError", "Place", "Pool", "Torchrun", "place_of"]
+
+T = TypeVar("T")
+TRAININGS = 16
+"""A call on one process may take so many times the limit of a scenario: a case has up
+to 11 references, and each trains what all ranks train together."""
+
+
+class AloneError(Exception):
+    """The rank beside the worlds did not answer: it crashed, or took too long."""
 
 
 class Place:
@@ -27,6 +45,8 @@ class Place:
         self.timeout_s = timeout_s
         self._worlds: dict[int, BaseCluster] = {}
         self._stack = ExitStack()
+        spec = replace(Devices().spec(1, TRAININGS * timeout_s), default_group=False)
+        self._alone = self._stack.enter_context(closing(Cluster.of(spec)))
 
     def __enter__(self) -> Self:
         return self
@@ -44,6 +64,26 @@ class Place:
         if world not in self._worlds:
             self._worlds[world] = self._make(world)
         return self._worlds[world]
+
+    def alone(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function on one process; see [Note: One process].
+
+        Args:
+            function: of a module; its calls wait for each other.
+            *args: sent to it.
+
+        Raises:
+            Exception: what the function raised.
+            AloneError: if its process was lost.
+        """
+        try:
+            (found,) = self._alone.run(function, *args)
+        except WorldFailure as failure:
+            if failure.root.exception is None:
+                text = f"on one process, without other ranks: {root_cause(failure)}"
+                raise AloneError(text) from failure
+            raise failure.root.exception from failure
+        return found
 
     def gpu_names(self) -> list[str]:
         """Names of the GPUs of this machine; empty if none is used."""

@@ -32,7 +32,7 @@ from ..report.records import (
 )
 from ..script.standalone import standalone_script
 from ..status import Number, UsageError, as_number
-from .launcher import Place
+from .launcher import AloneError, Place
 from .runner import Case
 
 __all__ = ["Recorder", "case_record", "command_line", "make_header", "replay_command"]
@@ -144,20 +144,20 @@ class Recorder:
     a scenario names.
     """
 
-    def __init__(self, devices: Devices) -> None:
-        self.devices = devices
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self._shown: set[tuple[str, str]] = set()
 
     def record(self, case: Case) -> CaseRecord:
         """The record of ``case``."""
-        record = case_record(case, self.devices)
+        record = case_record(case, self.place.devices)
         broken = {(case.scaler, v.law) for v in case.verdicts if v.status == "fail"}
         # empty where nothing is broken
         if broken <= self._shown:
             return record
         try:
-            script = standalone_script(case.scenario, case.scaler)
-        except UsageError:  # not every scenario has a script
+            script = self.place.alone(standalone_script, case.scenario, case.scaler)
+        except (UsageError, AloneError):  # not every scenario has a script
             return record
         self._shown |= broken
         return msgspec.structs.replace(record, script=script)

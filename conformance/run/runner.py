@@ -1,13 +1,12 @@
 """Runner: scenarios x scalers on warm clusters -> judged cases.
 
-Worlds are kept by size, the runs without a scaler by scenario, references by their
-schedule; each is made once and shared by all scalers.
+Worlds are kept by size, the last runs without a scaler by scenario, references by their
+schedule; each is made once and shared by all scalers of a scenario.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,6 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
-import torch
 
 from ...fixtures import WorkloadError, is_workload
 from ...multiprocess import WorldFailure
@@ -46,7 +44,7 @@ from ..report.records import Location
 from ..space.scenario import Scenario
 from ..status import Status, Verdict, case_status
 from .failures import ran_out_of_time, root_cause, traces_of, why_not_run
-from .launcher import Place, Pool
+from .launcher import AloneError, Place, Pool
 
 __all__ = ["Case", "Phases", "Runner"]
 
@@ -54,6 +52,9 @@ _LOGGER = logging.getLogger(__name__)
 BEHIND = 3
 """Number of cases whose ranks have ended and that wait to be judged: a case keeps its
 traces in memory until then."""
+CONTROLS = 4
+"""Number of runs without a scaler that are kept: the scalers of a scenario come one
+after another, and scenarios hardly share them (3 of 224 in all presets)."""
 TRIES = 3
 """How often a run is made until the reference's choices fit it."""
 Phases = tuple[tuple[RankTrace, ...], ...]
@@ -126,15 +127,16 @@ class _Seen:
         return self.complete and bool(demanded_schedule(*self.phases).settings)
 
     @contextmanager
-    def broken(self) -> Iterator[None]:
+    def broken(self, place: Place) -> Iterator[None]:
         """Turn an exception into this case's problem, so that the run continues."""
         try:
             yield
-        # a fault of the workload's layout that only all ranks together show
-        except WorkloadError as error:
+        # a fault that the reference, or only all ranks together show
+        except (WorkloadError, AloneError) as error:
             self.problem, self.error = str(error), error
         except WorldFailure as failure:
-            if cannot := why_not_run(failure, self.spec, self.scenario):
+            cannot = why_not_run(failure, self.spec, self.scenario, place.alone)
+            if cannot:
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
             self.problem, self.error = root_cause(failure), failure
@@ -143,6 +145,15 @@ class _Seen:
             _LOGGER.exception("the judge broke in %s", self.scenario.id)
             self.problem = f"the judge broke: {type(error).__name__}: {error}"[:400]
             self.error = error
+
+
+@dataclass(kw_only=True)
+class _Control:
+    """A run without a scaler."""
+
+    phases: Phases
+    differs: str | None = None
+    """Where a second such run differs bitwise; empty: nowhere; None: not yet made."""
 
 
 class Runner:
@@ -169,11 +180,9 @@ class Runner:
         self.localises = localises
         self._localised: set[tuple[str, str, str]] = set()
         self.place = place or Pool(Devices(), timeout_s)
-        self._controls: dict[Scenario, Phases] = {}
-        self._control_differs: dict[Scenario, str] = {}
+        self._controls: dict[Scenario, _Control] = {}
         self._stacks: dict[Scenario, Case | None] = {}
-        # references draw from torch's global generator: one at a time
-        self._training = threading.Lock()
+        self._chooses: dict[str, bool] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -224,9 +233,9 @@ class Runner:
     ) -> None:
         """Judge all ``pairs`` in order; cases are judged while the next ones train.
 
-        Ranks are processes and references train in a thread: one after the other they
-        would leave half of two cores idle. Of one case the ranks take longer and of
-        another the references, so the thread may be some cases behind.
+        References train on a rank beside the worlds: one after the other they would
+        leave half of two cores idle. Of one case the ranks take longer and of another
+        the references, so the thread that waits for these may be some cases behind.
 
         Args:
             pairs: (``module:attribute``, what to train).
@@ -234,10 +243,6 @@ class Runner:
             end: called with each judged case, in order and in any thread; True ends the
                 run.
         """
-        pairs = list(pairs)
-        for name in {scenario.model for _, scenario in pairs}:
-            # seeds torch's global generator, so not while a judge trains references
-            chooses_in_forward(name)
         behind: deque[Future[Case | None]] = deque()
         held = stopped = False
 
@@ -288,7 +293,7 @@ class Runner:
         if reason := self.place.not_runnable(ranks):
             seen.case = _not_run(spec, scenario, reason)
             return seen
-        with seen.broken():
+        with seen.broken(self.place):
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
@@ -301,7 +306,7 @@ class Runner:
             # cannot skip
             compared = spec != NO_SCALER and scenario.faults == "none"
             if seen.complete and compared and scenario.parsed_precision.is_full:
-                seen.control = self._control_run(scenario)
+                seen.control = self._control_of(scenario).phases
                 # A second control is needed only after a difference: it may be the
                 # control's.
                 if first_difference(seen.control, seen.phases):
@@ -319,7 +324,7 @@ class Runner:
         start = time.monotonic()
         evidence: Evidence | None = None
         verdicts: list[Verdict] = []
-        with self._training, seen.broken():
+        with seen.broken(self.place):
             if not seen.problem:
                 evidence = self._evidence(seen, parity)
                 verdicts = judge(evidence)
@@ -351,8 +356,9 @@ class Runner:
         phases = [*before, evidence.ranks]
         try:
             watched = self._watched(case.scaler, scenario, step)
-            with self._training, _threads(self.place.threads):
-                found = locate(scenario, phases, evidence.parity, step, watched)
+            found = self.place.alone(
+                locate, scenario, phases, evidence.parity, step, watched
+            )
         # localisation is extra: without it the verdict stands
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
@@ -375,12 +381,9 @@ class Runner:
 
     def _evidence(self, seen: _Seen, measured: bool) -> Evidence:
         scenario, phases = seen.scenario, seen.phases
-        check_whole(scenario, phases[-1])
-        parity: Parity | None = None
         random = scenario.parsed_recipe.training.random
-        if seen.complete and measured and not random:
-            with _threads(self.place.threads):
-                parity = measure_parity(scenario, *phases)
+        due = seen.complete and measured and not random
+        parity = self.place.alone(_on_one_process, scenario, phases, due)
         evidence: Evidence | None = None
         for number, traces in enumerate(phases):
             evidence = Evidence(
@@ -391,6 +394,7 @@ class Runner:
                 first_try=seen.first_try,
                 uninterrupted=seen.uninterrupted,
                 parity=parity,
+                device=self.place.devices.device,
                 scaler=seen.spec != NO_SCALER,
                 before=evidence,
             )
@@ -409,10 +413,13 @@ class Runner:
             self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
         return self._stacks[alone]
 
-    def _control_run(self, scenario: Scenario) -> Phases:
+    def _control_of(self, scenario: Scenario) -> _Control:
         key = _without_scaler(scenario)
         if key not in self._controls:
-            self._controls[key] = tuple(self._followed(NO_SCALER, key))
+            made = _Control(phases=tuple(self._followed(NO_SCALER, key)))
+            while len(self._controls) >= CONTROLS:
+                self._controls.pop(next(iter(self._controls)))
+            self._controls[key] = made
         return self._controls[key]
 
     def _compare_controls(self, scenario: Scenario) -> str:
@@ -420,11 +427,11 @@ class Runner:
 
         Without this check a nondeterministic kernel would accuse the scaler.
         """
-        key = _without_scaler(scenario)
-        if key not in self._control_differs:
-            again = tuple(self._followed(NO_SCALER, key))
-            self._control_differs[key] = first_difference(self._control_run(key), again)
-        return self._control_differs[key]
+        control = self._control_of(scenario)
+        if control.differs is None:
+            again = tuple(self._followed(NO_SCALER, _without_scaler(scenario)))
+            control.differs = first_difference(control.phases, again)
+        return control.differs
 
     def _run_ranks(self, spec: str, scenario: Scenario) -> Phases:
         """The traces of each phase, up to the first that failed."""
@@ -432,7 +439,7 @@ class Runner:
             return self.traces(spec, scenario)
         try:
             # without a scaler the judged run is the control: it trains once
-            return self._control_run(scenario)
+            return self._control_of(scenario).phases
         except WorldFailure as failure:
             return (traces_of(failure, judged=False),)
 
@@ -446,7 +453,7 @@ class Runner:
         """
         # with random layers on, scores are random, too: no choice to make again
         random = scenario.parsed_recipe.training.random
-        if random or not chooses_in_forward(scenario.model):
+        if random or not self._chooses_in_forward(scenario.model):
             return self._phases(spec, scenario)
         scale = 1.0 if spec == NO_SCALER else scenario.init_scale
         steps = scenario.steps
@@ -456,8 +463,7 @@ class Runner:
             idle=(Idle(),) * steps,
         )
         for _ in range(TRIES):
-            with self._training, _threads(self.place.threads):
-                choices = expected_choices(scenario, schedule)
+            choices = self.place.alone(expected_choices, scenario, schedule)
             phases = tuple(self._phases(spec, scenario, choices))
             found = followed_schedule(scenario, *phases)
             if replace(found, scales=schedule.scales) == schedule:
@@ -465,6 +471,12 @@ class Runner:
             # with other choices it may skip other steps, so it is compared again
             schedule = found
         return phases
+
+    def _chooses_in_forward(self, model: str) -> bool:
+        # once: that process may train references when the next run asks
+        if model not in self._chooses:
+            self._chooses[model] = self.place.alone(chooses_in_forward, model)
+        return self._chooses[model]
 
     def _phases(
         self,
@@ -494,6 +506,16 @@ class Runner:
                 return ranks.run(observe_modules, *given, step)
             saved = gathered(ranks.run(observe_rank, *given, True))
         raise AssertionError(f"no phase makes step {step}")
+
+
+def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:
+    """Compare a run with its references, if it is due.
+
+    Raises:
+        WorkloadError: if no rank holds some element of the model.
+    """
+    check_whole(scenario, phases[-1])
+    return measure_parity(scenario, *phases) if due else None
 
 
 def _align(traces: Sequence[RankTrace]) -> None:
@@ -527,20 +549,6 @@ def _unjudged(stack: Case) -> Case | None:
         return replace(stack, problem=text)
     undecided = _every_law(Status.INCONCLUSIVE, text)
     return replace(stack, verdicts=undecided, evidence=None)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Train the references with as many threads as the ranks have.
-
-    Threads change the order of sums: a bound would depend on the caller's settings.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:

@@ -30,7 +30,7 @@ from ..space.recipes import CONTROL_RECIPES
 from ..space.scenario import Scenario
 from ..space.workload_checks import check_workloads
 from ..status import EXIT_CODES, INTERRUPTED, UsageError, as_usage, case_status
-from .launcher import place_of
+from .launcher import AloneError, Place, place_of
 from .recorder import Recorder, command_line, make_header
 from .runner import Case, Runner
 from .spmd import REPORT_NOTE
@@ -79,13 +79,20 @@ class RunSettings:
         """The file of the report."""
         return self.report or (self.out or Path("parity-report")) / "report.jsonl"
 
-    def chosen(self) -> list[Scenario]:
+    def chosen(self, place: Place) -> list[Scenario]:
         """The scenarios to run.
+
+        Args:
+            place: has the process on which workloads are tried.
 
         Raises:
             UsageError: for unknown names or ids, parts that do not go together, or a
                 workload that breaks its protocol.
         """
+        with as_usage(AloneError):
+            return place.alone(RunSettings._chosen, self)
+
+    def _chosen(self) -> list[Scenario]:
         chosen = self._asked() if self.scenarios else self._selected()
         with as_usage(WorkloadError):
             check_workloads(chosen)
@@ -116,15 +123,14 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
     Raises:
         UsageError: for bad usage, before anything is started.
     """
-    scenarios = settings.chosen()
     scalers = list(dict.fromkeys(settings.scalers))
-    folder = os.getcwd()
-    for spec in scalers:
-        # before any rank starts: a wrong name is bad usage, exit code 2
-        load_scaler(spec, folder)
-    pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
-    path = settings.path
+    folder, path = os.getcwd(), settings.path
     with place_of(settings.devices, settings.timeout_s, agent) as place:
+        scenarios = settings.chosen(place)
+        for spec in scalers:
+            # before any world starts: a wrong name is bad usage, exit code 2
+            load_scaler(spec, folder)
+        pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
         place.check(
             [phase.world_size for scenario in scenarios for phase in scenario.phases]
         )
@@ -151,7 +157,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
         with ReportWriter(path, header) as writer:
             runner = Runner(folder=folder, place=place, localises=MAX_LOCALISED)
             code = _judge(settings, pairs, earlier, writer, console, runner)
-            _show(settings, console)
+            _show(settings, console, place)
     return code
 
 
@@ -171,7 +177,7 @@ def _judge(
     done = {record.key for record in records}
     left = [(spec, s) for spec, s in pairs if (spec, s.id) not in done]
     broken, code = "", None
-    recorder = Recorder(runner.place.devices)
+    recorder = Recorder(runner.place)
     with progress(console, len(left), quiet=settings.quiet) as ticker:
 
         def end(case: Case) -> bool:
@@ -212,7 +218,7 @@ def _exit_code(settings: RunSettings, records: Sequence[CaseRecord]) -> int:
     return EXIT_CODES[case_status(r.status for r in records if r.scaler in deciding)]
 
 
-def _show(settings: RunSettings, console: Console) -> None:
+def _show(settings: RunSettings, console: Console, place: Place) -> None:
     path, report = settings.path, read_report(settings.path)
     if not settings.quiet:
         print_report(console, report)
@@ -225,7 +231,7 @@ def _show(settings: RunSettings, console: Console) -> None:
         f"{of[0]}{f' and {len(of) - 1} more' if of[1:] else ''}: {why}"
         for why, of in reasons.items()
     ]
-    left_out = [] if settings.scenarios else not_tried(settings.selection)
+    left_out = [] if settings.scenarios else place.alone(not_tried, settings.selection)
     # a pass of what was tried must not look like a pass of everything
     lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
     lines.append(f"report: {path}")

@@ -60,16 +60,19 @@ class Suite:
             )
         self.config = config
         self.settings = _settings(options)
-        self.scenarios = self.settings.chosen()
+        self.place = Pool(self.settings.devices, self.settings.timeout_s)
+        self.scenarios = self.settings.chosen(self.place)
         self.scalers = list(dict.fromkeys(self.settings.scalers))
         for spec in self.scalers:
             load_scaler(spec, os.getcwd())
         # under xdist only the controller writes; its workers have a workerinput
         self.writes = not hasattr(config, "workerinput")
         self.summary: list[str] = []
-        self._runner: Runner | None = None
+        self._runner = Runner(
+            folder=os.getcwd(), place=self.place, localises=MAX_LOCALISED
+        )
         self._writer: ReportWriter | None = None
-        self._recorder = Recorder(self.settings.devices)
+        self._recorder = Recorder(self.place)
         self._seen: set[tuple[str, str]] = set()
         self._start = time.monotonic()
         if self.writes:  # once, not in every worker of xdist
@@ -97,7 +100,7 @@ class Suite:
 
     def judge(self, spec: str, scenario: Scenario) -> CaseRecord:
         """Judge one case on the clusters that all items share."""
-        return self._recorder.record(self._warm().run(spec, scenario))
+        return self._recorder.record(self._runner.run(spec, scenario))
 
     def plan(self, ids: Sequence[str]) -> None:
         """Begin the report, once it is known which items were chosen."""
@@ -110,7 +113,7 @@ class Suite:
             preset="ids" if self.settings.scenarios else self.settings.preset,
             seed=self.settings.selection.seed,
             arguments=(),
-            place=self._place(),
+            place=self.place,
             data=[scenario.dataset for scenario in self.scenarios],
         )
         words = ["pytest", *map(str, self.config.invocation_params.args)]
@@ -149,28 +152,17 @@ class Suite:
 
     def close(self) -> None:
         """End all ranks."""
-        if self._runner is not None:
-            self._runner.__exit__(None, None, None)
+        self._runner.__exit__(None, None, None)
 
     def _refuse_unfit(self) -> None:
         """Refuse scalers that cannot be judged, on ranks that the tests then use."""
         device = self.settings.devices.device
         try:
             for spec in self.scalers:
-                refuse_unfit(self._warm().place.ranks(1), spec, os.getcwd(), device)
+                refuse_unfit(self.place.ranks(1), spec, os.getcwd(), device)
         except UsageError:
             self.close()
             raise
-
-    def _warm(self) -> Runner:
-        if self._runner is None:
-            self._runner = Runner(
-                folder=os.getcwd(), place=self._place(), localises=MAX_LOCALISED
-            )
-        return self._runner
-
-    def _place(self) -> Pool:
-        return Pool(self.settings.devices, self.settings.timeout_s)
 
     def _path(self) -> Path:
         return self.settings.path
@@ -195,7 +187,11 @@ def _settings(options: Mapping[str, Any]) -> RunSettings:
         out=Path(out) if out else None,
         report=Path(report) if report else None,
         timeout_s=options["timeout-s"],
-        devices=Devices(device=options["device"], share=options["share-gpus"]),
+        devices=Devices(
+            device=options["device"],
+            share=options["share-gpus"],
+            isolation=options["isolation"],
+        ),
     )
 
 

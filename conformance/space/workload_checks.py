@@ -38,6 +38,7 @@ __all__ = [
     "check_workload",
     "check_workloads",
     "clip_norm_of",
+    "clips_by_norm",
     "counts_equal",
     "differentiates_in_forward",
     "needs_wide_tensors",
@@ -461,6 +462,13 @@ def _check_made_up(
         "no fp32 inside the model), or (sum, count). If it couples rows on "
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
         "the same for the whole batch and for the shares of the ranks",
+    )
+
+
+def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
+    """Whether gradients are clipped by their norm."""
+    return training.clip == "norm" or (
+        not training.clip and workload.clip_norm is not None
     )
 
 

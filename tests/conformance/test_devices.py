@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradparity.fixtures import DATASETS, MODELS, OPTIMIZERS, Batch, loss
 from gradparity.multiprocess import Cluster, WorldSpec
 from gradparity.multiprocess.elastic.membership import Member
 from gradparity.multiprocess.rank import worker
+from gradparity.tests.made_up import evidence, finding, row
 
 OURS = "gradparity.scaler:GradScaler"
 CUDA = Devices(device="cuda")
@@ -255,3 +256,20 @@ def test_ranks_share_a_gpu(tmp_path: Path, topology: str) -> None:
 def test_two_ranks_on_nccl(tmp_path: Path) -> None:
     options = ["--topology", "fsdp", "--topology", "tp"]
     assert run_on_gpu(tmp_path, *options) == ("nccl", "fsdp", "tp")
+
+
+def test_a_departure_from_a_reference_on_cuda_is_inconclusive() -> None:
+    """J16: the noise of the references is the CPU's."""
+    of = evidence()
+    assert of.parity is not None
+    of.parity.add(row("gradient", error=2.0))
+    of.ranks[1].steps[2].scale_after = 99.0
+    on_cuda = replace(of, device="cuda")
+    assert finding(of, "parity.gradient").status == "fail"
+    there = finding(on_cuda, "parity.gradient")
+    assert there.status == "inconclusive"
+    assert "that of cuda is not known: " in there.message
+    assert finding(of, "parity.gradient").message in there.message
+    # what compares no rounding is a failure there, too
+    assert finding(on_cuda, "agreement.scale").status == "fail"
+    assert finding(on_cuda, "parity.update").status == "pass"

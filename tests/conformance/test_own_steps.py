@@ -112,7 +112,8 @@ def test_a_step_that_hangs_on_one_rank_is_not_tried_there(
 ) -> None:
     hung = RankOutcome(rank=0, state=RankState.HUNG, message="waiting")
     scenario = at(workload, where)
-    found = why_not_run(WorldFailure((hung,), hung), spec, scenario)
+    failure = WorldFailure((hung,), hung)
+    found = why_not_run(failure, spec, scenario, lambda call, *args: call(*args))
     assert found == ("" if tried else "its train_step: rank 0: hung, waiting")
 
 

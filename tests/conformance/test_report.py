@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -345,6 +346,12 @@ def failing(scenario: str, *laws: str) -> Case:
     )
 
 
+@pytest.fixture(scope="module")
+def place() -> Iterator[Pool]:
+    with Pool(Devices(), 60.0) as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -353,15 +360,15 @@ def failing(scenario: str, *laws: str) -> Case:
         "fsdp/2/fp32/sgd/none/steps=2,recipe=resume-resharded",
     ],
 )
-def test_a_violation_comes_with_a_script(scenario: str) -> None:
-    record = Recorder(Devices()).record(failing(scenario, "agreement.scale"))
+def test_a_violation_comes_with_a_script(place: Pool, scenario: str) -> None:
+    record = Recorder(place).record(failing(scenario, "agreement.scale"))
     page = render_page(report_of(record))
     assert SCRIPT in page
     assert "from torch.amp import GradScaler" in page
 
 
-def test_the_first_case_of_each_broken_law_has_a_script() -> None:
-    recorder = Recorder(Devices())
+def test_the_first_case_of_each_broken_law_has_a_script(place: Pool) -> None:
+    recorder = Recorder(place)
     seen = [
         failing("ddp/2/fp32/sgd/none/seed=1", "agreement.scale"),
         failing("ddp/2/fp32/sgd/none/seed=2", "agreement.scale"),
@@ -373,11 +380,11 @@ def test_the_first_case_of_each_broken_law_has_a_script() -> None:
     assert there == [True, False, True, False, False]
 
 
-def test_the_page_and_the_record_have_no_script_for_unknown_names() -> None:
+def test_the_page_and_the_record_have_no_script_for_unknown_names(place: Pool) -> None:
     odd = msgspec.structs.replace(case(TORCH, "fail"), scenario="no id")
     assert SCRIPT not in render_page(report_of(odd))
     strange = dataclasses.replace(failing("ddp/2/fp32/sgd/none", "x.y"), scaler="a-b:c")
-    assert Recorder(Devices()).record(strange).script == ""
+    assert Recorder(place).record(strange).script == ""
 
 
 def test_a_cell_names_the_law_that_is_broken_first() -> None:
@@ -392,9 +399,9 @@ def test_a_cell_names_the_law_that_is_broken_first() -> None:
     assert cell([record]).endswith("step 0: update")
 
 
-def test_a_broken_harness_is_reported_once() -> None:
+def test_a_broken_harness_is_reported_once(place: Pool) -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
-    record = Recorder(Devices()).record(broke)
+    record = Recorder(place).record(broke)
     assert (record.status, record.verdicts) == ("error", ())
     assert [(v.law, v.status) for v in record.findings] == [(HARNESS, "error")]
     report = report_of(record)
@@ -408,11 +415,11 @@ def test_a_broken_harness_is_reported_once() -> None:
     assert markdown.render(report).count("rank 1: gone") == 2
 
 
-def test_compare_reports_a_broken_harness_once() -> None:
+def test_compare_reports_a_broken_harness_once(place: Pool) -> None:
     broke = dataclasses.replace(failing("ddp/2/fp32/sgd/none"), problem="rank 1: gone")
     good = failing("ddp/2/fp32/sgd/none", "scale.rule", "agreement.scale")
     broken_, judged = (
-        report_of(Recorder(Devices()).record(each)) for each in (broke, good)
+        report_of(Recorder(place).record(each)) for each in (broke, good)
     )
     where = "ddp/2/fp32/sgd/none  torch.amp:GradScaler"
     (change,) = compare(judged, broken_)

@@ -1,6 +1,8 @@
 """The runner on made-up ranks: what it does twice before it accuses anybody."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from gradparity.conformance.rank.trace import Problem, RankTrace
 from gradparity.conformance.rank.worker import JudgedError
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run.launcher import Place
-from gradparity.conformance.run.runner import BEHIND
+from gradparity.conformance.run.runner import BEHIND, CONTROLS
 from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
 from gradparity.tests.made_up import SCENARIO, rank_trace
 
@@ -40,6 +42,9 @@ class MadeUp(Place):
 
     def ranks(self, world: int) -> Any:
         return self
+
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
     def run(self, _: Any, scenario: Scenario, spec: str, *rest: Any) -> Traces:
         self.calls.append(spec)
@@ -196,6 +201,13 @@ def test_a_hang_is_told_with_its_function_and_the_ranks_that_wait(
     assert said(case, "liveness.completes")[1].startswith(words.format(how))
 
 
+def test_the_laws_know_on_which_device_the_ranks_compute() -> None:
+    place = MadeUp(scaler=[right])
+    place.devices = Devices(device="cuda")
+    found = judged(place).evidence
+    assert found is not None and found.device == "cuda"
+
+
 BITWISE = ("transparency.gradient", "transparency.bitwise")
 
 
@@ -240,6 +252,24 @@ def test_a_control_without_a_judged_scaler_is_made_once() -> None:
     runner = Runner(folder=".", place=place)
     runner.run(NO_SCALER, replace(SCENARIO, init_scale=8.0), parity=False)
     assert place.calls == [NO_SCALER]
+
+
+def test_traces_are_kept_for_few_scenarios() -> None:
+    """J17: 500 scenarios need no more memory than ten."""
+    made: list[weakref.ref[RankTrace]] = []
+
+    def noted() -> Traces:
+        traces = right()
+        made.extend(map(weakref.ref, traces))
+        return traces
+
+    runner = Runner(folder=".", place=MadeUp(scaler=[noted], control=[noted]))
+    for _, scenario in seeds(3 * CONTROLS):
+        runner.run(SCALER, scenario, parity=False)
+    gc.collect()
+    alive = sum(ref() is not None for ref in made)
+    assert alive == CONTROLS * SCENARIO.world_size
+    assert len(made) == 2 * 3 * CONTROLS * SCENARIO.world_size
 
 
 class Watched(Runner):

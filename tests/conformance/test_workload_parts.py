@@ -1,7 +1,7 @@
 """What each rank and each backward sees: shards, micro-batches, counts, idle layers."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Case, Runner, Scenario
@@ -51,6 +52,38 @@ class CountedByHooks(Counted):
     """No fault: gradients are averaged by hooks, in every backward."""
 
     parallelize = Right.parallelize
+
+
+class MakesAMeshOnce(Ddp):
+    """Its package keeps a mesh in a global and refuses to make another."""
+
+    meshes_made: ClassVar[list[DeviceMesh]] = []
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if self.meshes_made:
+            raise RuntimeError("the mesh is already initialized")
+        self.meshes_made.append(mesh)
+        return super().parallelize(model, mesh)
+
+
+class Uneven(Ddp):
+    """Its DTensors are cut otherwise than their placements say, as megatron-fsdp's."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.mesh = mesh
+        return model
+
+    def weights(self, stack: nn.Module) -> dict[str, Any]:
+        cut = slice(0, 3) if rank() == 0 else slice(3, None)
+        return {
+            name: DTensor.from_local(
+                *(p[cut], self.mesh, [Shard(0)]),
+                run_check=False,
+                shape=p.shape,
+                stride=p.stride(),
+            )
+            for name, p in stack.named_parameters()
+        }
 
 
 class MixesTokens(Right):
@@ -499,6 +532,13 @@ def test_a_wrong_stack_is_caught(runner: Runner, stack: type, recipe: str) -> No
         ),
         (CountsNothingLater, "loss: the counts of a step add up to 0 over all ranks"),
         (ShardIsATensor, "shard: returned Tensor, expected (inputs, targets)"),
+        (
+            Uneven,
+            # rank 0 holds 24, rank 1 40; either may be the first
+            "local elements, where its placements give 32, so they do not say which: "
+            "for an uneven layout of your own give (its local tensor, slices of the "
+            "whole)",
+        ),
     ],
 )
 def test_parts_that_are_not_the_batch_are_an_error(
@@ -605,3 +645,20 @@ def test_a_resolved_workload_has_only_the_calls_of_its_module() -> None:
     calls = ("shard", "micro_batches", "train_step", "weights", "gradients")
     assert not any(getattr(workload, n) for n in (*calls, "clip_norm", "reduce_dtype"))
     assert not workload.counted and resolve_workload(f"{MODULE}:Counted").counted
+
+
+def test_ranks_of_a_run_are_those_of_the_one_before_unless_they_are_isolated(
+    tmp_path: Path,
+) -> None:
+    """J19."""
+    text = f"dp2/2/fp32/own/none/model={MODULE}:MakesAMeshOnce,steps=2,seed="
+    ids = [f"--scenario={text}{seed}" for seed in range(2)]
+
+    def statuses(*options: str) -> list[str]:
+        main(
+            ["run", "--scaler=none", *ids, "--quiet", "--out", str(tmp_path), *options]
+        )
+        return [case.status for case in read_report(tmp_path / "report.jsonl").cases]
+
+    assert statuses() == ["pass", "error"]
+    assert statuses("--isolation", "process") == ["pass", "pass"]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gradparity.conformance import Runner
+from gradparity.conformance.judge.parity import measure_parity
 from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.space.scenario import Scenario
 from gradparity.multiprocess import Cluster
@@ -97,7 +99,7 @@ def test_a_wrong_walk_is_seen() -> None:
     assert missed(ran, ran) == missed(ran[::2], ran) == []
     assert missed([("a.py", "g"), ("a.py", "f")], ran) == ["a.py: f"]
     assert missed([("a.py", "k"), ("b.py", "h")], ran) == ["a.py: k"]
-    assert [len(walk) for walk in walks()] == [13, 10, 16, 10, 6]
+    assert [len(walk) for walk in walks()] == [13, 8, 4, 16, 10, 6]
 
 
 def lost_paths(text: str) -> list[str]:
@@ -147,10 +149,15 @@ def test_a_training_step(two: Cluster) -> None:
 
 
 def test_a_scenario(two: Cluster) -> None:
-    assert missed(walks()[2], two.run(scenario_on_a_rank)[0]) == []
+    assert missed(walks()[3], two.run(scenario_on_a_rank)[0]) == []
+    scenario = Scenario.parse(SCENARIO)
     with Runner(folder=os.getcwd()) as runner:
-        ran = called(runner.run, OURS, Scenario.parse(SCENARIO))
+        ran = called(runner.run, OURS, scenario)
+        other = replace(scenario, seed=1)  # whose references are not there yet
+        phases = runner.traces(OURS, other)
+        alone = runner.place.alone(called, measure_parity, other, *phases)
     assert missed(walks()[1], ran) == []
+    assert missed(walks()[2], alone) == []
 
 
 @pytest.mark.slow
@@ -161,7 +168,7 @@ def test_a_distributed_test(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
-    for kind, walk in (("parent", walks()[3]), ("rank", walks()[4])):
+    for kind, walk in (("parent", walks()[4]), ("rank", walks()[5])):
         found = [(ours(x[1]), x[2]) for x in lines if x[0] == kind and len(x) == 3]
         ran = found if kind == "parent" else found[::-1]
         assert missed(walk, ran) == [], ran

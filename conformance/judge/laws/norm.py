@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ...rank.trace import StepTrace
-from ...space.workload_checks import clip_norm_of
+from ...space.workload_checks import clips_by_norm
 from ..law import (
     ENOUGH,
     Evidence,
@@ -205,8 +205,8 @@ def factor(evidence: Evidence) -> Finding:
     """Compare gradients as the optimizer used them with the truth's unclipped ones."""
     scenario, parity = evidence.scenario, evidence.parity
     training = scenario.parsed_recipe.training
-    clips = parity.clip_norm if parity else clip_norm_of(scenario.workload, training)
-    if clips is None:
+    clips = clips_by_norm(scenario.workload, training)
+    if not (clips if parity is None else parity.clip_norm):
         return skipped("gradients are not clipped by their norm")
     if parity is None:
         return inconclusive(_STOPPED)

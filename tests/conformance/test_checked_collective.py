@@ -1,0 +1,40 @@
+"""The checked collective: a stray one is found, and a late rank is waited for."""
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradparity.conformance.rank.trace import StepTrace
+from gradparity.conformance.rank.worker import all_say_right, checked_collective
+from gradparity.multiprocess import Cluster, current_world
+
+CPU = torch.device("cpu")
+
+
+def checked(late_s: float = 0.0, *, strays: bool = False) -> tuple[float, bool]:
+    """What the last rank gets that comes late, or the first that sends a stray one."""
+    rank = current_world().rank
+    if rank == 1:
+        time.sleep(late_s)
+    if rank == 0 and strays:
+        stray = torch.full((1,), 100.0)
+        dist.all_reduce(stray, async_op=True)
+    seen = StepTrace(step=0)
+    seen.checked_sum = checked_collective(rank, 0, CPU)
+    return seen.checked_sum[0], all_say_right(seen)
+
+
+@pytest.mark.parametrize("late_s", [0.5, pytest.param(11.0, marks=pytest.mark.slow)])
+def test_a_rank_that_is_late_is_waited_for(two: Cluster, late_s: float) -> None:
+    assert two.run(checked, late_s) == [(3.0, True)] * 2
+
+
+def test_a_collective_without_a_partner_is_lost_and_all_know() -> None:
+    with Cluster(2, timeout_s=60) as cluster:
+        (first, one), (second, other) = cluster.run(checked, strays=True)
+    assert math.isnan(first)
+    assert second == 102.0
+    assert (one, other) == (False, False)
