@@ -242,6 +242,16 @@ def _train(
     )
 
 
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """A user's model or optimizer may compile: what compiles is judged, and not here.
+
+    The modes of a reference then never meet compiled code either.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 class ReferenceRun:
     """One reference training in progress."""
 
@@ -279,6 +289,7 @@ class ReferenceRun:
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
 
+    @_uncompiled()
     def step(
         self,
         step: int,

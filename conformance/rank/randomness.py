@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from .observe import digest
 from .torch_internals import (
     AsyncCollectiveTensor,
-    TorchDispatchMode,
+    Observer,
     arguments_of,
     in_backward,
     overload_of,
@@ -42,7 +42,7 @@ _APPLIES = {"gather", "index", "index_select", "masked_fill_", "where"}
 matrices, since random matrices are parameters and not noise."""
 
 
-class DrawLog(TorchDispatchMode):
+class DrawLog(Observer):
     """Notes the random numbers that are drawn while it is active, in order.
 
     A dispatch mode sees every call of a random operator, torch's own layers and a

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "Observer",
     "TorchDispatchMode",
     "arguments_of",
     "current_node",
@@ -32,6 +33,22 @@ __all__ = [
     "set_loss_function",
     "set_timeout",
 ]
+
+
+class Observer(TorchDispatchMode):
+    """A dispatch mode around a user's code, of which ``torch.compile`` must not know.
+
+    Under any other mode Dynamo leaves a function uncompiled, for the life of the
+    process, and raises where the user has asked for one whole graph; and torch refuses
+    higher-order operators, such as flex attention.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled is compiled as without the mode, and then run under it."""
+        return True
 
 
 def in_backward() -> bool:
