@@ -453,6 +453,7 @@ class ReferenceRun:
             return batch
         return batch.map(lambda t: t.double() if t.is_floating_point() else t)
 
+    @_uncompiled()
     def one_pass(self, part: Batch, factor: float) -> None:
         """Forward and backward of a given micro-batch, without a step."""
 
