@@ -1,7 +1,7 @@
 """Workloads whose parts are compiled; those of ``Wrong`` compile with a wrong backend.
 
-``one_percent`` makes every output of what it compiles 1 % too large: a run that compiles
-departs from the reference, and one that quietly runs eager code does not.
+``one_percent`` makes every output of what it compiles 1 % too large: a run that does
+compile departs from the reference, and one that quietly runs eager code does not.
 """
 
 from collections.abc import Callable, Iterator
@@ -109,9 +109,7 @@ class OwnStep(Blocks):
         self, stack: Any, micro_batches: list[Batch], scaler: object
     ) -> float:
         stack.optimizer.zero_grad()
-        losses = [
-            self.loss(stack(x), y) / len(micro_batches) for x, y in micro_batches
-        ]
+        losses = [self.loss(stack(x), y) / len(micro_batches) for x, y in micro_batches]
         sum(losses, torch.zeros(())).backward()
         stack.optimizer.step()
         return float(sum(losses))
