@@ -5,6 +5,7 @@ compile departs from the reference, and one that quietly runs eager code does no
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +57,12 @@ class Compiled(Right):
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self.compile(model)
-        return super().parallelize(model, mesh)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, n=name: self.reduce(n, p, mesh["dp"])
+                )
+        return model
 
     def compile(self, model: nn.Module) -> None:
         for module in self.compiled(model):
@@ -176,3 +182,76 @@ class WrongOwnStep(OwnStep):
 
 class WrongCompiledOptimizer(CompiledOptimizer):
     backend = staticmethod(one_percent)
+
+
+class WrongOnce(WrongBlocks):
+    """A guard on a number that differs from run to run."""
+
+    made = 0
+
+    def model(self) -> nn.Module:
+        WrongOnce.made += 1
+        found = nn.Sequential(
+            nn.Linear(8, WIDTH), Numbered(WrongOnce.made), nn.Linear(WIDTH, 4)
+        )
+        return found
+
+
+class Numbered(Block):
+    """A block with a number, on which its graph is specialised."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.number else x
+
+
+class Inductor(FullyShard):
+    """No fault: blocks become machine code."""
+
+    backend: Backend = "inductor"
+
+
+class InTurns(Blocks):
+    """No fault: a forward for each of two optimizers, one after the other."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = super().parallelize(model, mesh)
+        named = [*made.named_parameters()]
+        return Parts(made, [self.optimizer(part) for part in (named[:6], named[6:])])
+
+    def weights(self, stack: "Parts") -> dict[str, Tensor]:
+        return dict(stack.module.named_parameters())
+
+    def train_step(
+        self, stack: "Parts", micro_batches: list[Batch], scaler: object
+    ) -> None:
+        for optimizer in stack.optimizers:
+            stack.module.zero_grad()
+            for x, y in micro_batches:
+                (self.loss(stack.module(x), y) / len(micro_batches)).backward()
+            optimizer.step()
+
+
+@dataclass
+class Parts:
+    module: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+
+
+class Dropping(Blocks):
+    """No fault: a compiled block has a dropout, and another one stands beside it."""
+
+    def model(self) -> nn.Module:
+        block = Block()
+        block.down = nn.Sequential(block.down, nn.Dropout(0.4))  # type: ignore[assignment]
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), block, nn.Dropout(0.4), nn.Linear(WIDTH, 4)
+        )
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = super().parallelize(model, mesh)
+        torch.manual_seed(100 + mesh.get_local_rank("dp"))
+        return made

@@ -357,7 +357,8 @@ class _Watch:
             self._keep(boundary, tensor)
             if not tensor.requires_grad:
                 return tensor
-            # a view per module: gradients that other modules add to the tensor stay out
+            # a view per module: gradients that other modules add to the tensor stay
+            # out. Sums are then rounded otherwise: no verdict rests on a watched run
             own = tensor.view_as(tensor)
             self._on_gradient(own, boundary, INPUT_GRADIENT)
             return own

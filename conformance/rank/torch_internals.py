@@ -28,6 +28,7 @@ __all__ = [
     "in_backward",
     "input_shapes",
     "makes_view",
+    "nodes_made",
     "overload_of",
     "ranks_of",
     "set_loss_function",
@@ -59,6 +60,12 @@ def in_backward() -> bool:
 def current_node() -> Any:
     """The node of the autograd graph that runs in this thread, or None."""
     return torch._C._current_autograd_node()
+
+
+def nodes_made() -> int:
+    """How many nodes of the autograd graph were made in this thread so far."""
+    made: int = torch._C._autograd._get_sequence_nr()
+    return made
 
 
 def input_shapes(node: Any) -> list[tuple[int, ...]]:

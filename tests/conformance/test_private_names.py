@@ -24,6 +24,7 @@ ROOM = Path(gradparity.conformance.__file__).parent
 PRIVATE = {
     *("_resolve_process_group", "_set_pg_timeout", "_functional_collectives"),
     *("_current_graph_task_id", "_current_autograd_node", "_input_metadata"),
+    "_get_sequence_nr",
     *("_schema", "_overloadname", "_python_dispatch", "_distributed_c10d", "_C"),
     "_loss_fn",
 }
@@ -53,6 +54,11 @@ def test_private_names_of_autograd_work() -> None:
     y.sum().backward()
     assert seen == [(True, [(2, 3)])]
     assert not internals.in_backward()
+    made = internals.nodes_made()
+    x.detach() * 2
+    assert internals.nodes_made() == made
+    x * 2
+    assert internals.nodes_made() > made
 
 
 def test_private_names_of_operators_work() -> None:
