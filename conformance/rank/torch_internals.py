@@ -29,7 +29,6 @@ __all__ = [
     "input_shapes",
     "makes_view",
     "nodes_made",
-    "overload_of",
     "ranks_of",
     "set_loss_function",
     "set_timeout",
@@ -82,12 +81,6 @@ def makes_view(func: Any) -> bool:
     """Whether an operator's first result shares memory with an argument, unwritten."""
     alias = func._schema.returns[0].alias_info
     return alias is not None and not alias.is_write
-
-
-def overload_of(func: Any) -> str:
-    """The name of an operator's overload, such as ``p`` of ``bernoulli.p``."""
-    name: str = func._overloadname
-    return name
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -267,13 +267,20 @@ def test_draws_in_no_call_are_counted_and_a_state_that_is_restored_is_none() -> 
     assert log.outside == 0
 
 
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.source)
+
+
 def test_a_generator_of_a_module_is_seen_beside_torchs() -> None:
-    layer = Layer(lambda x: x * torch.rand(x.shape, generator=layer.own))
-    layer.own = torch.Generator()  # type: ignore[assignment]  # no module
-    states = []
+    layer, states = OwnGenerator(), []
     for seed in (0, 1):  # of torch's, which it does not use
         torch.manual_seed(seed)
-        layer.own.manual_seed(5)
+        layer.source.manual_seed(5)
         (seen,) = draws(layer)
         states.append(seen.state)
     assert states[0] == states[1]
