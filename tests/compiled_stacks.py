@@ -4,6 +4,7 @@
 compile departs from the reference, and one that quietly runs eager code does not.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradparity.tests.stacks import Batch, Named, Right
+from gradparity.tests.stacks import Batch, Right
+from gradparity.tests.stacks import Named as NamedParameters
 
 WIDTH = 32
 Backend = str | Callable[..., Any]
@@ -157,7 +159,7 @@ class CompiledOptimizer(Compiled):
     def compile(self, model: nn.Module) -> None:
         pass
 
-    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+    def optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         return EightBit([p for _, p in parameters], self.backend)
 
 
@@ -185,28 +187,33 @@ class WrongCompiledOptimizer(CompiledOptimizer):
     backend = staticmethod(one_percent)
 
 
-class WrongOnce(WrongBlocks):
-    """A guard on a number that differs from run to run."""
+def _named_tanh(x: Tensor, name: str) -> Tensor:
+    return x.tanh() if name else x
 
-    made = 0
 
-    def model(self) -> nn.Module:
-        WrongOnce.made += 1
-        found = nn.Sequential(
-            nn.Linear(8, WIDTH), Numbered(WrongOnce.made), nn.Linear(WIDTH, 4)
-        )
+named_tanh = torch.compile(_named_tanh, backend=one_percent)
+
+
+class Named(nn.Module):
+    """Calls a function that is compiled anew for each name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = named_tanh(x, self.name)
         return found
 
 
-class Numbered(Block):
-    """A block with a number, on which its graph is specialised."""
+class WrongByName(Right):
+    """A compiled function of the module, with a name that differs from run to run."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
+    meshes: object = ({"dp": 2},)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.number else x
+    def model(self) -> nn.Module:
+        named = Named(f"made at {time.monotonic_ns()}")
+        return nn.Sequential(nn.Linear(8, 8), named, nn.Linear(8, 4))
 
 
 class Inductor(FullyShard):
