@@ -271,6 +271,16 @@ def _train(
     )
 
 
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """A user's model or optimizer may compile: what compiles is judged, and not here.
+
+    The modes of a reference then never meet compiled code either.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 class ReferenceRun:
     """One reference training in progress."""
 
@@ -309,6 +319,7 @@ class ReferenceRun:
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
 
+    @_uncompiled()
     def step(
         self,
         step: int,
@@ -472,6 +483,7 @@ class ReferenceRun:
             return batch
         return batch.map(lambda t: t.double() if t.is_floating_point() else t)
 
+    @_uncompiled()
     def one_pass(self, part: Batch, factor: float) -> None:
         """Forward and backward of a given micro-batch, without a step."""
 

@@ -186,8 +186,8 @@ class Engine:
         again = torch.tensor(float(self.recomputed.again), device=self.device)
         dist.all_reduce(again)
         if not again:
-            text = "no part of the model ran again in backward: the layout hides its"
-            raise CannotError(f"{text} modules, or calls none of them")
+            text = "no part of the model ran again in backward: the layout compiles its"
+            raise CannotError(f"{text} modules, hides them, or calls none of them")
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's local part of each parameter, and its layout."""

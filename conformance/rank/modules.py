@@ -293,28 +293,26 @@ class _Watch:
         if self.calls is not None and self.first is not None:
             self.log.collectives = self.calls.collectives[self.first :]
         self.log.rows = list(self.calls_of.values())
+        if self.log.modules and not self.log.rows:
+            self.log.unpaired = "no call of its modules was seen: they are compiled as "
+            self.log.unpaired += "a whole, or called by other means"
 
     def hook(self, module: nn.Module, name: str | None) -> list[Any]:
-        found = [
-            # disabled in the compiler: hooks copy data, which would break compiled
-            # graphs
-            module.register_forward_pre_hook(
-                torch.compiler.disable(self._begin), prepend=True, with_kwargs=True
-            )
-        ]
+        begin = module.register_forward_pre_hook(
+            self._begin, prepend=True, with_kwargs=True
+        )
+        found: list[Any] = [begin]
         if name is not None:
             self.log.modules += 1
             # registered after the hooks of the layout: they have cast and laid out what
             # a module is given, and what it returns, when these see it
-            enter = torch.compiler.disable(partial(self._enter, name))
-            leave = torch.compiler.disable(partial(self._leave, name))
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
             found += [
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, with_kwargs=True),
             ]
-        end = torch.compiler.disable(self._end)
         # always_call: if forward raises, depth must still return to 0
-        return [*found, module.register_forward_hook(end, always_call=True)]
+        return [*found, module.register_forward_hook(self._end, always_call=True)]
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._ignored():
@@ -334,8 +332,13 @@ class _Watch:
             self.depth -= 1
 
     def _ignored(self) -> bool:
-        # a forward during backward is a recomputation: it was recorded before
-        return in_backward() or not torch.is_grad_enabled()
+        # while Dynamo traces a hook: it leaves no trace in what is compiled. A forward
+        # during backward is a recomputation: it was recorded before
+        return (
+            torch.compiler.is_compiling()
+            or in_backward()
+            or not torch.is_grad_enabled()
+        )
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._ignored():
@@ -354,7 +357,8 @@ class _Watch:
             self._keep(boundary, tensor)
             if not tensor.requires_grad:
                 return tensor
-            # a view per module: gradients that other modules add to the tensor stay out
+            # a view per module: gradients that other modules add to the tensor stay
+            # out. Sums are then rounded otherwise: no verdict rests on a watched run
             own = tensor.view_as(tensor)
             self._on_gradient(own, boundary, INPUT_GRADIENT)
             return own

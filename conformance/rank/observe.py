@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...fixtures import local
 from .torch_internals import (
-    TorchDispatchMode,
+    Observer,
     arguments_of,
     current_node,
     in_backward,
@@ -198,7 +198,7 @@ def partial_ranks(gradient: Tensor) -> tuple[tuple[int, ...], int]:
     return ranks, math.prod(averaged)
 
 
-class CallLog(TorchDispatchMode):
+class CallLog(Observer):
     """Records the collectives issued while it is active.
 
     A dispatch mode sees the operators below any Python wrapper that a scaler may use,
@@ -244,9 +244,6 @@ class ReductionLog(CallLog):
     gradient is reduced]); their size cannot, because an activation may have the size of
     a parameter.
     """
-
-    # active in the passes, where torch refuses such an operator under any other mode
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()

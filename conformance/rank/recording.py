@@ -57,14 +57,14 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Note which random numbers a step's passes draw; choose as the reference did."""
     generator = torch.get_rng_state()
     random = engine.scenario.parsed_recipe.training.random
-    log = DrawLog() if random else None
+    log = DrawLog(engine.module) if random else None
     choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
     with log or nullcontext(), choices or nullcontext():
         yield
     if choices is not None:
         seen.unclear_choices = choices.unclear
     if log is not None:
-        seen.draws = log.draws
+        seen.draws, seen.drawn_outside = log.draws, log.outside
     # by the generator, because the log is active only where random layers are on
     seen.drew = not torch.equal(generator, torch.get_rng_state())
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...fixtures import WorkloadError, is_workload, resolve_workload
-from .torch_internals import AsyncCollectiveTensor, TorchDispatchMode, arguments_of
+from .torch_internals import AsyncCollectiveTensor, Observer, arguments_of
 
 __all__ = ["ChoiceLog", "Choices", "chooses_in_forward"]
 
@@ -54,7 +54,7 @@ class Choices:
     """What the error of a score may be: the noise times ``SAFETY_FACTOR``."""
 
 
-class ChoiceLog(TorchDispatchMode):
+class ChoiceLog(Observer):
     """Notes choices while it is active, and makes those of a reference again.
 
     As it stands below autograd, the gradient of what is taken flows to the score that

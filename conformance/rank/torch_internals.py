@@ -21,17 +21,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "Observer",
     "TorchDispatchMode",
     "arguments_of",
     "current_node",
     "in_backward",
     "input_shapes",
     "makes_view",
-    "overload_of",
+    "nodes_made",
     "ranks_of",
     "set_loss_function",
     "set_timeout",
 ]
+
+
+class Observer(TorchDispatchMode):
+    """A dispatch mode around a user's code, of which ``torch.compile`` must not know.
+
+    Under any other mode Dynamo leaves a function uncompiled, for the life of the
+    process, and raises where the user has asked for one whole graph; and torch refuses
+    higher-order operators, such as flex attention.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled is compiled as without the mode, and then run under it."""
+        return True
 
 
 def in_backward() -> bool:
@@ -42,6 +59,12 @@ def in_backward() -> bool:
 def current_node() -> Any:
     """The node of the autograd graph that runs in this thread, or None."""
     return torch._C._current_autograd_node()
+
+
+def nodes_made() -> int:
+    """How many nodes of the autograd graph were made in this thread so far."""
+    made: int = torch._C._autograd._get_sequence_nr()
+    return made
 
 
 def input_shapes(node: Any) -> list[tuple[int, ...]]:
@@ -58,12 +81,6 @@ def makes_view(func: Any) -> bool:
     """Whether an operator's first result shares memory with an argument, unwritten."""
     alias = func._schema.returns[0].alias_info
     return alias is not None and not alias.is_write
-
-
-def overload_of(func: Any) -> str:
-    """The name of an operator's overload, such as ``p`` of ``bernoulli.p``."""
-    name: str = func._overloadname
-    return name
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -82,29 +82,26 @@ class Reduction:
 
 @dataclass(kw_only=True)
 class Draw:
-    """Random numbers that a forward drew on a rank."""
+    """A call of a module that drew random numbers on a rank, itself."""
 
     module: str
-    """Name of the innermost module that was being called."""
-    call: str
-    """The operator and the shape that it filled."""
-    numbers: str
-    """Digest of the numbers as they were drawn."""
-    bits: float
-    """Random bits among them, at least."""
+    """Its name."""
+    layer: str
+    """Its class."""
+    state: str
+    """Digest of the generators' states when it began: equal ones draw alike."""
     recomputed: bool = False
-    """Drawn in backward, by a forward that runs again."""
-    used: str = ""
-    """Digest of the numbers as they were applied; empty where they were not."""
+    """Whether it ran in backward, in a forward that runs again."""
     applied: str = ""
-    """Digest of what they were applied to; equal digests mean the same activation."""
+    """Digest of what the numbers were applied to, where the module has no parameters;
+    equal digests mean the same activation."""
     varied: bool = False
     """Whether ranks cannot hold it by accident, as they may hold one of zeros."""
     by_row: bool = False
-    """Whether each row of the activation has numbers of its own."""
+    """Whether rows were dropped differently."""
 
     def __str__(self) -> str:
-        return f"{self.call} in module {self.module}" if self.module else self.call
+        return f"{self.layer} {self.module}".strip()
 
 
 @dataclass(kw_only=True)
@@ -174,7 +171,9 @@ class StepTrace:
     parameters: dict[str, Floats] = field(default_factory=dict)
     """Local parameters after the step, flattened."""
     draws: list[Draw] = field(default_factory=list)
-    """Random numbers drawn in forward, in order, where random layers are on."""
+    """Calls of modules that drew in the passes, where random layers are on."""
+    drawn_outside: int = 0
+    """How often numbers were drawn there in no call of a module that is seen."""
     drew: bool = False
     """Whether anything drew random numbers in the passes."""
     settings: dict[str, dict[str, Setting]] = field(default_factory=dict)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -17,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from ...fixtures import ResolvedWorkload
+from .torch_internals import nodes_made
 
 __all__ = ["OptimizerCalls", "WatchedScaler", "parameters_of"]
 
@@ -40,10 +40,9 @@ class OptimizerCalls:
         self._stepped: set[int] = set()
         self._last: dict[int, Any] = {}
         """Optimizers in the midst of a step -> the hook that is called last."""
-        self.is_late = False
-        """Whether a forward ran after one has stepped: with other weights."""
-        self._forwards: Any = None
-        """The hook that sees it."""
+        self._evaluated_again = False
+        self._nodes: int | None = None
+        """Nodes of the autograd graph when the first one had stepped."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -51,7 +50,7 @@ class OptimizerCalls:
         self.seen = 0
         self._depth.clear()
         self._stepped.clear()
-        self.is_late = False
+        self._evaluated_again, self._nodes = False, None
         hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -63,9 +62,17 @@ class OptimizerCalls:
             for hook in [*hooks, *self._last.values()]:
                 hook.remove()
             self._last.clear()
-            if self._forwards is not None:
-                self._forwards.remove()
-                self._forwards = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a forward ran after one has stepped: with other weights.
+
+        A forward makes nodes of the autograd graph; a hook on all modules would be a
+        part of what a user compiles.
+        """
+        if self._evaluated_again:
+            return True
+        return self._nodes is not None and nodes_made() != self._nodes
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._depth[id(optimizer)] += 1
@@ -105,7 +112,7 @@ class OptimizerCalls:
             nonlocal calls
             calls += 1
             # it evaluates the loss again, after it has moved the weights
-            self.is_late |= calls > 1
+            self._evaluated_again |= calls > 1
             found = closure()
             self.before_step(optimizer)
             return found
@@ -118,12 +125,8 @@ class OptimizerCalls:
         self._depth[id(optimizer)] -= 1
         if not self._depth[id(optimizer)] and id(optimizer) in self._last:
             self._last.pop(id(optimizer)).remove()
-        # not before: a hook on all modules would change what a user compiles
-        if self._forwards is None:
-            self._forwards = register_module_forward_pre_hook(self._see_forward)
-
-    def _see_forward(self, *_: Any) -> None:
-        self.is_late = True
+        if self._nodes is None:
+            self._nodes = nodes_made()
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

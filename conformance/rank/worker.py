@@ -88,6 +88,9 @@ def observe_rank(
     """
     world = current_world()
     set_deterministic(world.device)
+    # a rank that has run others before compiles anew, as a new process would: graphs of
+    # theirs count against Dynamo's limit, beyond which code runs uncompiled
+    torch._dynamo.reset()
     factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))

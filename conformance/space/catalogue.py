@@ -380,21 +380,33 @@ def _extremes(selection: Selection) -> Iterator[Scenario]:
     yield from _narrowed(selection)
 
 
+WITH_EVERY_MESH = ("accumulate", "accumulate-no-sync", "accumulate-uneven", "clip-norm")
+"""Recipes that each mesh of a workload runs with: most wrong gradients show there, and
+code that depends on the size of an axis is mostly there."""
+
+
 def _narrowed(selection: Selection) -> Iterator[Scenario]:
-    """Each mesh of a workload once with each axis at size 1."""
-    for name, topology in selection.resolved.topologies.items():
-        fits_in = selection.world_size is None or topology.mesh_takes(
-            selection.world_size
-        )
-        if topology.narrowed and fits_in and not selection.topologies:
-            yield from _plain_runs(selection, topology=name)
+    """Each mesh of a workload with each axis at size 1."""
+    for name in _narrowed_meshes(selection):
+        for recipe in ("plain", *WITH_EVERY_MESH):
+            yield from _plain_runs(selection, topology=name, recipe=recipe)
+
+
+def _narrowed_meshes(selection: Selection) -> list[str]:
+    return [
+        name
+        for name, topology in selection.resolved.topologies.items()
+        if topology.narrowed
+        and not selection.topologies
+        and (selection.world_size is None or topology.mesh_takes(selection.world_size))
+    ]
 
 
 def _accumulating(selection: Selection) -> Iterator[Scenario]:
-    """Accumulation, for every workload: most wrong gradients show there."""
+    """The same recipes on the meshes as they are declared."""
     if selection.workload:
         for name in selection.layouts(selection.resolved.topologies):
-            for recipe in ("accumulate", "accumulate-no-sync", "accumulate-uneven"):
+            for recipe in WITH_EVERY_MESH:
                 if selection.resolved.topologies[name].parallel:
                     yield from _plain_runs(selection, topology=name, recipe=recipe)
 
@@ -407,16 +419,21 @@ def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
 
 
 def not_tried(selection: Selection) -> list[str]:
-    """Why recipes are left out of the presets of a user's own workload."""
+    """What the presets of a user's own workload leave out, and why."""
     if not selection.workload:
         return []
     resolved, names = selection.resolved, columns(selection)
+    narrowed = _narrowed_meshes(selection)
     recipes: dict[str, dict[str, None]] = {}
     for recipe in names["recipe"]:
-        for topology in names["topology"]:
+        for topology in [*names["topology"], *narrowed]:
             text = why_not(resolved, {"topology": topology, "recipe": recipe})
             recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
-    return [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
+    told = [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
+    if narrowed:
+        text = f"in fp32 with {', '.join(('plain', *WITH_EVERY_MESH))} at most"
+        told.append(f"{', '.join(narrowed)}: an axis at size 1 is tried {text}")
+    return told
 
 
 def _limits(selection: Selection, usual: Sequence[str]) -> Iterator[Scenario]:

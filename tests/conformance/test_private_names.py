@@ -24,7 +24,8 @@ ROOM = Path(gradparity.conformance.__file__).parent
 PRIVATE = {
     *("_resolve_process_group", "_set_pg_timeout", "_functional_collectives"),
     *("_current_graph_task_id", "_current_autograd_node", "_input_metadata"),
-    *("_schema", "_overloadname", "_python_dispatch", "_distributed_c10d", "_C"),
+    "_get_sequence_nr",
+    *("_schema", "_python_dispatch", "_distributed_c10d", "_C"),
     "_loss_fn",
 }
 """Names that only ``torch_internals`` may say."""
@@ -35,6 +36,8 @@ def test_signatures_of_private_names_are_as_expected() -> None:
     assert list(timeout.parameters) == ["timeout", "group"]
     mode = inspect.signature(internals.TorchDispatchMode.__torch_dispatch__)
     assert list(mode.parameters) == ["self", "func", "types", "args", "kwargs"]
+    assert not internals.TorchDispatchMode.ignore_compile_internals()
+    assert internals.Observer.ignore_compile_internals()
     assert issubclass(internals.AsyncCollectiveTensor, Tensor)
     assert internals.AsyncCollectiveTensor is collectives.AsyncCollectiveTensor
 
@@ -53,11 +56,15 @@ def test_private_names_of_autograd_work() -> None:
     y.sum().backward()
     assert seen == [(True, [(2, 3)])]
     assert not internals.in_backward()
+    made = internals.nodes_made()
+    x.detach() * 2
+    assert internals.nodes_made() == made
+    x * 2
+    assert internals.nodes_made() > made
 
 
 def test_private_names_of_operators_work() -> None:
     bernoulli, view = torch.ops.aten.bernoulli.p, torch.ops.aten.view.default
-    assert internals.overload_of(bernoulli) == "p"
     declared = internals.arguments_of(bernoulli)
     assert [a.name for a in declared] == ["self", "p", "generator"]
     assert declared[2].has_default_value() and declared[2].default_value is None

@@ -599,8 +599,38 @@ def test_quick_accumulates_on_every_mesh_and_narrows_each_axis() -> None:
         for mesh in ("dp2", "dp2-tp2"):
             assert {(mesh, recipe) for recipe in ACCUMULATE} <= tried
         narrowed = [s for s in quick if s.parsed_topology.narrowed]
-        assert sorted(s.topology for s in narrowed) == ["dp1", "dp1-tp2", "dp2-tp1"]
-        assert {s.recipe for s in narrowed} == {"plain"}
+        assert {(s.topology, s.recipe) for s in narrowed} == {
+            (mesh, recipe)
+            for mesh in ("dp1", "dp1-tp2", "dp2-tp1")
+            for recipe in ("plain", "clip-norm", *ACCUMULATE)
+        }
+        assert {s.precision for s in narrowed} == {"fp32"}
+
+
+class LastPassAtSizeOne(Right):
+    """Where the data axis has size 1, each pass starts from no gradient."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if mesh["dp"].size() > 1:
+            return super().parallelize(model, mesh)
+        model.register_full_backward_pre_hook(lambda m, _: m.zero_grad())
+        return model
+
+
+@pytest.mark.parametrize("preset", ["quick", "default"])
+def test_accumulation_is_tried_where_an_axis_has_size_one(
+    runner: Runner, preset: str
+) -> None:
+    chosen = Selection(workload=f"{MODULE}:LastPassAtSizeOne", no_scaler=True)
+    tried = [s for s in select(preset, chosen) if s.topology == "dp1"]
+    found = {s.recipe: runner.run("none", s).status for s in tried}
+    assert found["plain"] == found["clip-norm"] == "pass"
+    assert found["accumulate"] == found["accumulate-uneven"] == "fail"
+    (told,) = (text for text in not_tried(chosen) if "axis at size 1" in text)
+    assert told == (
+        "dp1, dp1-tp2, dp2-tp1: an axis at size 1 is tried in fp32 with plain, "
+        "accumulate, accumulate-no-sync, accumulate-uneven, clip-norm at most"
+    )
 
 
 def test_six_rows_of_three_a_rank_cannot_be_halved() -> None:

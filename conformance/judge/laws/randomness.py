@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+
+from msgspec.structs import replace
 
 from ...rank.trace import Draw, RankTrace, StepTrace
 from ..law import (
@@ -16,13 +18,17 @@ from ..law import (
     skipped,
 )
 
-ENOUGH_BITS = 64.0
-"""Fewer random bits may be equal by accident."""
-
 
 def _undecided(evidence: Evidence) -> Finding | None:
     if not evidence.phase.parsed_recipe.training.random:
         return skipped("random layers, where there are any, are off: recipe=random")
+    steps = [s for _, seen in evidence.steps() for s in seen]
+    if steps and not any(s.draws or s.drawn_outside for s in steps):
+        return inconclusive(
+            "random layers draw numbers on one process, and none were drawn on any "
+            "rank: is the model in eval mode there? Seen are torch's generators and "
+            "those that a module has as an attribute"
+        )
     return None
 
 
@@ -44,22 +50,24 @@ def _wrong(
         message=f"step {step}: {draw}: {message}",
         step=step,
         ranks=(rank.rank,),
-        cause=f"{draw.module}: {draw.call}",
+        cause=f"{draw}",
         compared=compared,
     )
 
 
-def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Finding:
-    """A pass, or inconclusive if nothing was compared."""
-    draws = [bool(s.draws) for _, seen in evidence.steps() for s in seen]
-    if draws and not any(draws):
-        return inconclusive(
-            "random layers draw numbers on one process, and none were drawn on any "
-            "rank: is the model in eval mode there?"
-        )
-    if compared or not draws:
-        return count_or_inconclusive(compared, what, evidence.unseen)
-    return skipped(otherwise)
+def _judged(
+    evidence: Evidence, compared: int, missed: int, what: str, otherwise: str
+) -> Finding:
+    """A pass, or skipped if nothing was compared; both count what could not be."""
+    if compared or evidence.unseen:
+        return count_or_inconclusive(compared, what, evidence.unseen + missed)
+    left = f"; {missed} draws could not be: {_OUT_OF_SIGHT}" if missed else ""
+    return replace(skipped(otherwise + left), not_compared=missed)
+
+
+_OUT_OF_SIGHT = (
+    "they are in modules with parameters, in compiled code or in no module's call"
+)
 
 
 @law(
@@ -75,39 +83,40 @@ def replicas(evidence: Evidence) -> Finding:
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
-    compared = 0
+    compared = missed = 0
+    rows = [_rows(evidence, trace) for trace in evidence.ranks]
     for step, seen in evidence.steps():
-        first: dict[object, tuple[RankTrace, Sequence[Draw]]] = {}
+        first: dict[object, tuple[RankTrace, list[Draw]]] = {}
         for trace, s in zip(evidence.ranks, seen, strict=True):
-            for key, draws in _by_activation(s).items():
-                where = _rows(evidence, trace), key
+            by_activation: dict[object, list[Draw]] = defaultdict(list)
+            mine = _rows(evidence, trace)
+            for draw in _drawn(s):
+                if draw.applied and draw.varied:
+                    by_activation[draw.module, draw.applied].append(draw)
+                else:
+                    missed += rows.count(mine) > 1
+            for key, draws in by_activation.items():
+                where = mine, key
                 # with the first such rank: equality is transitive
                 other, theirs = first.setdefault(where, (trace, draws))
                 # different numbers of draws cannot be paired
                 if other is trace or len(theirs) != len(draws):
                     continue
-                for mine, there in zip(draws, theirs, strict=True):
+                for draw, there in zip(draws, theirs, strict=True):
                     compared += 1
-                    if mine.used != there.used:
+                    if draw.state != there.state:
                         text = (
                             f"applied to one activation, rank {trace.rank} drew other "
                             f"numbers than rank {other.rank}, which sees the same data"
                         )
-                        return _wrong(text, step, trace, mine, compared)
+                        return _wrong(text, step, trace, draw, compared)
     return _judged(
         evidence,
         compared,
+        missed,
         "draws for replicated activations equal on their ranks",
         "no two ranks that see the same data drew for the same activation",
     )
-
-
-def _by_activation(seen: StepTrace) -> dict[object, list[Draw]]:
-    found: dict[object, list[Draw]] = defaultdict(list)
-    for draw in _drawn(seen):
-        if draw.applied and draw.varied:
-            found[draw.module, draw.call, draw.applied].append(draw)
-    return found
 
 
 @law(
@@ -123,16 +132,18 @@ def data(evidence: Evidence) -> Finding:
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
-    compared = 0
+    compared = missed = 0
     known: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
+            missed += s.drawn_outside
             for draw in _drawn(s):
-                if not (draw.applied and draw.by_row and draw.bits >= ENOUGH_BITS):
+                if not (draw.applied and draw.by_row):
+                    missed += 1
                     continue
                 compared += 1
                 # over all steps: a rank must not repeat its numbers either
-                alike = known[draw.module, draw.call, draw.used]
+                alike = known[draw.module, draw.state]
                 for before, other, theirs in alike:
                     if theirs.applied == draw.applied or not _apart(
                         evidence, trace, other
@@ -148,8 +159,9 @@ def data(evidence: Evidence) -> Finding:
     return _judged(
         evidence,
         compared,
+        missed,
         "draws for different data, all different",
-        f"no draw had {ENOUGH_BITS:.0f} random bits for the rows of an activation",
+        "no layer dropped other elements in one row than in another",
     )
 
 
@@ -170,14 +182,14 @@ def recompute(evidence: Evidence) -> Finding:
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
-    compared = 0
+    compared = missed = 0
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
-            forward = [*_drawn(s)]
             for draw in s.draws:
-                before = _first_runs(draw, forward) if draw.recomputed else []
+                before = _first_runs(draw, s) if draw.recomputed else []
                 compared += bool(before)
-                if before and draw.numbers not in {d.numbers for d in before}:
+                missed += draw.recomputed and not before
+                if before and draw.state not in {d.state for d in before}:
                     text = (
                         f"drawn anew in backward on rank {trace.rank}: the forward "
                         "that runs again must begin with the generator's state as it "
@@ -187,14 +199,15 @@ def recompute(evidence: Evidence) -> Finding:
     return _judged(
         evidence,
         compared,
+        missed,
         "recomputed draws equal to those of forward",
         "no forward with random layers ran again in backward",
     )
 
 
-def _first_runs(draw: Draw, forward: Sequence[Draw]) -> list[Draw]:
+def _first_runs(draw: Draw, seen: StepTrace) -> list[Draw]:
     """Draws of forward that ``draw`` may repeat."""
     # a layer may be called twice; the activation, if known, says which call it was
-    alike = [d for d in forward if d.call == draw.call]
+    alike = [d for d in _drawn(seen) if d.module == draw.module]
     same = [d for d in alike if draw.applied and d.applied == draw.applied]
     return same or alike

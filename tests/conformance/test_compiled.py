@@ -1,0 +1,111 @@
+"""Compiled stacks are judged as compiled: a wrong compiler is found in every run."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.__main__ import main
+from gradparity.tests import compiled_stacks as stacks
+
+MODULE = "gradparity.tests.compiled_stacks"
+
+
+def scenario(
+    stack: type, recipe: str = "plain", topology: str = "dp2/2", seed: int = 0
+) -> Scenario:
+    text = f"{topology}/fp32/own/none/model={MODULE}:{stack.__name__},steps=4"
+    return Scenario.parse(f"{text},recipe={recipe},seed={seed}")
+
+
+def failed(case: Case) -> set[str]:
+    assert not case.problem, case.problem
+    return {v.law for v in case.verdicts if v.status == "fail"}
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        stacks.WrongCompiled,
+        stacks.WrongBlocks,
+        stacks.WrongFullyShard,
+        stacks.WrongDdp,
+        stacks.WrongOwnStep,
+        stacks.WrongCompiledOptimizer,
+    ],
+)
+def test_a_wrong_compiler_is_found_in_every_run(runner: Runner, stack: type) -> None:
+    """On ranks that are warm from the runs before, and with each log of the judge."""
+    in_steps = stack is stacks.WrongCompiledOptimizer
+    law = "parity.update" if in_steps else "parity.gradient"
+    for seed, recipe in enumerate(("plain", "accumulate", "frozen", "plain")):
+        case = runner.run("none", scenario(stack, recipe, seed=seed))
+        assert law in failed(case), recipe
+    assert law in failed(runner.run("none", scenario(stack, topology="dp1/1")))
+
+
+def test_a_replay_says_the_same(runner: Runner, tmp_path: Path) -> None:
+    wrong = scenario(stacks.WrongFullyShard)
+    assert main(["replay", wrong.id, "--scaler=none", f"--out={tmp_path}"]) == 1
+    with Runner(folder=".", timeout_s=60) as fresh:
+        cases = [judge.run("none", wrong) for judge in (runner, fresh)]
+    messages = [[(v.law, v.status, v.message) for v in c.verdicts] for c in cases]
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipe"),
+    [
+        (stacks.Compiled, "accumulate"),
+        (stacks.Blocks, "recompute"),
+        (stacks.FullyShard, "accumulate-no-sync"),
+        (stacks.FullyShard, "recompute"),
+        (stacks.Ddp, "accumulate-no-sync"),
+        (stacks.OwnStep, "accumulate"),
+        (stacks.CompiledOptimizer, "plain"),
+        (stacks.CompiledOptimizer, "resume"),
+    ],
+)
+def test_a_right_compiler_is_not_accused(
+    runner: Runner, stack: type, recipe: str
+) -> None:
+    case = runner.run("none", scenario(stack, recipe))
+    assert (case.status, case.problem) == ("pass", "")
+
+
+@pytest.mark.slow
+def test_machine_code_is_not_accused() -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("inductor needs a C++ compiler, and there is none")
+    with Runner(folder=".", timeout_s=400) as patient:
+        case = patient.run("none", scenario(stacks.Inductor))
+    assert (case.status, case.problem) == ("pass", "")
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_not_recomputed(runner: Runner) -> None:
+    case = runner.run("none", scenario(stacks.Compiled, "recompute"))
+    assert case.status == "skipped"
+    assert "the layout compiles its modules" in case.verdicts[0].message
+
+
+def test_a_warm_rank_compiles_as_often_as_a_new_one(runner: Runner) -> None:
+    """Else it reaches Dynamo's limit, beyond which code runs uncompiled or raises."""
+    for seed in range(10):  # a run with the same seed is not made again
+        assert failed(runner.run("none", scenario(stacks.WrongByName, seed=seed)))
+
+
+def test_draws_in_compiled_code_are_counted_and_not_compared(runner: Runner) -> None:
+    case = runner.run("none", scenario(stacks.Dropping, "random"))
+    (data,) = (v for v in case.verdicts if v.law == "random.data")
+    # the dropout beside the block; the one inside of it is out of sight
+    assert (data.status, data.compared, data.not_compared) == ("pass", 8, 8)
+
+
+def test_a_compiled_module_is_watched_from_outside(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["localise", scenario(stacks.WrongFullyShard).id]) == 1
+    assert "what came in is right, the output departs by" in capsys.readouterr().out
+    assert main(["localise", scenario(stacks.WrongCompiled).id]) == 1
+    assert "they are compiled as a whole" in capsys.readouterr().out

@@ -1,0 +1,137 @@
+"""The observer's own law: what is judged trains as without the judge, to the bit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from gradparity.conformance import Scenario
+from gradparity.conformance.judge.bounds import expected_choices
+from gradparity.conformance.judge.reference import Schedule
+from gradparity.conformance.rank.engine import build_engine
+from gradparity.conformance.rank.observe import digest
+from gradparity.conformance.rank.recording import next_batch
+from gradparity.conformance.rank.routing import Choices
+from gradparity.conformance.rank.worker import observe_rank
+from gradparity.conformance.space.recipes import recipes_of
+from gradparity.fixtures import resolve_workload
+from gradparity.fixtures.specimens import SPECIMENS
+from gradparity.multiprocess import Cluster, current_world
+
+STEPS = 3
+COMPILED = "gradparity.tests.compiled_stacks"
+STACKS = "gradparity.fixtures.faulty.stacks"
+
+
+def observed(
+    scenario: Scenario, choices: Sequence[Mapping[str, Choices]]
+) -> dict[str, str]:
+    """Digests of the weights after a run that is observed as every judged one is."""
+    trace = observe_rank(scenario, "none", ".", choices=choices)
+    return trace.steps[-1].digests
+
+
+def alone(scenario: Scenario) -> dict[str, str]:
+    """Digests of the weights after a plain loop: no hook, no mode, no record."""
+    world, workload = current_world(), scenario.workload
+    torch._dynamo.reset()  # as in a new process: the test before may have compiled it
+    shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
+    mesh = world.mesh(tuple(shape.values()), tuple(shape))
+    engine = build_engine(scenario, mesh, torch.device(world.device))
+    autocast = scenario.parsed_precision.autocast(engine.device.type)
+    for step in range(scenario.steps):
+        batch = next_batch(engine, step)
+        if workload.train_step is not None:
+            with autocast:
+                torch.set_autocast_cache_enabled(False)
+                parts = engine.micro_batches(batch)
+                workload.train_step(engine.module, parts, None)
+        else:
+            engine.forward_backward(batch, lambda losses, *_: losses)
+            for optimizer in engine.optimizers:
+                optimizer.step()
+    return {name: digest(part) for name, part in engine.local_tensors().items()}
+
+
+def agree(clusters: Mapping[int, Cluster], text: str, **choices: Any) -> None:
+    scenario = Scenario.parse(text)
+    ranks = clusters[scenario.world_size]
+    with_it = ranks.run(observed, scenario, choices.get("choices", ()))
+    assert with_it == ranks.run(alone, scenario)
+    assert all(with_it)
+
+
+@pytest.fixture(scope="module")
+def ranks(two: Cluster, four: Cluster) -> dict[int, Cluster]:
+    return {2: two, 4: four}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "ddp/2/fp32/adamw",
+        "ddp/2/fp16-autocast/sgd",
+        "fsdp/2/fp32/sgd",
+        "fsdp/2/bf16-params/adamw",
+        "tp/2/fp32/sgd",
+        "fsdp+tp/4/bf16-autocast/sgd",
+        "pp/2/fp32/sgd",
+    ],
+)
+@pytest.mark.parametrize("recipe", ["plain", "accumulate", "recompute"])
+def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> None:
+    if recipe == "accumulate" and place.startswith("pp"):
+        recipe = "frozen"
+    agree(ranks, f"{place}/none/steps={STEPS},recipe={recipe}")
+
+
+@pytest.mark.parametrize("place", ["ddp/2/fp32/sgd", "fsdp/2/fp32/sgd"])
+def test_the_compiled_recipe(ranks: dict[int, Cluster], place: str) -> None:
+    agree(ranks, f"{place}/none/steps={STEPS},recipe=compiled")
+
+
+def one_of_each_module() -> list[str]:
+    first = {pair.name.partition(":")[0]: name for name, pair in SPECIMENS.items()}
+    return sorted(first.values())
+
+
+@pytest.mark.parametrize("name", one_of_each_module())
+@pytest.mark.parametrize("recipe", ["plain", "random"])
+def test_specimens(ranks: dict[int, Cluster], name: str, recipe: str) -> None:
+    workload = resolve_workload(SPECIMENS[name].fixed)
+    assert recipe in recipes_of(workload)
+    topology = next(t for t in workload.topologies.values() if t.parallel)
+    text = f"{topology.name}/{topology.default_world_size}/fp32/own/none/"
+    text += f"model={workload.name},steps={STEPS},recipe="
+    if recipe == "random" and not name.startswith(("W31", "U04", "U05")):
+        recipe = "accumulate" if workload.micro_batches is None else "plain"
+    agree(ranks, text + recipe)
+
+
+@pytest.mark.parametrize(
+    ("stack", "recipe"),
+    [
+        ("Compiled", "plain"),
+        ("Blocks", "recompute"),
+        ("FullyShard", "accumulate"),
+        ("Ddp", "accumulate-no-sync"),
+        ("OwnStep", "plain"),
+        ("InTurns", "plain"),
+        ("CompiledOptimizer", "plain"),
+        ("Dropping", "random"),
+        ("WrongFullyShard", "plain"),
+    ],
+)
+def test_compiled_stacks(ranks: dict[int, Cluster], stack: str, recipe: str) -> None:
+    text = f"dp2/2/fp32/own/none/model={COMPILED}:{stack},steps={STEPS},recipe={recipe}"
+    agree(ranks, text)
+
+
+def test_a_learned_router_whose_choices_do_not_tip(ranks: dict[int, Cluster]) -> None:
+    text = "dp2/2/fp32/own/none/model=gradparity.tests.routed_stacks:TopTwo,steps=3"
+    scenario = Scenario.parse(text)
+    schedule = Schedule(skipped=(frozenset(),) * STEPS, scales=(1.0,) * STEPS)
+    known = expected_choices(scenario, schedule)
+    assert any(known)
+    agree(ranks, text, choices=known)
