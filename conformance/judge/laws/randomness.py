@@ -16,6 +16,9 @@ from ..law import (
     skipped,
 )
 
+ANY_SHARE = 0.0
+"""Least share, for replicas. Draws for a sharded activation have no partner, and only
+the plan says how many there are; each pair that is found shows how its layer seeds."""
 ENOUGH_BITS = 64.0
 """Fewer random bits may be equal by accident."""
 
@@ -49,7 +52,9 @@ def _wrong(
     )
 
 
-def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Finding:
+def _judged(
+    evidence: Evidence, compared: int, missed: int, what: str, otherwise: str
+) -> Finding:
     """A pass, or inconclusive if nothing was compared."""
     draws = [bool(s.draws) for _, seen in evidence.steps() for s in seen]
     if draws and not any(draws):
@@ -57,8 +62,8 @@ def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Fin
             "random layers draw numbers on one process, and none were drawn on any "
             "rank: is the model in eval mode there?"
         )
-    if compared or not draws:
-        return count_or_inconclusive(compared, what, evidence.unseen)
+    if compared or missed or not draws:
+        return count_or_inconclusive(compared, what, missed + evidence.unseen)
     return skipped(otherwise)
 
 
@@ -69,22 +74,29 @@ def _judged(evidence: Evidence, compared: int, what: str, otherwise: str) -> Fin
     "With tensor parallelism a replicated activation is one tensor. If ranks drop "
     "different elements of it, they compute parts of different models.",
     of_stack=True,
+    least=ANY_SHARE,
 )
 def replicas(evidence: Evidence) -> Finding:
     """Compare numbers that were applied to bitwise equal tensors in one module."""
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
-    compared = 0
+    compared, missed = 0, 0
     for step, seen in evidence.steps():
         first: dict[object, tuple[RankTrace, Sequence[Draw]]] = {}
+        alone: dict[object, int] = {}
         for trace, s in zip(evidence.ranks, seen, strict=True):
             for key, draws in _by_activation(s).items():
                 where = _rows(evidence, trace), key
                 # with the first such rank: equality is transitive
                 other, theirs = first.setdefault(where, (trace, draws))
+                if other is trace:
+                    alone[where] = len(draws) * (len(evidence.ranks) > 1)
+                    continue
+                alone.pop(where, None)
                 # different numbers of draws cannot be paired
-                if other is trace or len(theirs) != len(draws):
+                if len(theirs) != len(draws):
+                    missed += len(draws)
                     continue
                 for mine, there in zip(draws, theirs, strict=True):
                     compared += 1
@@ -94,9 +106,11 @@ def replicas(evidence: Evidence) -> Finding:
                             f"numbers than rank {other.rank}, which sees the same data"
                         )
                         return _wrong(text, step, trace, mine, compared)
+        missed += sum(alone.values())
     return _judged(
         evidence,
         compared,
+        missed if compared else 0,
         "draws for replicated activations equal on their ranks",
         "no two ranks that see the same data drew for the same activation",
     )
@@ -123,12 +137,13 @@ def data(evidence: Evidence) -> Finding:
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
-    compared = 0
+    compared, missed = 0, 0
     known: dict[object, list[tuple[int, RankTrace, Draw]]] = defaultdict(list)
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
             for draw in _drawn(s):
                 if not (draw.applied and draw.by_row and draw.bits >= ENOUGH_BITS):
+                    missed += 1
                     continue
                 compared += 1
                 # over all steps: a rank must not repeat its numbers either
@@ -148,6 +163,7 @@ def data(evidence: Evidence) -> Finding:
     return _judged(
         evidence,
         compared,
+        missed if compared else 0,
         "draws for different data, all different",
         f"no draw had {ENOUGH_BITS:.0f} random bits for the rows of an activation",
     )
@@ -170,13 +186,14 @@ def recompute(evidence: Evidence) -> Finding:
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
-    compared = 0
+    compared, missed = 0, 0
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
             forward = [*_drawn(s)]
             for draw in s.draws:
                 before = _first_runs(draw, forward) if draw.recomputed else []
                 compared += bool(before)
+                missed += draw.recomputed and not before
                 if before and draw.numbers not in {d.numbers for d in before}:
                     text = (
                         f"drawn anew in backward on rank {trace.rank}: the forward "
@@ -187,6 +204,7 @@ def recompute(evidence: Evidence) -> Finding:
     return _judged(
         evidence,
         compared,
+        missed,
         "recomputed draws equal to those of forward",
         "no forward with random layers ran again in backward",
     )
