@@ -526,7 +526,7 @@ class _References:
         self.whole = scenario.workload.batch(step, scenario.seed)
         self.of_whole = False
         precision = scenario.parsed_precision
-        self.roundoff = torch.finfo(precision.compute_dtype).eps / 2
+        self.roundoff = precision.roundoff
         half = precision.compute_dtype != torch.float32
         self.scale = schedule.scales[step] if half else 1.0
 

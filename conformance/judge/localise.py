@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...fixtures import Batch
@@ -225,8 +224,9 @@ class _Gradients:
         self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
         self.step = step
         # proportional up to rounding
-        roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
-        self.rest = max(PROPORTIONAL, SAFETY_FACTOR * roundoff)
+        self.rest = max(
+            PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff
+        )
         self.truth_loss = truth.losses[step]
         self.truth, self.updates = truth.gradients[step], truth.updates
         self.seen = [
