@@ -19,7 +19,15 @@ from ..multiprocess.environment import needs_agent, unsupported
 from .cli.arguments import COMMANDS as GROUP
 from .cli.arguments import DEFAULT_SCALER, FORMATS, TOOLS, TOOLS_FOLDER, parse
 from .rank import PRELOAD
-from .status import EXIT_CODES, INTERRUPTED, USAGE, UsageError, as_usage, plain
+from .status import (
+    EXIT_CODES,
+    INTERRUPTED,
+    USAGE,
+    UsageError,
+    as_usage,
+    case_status,
+    plain,
+)
 
 if TYPE_CHECKING:  # torch is imported only by the commands that need it
     from ..multiprocess.elastic.agent import Agent
@@ -168,7 +176,9 @@ def _localise(parsed: argparse.Namespace) -> int:
     print(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
     if found.where == "unknown":
         return EXIT_CODES["error"]
-    return EXIT_CODES["pass" if found.where == "nowhere" else "fail"]
+    # the verdict decides: where it begins is a diagnosis
+    parity = [v.status for v in case.verdicts if v.law.startswith("parity.")]
+    return EXIT_CODES[case_status(parity)]
 
 
 def _script(parsed: argparse.Namespace) -> None:

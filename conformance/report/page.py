@@ -16,7 +16,7 @@ from markupsafe import Markup
 from ..status import RANKING, Verdict, worst_of, write_whole
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .records import HARNESS, CaseRecord, Report
-from .terminal import cell, facts, plain, scaler_name, worst_status
+from .terminal import cell, coverage, facts, plain, scaler_name, worst_status
 
 __all__ = ["render_page", "write_page"]
 
@@ -56,6 +56,7 @@ def render_page(report: Report) -> str:
         chapters=chapters,
         idle=idle,
         cell=cell,
+        coverage=coverage(report),
         facts=_more_facts,
         worst=worst_status,
         anchor=_anchor,

@@ -1,0 +1,49 @@
+"""The corpus of right stacks is there, and a stack in it that is wrong is accused."""
+
+import pytest
+
+from gradparity.benchmarks import right_stacks
+from gradparity.benchmarks.right_stacks import corpus, main
+from gradparity.fixtures import resolve_workload
+from gradparity.tests.docs_blocks import ROOT
+
+
+def test_every_entry_is_a_workload_or_a_scaler() -> None:
+    for spec, source in corpus().items():
+        module, _, name = spec.partition(":")
+        if source == "example":  # importing one may need a package that is not here
+            path = ROOT / f"{module.replace('.', '/')}.py"
+            assert name in path.read_text(), spec
+        elif source != "right scaler":
+            assert resolve_workload(spec).name == spec
+
+
+def test_every_example_is_in_the_corpus() -> None:
+    paths = [*ROOT.glob("examples/*.py"), *ROOT.glob("examples/stacks/*.py")]
+    files = {path for path in paths if "def parallelize" in path.read_text()}
+    known = {ROOT / f"{s.partition(':')[0].replace('.', '/')}.py" for s in corpus()}
+    shared = {ROOT / "examples/stacks/shared.py"}
+    assert files - shared <= known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "code"),
+    [
+        ("gradparity.tests.stacks:Right", 0),
+        ("gradparity.tests.stacks:SumsForMean", 1),
+        ("gradparity.tests.stacks:NoMeshes", 0),
+    ],
+)
+def test_the_exit_code_says_whether_any_was_accused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    spec: str,
+    code: int,
+) -> None:
+    entries = {spec: "once accused", "gradparity.tests.stacks:Nested": "once accused"}
+    monkeypatch.setattr(right_stacks, "corpus", lambda: entries)
+    assert main(["--seeds", "1"]) == code
+    out = capsys.readouterr().out
+    judged = 1 if "NoMeshes" in spec else 2
+    assert f"{code} of {judged} right stacks accused over 1 seeds" in out
