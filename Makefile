@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 WORKERS ?= 4
 
 .PHONY: parity test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
-  survey-scalers specimens survey torch-versions wild relock clean setup \
+  survey-scalers specimens right-stacks survey torch-versions wild relock clean setup \
   setup-test mutants
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
@@ -68,6 +68,9 @@ bench: setup-test  ## ratios against the peers, measured in the same run
 
 specimens: setup-test  ## judge known faults of the field and write docs/specimens.md
 	$(BIN)/python -m gradparity.benchmarks.specimens
+
+right-stacks: setup-test  ## judge every right stack over five seeds: none may be accused
+	$(BIN)/python -m gradparity.benchmarks.right_stacks --seeds $(or $(SEEDS),5)
 
 survey: setup-test  ## judge the parallel plans of transformers; PLAN=ep: one of them, again
 	mkdir -p $(REPORT)/survey

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradparity.conformance.files import write_whole
 from gradparity.conformance.judge import laws as laws
-from gradparity.conformance.judge.law import LAWS, Law
+from gradparity.conformance.judge.law import LAWS, MOST, Law
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures.faulty import FAULTY
 from gradparity.fixtures.faulty.own_steps import FAULTY_STEPS
@@ -30,6 +30,9 @@ compared nothing is `inconclusive`, never a pass.
 `gradparity explain LAW` shows one law in the terminal. The calls that a judged scaler
 must have are in [judged-scaler.md](judged-scaler.md). `make docs` writes this page from
 `conformance/judge/laws/`: edit the texts there.
+
+Each verdict says how much was compared and how much of what was due could not be. Below
+the least share of a law, one half unless it is named here, the law is inconclusive.
 """
 
 
@@ -76,6 +79,9 @@ def _lines(law: Law) -> Iterator[str]:
     yield f"### {law.id}\n"
     yield _filled(law.text)
     yield _filled(f"*Why:* {law.reason}")
+    if law.least != MOST:
+        share = f"{law.least:.0%} of what was due" if law.least else "one comparison"
+        yield _filled(f"*A pass rests on at least* {share}.")
     every = FAULTY | FAULTY_STACKS | FAULTY_TRAINERS | FAULTY_STEPS
     faulty = [f"`{made.__name__}`" for made, how in every.items() if how.law == law.id]
     if faulty:

@@ -26,6 +26,7 @@ from .status import (
     UsageError,
     WriteError,
     as_usage,
+    case_status,
     plain,
 )
 
@@ -194,7 +195,9 @@ def _localise(parsed: argparse.Namespace) -> int:
     say(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
     if found.where == "unknown":
         return EXIT_CODES["error"]
-    return EXIT_CODES["pass" if found.where == "nowhere" else "fail"]
+    # the verdict decides: where it begins is a diagnosis
+    parity = [v.status for v in case.verdicts if v.law.startswith("parity.")]
+    return EXIT_CODES[case_status(parity)]
 
 
 def _script(parsed: argparse.Namespace) -> None:

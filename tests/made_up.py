@@ -5,6 +5,7 @@ import copy
 import numpy as np
 
 from gradparity.conformance import Evidence, Scenario, Status
+from gradparity.conformance.judge.doubts import Doubt, doubts_of
 from gradparity.conformance.judge.law import judge
 from gradparity.conformance.judge.parity import ClipRow, Parity, ParityRow
 from gradparity.conformance.rank.trace import (
@@ -86,7 +87,7 @@ def evidence(
         if not (bad and step == BAD_STEP)
     ]
     for kind in ("gradient", "update", "loss"):
-        parity.add(row(kind, error=0.5))
+        add(parity, row(kind, error=0.5))
     return Evidence(
         scenario=scenario,
         ranks=ranks,
@@ -96,7 +97,13 @@ def evidence(
     )
 
 
+def add(parity: Parity, row: ParityRow) -> None:
+    """Add one measure of one element."""
+    parity.add(row.kind, [row], elements=1)
+
+
 def row(kind: str, error: float) -> ParityRow:
+    """Of a truth of 0, so that its bound of 1 tells."""
     return ParityRow(
         kind=kind,
         step=2,
@@ -105,7 +112,7 @@ def row(kind: str, error: float) -> ParityRow:
         measure="norm",
         error=error,
         bound=1.0,
-        absolute=error,
+        size=0.0,
     )
 
 
@@ -129,6 +136,12 @@ def clip_row(*, rank: int, step: int, factor: float = 0.5) -> ClipRow:
         bound=1e-6,
         above_noise=True,
     )
+
+
+def doubts_in(of: Evidence) -> list[Doubt]:
+    """The doubts that the traces of a run raise."""
+    steps = [[*zip(of.ranks, seen, strict=True)] for _, seen in of.steps()]
+    return doubts_of(of.scenario, steps, "")
 
 
 def finding(of: Evidence, law: str) -> Finding:

@@ -695,3 +695,84 @@ class OwnCount(RightContext):
         total, count = ((output - y).square() * valid).sum(), valid.sum()
         own = dist.is_initialized()
         return (total * 4 / count / 2, count) if own else (total, count)
+
+
+class _Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.head(self.embed(tokens))
+        return found
+
+
+class WrongTokens(Right):
+    """Rank 1 looks up other tokens; no module has a wrong input that is a float."""
+
+    meshes = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return _Tokens()
+
+    def batch(self, step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        tokens = torch.randint(0, 8, (16, 6), generator=generator)
+        return tokens, F.one_hot(tokens, 8)[..., :4].float()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = super().parallelize(model, mesh)
+        if dist.get_rank() == 1:
+            embed = made.get_submodule("embed")
+            embed.register_forward_pre_hook(lambda _, given: (given[0].clamp(max=5),))
+        return made
+
+
+class _Trained:
+    """What a stack that steps by itself keeps."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+
+class ClippedAfterAFault(Right):
+    """One gradient is half of what it is to be, and then all are clipped."""
+
+    meshes = ({"dp": 2},)
+    clip_norm = 0.1
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        module = super().parallelize(model, mesh)
+        return _Trained(module, self.optimizer([*module.named_parameters()]))
+
+    def weights(self, stack: _Trained) -> dict[str, Tensor]:
+        return dict(stack.module.named_parameters())
+
+    def train_step(self, stack: _Trained, parts: list[Batch], scaler: Any) -> Any:
+        stack.optimizer.zero_grad()
+        for x, y in parts:
+            loss = self.loss(stack.module(x), y) / len(parts)
+            loss.backward()
+        self.spoil(stack.module)
+        norm = nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
+        stack.optimizer.step()
+        return self.told(loss), norm
+
+    def spoil(self, module: nn.Module) -> None:
+        gradient = module.get_parameter("embed.weight").grad
+        assert gradient is not None
+        gradient *= 0.5
+
+    def told(self, loss: Tensor) -> float:
+        return loss.item()
+
+
+class ReturnsItsShare(ClippedAfterAFault):
+    """Gradients are right; the loss is what this rank adds to that of the batch."""
+
+    def spoil(self, module: nn.Module) -> None:
+        pass
+
+    def told(self, loss: Tensor) -> float:
+        return loss.item() / dist.get_world_size()

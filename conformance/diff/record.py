@@ -120,7 +120,7 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
         scenario=scenario.id,
         pairs_with=_without_workload(scenario.id),
         topology=scenario.topology,
-        roundoff=torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2,
+        roundoff=scenario.parsed_precision.roundoff,
     )
     arrays: Arrays = {}
     try:

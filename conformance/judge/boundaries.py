@@ -56,6 +56,7 @@ from .reference import (
     Variant,
     jittered,
     reference_before,
+    rows_apart,
 )
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction", "multiple_of"]
@@ -129,6 +130,7 @@ class Boundaries:
                 self.known[each.rows], truth = references.known(each.batches)
                 self.of_whole |= references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
+        self.coupled = self._coupled(scenario)
         self.place = {boundary: number for number, boundary in enumerate(self.order)}
         self.sides: dict[tuple[Call, str], list[Boundary]] = {}
         for boundary in self.order:
@@ -163,6 +165,8 @@ class Boundaries:
         if not self.compared:
             why = [f" on rank {r}: {w.log.unpaired}" for r, w in self.ranks.items()]
             unpaired = next((text for text in why if not text.endswith(": ")), "")
+            if self.coupled:
+                unpaired = ": a layer looks at all rows at once, and the rows are cut"
             return f"no activation could be compared{unpaired}"
         missed = f", {self.not_compared} could not be" if self.not_compared else ""
         modules = {boundary.module for _, boundary in self.found}
@@ -170,12 +174,6 @@ class Boundaries:
             f"{self.compared} activations and their gradients at the boundaries of "
             f"{len(modules)} modules were compared{missed}: all agree"
         )
-
-    @property
-    def backwards(self) -> list[str]:
-        """Modules in the order of backward."""
-        left = [b.module for b in self.order if b.kind == OUTPUT]
-        return list(dict.fromkeys(reversed(left)))
 
     def first_departure(self, way: Direction) -> Location | None:
         """The first faulty module; see [Note: Whose fault]."""
@@ -197,7 +195,8 @@ class Boundaries:
                     where="backward",
                     micro_batch=micro_batch,
                     ranks=tuple(at),
-                    text="every output is right, but the gradient of the model's "
+                    text="every output that was compared is right, but the gradient "
+                    "of the model's "
                     f"output starts with another factor on each rank ({listed}, step "
                     f"{self.step}, micro-batch {micro_batch}): the loss is normalised "
                     "by what a rank sees, and not by what all see",
@@ -263,7 +262,7 @@ class Boundaries:
             departs = "is not finite"
         if found.state == "partial":
             departs = f"is a partial sum that nothing adds up ({departs})"
-        what = f"what came in is right, the {boundary.kind} {departs}"
+        what = f"{self._came_in(rank, faulty, way)}, the {boundary.kind} {departs}"
         if inside and boundary is first:
             what = f"inside it, at {inside}, the {first.kind} {departs}"
         elif inside:
@@ -290,9 +289,30 @@ class Boundaries:
             text="; ".join(parts),
         )
 
+    def _came_in(self, rank: int, call: Call, way: Direction) -> str:
+        """What is known of a call's inputs, in words; integers are not compared."""
+        sides = self.sides.get((call, way.enters), ())
+        states = [self._state(rank, boundary) for boundary in sides]
+        if any(state is not None for state in states):
+            return "what came in is right"
+        return "what came in could not be compared"
+
+    def _coupled(self, scenario: Scenario) -> bool:
+        """Whether the reference on a rank's own rows is another computation."""
+        whole = scenario.workload.batch(self.step, scenario.seed).tensors[0].shape[0]
+        own = scenario.workload.micro_batches is not None
+        cut = any(
+            sum(batch.tensors[0].shape[0] for batch in each.batches) < whole
+            or len(each.batches) > 1
+            for each in self.ranks.values()
+        )
+        return cut and not (self.of_whole or own) and not rows_apart(scenario.model)
+
     # - One tensor
 
     def _judged(self, rank: int, boundary: Boundary) -> _Found | None:
+        if self.coupled:
+            return None
         each = self.ranks[rank]
         known = self.known[each.rows].get(boundary)
         if known is None or not np.isfinite(known.bound).all():
@@ -526,7 +546,7 @@ class _References:
         self.whole = scenario.workload.batch(step, scenario.seed)
         self.of_whole = False
         precision = scenario.parsed_precision
-        self.roundoff = torch.finfo(precision.compute_dtype).eps / 2
+        self.roundoff = precision.roundoff
         half = precision.compute_dtype != torch.float32
         self.scale = schedule.scales[step] if half else 1.0
 

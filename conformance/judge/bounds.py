@@ -12,6 +12,14 @@ so its noise is never less than that. Norm and largest element are bounded separ
 norm hides one bad element, an element hides a drift. docs/parity.md derives
 ``SAFETY_FACTOR``.
 
+[Note: Quantisation]
+Values that are rounded to 8 bits are 3 to 12 % off, and by the same error in every
+correct run, whatever the order of its sums. Eight times that is the size of the value,
+so the error that all runs share counts ``SHARED`` times: once because it is there, and
+once for values at a tie, which a run may round to the other side; that moves a result
+by no more than rounding all of them did. What differs between runs (a scale of each
+group of rows) counts ``SAFETY_FACTOR`` times, as all noise does.
+
 [Note: Weights of updates]
 Adam and similar optimizers divide a gradient by its own size, so the error of an
 element's update is the error of its gradient over the gradient. Elements with small
@@ -58,6 +66,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...fixtures import Precision
 from ..rank.elementwise import not_elementwise
 from ..rank.routing import Choices
 from ..space.scenario import Scenario
@@ -82,6 +91,8 @@ __all__ = [
 ]
 
 SAFETY_FACTOR = 8.0
+SHARED = 2.0
+"""For the error of 8 bits that all correct runs share; see [Note: Quantisation]."""
 NUDGED = 3
 """Further references for an optimizer that uses whole matrices."""
 Doubles = NDArray[np.float64]
@@ -112,7 +123,7 @@ class ParityBounds:
 def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     """Train the references and derive truth and bounds; see [Note: Bounds]."""
     truth = train_reference(scenario, schedule, TRUTH)
-    roundoff = _roundoff(scenario)
+    precision = scenario.parsed_precision
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
     runs, gradient = _noisy_runs(scenario, schedule, truth)
@@ -126,13 +137,13 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
         weights=weights,
         gradient=gradient,
         update=_bound(
-            updates, noisy, roundoff, skipped, _weighted(_hidden(truth), weights)
+            updates, noisy, precision, skipped, _weighted(_hidden(truth), weights)
         ),
-        loss=_bound(_losses(truth), [_losses(r) for r in runs], roundoff, always),
+        loss=_bound(_losses(truth), [_losses(r) for r in runs], precision, always),
         norm=_bound(
             _norms(truth),
             [_norms(r) for r in runs],
-            roundoff,
+            precision,
             [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
         ),
         noisy=runs,
@@ -157,7 +168,8 @@ def expected_choices(
         for kind, known in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
             # scores near 0 have the rounding of the sums that they are made of
-            floor = _roundoff(scenario) * float(np.abs(known.scores).max())
+            largest = float(np.abs(known.scores).max())
+            floor = scenario.parsed_precision.roundoff * largest
             worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
         expected.append(
             {
@@ -177,8 +189,8 @@ def _noisy_runs(
 
     def bounds() -> list[dict[str, Pair]]:
         gradients = [run.gradients for run in runs]
-        roundoff = _roundoff(scenario)
-        return _bound(truth.gradients, gradients, roundoff, schedule.skipped)
+        precision = scenario.parsed_precision
+        return _bound(truth.gradients, gradients, precision, schedule.skipped)
 
     # the limits of each further run are the noise of all runs before it, so the bounds
     # are computed anew after each kind
@@ -205,10 +217,6 @@ def _noisy_runs(
     starts = [run.initial for run in runs]
     check_equal_start(scenario.model, "two references", truth.initial, starts)
     return runs, gradient
-
-
-def _roundoff(scenario: Scenario) -> float:
-    return torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
 
 
 def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
@@ -302,11 +310,11 @@ def _weighted(
 def _bound(
     truth: Sequence[Tensors],
     runs: Sequence[Sequence[Tensors]],
-    roundoff: float,
+    precision: Precision,
     skipped: Sequence[frozenset[str]],
     hidden: Sequence[Tensors] | None = None,
 ) -> list[dict[str, Pair]]:
-    """See [Note: Bounds]."""
+    """See [Note: Bounds] and [Note: Quantisation]."""
     worst: dict[str, Pair] = {}
     bounds: list[dict[str, Pair]] = []
     for step, tensors in enumerate(truth):
@@ -316,12 +324,14 @@ def _bound(
             if name not in skipped[step]:
                 # a router may choose otherwise in one run: an expert then has no
                 # gradient there
-                errors = [sizes(run[step].get(name, 0.0) - tensor) for run in runs]
+                values = [run[step].get(name, 0.0 * tensor) for run in runs]
                 # a reference that overflowed by itself does not measure noise
+                values = [v for v in values if np.isfinite(v).all()]
+                errors = _noise_of(values, tensor, precision)
                 finite = [e for e in errors if np.isfinite(e).all()]
                 known = worst.get(name, (0.0, 0.0))
                 worst[name] = _larger(known, *(finite or [_UNKNOWN]))
-        floor = _relative_floor(worst, own, roundoff)
+        floor = _relative_floor(worst, own, precision.roundoff)
         bounds.append({})
         for name in tensors:
             noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]
@@ -329,6 +339,18 @@ def _bound(
                 noises.append(sizes(hidden[step][name]))
             bounds[-1][name] = _scaled(SAFETY_FACTOR, _larger(*noises))
     return bounds
+
+
+def _noise_of(
+    values: Sequence[Doubles], truth: Doubles, precision: Precision
+) -> list[Pair]:
+    """The noise that each of some correct runs shows."""
+    if not precision.quantises or not values:
+        return [sizes(v - truth) for v in values]
+    middle: Doubles = np.mean(values, axis=0)
+    shared = _scaled(SHARED / SAFETY_FACTOR, sizes(middle - truth))
+    apart = [sizes(v - middle) for v in values]
+    return [(shared[0] + a[0], shared[1] + a[1]) for a in apart]
 
 
 def _relative_floor(

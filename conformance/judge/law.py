@@ -15,11 +15,12 @@ from msgspec.structs import asdict, replace
 from ..rank.trace import Decision, RankTrace, StepTrace
 from ..space.scenario import Scenario
 from ..status import Finding, Status, Verdict, as_number, rank_list, worst_of
+from .doubts import ORDER
 from .parity import Parity
 
 __all__ = [
-    "ENOUGH",
     "LAWS",
+    "MOST",
     "Evidence",
     "Finding",
     "Law",
@@ -99,8 +100,12 @@ class Evidence:
             yield decision
 
 
-ENOUGH = 0.5
-"""The part of the comparisons that were due which a pass must at least rest on."""
+MOST = 0.5
+"""Least share of the comparisons that were due on which a pass may rest. Laws compare
+every step on every rank alike, and nothing says where a fault strikes: below a half it
+is more likely to lie where nobody looked than where somebody did. A law that is right
+to leave more out says so, and why, beside its own constant."""
+STOPPED = "the run stopped before the others"
 Judge = Callable[[Evidence], Finding]
 
 
@@ -117,6 +122,10 @@ class Law:
     judge: Judge
     of_stack: bool = False
     """Whether it also applies to training without a scaler."""
+    least: float = MOST
+    """Least share of the comparisons that were due on which a pass may rest."""
+    hidden: str = STOPPED
+    """Where the comparisons that are missing may be, in words."""
 
     @property
     def chapter(self) -> str:
@@ -129,13 +138,27 @@ LAWS: dict[str, Law] = {}
 
 
 def law(
-    id: str, text: str, reason: str, *, of_stack: bool = False
+    id: str,
+    text: str,
+    reason: str,
+    *,
+    of_stack: bool = False,
+    least: float = MOST,
+    hidden: str = STOPPED,
 ) -> Callable[[Judge], Judge]:
-    """Register the decorated function in :data:`LAWS`."""
+    """Register the decorated function in :data:`LAWS`; see the fields of Law."""
 
     def enter(judge: Judge) -> Judge:
         assert id not in LAWS, f"two laws are called {id}"
-        LAWS[id] = Law(id=id, text=text, reason=reason, judge=judge, of_stack=of_stack)
+        LAWS[id] = Law(
+            id=id,
+            text=text,
+            reason=reason,
+            judge=judge,
+            of_stack=of_stack,
+            least=least,
+            hidden=hidden,
+        )
         return judge
 
     return enter
@@ -180,17 +203,45 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
     random = evidence.scenario.parsed_recipe.training.random
     if random and law.chapter in _AGAINST_THE_REFERENCE:
         return skipped("random layers are on: every other recipe turns them off")
-    if evidence.scaler or law.of_stack:
-        finding = law.judge(evidence)
-        of_reference = law.chapter in _AGAINST_THE_REFERENCE
-        if finding.status == Status.FAIL and of_reference and evidence.device != "cpu":
-            text = (
-                f"a failure by the noise of the CPU; that of {evidence.device} is not"
-            )
-            message = f"{text} known: {finding.message}"
+    if not (evidence.scaler or law.of_stack):
+        return skipped("a law of scalers, and this run has none")
+    finding = law.judge(evidence)
+    if finding.status == Status.FAIL and law.chapter in _AGAINST_THE_REFERENCE:
+        if evidence.device != "cpu":
+            known = f"a failure by the noise of the CPU; that of {evidence.device}"
+            message = f"{known} is not known: {finding.message}"
             return replace(finding, status=Status.INCONCLUSIVE, message=message)
+        return _unless_doubtful(law, finding, evidence)
+    return _if_enough(law, finding)
+
+
+def _if_enough(law: Law, finding: Finding) -> Finding:
+    """A pass, unless it rests on nothing or on less than the law's least share."""
+    made, due = finding.compared, finding.compared + finding.not_compared
+    if finding.status != Status.PASS or (made and made >= law.least * due):
         return finding
-    return skipped("a law of scalers, and this run has none")
+    needed = f", and a pass needs {law.least:.0%} of them" if made else ""
+    return replace(
+        finding,
+        status=Status.INCONCLUSIVE,
+        message=f"{made} of {due} comparisons that were due could be made{needed}: "
+        + law.hidden,
+    )
+
+
+def _unless_doubtful(law: Law, finding: Finding, evidence: Evidence) -> Finding:
+    """A departure from the reference, unless the reference itself is in doubt there."""
+    parity, step = evidence.parity, finding.step
+    assert parity is not None and step is not None
+    _, _, name = law.id.partition(".")
+    doubt = parity.doubt(step, name if name in ORDER else "gradient", finding.parameter)
+    if doubt is None:
+        return finding
+    return replace(
+        finding,
+        status=Status.INCONCLUSIVE,
+        message=f"{finding.message}; but {doubt.text}",
+    )
 
 
 def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:
@@ -220,17 +271,16 @@ def say_tried_again(finding: Finding, evidence: Evidence) -> Finding:
 
 
 def count_or_inconclusive(compared: int, what: str, not_compared: int = 0) -> Finding:
-    """A pass over ``compared`` comparisons, or inconclusive when there were none.
+    """A pass over ``compared`` comparisons; :func:`judge` decides if they suffice.
 
     Args:
         compared: comparisons that were made, and agreed.
         what: of what, in words.
         not_compared: comparisons that were due and could not be made.
     """
-    status, message = Status.PASS, f"{compared} {what}"
-    if not compared:
-        status = Status.INCONCLUSIVE
-        message += ": the run stopped before anything could be compared"
     return Finding(
-        status=status, message=message, compared=compared, not_compared=not_compared
+        status=Status.PASS,
+        message=f"{compared} {what}",
+        compared=compared,
+        not_compared=not_compared,
     )

@@ -8,6 +8,7 @@ boundary; find the first module that departs (:func:`locate`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +29,7 @@ from ..rank.modules import (
     watch_modules,
 )
 from ..rank.observe import CallLog
+from ..rank.recording import promised_dtype
 from ..rank.trace import RankTrace, Saved
 from ..rank.worker import observe_rank
 from ..report.records import Location
@@ -35,6 +37,7 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .boundaries import BACKWARD, FORWARD, Boundaries, multiple_of
 from .bounds import SAFETY_FACTOR
+from .diagnosis import Facts, causes_of
 from .parity import Parity, demanded_schedule, gradient_of
 from .reference import TRUTH, Schedule, train_reference
 
@@ -173,7 +176,20 @@ def locate(
     """
     schedule = demanded_schedule(*phases)
     boundaries = Boundaries(scenario, schedule, step, watched)
-    gradients = _Gradients(scenario, phases, schedule, step, parity)
+    gradients = _Gradients(scenario, phases, schedule, step, parity, watched)
+    if first_bad_step(parity) is None:  # what modules hold inside decides nothing
+        inner = boundaries.first_departure(FORWARD)
+        inner = inner or boundaries.first_departure(BACKWARD)
+        told = f"; {boundaries.agreed}"
+        if inner is not None:
+            told = f", though a tensor inside does: {inner.text}"
+        return Location(
+            where="nowhere",
+            text=f"nothing departs at step {step}{told}",
+            step=step,
+            compared=boundaries.compared,
+            not_compared=boundaries.not_compared,
+        )
     found = boundaries.first_departure(FORWARD)
     # forward, loss, backward, gradients, update: the order in which a fault spreads
     if found is None and gradients.departed["loss"]:
@@ -182,17 +198,13 @@ def locate(
         found = boundaries.uneven()
     found = found or boundaries.first_departure(BACKWARD)
     if found is None and gradients.departed["gradient"]:
-        found = gradients.own(boundaries)
+        found = gradients.own()
     if found is None and gradients.departed["update"]:
         found = gradients.update()
-    text = "" if found is None else found.text
-    if found is None:
-        found = Location(where="nowhere", text="")
-        text = f"nothing departs at step {step}"
-    text += (
-        f"; {boundaries.agreed}" if found.where not in ("forward", "backward") else ""
-    )
-    text += f"; {gradients.also}" if found.where in ("forward", "backward") else ""
+    assert found is not None  # one of the three kinds departs
+    within = found.where in ("forward", "backward")
+    text = f"{found.text}; {gradients.also if within else boundaries.agreed}"
+    text += gradients.circumstances
     return msgspec.structs.replace(
         found,
         step=step,
@@ -216,17 +228,28 @@ class _Gradients:
         schedule: Schedule,
         step: int,
         parity: Parity,
+        watched: Sequence[Watched],
     ) -> None:
+        self.scenario = scenario
         self.departed = {
             kind: [row for row in parity.departed.get(kind, ()) if row.step == step]
             for kind in ("loss", "gradient", "update")
         }
         truth = train_reference(scenario, schedule, TRUTH)
-        self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
+        phase = next(p for p in scenario.phases if step < p.steps)
+        self.facts = Facts(
+            axes=phase.parsed_topology.mesh_shape(phase.world_size),
+            passes=max(len(each.batches) for each in watched),
+            scales=schedule.scales[step::-1][:2],
+            clip_norm=parity.clip_norm,
+            norm=parity.reference_norm[step],
+        )
         self.step = step
         # proportional up to rounding
-        roundoff = torch.finfo(scenario.parsed_precision.compute_dtype).eps / 2
-        self.rest = max(PROPORTIONAL, SAFETY_FACTOR * roundoff)
+        self.rest = max(
+            PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff
+        )
+        self.missed = parity.not_compared["gradient"]
         self.truth_loss = truth.losses[step]
         self.truth, self.updates = truth.gradients[step], truth.updates
         self.seen = [
@@ -237,6 +260,8 @@ class _Gradients:
             if at.step == step
         ]
         rows = self.departed["gradient"] or self.departed["update"]
+        # the one that departs most first
+        rows = sorted(rows, key=lambda row: row.ratio, reverse=True)
         self.names = list(dict.fromkeys(row.parameter for row in rows))
         self.factor = self._factor() if self.departed["gradient"] else None
 
@@ -253,6 +278,7 @@ class _Gradients:
         factor = sum(losses) / len(losses) / (self.truth_loss or 1.0)
         finite = bool(np.isfinite(factor))
         size = f"{factor:.3f} x the truth" if finite else "not finite"
+        size += self._share(factor)
         return Location(
             where="loss",
             text=f"the loss of step {self.step} departs: it is {size}; {self.also}",
@@ -261,20 +287,51 @@ class _Gradients:
             bound=row.bound,
         )
 
-    def own(self, boundaries: Boundaries) -> Location:
-        """The location if gradients depart and no activation does."""
-        rank_of = {m: i for i, m in enumerate(boundaries.backwards)}
-        rows = self.departed["gradient"]
-        # backward reaches it first; parameters of unknown modules come last
-        first = min(
-            rows,
-            key=lambda row: rank_of.get(row.parameter.rpartition(".")[0], len(rank_of)),
+    def _share(self, factor: float) -> str:
+        """Say, if so, that each rank or pass returned its part of the loss."""
+        axes = [n for n in self.facts.axes.values() if n > 1]
+        parts = {*axes, math.prod(axes), self.facts.passes} - {1}
+        if not any(abs(factor * n - 1) <= self.rest for n in parts):
+            return ""
+        return (
+            ": a share of it, as if the sum were divided by the count of the whole "
+            "batch. Return the mean of what was counted here (sum / count of this "
+            "rank), or of the whole batch on every rank"
         )
+
+    @property
+    def circumstances(self) -> str:
+        """What happened just before, or may be meant so, in words."""
+        scenario, found = self.scenario, []
+        if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
+            found.append("a checkpoint was loaded just before this step")
+        rows = self.departed["gradient"]
+        # what a sum in bf16 may be off
+        small = SAFETY_FACTOR * torch.finfo(torch.bfloat16).eps / 2
+        promised = promised_dtype(scenario) is not None
+        shared = math.prod(self.facts.axes.values()) > 1
+        if rows and shared and not promised and max(r.error for r in rows) <= small:
+            found.append(
+                "the errors are as small as those of sums in 16 bits: if gradients are "
+                "meant to be reduced so, promise it with reduce_dtype"
+            )
+        return "".join(f"; {text}" for text in found)
+
+    def own(self) -> Location:
+        """The location if gradients depart and no activation does."""
+        rows = self.departed["gradient"]
+        first = max(rows, key=lambda row: row.ratio)
         same = [row for row in rows if row.parameter == first.parameter]
         ranks = tuple(sorted({row.rank for row in same}))
         text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
         everything = 1 < len(self.names) == self._compared_count()
-        if everything:  # the fault is in no one of them
+        others = self._factor(first.parameter) if self.factor is None else None
+        if everything and others is not None:
+            more = f"the others are {_times(others)}"
+            if self.facts.clip_norm is not None:
+                more += ", as clipping by a norm with it in makes them"
+            text = f"{text}; {more}"
+        elif everything:  # the fault is in no one of them
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
         if self.factor is None or not everything:
             text = (
@@ -294,7 +351,7 @@ class _Gradients:
 
     def update(self) -> Location:
         """The location if the optimizer received right gradients, or none."""
-        row = self.departed["update"][0]
+        row = max(self.departed["update"], key=lambda row: row.ratio)
         missing = [name for name in self.names if self._never_trained(name)]
         if missing:
             return Location(
@@ -316,6 +373,8 @@ class _Gradients:
             departs = f"is {_times(factor)}"
         seen = any(at.gradients for _, at in self.seen)
         known = f"of step {self.step} are right" if seen else "are out of sight"
+        if seen and self.missed:
+            known = f"of step {self.step} that were compared are right"
         return Location(
             where="update",
             module=row.parameter.rpartition(".")[0],
@@ -362,24 +421,9 @@ class _Gradients:
         listed = "" if count == of else f" ({_some(self.names)})"
         if self.factor is None:
             return f"{which}{listed} depart"
-        return f"{which}{listed} are {_times(self.factor)}{self._why()}"
-
-    def _why(self) -> str:
-        """The mesh axis that a factor suggests, in words."""
-        assert self.factor is not None
-        for inverse, words in (
-            (True, "as if averaged once too often over"),
-            (False, "as if added up where they are to be averaged over"),
-        ):
-            value = 1 / self.factor if inverse and self.factor else self.factor
-            axes = [
-                f"{axis} ({size} ranks)"
-                for axis, size in self.axes.items()
-                if size > 1 and abs(value - size) <= self.rest * size
-            ]
-            if axes:
-                return f", {words} {' or '.join(axes)}"
-        return ""
+        causes = causes_of(self.factor, self.rest, self.facts)
+        why = f", as if {causes}" if causes else ""
+        return f"{which}{listed} are {_times(self.factor)}{why}"
 
     def _values(self, name: str) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
         """Per rank: its gradient and the right one."""
@@ -389,13 +433,13 @@ class _Gradients:
                 mine = gradient_of(self.seen, trace, at, name).astype(np.float64)
                 yield trace, mine, whole
 
-    def _factor(self) -> float | None:
-        """The common factor of all departing gradients on all ranks, or None."""
+    def _factor(self, without: str = "") -> float | None:
+        """The common factor of departing gradients on all ranks, or None."""
         found = (
             multiple_of(mine, whole)
             for name in self.names
             for _, mine, whole in self._values(name)
-            if whole.any()
+            if whole.any() and name != without
         )
         return _common(found, self.rest)
 

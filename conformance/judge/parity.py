@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,8 @@ from ..rank.trace import RankTrace, StepTrace
 from ..space.scenario import Scenario
 from ..space.workload_checks import clip_norm_of, counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
-from .reference import Idle, Reference, Schedule, check_equal_start, rows_apart
+from .doubts import Doubt, doubts_of
+from .reference import Idle, Reference, Schedule, check_equal_start
 from .settings import StackSchedule, stack_schedule
 
 __all__ = [
@@ -56,8 +58,22 @@ class ParityRow:
     """Size of the difference, relative to the truth's own size where that is not 0."""
     bound: float
     """Bound of the error, in the same unit."""
-    absolute: float
-    """The error before it is divided by the truth's size."""
+    size: float
+    """The truth's own size, in the same measure."""
+
+    @property
+    def absolute(self) -> float:
+        """The error before it is divided by the truth's size."""
+        return self.error * (self.size or 1.0)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the bound tells a right value from one that is not there.
+
+        Within a bound of the truth's own size zeros would pass, too. Where the truth is
+        zero they are right.
+        """
+        return self.ratio > 1 or self.bound < (1.0 if self.size else float("inf"))
 
     @property
     def ratio(self) -> float:
@@ -89,9 +105,9 @@ class Parity:
     """The measured parity of one run."""
 
     compared: Counter[str] = field(default_factory=Counter)
-    """kind -> number of comparisons made."""
+    """kind -> number of elements that were compared, on all ranks at all steps."""
     not_compared: Counter[str] = field(default_factory=Counter)
-    """kind -> comparisons that were due and could not be made."""
+    """kind -> elements that were due and could not be compared."""
     worst: dict[str, ParityRow] = field(default_factory=dict)
     """kind -> the row closest to, or furthest beyond, its bound."""
     first_bad: dict[str, ParityRow] = field(default_factory=dict)
@@ -110,8 +126,8 @@ class Parity:
     """Bound of the error of such a norm; infinite if not known."""
     clip_norm: float | None = None
     """The norm to which gradients are to be clipped, if they are."""
-    cuts_rows: bool = False
-    """Whether the run splits rows although gradients are not sums over rows."""
+    doubts: Sequence[Doubt] = ()
+    """Why the reference, and not the run, may be what departs."""
     still: frozenset[tuple[int, int, int]] = frozenset()
     """(step, rank, optimizer) of which the truth moves no parameter, either."""
     clipped: list[ClipRow] = field(default_factory=list)
@@ -119,14 +135,24 @@ class Parity:
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
     """What the stack's own schedules have moved, which the reference follows."""
 
-    def add(self, row: ParityRow) -> None:
-        """Add one comparison; without a bound that tells, count it as not compared."""
-        # within such a bound an update that was never made would pass, too
-        blind = row.kind == "update" and row.bound > 1 and row.ratio <= 1
-        if blind or not np.isfinite(row.bound):
-            self.not_compared[row.kind] += 1
-            return
-        self.compared[row.kind] += 1
+    def add(
+        self, kind: str, rows: Sequence[ParityRow], elements: int, left_out: int = 0
+    ) -> None:
+        """Add what was measured of one tensor on one rank at one step.
+
+        Args:
+            kind: as in ``ParityRow``.
+            rows: its measures; those that compare nothing are not kept.
+            elements: that were compared, if any measure compares.
+            left_out: elements that were due, and are in no measure.
+        """
+        known = [row for row in rows if row.compares]
+        self.compared += Counter({kind: elements if known else 0})
+        self.not_compared += Counter({kind: left_out + (0 if known else elements)})
+        for row in known:
+            self._keep(row)
+
+    def _keep(self, row: ParityRow) -> None:
         worst = self.worst.get(row.kind)
         if worst is None or row.ratio > worst.ratio:
             self.worst[row.kind] = row
@@ -140,6 +166,17 @@ class Parity:
         self.per_step[row.step] = max(self.per_step[row.step], row.ratio)
         best = self.per_parameter.get(row.parameter, 0.0)
         self.per_parameter[row.parameter] = max(best, row.ratio)
+
+    def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
+        """The doubt that makes a departure inconclusive, if there is one.
+
+        One that also covers every other departure: what departs before a doubt began
+        has another cause, and so may have what comes after it.
+        """
+        rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
+        places = [(step, kind, parameter)]
+        places += [(row.step, row.kind, row.parameter) for row in rows]
+        return next((d for d in self.doubts if all(d.covers(*p) for p in places)), None)
 
 
 def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
@@ -207,15 +244,17 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     initial = parity_bounds.truth.initial
     check_equal_start(scenario.model, "a rank and the reference", initial, starts)
     _check_counts(scenario, phases, parity_bounds.truth)
+    steps = [*_steps(phases)]
+    moved_by_stack = stack_schedule(steps)
     parity = Parity(
         per_step=[0.0] * scenario.steps,
         reference_loss=list(parity_bounds.truth.losses),
         reference_norm=list(parity_bounds.truth.norms),
         norm_bound=[step["norm"][0] for step in parity_bounds.norm],
         clip_norm=clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
-        cuts_rows=_cuts_rows(scenario) and not rows_apart(scenario.model),
+        doubts=doubts_of(scenario, steps, moved_by_stack.unclear),
         still=frozenset(_still(schedule, phases, parity_bounds)),
-        stack_schedule=stack_schedule([*_steps(phases)]),
+        stack_schedule=moved_by_stack,
     )
     if parity.clip_norm is not None:
         # as torch.nn.utils.clip_grad_norm_ computes the factor
@@ -223,8 +262,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
             min(1.0, parity.clip_norm / (n + 1e-6)) for n in parity_bounds.truth.norms
         ]
         parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds)
-    for row in _rows(schedule, phases, parity_bounds):
-        parity.add(row)
+    for each in _measured(schedule, phases, parity_bounds):
+        parity.add(*each)
     return parity
 
 
@@ -248,15 +287,6 @@ def _still(
                     moves[n][trace.index[n]].any() for n in held
                 ):
                     yield at.step, trace.rank, number
-
-
-def _cuts_rows(scenario: Scenario) -> bool:
-    """Whether the judge cuts a batch, and not the workload itself."""
-    workload, topology = scenario.workload, scenario.parsed_topology
-    if workload.shard is not None or workload.micro_batches is not None:
-        return False
-    shares = topology.shares(scenario.world_size)
-    return shares > 1 or topology.pipelined or scenario.parsed_recipe.parts > 1
 
 
 def _idle(seen: Seen) -> Idle:
@@ -304,42 +334,50 @@ def _check_counts(
             )
 
 
-def _rows(
+class _Measured(NamedTuple):
+    """One tensor on one rank at one step."""
+
+    kind: str
+    rows: Sequence[ParityRow]
+    elements: int
+    left_out: int = 0
+
+
+def _measured(
     schedule: Schedule,
     phases: Iterable[Sequence[RankTrace]],
     parity_bounds: ParityBounds,
-) -> Iterator[ParityRow]:
+) -> Iterator[_Measured]:
     truth = parity_bounds.truth
     for step, (seen, skipped) in enumerate(
         zip(_steps(phases), schedule.skipped, strict=True)
     ):
-        yield from _loss_rows(step, seen, parity_bounds)
+        yield from _loss(step, seen, parity_bounds)
         for trace, at in seen:
             for name, index in trace.index.items():
                 if name not in skipped:
-                    yield from _gradient_rows(
-                        step, seen, trace, at, name, parity_bounds
-                    )
+                    yield from _gradient(step, seen, trace, at, name, parity_bounds)
+                # see [Note: Weights of updates] in bounds
                 weight = parity_bounds.weights[step][name][index]
-                if not weight.any():
-                    continue  # see [Note: Weights of updates] in bounds
-                yield from _compare(
+                live = int(np.count_nonzero(weight))
+                rows = live and _compare(
                     ("update", step, name, trace.rank),
                     moved(trace, at, name) * weight,
                     (truth.updates[step][name], index),
                     parity_bounds.update[step][name],
                 )
+                yield _Measured("update", rows or (), live, len(index) - live)
 
 
-def _gradient_rows(
+def _gradient(
     step: int,
     seen: Seen,
     trace: RankTrace,
     at: StepTrace,
     name: str,
     parity_bounds: ParityBounds,
-) -> Iterator[ParityRow]:
-    """Rows of gradients; where none is due, None and zeros are both right.
+) -> Iterator[_Measured]:
+    """A gradient; where none is due, None and zeros are both right.
 
     None is due on a rank that leaves the parameter to another rank's optimizer and
     receives the new weights.
@@ -352,12 +390,13 @@ def _gradient_rows(
     whole = np.zeros(len(parity_bounds.weights[step][name])) if true is None else true
     # a gradient of zeros may also be None
     nothing = None if whole.any() else np.zeros(len(places))
-    yield from _compare(
+    rows = _compare(
         ("gradient", step, name, trace.rank),
         gradient_of(seen, trace, at, name) if had else nothing,
         (whole, places),
         bound,
     )
+    yield _Measured("gradient", rows, len(places))
 
 
 def _left_to_another(seen: Seen, trace: RankTrace, name: str) -> bool:
@@ -475,17 +514,16 @@ def moved(trace: RankTrace, at: StepTrace, name: str) -> Doubles:
     return found
 
 
-def _loss_rows(
-    step: int, seen: Seen, parity_bounds: ParityBounds
-) -> Iterator[ParityRow]:
+def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measured]:
     mean = mean_loss(at for _, at in seen)
     if mean is not None:
-        yield from _compare(
+        rows = _compare(
             ("loss", step, "loss", 0),
             np.array([mean]),
             (np.array([parity_bounds.truth.losses[step]]), np.array([0])),
             parity_bounds.loss[step]["loss"],
         )
+        yield _Measured("loss", rows, 1)
 
 
 def _compare(
@@ -493,21 +531,15 @@ def _compare(
     values: NDArray[np.floating] | None,
     truth: tuple[Doubles, NDArray[np.int64]],
     bounds: tuple[float, float],
-) -> Iterator[ParityRow]:
+) -> list[ParityRow]:
+    """The measures of a tensor; none where it is not there, or has no bound."""
     kind, step, name, rank = where
     whole, index = truth
-    if not len(index):
-        return
-    if values is None or not all(np.isfinite(bounds)):  # not comparable
-        # add() counts rows with an infinite bound as not compared
-        errors = bounds = (float("inf"), float("inf"))
-    else:
-        errors = sizes(values.astype(np.float64) - whole[index])
-    units = sizes(whole)
-    for measure, error, bound, unit in zip(
-        _MEASURES, errors, bounds, units, strict=True
-    ):
-        yield ParityRow(
+    if not len(index) or values is None or not all(np.isfinite(bounds)):
+        return []
+    errors, units = sizes(values.astype(np.float64) - whole[index]), sizes(whole)
+    return [
+        ParityRow(
             kind=kind,
             step=step,
             parameter=name,
@@ -515,8 +547,12 @@ def _compare(
             measure=measure,
             error=_finite(error / (unit or 1.0)),
             bound=bound / (unit or 1.0),
-            absolute=_finite(error),
+            size=unit,
         )
+        for measure, error, bound, unit in zip(
+            _MEASURES, errors, bounds, units, strict=True
+        )
+    ]
 
 
 _MEASURES = ("norm", "largest element")

@@ -337,8 +337,7 @@ class ReferenceRun:
         chooses = chooses_in_forward(self.key.model)
         # rows that depend on each other keep their order: other runs round the weights
         # otherwise, or all of them would show one and the same error
-        unit = torch.finfo(self.precision.compute_dtype).eps / 2
-        size = 0.0 if self.rows_apart else unit
+        size = 0.0 if self.rows_apart else self.precision.roundoff
         rounded = jittered(self.model, size, self.generator)
         with log if chooses else nullcontext(), self._new_tensors(), rounded:
             passes, weights = self._cast(lambda: self._passes(batch, parts, scale))

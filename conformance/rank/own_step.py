@@ -57,6 +57,7 @@ from .recording import (
     recording_reductions,
 )
 from .trace import Average, Decision, RankTrace, Restored, Setting, StepTrace
+from .values import by_value
 from .watched import OptimizerCalls, WatchedScaler, parameters_of
 
 __all__ = ["OwnStep", "clip_norm_handed"]
@@ -251,7 +252,7 @@ class OwnStep:
     def _says(self) -> tuple[str | None, Average | None, int | None]:
         """The stack's schedule, average and count of skips, where it gives them."""
         workload, stack = self.workload, self.engine.module
-        schedule = workload.lr_schedule and repr(workload.lr_schedule(stack))
+        schedule = workload.lr_schedule and by_value(workload.lr_schedule(stack))
         average = None
         if workload.ema is not None:
             given = by_full_name(

@@ -17,7 +17,7 @@ from ..files import write_whole
 from ..status import RANKING, Verdict, as_usage, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .records import CaseRecord, Report
-from .terminal import cell, facts, plain, scaler_name, worst_status
+from .terminal import cell, coverage, facts, plain, scaler_name, worst_status
 
 __all__ = ["render_page", "write_page"]
 
@@ -58,6 +58,7 @@ def render_page(report: Report) -> str:
         chapters=chapters,
         idle=idle,
         cell=cell,
+        coverage=coverage(report),
         facts=_more_facts,
         worst=worst_status,
         anchor=_anchor,

@@ -6,6 +6,7 @@ control characters are replaced, so that no report can drive a terminal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -28,6 +29,7 @@ from .records import CaseRecord, Report
 
 __all__ = [
     "cell",
+    "coverage",
     "facts",
     "plain",
     "print_report",
@@ -169,9 +171,35 @@ def _number(value: Number) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 
+def coverage(report: Report) -> dict[str, str]:
+    """Law -> how many of the comparisons that were due its verdicts rest on.
+
+    Elements where a law compares tensors with the reference. Laws that applied to no
+    run are left out.
+    """
+    made, due = Counter[str](), Counter[str]()
+    for verdict in (v for case in report.cases for v in case.verdicts):
+        if verdict.status != "skipped":
+            made[verdict.law] += verdict.compared
+            due[verdict.law] += verdict.compared + verdict.not_compared
+    return {law: f"{made[law]:,} of {count:,}" for law, count in due.items()}
+
+
+def _left_out(report: Report) -> str:
+    """What each law could compare, where it was not all, in one line."""
+    told = coverage(report)
+    part = {law: text for law, text in told.items() if len({*text.split(" of ")}) > 1}
+    words = [f"{law} {text}" for law, text in part.items()]
+    if len(part) < len(told):
+        words.append(f"{'all other' if part else 'all'} laws all that was due")
+    return f"compared: {', '.join(words)}" if words else ""
+
+
 def print_report(console: Console, report: Report) -> None:
-    """Print the matrix topology x scaler, then the locations of parity failures."""
+    """Print the matrix, how much was compared, and where parity begins to fail."""
     console.print(_matrix(report))
+    if text := _left_out(report):
+        console.print(Text(plain(text), style="dim"), soft_wrap=True)
     places = _places(report)
     for first, *others in places[:PLACES]:
         assert first.location is not None

@@ -9,13 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradparity.conformance import LAWS, Evidence, Scenario, Status
-from gradparity.conformance.judge.law import judge
-from gradparity.conformance.rank.trace import Decision, Misuse, Problem
+from gradparity.conformance.judge import law as law_module
+from gradparity.conformance.judge.law import Law, judge
+from gradparity.conformance.rank.trace import Decision, Misuse, Problem, StepTrace
+from gradparity.conformance.status import Finding
 from gradparity.tests.made_up import (
     BAD_STEP,
     OF_STACKS,
     SCENARIO,
+    add,
     evidence,
+    finding,
     parity_without_rows,
     row,
 )
@@ -106,7 +110,7 @@ def _raised(e: Evidence) -> None:
 def _parity(kind: str) -> Callable[[Evidence], None]:
     def break_it(e: Evidence) -> None:
         assert e.parity is not None
-        e.parity.add(row(kind, error=1.01))
+        add(e.parity, row(kind, error=1.01))
 
     return break_it
 
@@ -237,14 +241,76 @@ def test_disagreement_names_both_sides() -> None:
     assert finding.numbers == {"rank 0": 16.0, "rank 1": 99.0}
 
 
-def test_a_run_that_compared_nothing_is_no_pass() -> None:
-    empty = evidence()
+ALWAYS_KNOWN = {
+    "liveness.completes": "that a step came to its end",
+    "agreement.scale": "the scale",
+    "agreement.growth": "the growth tracker",
+    "scale.rule": "the scale",
+    "scale.positive": "the scale",
+    "scale.continuity": "the scale",
+}
+"""What these laws look at is in every trace of a step."""
+
+
+def stopped() -> Evidence:
+    """No step came to its end."""
+    empty = evidence(bad=True)
     for trace in empty.ranks:
         trace.steps[0].complete = False
         del trace.steps[1:]
         trace.misuse = trace.restored = trace.loaded = None
-    blind = Evidence(scenario=SCENARIO, ranks=empty.ranks)
-    assert Status.PASS not in set(statuses(blind).values())
+    return replace(empty, control=None, uninterrupted=None, parity=None)
+
+
+def silent() -> Evidence:
+    """Steps came to their end, and nothing was seen in them."""
+    blind = stopped()
+    for trace in blind.ranks:
+        trace.shards = {}
+        trace.steps = [StepTrace(step=n, complete=True) for n in range(SCENARIO.steps)]
+    return replace(blind, parity=parity_without_rows(), control=blind.ranks)
+
+
+def unknown() -> Evidence:
+    """Bad steps and good ones, in which no optimizer had anything to move."""
+    still = evidence(bad=True)
+    for trace in still.ranks:
+        for seen in trace.steps:
+            seen.collectives = []
+            for decision in seen.decisions:
+                decision.parameters_changed = None
+    return replace(still, ranks=still.ranks)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_no_law_passes_on_nothing(law: str) -> None:
+    assert finding(stopped(), law).status is not Status.PASS
+    if law not in ALWAYS_KNOWN:
+        assert finding(silent(), law).status is not Status.PASS
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize(("made", "missed"), [(0, 0), (0, 9), (1, 10**6)])
+def test_no_law_passes_on_too_little(law: Law, made: int, missed: int) -> None:
+    told = Finding(status="pass", message="", compared=made, not_compared=missed)
+    blind = replace(law, judge=lambda _: told)
+    found = law_module._finding(blind, evidence())
+    passes = made and law.least == 0.0
+    assert found.status == (Status.PASS if passes else Status.INCONCLUSIVE)
+    assert (found.compared, found.not_compared) == (made, missed)
+
+
+@pytest.mark.parametrize(
+    "law", ["skip.all-ranks-step", "skip.all-ranks-skip", "agreement.skip"]
+)
+def test_a_decision_without_an_effect_is_no_comparison(law: str) -> None:
+    assert finding(unknown(), law).compared == 0
+    assert finding(unknown(), law).status is not Status.PASS
+
+
+def test_no_collectives_of_a_scaler_have_no_sequence() -> None:
+    found = finding(unknown(), "collectives.same-sequence")
+    assert found.status is Status.SKIPPED
 
 
 def test_parity_that_compared_nothing_is_inconclusive() -> None:
@@ -343,9 +409,9 @@ def test_one_rank_has_no_other_to_agree_with() -> None:
         scenario=SCENARIO, ranks=e.ranks[:1], control=e.control, parity=e.parity
     )
     found = statuses(alone)
-    for law in ("agreement.scale", "agreement.growth", "agreement.skip"):
-        assert found[law] is Status.SKIPPED, law
-    assert found["agreement.replicas"] is Status.SKIPPED
+    for law, status in found.items():
+        if law.startswith(("agreement.", "collectives.")):
+            assert status is Status.SKIPPED, law
     assert found["scale.rule"] is found["transparency.bitwise"] is Status.PASS
 
 

@@ -22,6 +22,7 @@ from gradparity.conformance.rank.modules import (
 from gradparity.conformance.report.page import render_page
 from gradparity.conformance.report.records import Location, read_report
 from gradparity.conformance.report.terminal import print_report
+from gradparity.conformance.run.session import RunSettings
 from gradparity.tests import misplaced
 
 MODULE = "gradparity.tests.misplaced"
@@ -192,7 +193,7 @@ def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:
         (misplaced.NormNotReduced, "tp2/2", "each rank has a part of the sum"),
         (misplaced.NeverAveraged, "dp2/2", "each rank has the one of its rows"),
         (misplaced.NoSumInBackward, "tp2/2", "is a partial sum that nothing adds up"),
-        (misplaced.SteppedTwice, "dp2/2", "all gradients of step 0 are right"),
+        (misplaced.SteppedTwice, "dp2/2", "of step 0 that were compared are right"),
         (misplaced.EmbedIsOutOfReach, "dp2/2", "no rank has a gradient of embed."),
     ],
 )
@@ -242,6 +243,41 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("nothing departs at step 0")
     assert main(["localise", "pp/2/fp32/sgd/inf@r0s0:first/steps=2"]) == 2
     assert "cannot be trained without a scaler" in capsys.readouterr().err
+
+
+def test_the_verdict_and_not_the_place_decides_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer looks at all rows: the reference on a part of them is another model."""
+    stack = "model=gradparity.tests.stacks:BatchStatistics,steps=2"
+    id = f"dp2/2/fp32/own/none/{stack}"
+    # the checks before a run refuse a loss that is no mean over rows
+    monkeypatch.setattr(RunSettings, "chosen", lambda _: [Scenario.parse(id)])
+    assert main(["localise", id]) == 4
+    out = capsys.readouterr().out
+    assert "no activation could be compared: a layer looks at all rows at once" in out
+    assert "what came in is right" not in out
+
+
+def test_what_is_not_compared_is_not_called_right(runner: Runner) -> None:
+    found = located(runner, own(misplaced.WrongTokens, "dp2/2/fp32"))
+    assert (found.where, found.module) == ("forward", "embed")
+    assert "what came in could not be compared, the output departs" in found.text
+
+
+def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
+    """Clipping spreads a fault over all gradients."""
+    found = located(runner, own(misplaced.ClippedAfterAFault, "dp2/2/fp32"))
+    assert found.parameters[0] == "embed.weight"
+    assert (found.where, found.module) == ("gradient", "embed")
+    assert "the gradient of embed.weight itself departs" in found.text
+    assert "x the truth, as clipping by a norm with it in makes them" in found.text
+
+
+def test_a_share_of_the_loss_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.ReturnsItsShare, "dp2/2/fp32"))
+    assert found.where == "loss" and found.factor == pytest.approx(0.5)
+    assert "it is 0.500 x the truth: a share of it" in found.text
 
 
 def test_a_run_localises_once_for_a_topology_and_recipe() -> None:

@@ -14,7 +14,7 @@ from gradparity.conformance.status import Finding
 from gradparity.fixtures.faulty import stacks
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS, RIGHT_STACKS
-from gradparity.tests.made_up import BAD_STEP, clip_row, evidence, finding, row
+from gradparity.tests.made_up import BAD_STEP, add, clip_row, evidence, finding, row
 
 NEW = ("norm.reported", "norm.factor", "dtype.reduction")
 
@@ -230,7 +230,7 @@ def test_the_norm_of_a_skipped_step_is_left_out() -> None:
 def test_once_the_weights_depart_norms_say_nothing(law: str) -> None:
     of = evidence()
     assert of.parity is not None
-    of.parity.add(replace(row("update", error=2.0), step=0))
+    add(of.parity, replace(row("update", error=2.0), step=0))
     for trace in of.ranks:
         trace.steps[1].reported_norm = 9.0
     of.parity.clipped[2:] = [replace(r, factor=1.0) for r in of.parity.clipped[2:]]
@@ -329,7 +329,7 @@ def test_factors_that_are_lost_in_noise_are_no_departure(
     assert of.parity is not None
     of.parity.clipped = [replace(clip_row(rank=0, step=0, factor=1), above_noise=False)]
     if departed:
-        of.parity.add(replace(row("gradient", error=2.0), step=0))
+        add(of.parity, replace(row("gradient", error=2.0), step=0))
     found = finding(of, "norm.factor")
     assert found.status is Status.INCONCLUSIVE
     assert told in found.message

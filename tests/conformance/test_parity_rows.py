@@ -13,7 +13,7 @@ from gradparity.conformance.judge.parity import Parity, measure_parity
 from gradparity.conformance.judge.reference import Reference
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.conformance.space.scenario import Scenario
-from gradparity.tests.made_up import row
+from gradparity.tests.made_up import add, row
 
 ONE = Scenario.parse("ddp/2/fp32/sgd/none/steps=1")
 BOUND = (0.5, 0.5)
@@ -53,8 +53,8 @@ def parity_bounds(monkeypatch: pytest.MonkeyPatch) -> ParityBounds:
 @pytest.mark.usefixtures("parity_bounds")
 def test_right_ranks_are_compared_completely_and_pass_parity() -> None:
     parity = measure_parity(ONE, [rank(0), rank(1)])
-    # by norm and by element: a loss, and on two ranks two gradients and two updates
-    assert parity.compared.total() == 2 * (1 + 2 * 4)
+    # a loss, and on two ranks two gradients and two updates of two elements
+    assert parity.compared == {"loss": 1, "gradient": 8, "update": 8}
     assert (parity.not_compared.total(), parity.first_bad) == (0, {})
     assert parity.per_step == [0.0]
     assert parity.per_parameter == {"loss": 0.0, "a": 0.0, "b": 0.0}
@@ -79,8 +79,9 @@ def test_without_a_bound_nothing_is_compared(
     name = "loss" if kind == "loss" else "a"
     getattr(parity_bounds, kind)[0][name] = bounds
     parity = measure_parity(ONE, [rank(0)])
-    assert parity.not_compared == {kind: 2}
-    assert parity.compared.total() == 2 * (1 + 4) - 2
+    missed = 1 if kind == "loss" else 2
+    assert parity.not_compared == {kind: missed}
+    assert parity.compared.total() == 1 + 4 + 4 - missed
 
 
 @pytest.mark.usefixtures("parity_bounds")
@@ -118,7 +119,7 @@ def test_a_gradient_that_a_rank_has_not_is_not_compared() -> None:
     trace = rank(0)
     del trace.steps[0].gradients["a"]
     parity = measure_parity(ONE, [trace])
-    assert parity.compared.total() == 2 * (1 + 3)
+    assert parity.compared == {"loss": 1, "gradient": 2, "update": 4}
     assert parity.not_compared == {"gradient": 2}
 
 
@@ -162,26 +163,49 @@ def test_the_first_of_equal_rows_is_reported() -> None:
     parity = Parity(per_step=[0.0] * 3)
     rows = [row("gradient", error=2.0) for _ in range(2)]
     for each in rows:
-        parity.add(each)
+        add(parity, each)
     assert parity.worst["gradient"] is rows[0]
     assert parity.first_bad["gradient"] is rows[0]
 
 
 def test_a_parameter_is_reported_with_its_own_ratio() -> None:
     parity = Parity(per_step=[0.0] * 3)
-    parity.add(row("gradient", error=0.5))
+    add(parity, row("gradient", error=0.5))
     assert parity.per_parameter == {"w": 0.5}
     assert parity.per_step == [0.0, 0.0, 0.5]
 
 
+@pytest.mark.parametrize("kind", ["gradient", "update", "loss"])
 @pytest.mark.parametrize(
-    ("kind", "error", "counted"),
-    [("update", 1.5, False), ("update", 3.0, True), ("gradient", 1.5, True)],
+    ("error", "bound", "size", "compared"),
+    [
+        (0.5, 0.99, 1.0, 1),
+        (1.0, 1.0, 1.0, 0),  # so far off are zeros
+        (1.5, 2.0, 1.0, 0),
+        (3.0, 2.0, 1.0, 1),  # a departure is one whatever the bound
+        (1.5, 2.0, 0.0, 1),  # zeros are right
+    ],
 )
-def test_within_a_bound_of_its_own_size_an_update_proves_nothing(
-    kind: str, error: float, counted: bool
+def test_within_a_bound_of_its_own_size_a_value_proves_nothing(
+    kind: str, error: float, bound: float, size: float, compared: int
 ) -> None:
     parity = Parity(per_step=[0.0] * 3)
-    parity.add(replace(row(kind, error), bound=2.0))
-    assert parity.compared[kind] == counted
-    assert parity.not_compared[kind] == (not counted)
+    add(parity, replace(row(kind, error), bound=bound, size=size))
+    assert (parity.compared[kind], parity.not_compared[kind]) == (
+        compared,
+        1 - compared,
+    )
+
+
+def test_one_measure_that_tells_compares_a_tensor() -> None:
+    parity = Parity(per_step=[0.0] * 3)
+    blind = replace(row("update", 1.5), bound=2.0, size=1.0)
+    parity.add("update", [blind, replace(blind, bound=0.5, error=0.1)], 7, left_out=2)
+    assert (parity.compared["update"], parity.not_compared["update"]) == (7, 2)
+
+
+def test_elements_of_weight_zero_are_counted(parity_bounds: ParityBounds) -> None:
+    parity_bounds.weights[0]["a"][0] = 0.0
+    parity_bounds.weights[0]["b"][:] = 0.0
+    parity = measure_parity(ONE, [rank(0)])
+    assert (parity.compared["update"], parity.not_compared["update"]) == (1, 3)

@@ -15,7 +15,7 @@ from gradparity.conformance.judge.reference import Schedule
 from gradparity.conformance.rank.routing import ChoiceLog, Choices, chooses_in_forward
 from gradparity.conformance.run import runner
 from gradparity.tests import routed_stacks as stacks
-from gradparity.tests.made_up import evidence, finding, row
+from gradparity.tests.made_up import add, doubts_in, evidence, finding, row
 
 MODULE = "gradparity.tests.routed_stacks"
 TIPS = "tp2/2/bf16-autocast", "steps=6,seed=6"
@@ -230,10 +230,12 @@ def test_a_vocabulary_is_no_set_of_experts() -> None:
 def test_a_departure_after_an_unclear_routing_choice_is_inconclusive() -> None:
     of = evidence()
     assert of.parity is not None
-    of.parity.add(row("gradient", error=1.5))
+    add(of.parity, row("gradient", error=1.5))
     assert finding(of, "parity.gradient").status == "fail"
     of.ranks[0].steps[3].unclear_choices = 1  # after the step that departs
+    of.parity.doubts = doubts_in(of)
     assert finding(of, "parity.gradient").status == "fail"
     of.ranks[0].steps[0].unclear_choices = 1
+    of.parity.doubts = doubts_in(of)
     found = finding(of, "parity.gradient")
     assert found.status == "inconclusive" and "learned router" in found.message

@@ -7,10 +7,12 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from gradparity.conformance.report.records import Location, Report
+from gradparity.conformance.report.page import render_page
+from gradparity.conformance.report.records import LawText, Location, Report
 from gradparity.conformance.report.terminal import (
     PLACES,
     cell,
+    coverage,
     facts,
     print_report,
     progress,
@@ -117,3 +119,22 @@ def test_the_first_places_are_shown_and_the_others_counted() -> None:
     assert [text in seen for text in places] == [True] * PLACES + [False] * 2
     assert f"{places[0]} (and in 1 more run)" in seen
     assert "where: 2 more are on the page" in seen
+
+
+def test_the_report_shows_how_much_each_law_compared() -> None:
+    seen = case("a:B")
+    (whole,) = seen.verdicts
+    part = replace(whole, law="parity.update", compared=10, not_compared=30)
+    idle = replace(whole, law="norm.factor", status="skipped", compared=0)
+    report = report_of(replace(seen, verdicts=(whole, part, idle)))
+    assert coverage(report) == {
+        "agreement.scale": "1 of 1",
+        "parity.update": "10 of 40",
+    }
+    made, file = console(terminal=False)
+    print_report(made, report)
+    line = "compared: parity.update 10 of 40, all other laws all that was due\n"
+    assert line in file.getvalue()
+    laws = {"parity.update": LawText(text="t", reason="r")}
+    page = render_page(replace(report, header=replace(report.header, laws=laws)))
+    assert "Compared here: 10 of 40 that were due." in page

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 
 from ...rank.trace import Collective
-from ..law import Evidence, Finding, Status, count_or_inconclusive, law, say_tried_again
+from ..law import (
+    Evidence,
+    Finding,
+    Status,
+    count_or_inconclusive,
+    law,
+    say_tried_again,
+    skipped,
+)
 
 
 @law(
@@ -17,8 +25,11 @@ from ..law import Evidence, Finding, Status, count_or_inconclusive, law, say_tri
 )
 def same_sequence(evidence: Evidence) -> Finding:
     """Compare the logs of all pairs of ranks, call by call."""
-    compared = 0
+    if len(evidence.ranks) == 1:
+        return skipped("a single rank has no other to agree with")
+    compared, issued = 0, False
     for step, seen in evidence.steps():
+        issued |= any(s.collectives for s in seen)
         pairs = [*zip(seen, evidence.ranks, strict=True)]
         for place, (s, trace) in enumerate(pairs):
             compared += 1
@@ -35,6 +46,8 @@ def same_sequence(evidence: Evidence) -> Finding:
                         ranks=(trace.rank,),
                         compared=compared,
                     )
+    if compared and not issued:
+        return skipped("no rank issued a collective inside the scaler's calls")
     return count_or_inconclusive(compared, "sequences compared", evidence.unseen)
 
 
@@ -50,6 +63,8 @@ def _text(collectives: list[Collective]) -> str:
 )
 def no_crosstalk(evidence: Evidence) -> Finding:
     """Look at the checked all-reduce that follows every step."""
+    if len(evidence.ranks) == 1:
+        return skipped("a single rank has no other to mix its collectives with")
     return say_tried_again(_no_crosstalk(evidence), evidence)
 
 

@@ -18,6 +18,11 @@ from ..law import (
     skipped,
 )
 
+ANY_SHARE = 0.0
+"""Least share, for replicas and data. How many draws there are that no layer without
+parameters makes, or that have no partner, only the plan says; each pair that is
+compared shows how its layer seeds. Those that are not compared are counted."""
+
 
 def _undecided(evidence: Evidence) -> Finding | None:
     if not evidence.phase.parsed_recipe.training.random:
@@ -77,6 +82,7 @@ _OUT_OF_SIGHT = (
     "With tensor parallelism a replicated activation is one tensor. If ranks drop "
     "different elements of it, they compute parts of different models.",
     of_stack=True,
+    least=ANY_SHARE,
 )
 def replicas(evidence: Evidence) -> Finding:
     """Compare numbers that were applied to bitwise equal tensors in one module."""
@@ -126,6 +132,7 @@ def replicas(evidence: Evidence) -> Finding:
     "Ranks with the same seed drop the same elements of all their rows. The noise "
     "does not average out over the batch, and more ranks add no randomness.",
     of_stack=True,
+    least=ANY_SHARE,
 )
 def data(evidence: Evidence) -> Finding:
     """Look for equal numbers that were applied to different tensors in one module."""

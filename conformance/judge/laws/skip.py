@@ -35,7 +35,7 @@ def _parameter(seen: Sequence[Decision]) -> str:
 def all_ranks_skip(evidence: Evidence) -> Finding:
     """Every rank's parameters stay as they are at a bad step."""
     return _still_at_bad_steps(
-        evidence, lambda s: s.parameters_changed is True, "{ranks} stepped"
+        evidence, lambda s: s.parameters_changed, "{ranks} stepped"
     )
 
 
@@ -48,11 +48,13 @@ def all_ranks_skip(evidence: Evidence) -> Finding:
 )
 def all_ranks_step(evidence: Evidence) -> Finding:
     """Every rank that holds elements has changed at a good step."""
-    compared = 0
+    compared, good = 0, False
     for step, seen in evidence.decisions():
         if _is_bad(seen):
             continue
-        compared += len(seen)
+        good = True
+        # None: nothing was due to move, so a skip would not show
+        compared += sum(s.parameters_changed is not None for s in seen)
         still = _ranks(evidence, seen, lambda s: s.parameters_changed is False)
         if still:
             return Finding(
@@ -63,9 +65,11 @@ def all_ranks_step(evidence: Evidence) -> Finding:
                 ranks=tuple(still),
                 compared=compared,
             )
-    if not compared and any(True for _ in evidence.steps()):
+    if not good and any(True for _ in evidence.steps()):
         return skipped("every step of this run had a bad gradient")
-    return count_or_inconclusive(compared, "rank-steps with finite gradients")
+    return count_or_inconclusive(
+        compared, "rank-steps with finite gradients", evidence.unseen
+    )
 
 
 @law(
@@ -82,15 +86,17 @@ def no_side_effects(evidence: Evidence) -> Finding:
 
 
 def _still_at_bad_steps(
-    evidence: Evidence, moved: Callable[[Decision], bool], words: str
+    evidence: Evidence, moved: Callable[[Decision], bool | None], words: str
 ) -> Finding:
     """Finding on the first bad step at which a value changed on any rank."""
-    compared = 0
+    compared, bad = 0, False
     for step, seen in evidence.decisions():
         if not _is_bad(seen):
             continue
-        compared += len(seen)
-        ranks = _ranks(evidence, seen, moved)
+        bad = True
+        # None: nothing was due to move, so a step would not show
+        compared += sum(moved(s) is not None for s in seen)
+        ranks = _ranks(evidence, seen, lambda s: moved(s) is True)
         if ranks:
             return Finding(
                 status=Status.FAIL,
@@ -114,7 +120,7 @@ def _still_at_bad_steps(
             compared=compared,
             not_compared=len(missed) * len(evidence.ranks),
         )
-    if not compared and any(True for _ in evidence.steps()):
+    if not bad and any(True for _ in evidence.steps()):
         return skipped("no gradient was bad in this run")
     return count_or_inconclusive(compared, "rank-steps with a bad gradient somewhere")
 

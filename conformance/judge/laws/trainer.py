@@ -289,7 +289,9 @@ def checkpoint(evidence: Evidence) -> Finding:
                 cause="not saved" if each.loaded == each.new else "saved wrong",
                 compared=len(found),
             )
-    return count_or_inconclusive(len(found), "states saved and loaded")
+    return count_or_inconclusive(
+        len(found), "states saved and loaded", len(evidence.ranks) - len(found)
+    )
 
 
 @law(

@@ -38,6 +38,9 @@ def _not_applicable(evidence: Evidence) -> str:
     return ""
 
 
+NO_STEP = "the first step had a bad gradient, or the run without a scaler is missing"
+
+
 def _pairs(evidence: Evidence) -> Iterator[tuple[int, StepTrace, StepTrace]]:
     """(rank, step, the same step without a scaler), up to the first bad gradient."""
     for number, (_, seen) in enumerate(evidence.steps()):
@@ -101,6 +104,10 @@ def _differs(rank: int, step: int, name: str, what: str, compared: int) -> Findi
     )
 
 
+ONE_STEP = 0.0
+"""Least share. The run without a scaler does not skip a bad step, so nothing after one
+can be compared, wherever it comes. One step before it is enough: a scaling that is not
+exact changes bits in each."""
 SUBNORMAL = 2.0**-100
 """Below it products of the control run may have been subnormal, and so rounded."""
 
@@ -111,6 +118,8 @@ SUBNORMAL = 2.0**-100
     "bitwise equal to that of a run without the scaler.",
     "The rounding of the update, Adam, and any bound relative to the tensor can hide a "
     "flushed gradient of 1e-7 or one wrong element. A bitwise comparison shows it.",
+    least=ONE_STEP,
+    hidden=NO_STEP,
 )
 def gradient(evidence: Evidence) -> Finding:
     """Compare the gradients at the optimizer with those of the control run."""
@@ -145,6 +154,8 @@ def gradient(evidence: Evidence) -> Finding:
     "training without it on the same topology.",
     "Multiplying and dividing by a power of two is exact. So any difference is an "
     "error of the scaler, and the tolerance is zero.",
+    least=ONE_STEP,
+    hidden=NO_STEP,
 )
 def bitwise(evidence: Evidence) -> Finding:
     """Compare digests of all parameters after every step with the control run."""

@@ -1,0 +1,261 @@
+"""Right stacks: the judge must accuse none of them, whatever the seed.
+
+    python -m gradparity.benchmarks.right_stacks
+
+One corpus: every workload of the examples, the right twin of every specimen, every
+stack that was found to be accused and was right, and the right scalers. Each runs in
+all scenarios of ``--quick``, with weights and batches of several seeds. Exit code 1: a
+stack was accused, or broke. What an environment cannot run (a package is missing) is
+named and counted, and is no pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from gradparity.benchmarks.specimens import TIMEOUT_S, accused
+from gradparity.conformance import Runner, Scenario
+from gradparity.conformance.status import UsageError
+from gradparity.fixtures.faulty import RIGHT
+from gradparity.fixtures.specimens import SPECIMENS
+
+SEEDS = 5
+
+EXAMPLES = (
+    "qwen3:Stack",
+    "workload:Stack",
+    "stacks.accelerate_fsdp2:Stack",
+    "stacks.deepspeed_bf16:Zero2",
+    "stacks.deepspeed_pipe:Stack",
+    "stacks.deepspeed_stages:Zero2",
+    "stacks.deepspeed_stages:Owned1",
+    "stacks.deepspeed_stages:Owned2",
+    "stacks.deepspeed_stages:Zero3",
+    "stacks.deepspeed_zero:Zero1",
+    "stacks.hf_trainer:Stack",
+    "stacks.lightning_model_parallel:Stack",
+    "stacks.megatron_gpt:Stack",
+    "stacks.peft_adapters:Lora",
+    "stacks.peft_adapters:Dora",
+    "stacks.peft_adapters:ModulesToSave",
+    "stacks.peft_adapters:Ia3",
+    "stacks.peft_plan:PlanLora",
+    "stacks.peft_plan:PlanModulesToSave",
+    "stacks.torch_interleaved:LoopedBfs",
+    "stacks.torch_interleaved:Interleaved",
+    "stacks.torch_pipeline:GPipe",
+    "stacks.torch_pipeline_calls:OneForwardOneBackward",
+    "stacks.torch_pipeline_dp:Replicated",
+    "stacks.torch_pipeline_dp:ReplicatedGPipe",
+    "stacks.torch_pipeline_dp:Sharded",
+    "stacks.torch_pipeline_dp:ShardedZeroBubble",
+    "stacks.torch_pipelines:InterleavedZeroBubble",
+    "stacks.torch_pipelines:ZeroBubbleV",
+    "stacks.torch_pipelines:DualPipeV",
+    "stacks.torch_pipelines:FrozenStage",
+    "stacks.torchtitan_debug:Stack",
+)
+"""Of the folder ``examples``."""
+
+ONCE_ACCUSED = {
+    "stacks": (
+        "Right",
+        "Nested",
+        "ExpertsSeeTheSameRows",
+        "ZeroBiases",
+        "BatchStatistics",
+        "Nondeterministic",
+    ),
+    "random_stacks": (
+        "Dropout",
+        "SeedsInBatch",
+        "OwnStep",
+        "SequenceParallel",
+        "DropsDTensors",
+        "Recomputes",
+        "RecomputesReentrant",
+        "RestoresItsOwnGenerator",
+        "NoisyAttention",
+        "DropsLayers",
+    ),
+    "routed_stacks": ("TopOne", "TopTwo", "ByMaximum", "Recomputed"),
+    "misplaced": ("RightSequence", "RightSharded", "RightPipeline", "RightContext"),
+    "conformance.test_bias_corrections": (
+        "InFp32",
+        "Compiled",
+        "CompiledAdam",
+        "CompiledAdamax",
+        "CompiledNAdam",
+    ),
+    "conformance.test_own_steps": (
+        "MakesParametersAnew",
+        "StepsShards",
+        "Tied",
+        "WritesMastersBack",
+        "HasAnEmptyParameter",
+        "ChangesABuffer",
+    ),
+    "conformance.test_stack_schedules": (
+        "WarmsUp",
+        "Cosine",
+        "OnTwoAxes",
+        "Piped",
+        "OneCycle",
+        "CyclesMomentum",
+        "CyclesBetas",
+        "TensorRate",
+        "TwoRates",
+        "BeganElsewhere",
+        "OfCopies",
+    ),
+    "conformance.test_workload_forms": (
+        "Replicated",
+        "Weighted",
+        "BatchNormInParts",
+        "KeepsTensors",
+        "Forces",
+        "CountedForces",
+        "Prepares",
+        "StaticGraph",
+        "TableWithItsOwnOptimizer",
+        "FindsItsRate",
+        "Sharded",
+        "Functional",
+    ),
+    "conformance.test_workload_muon": ("Matrices",),
+    "conformance.test_workload_names": ("NamedLikeWrappers",),
+    "conformance.test_workload_parts": (
+        "Counted",
+        "CountedSharded",
+        "CountedByHooks",
+        "MixesTokens",
+        "Cuts",
+        "Packs",
+        "UsesHalf",
+        "UsesHalfSharded",
+    ),
+    "conformance.test_workload_steps": (
+        "Trains",
+        "TrainsSharded",
+        "TrainsOnTwoAxes",
+        "Renames",
+        "TrainsAModule",
+        "Averages",
+        "TwoOptimizers",
+        "FlatShards",
+        "TakesTurns",
+        "ClipsInTurns",
+        "EvaluatesAgain",
+        "ReducesToOwners",
+        "Pipeline",
+    ),
+}
+"""Module of the folder ``tests`` -> its stacks that were accused and were right, or are
+right in a way that the judge had not met; their docstrings say how they are made."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    accused: tuple[str, ...] = ()
+    not_run: str = ""
+
+
+def corpus() -> dict[str, str]:
+    """Spec of a workload, or of a scaler, -> where it comes from."""
+    found = {f"examples.{name}": "example" for name in EXAMPLES}
+    found |= {pair.fixed: f"specimen {name}" for name, pair in SPECIMENS.items()}
+    for module, names in ONCE_ACCUSED.items():
+        found |= {f"gradparity.tests.{module}:{name}": "once accused" for name in names}
+    return found | {f"{s.__module__}:{s.__qualname__}": _SCALER for s in RIGHT}
+
+
+_SCALER = "right scaler"
+_SCALED = (
+    "ddp/2/fp32/sgd/none/steps=5",
+    "fsdp/2/fp32/adamw/inf@r1s1:up.weight;nan@r0s3:last/steps=5",
+    "fsdp/4/fp32/sgd/inf@r3s1:up.weight/steps=2",
+    "pp/2/fp32/sgd/none/model=text,steps=2",
+    "fsdp/2/fp16-params/adamw/none/steps=5,scale=1048576",
+)
+"""Scenarios for the scalers: replicas, shards, stages, bad gradients and overflows."""
+
+
+def judged(spec: str, source: str, seeds: int) -> _Found:
+    """What the judge says of one entry of the corpus.
+
+    Args:
+        spec: of the workload or of the scaler.
+        source: as :func:`corpus` gives it.
+        seeds: how many, from 0.
+    """
+    with Runner(folder=".", timeout_s=TIMEOUT_S) as runner:
+        try:
+            found = [
+                f"seed {seed}: {text}"
+                for seed in range(seeds)
+                for text in (
+                    _scaler_accused(runner, spec, seed)
+                    if source == _SCALER
+                    else accused(runner, spec, seed)
+                )
+            ]
+        except UsageError as error:
+            return _Found(not_run=str(error))
+    return _Found(accused=tuple(found))
+
+
+def _scaler_accused(runner: Runner, spec: str, seed: int) -> Iterator[str]:
+    for text in _SCALED:
+        case = runner.run(spec, Scenario.parse(f"{text},seed={seed}"))
+        if case.status.value in ("fail", "error"):
+            laws = [v.law for v in case.verdicts if v.status == "fail"]
+            yield f"{case.scenario.id}: {', '.join(laws) or case.problem}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge the corpus and print one line for each entry."""
+    parser = argparse.ArgumentParser(prog="right-stacks", description=__doc__)
+    parser.add_argument("--only", default="", help="entries with this text in them")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=2, help="entries judged at once")
+    parser.add_argument("--list", action="store_true", help="only list the corpus")
+    given = parser.parse_args(argv)
+    entries = {
+        spec: source
+        for spec, source in corpus().items()
+        if given.only in f"{spec} {source}"
+    }
+    if given.list:
+        print(*(f"{spec}  ({source})" for spec, source in entries.items()), sep="\n")
+        return 0
+    if not entries:
+        parser.error(f"no entry has {given.only!r} in it")
+    found: dict[str, Any] = {}
+    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as workers:
+        futures = {
+            spec: workers.submit(judged, spec, source, given.seeds)
+            for spec, source in entries.items()
+        }
+        for spec, future in futures.items():
+            found[spec] = future.result()
+            told = found[spec].not_run and f"not run: {found[spec].not_run}"
+            told = told or json.dumps(found[spec].accused)
+            print(f"{spec}: {told}", flush=True)
+    wrong = sum(bool(each.accused) for each in found.values())
+    left = sum(bool(each.not_run) for each in found.values())
+    print(
+        f"{wrong} of {len(found) - left} right stacks accused over {given.seeds} seeds"
+        + (f"; {left} could not be run" if left else "")
+    )
+    return 1 if wrong or left == len(found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Diagnosis: what may have caused a departure, after the verdict and beside it.
+
+A cause is an account of a number: all that explain it are listed, and where none does
+nothing is said. No status and no exit code depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Facts", "causes_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a step in which something departs."""
+
+    axes: Mapping[str, int]
+    """Mesh axis -> its ranks."""
+    passes: int
+    """Backward passes of a rank in this step."""
+    scales: Sequence[float] = ()
+    """Of the loss: at this step, and before it at the step before, if there is one."""
+    clip_norm: float | None = None
+    norm: float = 0.0
+    """Of the whole true gradient, before it is clipped."""
+
+
+def causes_of(factor: float, off: float, facts: Facts) -> str:
+    """Everything that multiplies all gradients, or a loss, by ``factor``.
+
+    Args:
+        factor: what was found, over what was due.
+        off: by which relative error ``factor`` may be off.
+        facts: of the step.
+
+    Returns:
+        The causes in words, joined by "or"; the empty string if none is known.
+    """
+    found = {
+        words: None
+        for expected, words in _known(facts)
+        # a cause that changes nothing explains nothing
+        if abs(expected - 1) > 2 * off and abs(factor - expected) <= off * expected
+    }
+    return ", or ".join(found)
+
+
+def _known(facts: Facts) -> Iterator[tuple[float, str]]:
+    """(factor, cause)."""
+    axes = {axis: size for axis, size in facts.axes.items() if size > 1}
+    for axis, size in axes.items():
+        yield 1 / size, f"averaged once too often over {axis} ({size} ranks)"
+        yield size, f"added up where they are to be averaged over {axis} ({size} ranks)"
+    ranks = math.prod(axes.values())
+    if len(axes) > 1:
+        yield 1 / ranks, f"averaged once too often over all {ranks} ranks"
+        yield ranks, f"added up where they are to be averaged over all {ranks} ranks"
+    if facts.passes > 1:
+        yield 1 / facts.passes, f"divided twice by the {facts.passes} micro-batches"
+        yield facts.passes, f"not divided by the {facts.passes} micro-batches"
+    scale, *before = facts.scales or (1.0,)
+    yield scale, f"not divided by the scale {scale:g}"
+    yield 1 / scale, f"divided twice by the scale {scale:g}"
+    for earlier in before:
+        text = f"divided by the scale {earlier:g} of the step before, not {scale:g}"
+        yield scale / earlier, text
+        yield earlier / scale, f"scaled by {earlier:g}, and divided by {scale:g}"
+    if facts.clip_norm is not None and facts.norm:
+        due = min(1.0, facts.clip_norm / facts.norm)
+        early = min(1.0, facts.clip_norm / (facts.norm * scale))
+        yield early / due, f"clipped before they were divided by the scale {scale:g}"
+        yield 1 / due, "not clipped"

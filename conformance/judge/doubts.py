@@ -1,0 +1,127 @@
+"""Doubts: reasons why the reference, and not the run, may be what departs.
+
+They are data beside the comparisons. One rule of :mod:`.law` makes a departure under a
+doubt inconclusive, in every law that compares with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..rank.trace import RankTrace, StepTrace
+from ..space.scenario import Scenario
+from ..status import rank_list
+from .reference import rows_apart
+
+__all__ = ["ORDER", "Doubt", "doubts_of"]
+
+ORDER = ("loss", "gradient", "update")
+"""What a step makes, in order."""
+Seen = Sequence[tuple[RankTrace, StepTrace]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubt:
+    """From some place on, the reference may rightly differ from the run."""
+
+    since_step: int
+    since: str = "loss"
+    """The first kind of comparison in that step, by :data:`ORDER`."""
+    parameters: frozenset[str] = frozenset()
+    """In that step only these may differ, and the loss; later all. Empty: all."""
+    text: str
+    """Why, and the way out, in words."""
+
+    def covers(self, step: int, kind: str, parameter: str | None) -> bool:
+        """Whether a departure may come from the reference.
+
+        Args:
+            step: at which something departs.
+            kind: of the comparison, as in :data:`ORDER`.
+            parameter: whose; None for a value of them all.
+        """
+        if step != self.since_step:
+            return step > self.since_step
+        known = kind == "loss" or parameter is None or parameter in self.parameters
+        return ORDER.index(kind) >= ORDER.index(self.since) and (
+            known or not self.parameters
+        )
+
+
+def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[Doubt]:
+    """The doubts about the reference of one run.
+
+    Args:
+        scenario: what was trained.
+        steps: each step, seen on all ranks.
+        unclear: settings that the stack moves for copies of unknown parameters, in
+            words.
+    """
+    found = [*_drew(steps), *_chose(steps), *_stepped_late(steps)]
+    if _cuts_rows(scenario) and not rows_apart(scenario.model):
+        text = (
+            "gradients are no sums over rows here: where the batch is cut the "
+            "reference departs from itself, in fp64, too. A layer that looks at all "
+            "rows at once does that. Write shard or micro_batches if parts are to give "
+            "what the whole does"
+        )
+        found.append(Doubt(since_step=0, text=text))
+    if unclear:
+        text = (
+            f"the stack moves {unclear} for copies of the parameters, with other "
+            "values in other groups, and nothing says which parameter has which: let "
+            "weights(stack) give the tensors that the optimizer steps"
+        )
+        # what departs before any weight was stepped has another cause
+        found.append(Doubt(since_step=0, since="update", text=text))
+    return found
+
+
+def _drew(steps: Sequence[Seen]) -> Iterator[Doubt]:
+    for seen in steps:
+        ranks = [trace.rank for trace, at in seen if at.drew]
+        if ranks:
+            text = (
+                f"{rank_list(ranks)} drew random numbers in the passes, though every "
+                "dropout that the judge knows of was off: set the probability to 0 "
+                "where it is kept out of the modules' attributes"
+            )
+            yield Doubt(since_step=seen[0][1].step, text=text)
+            return
+
+
+def _chose(steps: Sequence[Seen]) -> Iterator[Doubt]:
+    for seen in steps:
+        if any(at.unclear_choices for _, at in seen):
+            text = (
+                "up to there a learned router chose by scores that are those of two "
+                "rows of the reference, which choose differently: take another seed, "
+                "or more rows that are unlike"
+            )
+            yield Doubt(since_step=seen[0][1].step, text=text)
+            return
+
+
+def _stepped_late(steps: Sequence[Seen]) -> Iterator[Doubt]:
+    for seen in steps:
+        names = frozenset(name for _, at in seen for name in at.late)
+        if names:
+            text = (
+                "train_step runs a forward after an optimizer has moved weights, and "
+                f"steps {min(names)} after it, while the reference takes all gradients "
+                "at the weights before the step: such training (a GAN in turns, LBFGS) "
+                "cannot be compared. Judge it with all passes before the first "
+                "optimizer steps"
+            )
+            yield Doubt(since_step=seen[0][1].step, parameters=names, text=text)
+            return
+
+
+def _cuts_rows(scenario: Scenario) -> bool:
+    """Whether the judge cuts a batch, and not the workload itself."""
+    workload, topology = scenario.workload, scenario.parsed_topology
+    if workload.shard is not None or workload.micro_batches is not None:
+        return False
+    shares = topology.shares(scenario.world_size)
+    return shares > 1 or topology.pipelined or scenario.parsed_recipe.parts > 1

@@ -1,0 +1,65 @@
+"""Values of a user's objects as text: equal where what they hold is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .observe import digest
+
+__all__ = ["by_value"]
+
+SHOWN = 8
+"""Elements up to which a tensor is written out; a longer one is a digest."""
+
+
+def by_value(value: object, around: tuple[int, ...] = ()) -> str:
+    """``value`` as text, without addresses, and with no part left out.
+
+    Objects are what their ``state_dict()`` gives, or their attributes: two schedulers
+    that were made apart and stand at the same place are equal.
+
+    Args:
+        value: anything.
+        around: identities of the values that hold this one.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if id(value) in around:
+        return "..."
+    around = (*around, id(value))
+    if isinstance(value, np.ndarray | np.generic):
+        value = torch.as_tensor(value)
+    if isinstance(value, Tensor):
+        few = value.numel() <= SHOWN
+        held = value.detach().tolist() if few else digest(value)
+        return f"tensor({held}, {value.dtype}, {list(value.shape)})"
+    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        pairs = [
+            f"{by_value(k, around)}: {by_value(v, around)}" for k, v in value.items()
+        ]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(by_value(v, around) for v in value))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(by_value(v, around) for v in value)}]"
+    return f"{type(value).__qualname__}({by_value(_state(value), around)})"
+
+
+def _state(value: Any) -> Mapping[str, Any]:
+    given = getattr(value, "state_dict", None)
+    if callable(given):
+        found: Mapping[str, Any] = given()
+        return found
+    slots = [
+        name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())
+    ]
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return held | getattr(value, "__dict__", {})
