@@ -203,7 +203,7 @@ def row_without(fault: str) -> tuple[str, bool, float, int]:
         began = dict(zip(lines[::2], map(float, lines[1::2]), strict=True))
         done = all((folder / f"done-2-{rank}").exists() for rank in range(2))
         seconds = began.get("2", math.inf) - began.get("1", math.inf)
-        named = "nothing, and torchrun never ends" if ended else cause_of(said)
+        named = cause_of(said) + f", not over after {END_S:g} s" * ended
         return named, done, seconds, (folder / "out").stat().st_size
 
 

@@ -109,7 +109,9 @@ PASSWORD = secrets.token_hex(16)
 
 
 def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # As --standalone, but for the id of the run: torchrun's default, in every run.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-id", "none"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     return subprocess.run(
         [*launcher, "--nproc-per-node", "2", *args],
         cwd=folder,
