@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -80,7 +81,9 @@ class BaseCluster(ABC):
             return self.submit(options, fn, *args, **kwargs)
         except WorldFailure as failure:
             if self.spec.artifacts is not None and ranks_wait(failure.outcomes):
-                failure.write_flight_records(_fresh_folder(self.spec.artifacts))
+                folder = _fresh_folder(self.spec.artifacts)
+                if not failure.write_flight_records(folder):
+                    folder.rmdir()
             raise
 
     @abstractmethod
@@ -277,13 +280,14 @@ def pickled_call(
 
 
 def _fresh_folder(parent: str) -> Path:
-    # A new folder for each failure: the analyser would mix the files of two.
+    # A new folder for each failure: the analyser would mix the files of two. Made here,
+    # so another cluster that fails now takes the next.
     numbers = itertools.count(1)
-    return next(
-        folder
-        for number in numbers
-        if not (folder := Path(parent).absolute() / f"flight-records-{number}").exists()
-    )
+    while True:
+        folder = Path(parent).absolute() / f"flight-records-{next(numbers)}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
 
 
 def all_answered(error: BaseException) -> bool:

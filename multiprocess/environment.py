@@ -21,6 +21,12 @@ def needs_agent() -> bool:
     return on_torchrun() and AGENT_VARIABLE not in os.environ
 
 
+def hosts() -> int:
+    """Return the number of machines on which this process has ranks."""
+    agent = os.environ.get(AGENT_VARIABLE) == str(os.getpid())
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) if agent else 1
+
+
 def unsupported() -> str:
     """Return why no rank can be made on this system; empty where ranks can."""
     if sys.platform == "linux":

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from .cluster import Cluster
+from .environment import hosts
+from .errors import HarnessError
 from .outcomes import RankOutcome
 from .parent.slots import cpu_slots
 from .rank.unittests import CaseRef, Skipped, run_case
+from .rank.world import current_world
 from .report import render_output
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
@@ -108,8 +111,26 @@ class TestCase(unittest.TestCase):
     """Limit of one test for the whole world."""
 
     rank = MAIN_PROCESS_RANK
-    file_name = ""
-    """A file that all ranks can use, new for each test."""
+    _file_name = ""
+    _groups = 0
+
+    @property
+    def file_name(self) -> str:
+        """A file that all ranks can use, new for each test.
+
+        Raises:
+            HarnessError: They are on several hosts, which share no file.
+        """
+        if not self._file_name and self.rank != self.MAIN_PROCESS_RANK:
+            raise HarnessError(
+                "file_name is one file for all ranks, and these are on several hosts: "
+                "make the process group with create_pg(), or use current_world().store"
+            )
+        return self._file_name
+
+    @file_name.setter
+    def file_name(self, path: str) -> None:
+        self._file_name = path
 
     @property
     def pg(self) -> Any:
@@ -132,15 +153,16 @@ class TestCase(unittest.TestCase):
         """
         import torch
         import torch.distributed as dist
-        from torch._C._distributed_c10d import FileStore
+        from torch._C._distributed_c10d import PrefixStore
 
         if not dist.is_initialized():
             size, device = int(self.world_size), None
+            self._groups += 1  # keys of an earlier one would be taken for this one's
             if eager_init and str(self.device_type) != "cpu":
                 device = torch.device(str(self.device_type), self.rank)
             dist.init_process_group(
                 backend or str(self.backend),
-                store=FileStore(self.file_name, size),
+                store=PrefixStore(f"group{self._groups}", current_world().store),
                 rank=self.rank,
                 world_size=size,
                 device_id=device,
@@ -211,12 +233,16 @@ class TestCase(unittest.TestCase):
         if self.rank != self.MAIN_PROCESS_RANK:
             method()
             return
+        case = CaseRef.of(self)
+        if hosts() > 1:
+            run_on_ranks(self._spec(), run_case, case, {})
+            return
         # One for each test: a FileStore with keys of an earlier test would answer with
         # them.
         handle, path = tempfile.mkstemp(prefix="gradparity-")
         os.close(handle)
         try:
-            run_on_ranks(self._spec(), run_case, CaseRef.of(self), {"file_name": path})
+            run_on_ranks(self._spec(), run_case, case, {"file_name": path})
         finally:
             if os.path.exists(path):  # a FileStore removes its own
                 os.remove(path)

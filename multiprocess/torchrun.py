@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .cluster import BaseCluster, pickled_call
-from .elastic.agent import Agent, AgentCluster
+from .elastic.agent import Agent, AgentCluster, Ended
 from .elastic.membership import MEET_S
 from .errors import HarnessError
 from .outcomes import RankOutcome
@@ -69,8 +69,8 @@ class TorchrunCluster(BaseCluster):
                     self._agent.finish(0)
                 else:
                     self._agent.follow()
-        except HarnessError:
-            pass  # rank 0 may have held the store
+        except (HarnessError, Ended):
+            pass  # rank 0 may have held the store, or torchrun has ended the run
         finally:
             self._agent.close()
 

@@ -19,6 +19,7 @@ Nothing here goes through the process group under test.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -46,10 +47,12 @@ from .membership import (
     Member,
     Membership,
 )
-from .store import pack, torchrun_store, unpack
+from .store import SignedStore, pack, torchrun_store, unpack
 
 _REPORT_S = 20.0
 _LATENESS_S = 0.3
+
+_GO, _NO = b"go", b"no"
 
 Message = CallRequest | list[Fact] | int
 """What the leader posts: a call; what came of a call, for programs that all processes
@@ -81,17 +84,15 @@ class Agent:
         self._patience_s = patience_s
         local_size = int(env.get("LOCAL_WORLD_SIZE", self.size))
         name = f"agent{next(_numbers)}"
-        self._store = torchrun_store(name)
-        # Ranks of the attempt before may still be there, and know no attempt.
-        run = f"gradparity/{self.attempt}/{self.size}/{name}"
-        self._own = LocalRanks(self.rank, local_size, self.hosts, run)
-        self._membership = Membership(self._store, self.rank, self.size)
+        self._meeting = torchrun_store(name)
+        self._membership = Membership(self._meeting, self.size)
         self._calls = 0
         self._terminated = False
+        self._over: BaseException | None = None
         self._monitor: HeartbeatMonitor | None = None
         self._heartbeat: Heartbeat | None = None
         if self.leads:
-            self._monitor = HeartbeatMonitor(self._store.raw, self.size)
+            self._monitor = HeartbeatMonitor(self._meeting.raw, self.size)
         else:
             self._heartbeat = Heartbeat(torchrun_store(name).raw, self.rank)
             self._heartbeat.start()
@@ -100,6 +101,9 @@ class Agent:
         self._membership.join(gpus, local_size)
         env[AGENT_VARIABLE] = str(os.getpid())
         self._began = current_context()
+        # Ranks of the attempt before may still be there, and know no attempt.
+        run = f"gradparity/{self.attempt}/{self.size}/{name}"
+        self._own = LocalRanks(self.rank, local_size, self.hosts, run, self._began.env)
         forkserver()  # it imports torch while this process continues
 
     def __enter__(self) -> Self:
@@ -134,6 +138,10 @@ class Agent:
         """Whether this is the leader."""
         return self.rank == 0
 
+    @property
+    def _store(self) -> SignedStore:
+        return self._membership.run_store(self.check)
+
     def close(self) -> None:
         """End the ranks of this agent."""
         if self._heartbeat is not None:
@@ -150,19 +158,21 @@ class Agent:
         return self._membership.members(self.check)
 
     def check(self) -> None:
-        """Raise if the run is over.
+        """Raise if the run is over; whoever waits for another agent calls this.
+
+        The first reason to end is the only one: every later call raises it again.
 
         Raises:
             Ended: torchrun has asked this process to end.
             HarnessError: Agents are no longer heard; the leader finds out.
         """
-        if self._terminated:
-            self._terminated = False  # raised once; the rest is an orderly end
-            raise Ended(self._membership.why_ended())
-        silent = self._monitor.silent() if self._monitor else []
-        if silent:
-            self._monitor = None
-            raise HarnessError(self._membership.describe_silent(silent))
+        if self._over is None:
+            if self._terminated:
+                self._over = Ended(self._membership.why_ended())
+            elif self._monitor and (silent := self._monitor.silent()):
+                self._over = HarnessError(self._membership.describe_silent(silent))
+        if self._over is not None:
+            raise self._over
 
     # -- the leader's side
 
@@ -188,7 +198,7 @@ class Agent:
             limit_s = spec.start_timeout_s + self._patience_s
             ready = self._gather("start", own, spec.size, limit_s)
             going = all(f.reply and f.reply.kind is Kind.READY for f in ready)
-            self._store.set_flag(self._key("go"), "go" if going else "no")
+            self._let_go(spec, going)
             if not going:
                 self._own.end(spec)
                 return False, ready
@@ -198,9 +208,9 @@ class Agent:
         except BaseException:  # also ctrl-C, or a timeout of pytest's
             # Those that can still be reached leave this call for the next request.
             with contextlib.suppress(HarnessError):  # the store itself may be gone
-                self._store.set_flag(self._key("go"), "no")
+                self._let_go(request.spec, False)
                 for phase in ("start", "run"):
-                    self._store.set_flag(self._key("fault", phase))
+                    self._meeting.set_flag(self._fault(phase))
             self._own.end(request.spec)
             raise
 
@@ -208,7 +218,7 @@ class Agent:
         """Send a message to all followers."""
         self._calls += 1
         if self.size > 1:
-            self._store.put(self._key("message"), pack(message))
+            self._store.put_message("message", self._calls, pack(message))
 
     def change(self) -> ContextChange:
         """Return what has changed in this process since it became an agent."""
@@ -216,11 +226,14 @@ class Agent:
 
     def finish(self, code: int) -> None:
         """Let the followers go; the leader's last call."""
-        self.post(code)
+        try:
+            self.post(code)
+        except Ended:
+            return  # before all had joined
         # torchrun ends all when the first has failed, and would report -15 for these.
         until = time.monotonic() + ANSWER_S
         for rank in range(1, self.size):
-            self._store.wait(f"bye/{rank}", max(0.0, until - time.monotonic()))
+            self._meeting.wait(f"bye/{rank}", max(0.0, until - time.monotonic()))
 
     def note(self, name: str, text: str) -> None:
         """Leave a note for an agent that may replace the leader."""
@@ -228,24 +241,18 @@ class Agent:
 
     def reported(self) -> None:
         """Let the others know that the report is written: they may end."""
-        self._store.set_flag("reported")
+        self._meeting.set_flag("reported")
 
     def _gather(self, what: str, own: Fact, size: int, limit_s: float) -> list[Fact]:
         facts = [own]
         for rank in range(1, size):
-            since = time.monotonic()
-
-            def check(rank: int = rank, since: float = since) -> None:
-                """Raise when waiting for ``rank`` has become useless."""
-                self.check()
-                # Whether its process is gone is read from the store and /proc: too much
-                # for each look at a rank that answers at once.
-                late = time.monotonic() - since > _LATENESS_S
-                if late and self._membership.is_gone(rank):
-                    raise HarnessError(f"rank {rank}: {self._membership.state(rank)}")
-
-            key = self._key(what, rank)
-            found = self._store.read(key, limit_s, check, readers=1)
+            found = self._store.take(
+                f"{what}/{rank}",
+                self._calls,
+                limit_s,
+                functools.partial(self._check_rank, rank, time.monotonic()),
+                author=rank,
+            )
             if found is None:
                 raise HarnessError(
                     f"rank {rank}: {self._membership.state(rank)}; its agent sent "
@@ -253,6 +260,19 @@ class Agent:
                 )
             facts.append(unpack(found, Fact))
         return facts
+
+    def _check_rank(self, rank: int, since_s: float) -> None:
+        """Raise when waiting for ``rank`` has become useless."""
+        self.check()
+        # Whether its process is gone is read from the store and /proc: too much for
+        # each look at a rank that answers at once.
+        late = time.monotonic() - since_s > _LATENESS_S
+        if late and self._membership.is_gone(rank):
+            raise HarnessError(f"rank {rank}: {self._membership.state(rank)}")
+
+    def _let_go(self, spec: WorldSpec, going: bool) -> None:
+        if spec.size > 1:
+            self._store.put_message("go", self._calls, _GO if going else _NO)
 
     # -- a follower's side
 
@@ -276,7 +296,7 @@ class Agent:
             while True:
                 message = self._next_message()
                 if isinstance(message, int):
-                    self._store.set_flag(f"bye/{self.rank}")
+                    self._meeting.set_flag(f"bye/{self.rank}")
                 if not isinstance(message, CallRequest):
                     return message
                 if self.rank < message.spec.size:
@@ -292,8 +312,7 @@ class Agent:
 
     def read_note(self, name: str) -> str:
         """The leader's note, or the empty string."""
-        found = self._store.read(f"note/{name}", 0.0)
-        return "" if found is None else found.decode()
+        return self._membership.read_note(name)
 
     def takes_over(self) -> bool:
         """Whether the leader is gone and this is the first agent that is left."""
@@ -302,7 +321,7 @@ class Agent:
 
     def wait_for_the_end(self) -> int:
         """Wait until the leader, or the agent in its place, has reported."""
-        self._store.wait("reported", ANSWER_S + _REPORT_S)
+        self._meeting.wait("reported", ANSWER_S + _REPORT_S)
         return 3  # what the command line returns for a run that was not completed
 
     def _next_message(self) -> Message:
@@ -321,8 +340,9 @@ class Agent:
     def _read_message(
         self, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> Message | None:
-        key = self._key("message")
-        found = self._store.read(key, limit_s, check, readers=self.size - 1)
+        found = self._store.take(
+            "message", self._calls, limit_s, check, author=0, readers=self.size - 1
+        )
         if found is None:
             return None
         message: Message = unpack(found, Message)  # type: ignore[arg-type]
@@ -330,22 +350,25 @@ class Agent:
 
     def _serve(self, request: CallRequest) -> None:
         ready = self._own.start(request, self._others("start"))
-        self._store.put(self._key("start", self.rank), pack(ready))
+        self._store.put_message(f"start/{self.rank}", self._calls, pack(ready))
         # Longer than the leader waits for any rank: it says no before this agent gives
         # up.
         limit_s = request.spec.start_timeout_s + 2 * self._patience_s
-        answered = self._store.wait(self._key("go"), limit_s, self.check)
-        if answered and self._store.flag(self._key("go")) == "go":
+        others = request.spec.size - 1
+        answer = self._store.take(
+            "go", self._calls, limit_s, self.check, author=0, readers=others
+        )
+        if answer == _GO:
             fact = self._own.run(request, self._others("run"))
-            self._store.put(self._key("fact", self.rank), pack(fact))
+            self._store.put_message(f"fact/{self.rank}", self._calls, pack(fact))
         else:
             self._own.end(request.spec)
 
     def _others(self, phase: str) -> RemoteRanks:
-        return RemoteRanks(self._store, self._key("fault", phase), self.check)
+        return RemoteRanks(self._meeting, self._fault(phase), self.check)
 
-    def _key(self, what: str, which: object = "") -> str:
-        return f"{what}/{self._calls}/{which}"
+    def _fault(self, phase: str) -> str:
+        return f"fault/{self._calls}/{phase}"
 
 
 class AgentCluster(BaseCluster):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,10 @@ from .store import SignedStore
 _MAX_WORLDS = 6
 """Number of worlds of which an agent keeps a rank; the latest used ones."""
 
+_SENT = re.compile(r"\w*PATH|(CUDA|GLOO|MKL|NCCL|OMP|TORCH)_\w+")
+"""Variables of which a change reaches the ranks of other agents. It goes through
+torchrun's store, which others can read: no name here is one of a password."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContextChange:
@@ -30,7 +35,7 @@ class ContextChange:
     """Entries that were added to the import path."""
 
     env: dict[str, str | None] = field(default_factory=dict)
-    """Variables that were set, or removed (None)."""
+    """Variables like PATH or OMP_NUM_THREADS that were set, or removed (None)."""
 
     modules: dict[str, str] = field(default_factory=dict)
     """Modules whose asserts pytest rewrote: name to file."""
@@ -38,7 +43,7 @@ class ContextChange:
     @classmethod
     def between(cls, before: Context, now: Context) -> Self:
         """Return what has changed."""
-        names = {*before.env, *now.env}
+        names = filter(_SENT.fullmatch, {*before.env, *now.env})
         return cls(
             cwd=None if now.cwd == before.cwd else now.cwd,
             path=tuple(entry for entry in now.path if entry not in before.path),
@@ -91,7 +96,9 @@ class _World:
 class LocalRanks:
     """The ranks that are this agent's: at most one of each world."""
 
-    def __init__(self, rank: int, local_size: int, hosts: int, run: str) -> None:
+    def __init__(
+        self, rank: int, local_size: int, hosts: int, run: str, env: dict[str, str]
+    ) -> None:
         """Begin with none.
 
         Args:
@@ -99,12 +106,15 @@ class LocalRanks:
             local_size: Agents on this machine.
             hosts: Machines of the run.
             run: Prefix in torchrun's store of all that is this run's.
+            env: Of this process when it became an agent: what the leader sets later and
+                does not send is seen by no rank, its own included.
         """
         self._rank = rank
         self._local_rank = int(os.environ.get("LOCAL_RANK", rank))
         self._local_size = local_size
         self._one_host = hosts == 1
         self._run = run
+        self._env = env
         self._worlds: dict[WorldSpec, _World] = {}
 
     def start(self, request: CallRequest, others: OtherRanks) -> Fact:
@@ -125,7 +135,7 @@ class LocalRanks:
         while len(self._worlds) >= _MAX_WORLDS:
             self.end(next(iter(self._worlds)))
         processes = RankProcesses(spec, (self._rank,))
-        context = request.context.applied_to(current_context())
+        context = self._context(request)
         self._worlds[spec] = _World(request.world, processes, context)
         start = Start(
             spec=spec,
@@ -147,7 +157,7 @@ class LocalRanks:
         """Run the request on the rank; return the observed fact."""
         world = self._worlds[request.spec]
         processes = world.processes
-        context = request.context.applied_to(current_context())
+        context = self._context(request)
         processes.runs += 1
         run = Run(
             payload=request.payload,
@@ -158,6 +168,10 @@ class LocalRanks:
         world.context = context
         processes.ranks[0].send(run, request.options.timeout_s)
         return self._watched(processes, request.options.timeout_s, others)
+
+    def _context(self, request: CallRequest) -> Context:
+        own = replace(current_context(), env=self._env)
+        return request.context.applied_to(own)
 
     def end(self, spec: WorldSpec) -> None:
         """End the rank of that world, if there is one."""

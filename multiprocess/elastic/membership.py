@@ -4,6 +4,9 @@ Each agent leaves a ``Member`` record when it joins, sends a heartbeat once a se
 from then on, flags ``here/RANK`` when it is asked to end, and leaves its error under
 ``cause/RANK``.
 
+All records together name the run: each has a number that was never used before, so
+what was signed for another run is refused by each agent of this one.
+
 A link that is cut says nothing: a connection over it waits for a quarter of an hour
 before it fails. So each side has a limit of its own:
 
@@ -15,11 +18,14 @@ before it fails. So each side has a limit of its own:
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +34,7 @@ import torch.distributed as dist
 
 from .. import linux
 from ..errors import HarnessError
-from .store import SignedStore, pack, unpack
+from .store import SignedStore, answering, pack, unpack
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -68,14 +74,20 @@ class Member:
     host: str = "?"
     """The name of its machine for torchrun and the kernel."""
 
+    nonce: str = ""
+    """Made for this record."""
+
 
 class Membership:
     """The agents of one run, as one of them sees the others."""
 
-    def __init__(self, store: SignedStore, rank: int, size: int) -> None:
+    def __init__(self, store: SignedStore, size: int) -> None:
         self._store = store
-        self._rank = rank
+        self._rank = store.rank
         self._size = size
+        self._known: dict[int, Member] = {}
+        self._run: SignedStore | None = None
+        self._meet_until = time.monotonic() + MEET_S
 
     def join(self, gpus: int, local_size: int) -> None:
         """Leave this agent's record."""
@@ -86,7 +98,9 @@ class Membership:
             gpus=gpus,
             local_size=local_size,
             host=f"{node} ({socket.gethostname()})",
+            nonce=secrets.token_hex(16),
         )
+        self._known[self._rank] = member  # not read again: it makes this run the latest
         self._store.put(f"member/{self._rank}", pack(member))
 
     def members(self, check: Callable[[], None]) -> list[Member]:
@@ -97,7 +111,8 @@ class Membership:
         """
         found = []
         for rank in range(self._size):
-            member = self._member(rank, MEET_S, check)
+            left_s = max(ANSWER_S, self._meet_until - time.monotonic())
+            member = self._member(rank, left_s, check)
             if member is None:
                 raise HarnessError(
                     f"rank {rank} did not join within {MEET_S:g} s: its process has "
@@ -107,13 +122,24 @@ class Membership:
             found.append(member)
         return found
 
+    def run_store(self, check: Callable[[], None]) -> SignedStore:
+        """The store for values of this run; waits for every agent's record.
+
+        Raises:
+            HarnessError: One did not come.
+        """
+        if self._run is None:
+            met = hashlib.sha256(pack(self.members(check)))
+            self._run = self._store.of_run(met.hexdigest())
+        return self._run
+
     def why_ended(self) -> str:
         """Say that this agent is here, and name the agents that do not say so.
 
         torchrun has asked this process to end, as it does when another one has ended.
         """
         self._store.set_flag(f"here/{self._rank}")
-        until = time.monotonic() + ANSWER_S
+        until = self._meet_until = time.monotonic() + ANSWER_S
         silent = [
             rank
             for rank in range(self._size)
@@ -133,13 +159,25 @@ class Membership:
 
     def report_error(self, cause: str) -> None:
         """Leave the reason why this agent ends."""
-        self._store.put(f"cause/{self._rank}", cause.encode())
+        # Those that have not joined by now do not wait for this one.
+        self._meet_until = min(self._meet_until, time.monotonic() + ANSWER_S)
+        with suppress(HarnessError):
+            store = self.run_store(lambda: None)
+            store.put(f"cause/{self._rank}", cause.encode())
+
+    def read_note(self, name: str) -> str:
+        """The leader's note, or the empty string."""
+        found = None
+        if self._run is not None:
+            found = self._run.read(f"note/{name}", 0.0, author=0)
+        return "" if found is None else found.decode()
 
     def state(self, rank: int) -> str:
         """The state of the agent of ``rank``, in words."""
-        cause = self._store.read(f"cause/{rank}", 0.0)
-        if cause is not None:
-            return cause.decode()
+        if self._run is not None:
+            cause = self._run.read(f"cause/{rank}", 0.0, author=rank)
+            if cause is not None:
+                return cause.decode()
         if self.is_gone(rank):
             return "its process is gone"
         return "its process does not answer"
@@ -172,8 +210,13 @@ class Membership:
     def _member(
         self, rank: int, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> Member | None:
-        found = self._store.read(f"member/{rank}", limit_s, check)
-        return None if found is None else unpack(found, Member)
+        if rank not in self._known:
+            key = f"member/{rank}"
+            found = self._store.read(key, limit_s, check, author=rank)
+            if found is None:
+                return None
+            self._known[rank] = unpack(found, Member)
+        return self._known[rank]
 
 
 def _place() -> str:
@@ -191,7 +234,8 @@ class Heartbeat(threading.Thread):
         self._key = f"heartbeat/{rank}"
         self._store = store
         self._over = threading.Event()
-        self._store.set(self._key, "0")  # before the leader looks
+        with answering():
+            self._store.set(self._key, "0")  # before the leader looks
 
     def run(self) -> None:
         """Send heartbeats until the end, or until the store is gone."""
@@ -218,6 +262,7 @@ class HeartbeatMonitor:
         self._silent_s = [0.0] * len(self._keys)
         self._looked = time.monotonic()
 
+    @answering()
     def silent(self) -> list[int]:
         """Ranks whose agent has not been heard for :data:`SILENCE_S`.
 

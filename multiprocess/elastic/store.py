@@ -3,10 +3,13 @@
 torch's ``TCPStore`` drops a connection over which more than 8 MiB are sent at once.
 
 Any process that reaches its port can read and write it, and some of its values are
-pickled: functions, their results, exceptions. So each value bears an HMAC-SHA256 of
-itself and of its key, and one that is not signed with this run's secret is refused
-unread. What need not be pickled is MessagePack, checked against its type when it is
-read.
+pickled: functions, their results, exceptions. So each value bears an HMAC-SHA256 of all
+that decides what is done with it: the attempt and the agents' prefix, what the agents
+of this run agreed on when they met, the rank that wrote it, its key, and itself. One
+with another signature is refused unread, and a message is taken once. What need not be
+pickled is MessagePack, checked against its type when it is read.
+
+Nothing is encrypted: what must not be read must not be stored.
 """
 
 from __future__ import annotations
@@ -47,26 +50,8 @@ _MIN_SLEEP_S = 0.001
 _MAX_SLEEP_S = 0.05
 
 
-def torchrun_store(name: str) -> SignedStore:
-    """Return the store that torchrun's agents hold, below ``name`` and the attempt."""
-    env = os.environ
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # As torch's own rendezvous: the store is torchrun's where it says so, else rank 0
-    # holds it.
-    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return SignedStore(
-        connect(
-            env["MASTER_ADDR"],
-            int(env["MASTER_PORT"]),
-            # A restart, which may come with another world size, begins with no keys.
-            f"gradparity/{attempt}/{env['WORLD_SIZE']}/{name}",
-            serves=env["RANK"] == "0" and not agent,
-        )
-    )
-
-
 @contextmanager
-def _answering() -> Iterator[None]:
+def answering() -> Iterator[None]:
     """Turn errors of the store into errors that name their cause.
 
     Raises:
@@ -82,73 +67,127 @@ def _answering() -> Iterator[None]:
         raise HarnessError(text) from error
 
 
+@answering()
+def torchrun_store(name: str) -> SignedStore:
+    """Return the store that torchrun's agents hold, below ``name`` and the attempt."""
+    env = os.environ
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # A restart, which may come with another world size, begins with no keys.
+    prefix = f"gradparity/{attempt}/{env['WORLD_SIZE']}/{name}"
+    # As torch's own rendezvous: the store is torchrun's where it says so, else rank 0
+    # holds it.
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = env["RANK"] == "0" and not agent
+    port = int(env["MASTER_PORT"])
+    raw = connect(env["MASTER_ADDR"], port, prefix, serves=serves)
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    return SignedStore(raw, rank=int(env["RANK"]), scope=(run, prefix))
+
+
 class SignedStore:
     """A store of torch's with values of any size; raises ``HarnessError`` if gone."""
 
-    def __init__(self, store: Store) -> None:
-        self.raw = store
+    def __init__(self, store: Store, *, rank: int, scope: tuple[str, ...]) -> None:
+        """Wrap ``store``.
 
-    @_answering()
+        Args:
+            store: Any of torch's.
+            rank: Of this process: it signs as this one.
+            scope: What the values belong to; no other scope's are accepted.
+        """
+        self.raw = store
+        self.rank = rank
+        self._scope = scope
+        self._taken: dict[str, int] = {}
+
+    def of_run(self, agreed: str) -> SignedStore:
+        """Return the same store for values of the one run that agreed on this."""
+        scope = (*self._scope, agreed)
+        return SignedStore(self.raw, rank=self.rank, scope=scope)
+
+    @answering()
     def put(self, key: str, value: bytes) -> None:
         """Store ``value``, signed; a reader that waits for ``key`` finds all of it."""
-        # The parts first: a reader that finds the key finds all of them.
         parts = [value[at : at + _CHUNK] for at in range(0, len(value), _CHUNK)]
-        for number, part in enumerate(parts):
-            self.raw.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # takes bytes too
-        self.raw.set(key, f"{len(parts)} {_signature(key, value)}")
+        head = f"{max(0, len(parts) - 1)} {self._signature(self.rank, key, value)} "
+        # The further parts first: a reader that finds the key finds all of them.
+        for number, part in enumerate(parts[1:]):
+            self._set(f"{key}/{number}", part)
+        self._set(key, head.encode() + b"".join(parts[:1]))
 
-    @_answering()
-    def set_flag(self, key: str, word: str = "") -> None:
-        """Store a word, which is neither signed nor cut in parts."""
-        self.raw.set(key, word)
+    def put_message(self, stream: str, number: int, value: bytes) -> None:
+        """Store one of a row of messages, for :meth:`take`."""
+        self.put(f"{stream}/{number}", value)
 
-    @_answering()
-    def flag(self, key: str) -> str:
-        """Return the word of a flag that is there."""
-        return self.raw.get(key).decode()
-
-    @_answering()
+    @answering()
     def read(
         self,
         key: str,
         limit_s: float,
         check: Callable[[], None] = lambda: None,
         *,
-        readers: int = 0,
+        author: int,
     ) -> bytes | None:
-        """Wait for what :meth:`put` stores under ``key``.
+        """Wait for what :meth:`put` stores under ``key``, and leave it there.
 
         Args:
             key: Under which name.
             limit_s: How long to wait.
             check: Called repeatedly while waiting; an exception ends the wait.
-            readers: How many processes read it, the last of which removes it; 0 leaves
-                it there.
+            author: The rank that must have written it.
 
         Returns:
             The value; None when it did not come in time.
 
         Raises:
-            HarnessError: It is not signed with this process's secret.
+            HarnessError: That rank did not sign it, in this run and under this key.
         """
-        if not self.wait(key, limit_s, check):
+        found = self._verified(key, limit_s, check, author)
+        return None if found is None else found[0]
+
+    @answering()
+    def take(
+        self,
+        stream: str,
+        number: int,
+        limit_s: float,
+        check: Callable[[], None] = lambda: None,
+        *,
+        author: int,
+        readers: int = 1,
+    ) -> bytes | None:
+        """Do as :meth:`read` with a message, once; the last reader removes it.
+
+        Args:
+            stream: The row of messages.
+            number: In the row; larger than of any that was taken before.
+            limit_s: How long to wait.
+            check: Called repeatedly while waiting.
+            author: The rank that must have written it.
+            readers: How many processes take it.
+
+        Raises:
+            HarnessError: As ``read``; or the number is not larger.
+        """
+        if number <= self._taken.get(stream, -1):
+            raise HarnessError(f"{stream}/{number} was taken before, and is taken once")
+        key = f"{stream}/{number}"
+        found = self._verified(key, limit_s, check, author)
+        if found is None:
             return None
-        value = b"".join(self.raw.get(name) for name in self._parts(key))
-        signature = self.raw.get(key).partition(b" ")[2]
-        if not hmac.compare_digest(signature, _signature(key, value).encode()):
-            raise HarnessError(
-                f"{key} in torchrun's store is not signed with the secret of rank "
-                f"{os.environ.get('RANK', '?')}: all hosts of a run need the same file "
-                f"{_secret_file()}, or the same {SECRET_VARIABLE} in their environment "
-                "(`openssl rand -hex 32` makes one). If they have, another "
-                "program writes to the store."
-            )
-        if readers and self.raw.add(f"{key}/readers", 1) == readers:
-            for name in (*self._parts(key), key, f"{key}/readers"):
+        value, parts = found
+        self._taken[stream] = number
+        if self.raw.add(f"{key}/readers", 1) == readers:
+            for name in (*parts, key, f"{key}/readers"):
                 self.raw.delete_key(name)
         return value
 
-    @_answering()
+    @answering()
+    def set_flag(self, key: str) -> None:
+        """Store a flag, which says that it is there, and is not signed."""
+        self.raw.set(key, "")
+
+    @answering()
     def wait(
         self, key: str, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> bool:
@@ -166,11 +205,35 @@ class SignedStore:
             sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
         return True
 
-    def _parts(self, key: str) -> list[str]:
-        count = self.raw.get(key).partition(b" ")[0]
-        # the signature shows whether it is true
-        known = int(count) if count.isdigit() else 0
-        return [f"{key}/{number}" for number in range(known)]
+    def _set(self, key: str, value: bytes) -> None:
+        self.raw.set(key, value)  # type: ignore[arg-type]  # takes bytes too
+
+    def _verified(
+        self, key: str, limit_s: float, check: Callable[[], None], author: int
+    ) -> tuple[bytes, list[str]] | None:
+        """Return a value and the keys of its further parts."""
+        if not self.wait(key, limit_s, check):
+            return None
+        head = self.raw.get(key).split(b" ", 2)
+        count, signature, value = (*head, b"", b"")[:3]
+        # Four digits are 40 GB; the signature shows whether the count is true.
+        known = int(count) if count.isdigit() and len(count) <= 4 else 0
+        parts = [f"{key}/{number}" for number in range(known)]
+        value += b"".join(self.raw.get(part) for part in parts)
+        expected = self._signature(author, key, value).encode()
+        if not hmac.compare_digest(signature, expected):
+            raise HarnessError(
+                f"{key} in torchrun's store is not signed by rank {author} for this "
+                f"run with the secret of rank {self.rank}: all hosts of a run need the "
+                f"same file {_secret_file()}, or the same {SECRET_VARIABLE} in their "
+                "environment (`openssl rand -hex 32` makes one). If they have, another "
+                "program writes to the store."
+            )
+        return value, parts
+
+    def _signature(self, author: int, key: str, value: bytes) -> str:
+        signed = repr((self._scope, author, key)).encode() + b"\0" + value
+        return hmac.digest(_secret(), signed, "sha256").hex()
 
 
 def pack(value: object) -> bytes:
@@ -191,14 +254,6 @@ def unpack(packed: bytes, kind: type[T]) -> T:
             f"a value in torchrun's store is not of type {kind}: {error}; all hosts "
             "need the same version of gradparity"
         ) from error
-
-
-def _signature(key: str, value: bytes) -> str:
-    env = os.environ
-    run = env.get("TORCHELASTIC_RUN_ID"), env.get("TORCHELASTIC_RESTART_COUNT")
-    # The key, too: an old value must not be given out as a new one.
-    signed = b"\0".join([repr((*run, key)).encode(), value])
-    return hmac.digest(_secret(), signed, "sha256").hex()
 
 
 @functools.cache

@@ -7,7 +7,6 @@ the code that runs worlds is imported with the first test that needs one.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -97,28 +96,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Under torchrun rank 0 runs the session, and the others serve as agents.
-
-    A session without tests for ranks is not changed: each process of torchrun runs it,
-    and its own tests and fixtures may use the other processes.
-    """
-    if not needs_agent() or not _speaks_of_ranks(config):
-        return None
-    from .runner import follow, lead
-
-    # Before any plugin has opened a report or printed a header: these processes have
-    # no session, so nothing is collected, reported or written twice.
-    if os.environ["RANK"] != "0":
-        return follow()
-    config.stash[_AGENT] = lead()
-    return None
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line("markers", MARKER_HELP)
+    if needs_agent() and config.getoption("dist", "no") != "no":
+        raise pytest.UsageError(
+            "under torchrun leave out -n: each of torchrun's processes would run all "
+            "tests in workers of its own"
+        )
     try:
         mode()
     except ValueError as error:
@@ -175,7 +160,7 @@ def pytest_pycollect_makemodule(
 ) -> pytest.Module | None:
     """Make the import of torch, by this module or a later one, serve the ranks too."""
     config = parent.config
-    if not (config.option.collectonly or _AGENT in config.stash):
+    if not (config.option.collectonly or needs_agent()):
         config.stash[_TORCH_HOOK].watch_module(module_path)
     return None  # pytest makes it
 
@@ -192,8 +177,14 @@ def world(request: pytest.FixtureRequest) -> Any:
     return WorldArgument(request.param)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Prepare the worlds while pytest continues."""
+    """Prepare the worlds while pytest continues.
+
+    Under torchrun every process has collected. A session without tests for ranks is not
+    changed: each process runs it, and its tests and fixtures may use the others. Else
+    rank 0 runs the session, and the others serve as agents.
+    """
     config = session.config
     worlds = any(item.get_closest_marker(_MARK) for item in session.items)
     if _has_classes(session):
@@ -204,6 +195,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if config.option.collectonly or not worlds:
         config.stash[_TORCH_HOOK].stop()
     else:
+        if needs_agent():
+            _lead_or_follow(config)
         config.stash[_TORCH_HOOK].stop(expected=_AGENT not in config.stash)
         _runner(config).expect()
 
@@ -300,6 +293,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         del config.stash[_AGENT]
 
 
+def _lead_or_follow(config: pytest.Config) -> None:
+    from .runner import follow, lead
+
+    if os.environ["RANK"] == "0":
+        config.stash[_AGENT] = lead()
+        return
+    code = follow()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # no hook of this process ends a session: reports are rank 0's
+
+
 def _words(config: pytest.Config) -> tuple[bytes, ...]:
     """Return words of which one is in each module with tests for ranks."""
     words = b"mark.world", b"multiprocess.TestCase", b"multiprocess import TestCase"
@@ -308,30 +313,6 @@ def _words(config: pytest.Config) -> tuple[bytes, ...]:
     from . import adopt
 
     return (*words, *adopt.WORDS)
-
-
-def _speaks_of_ranks(config: pytest.Config) -> bool:
-    """Whether a module of the session, as its arguments name it, has such a word."""
-    # Their text is searched: nothing is imported yet, and in most of the processes
-    # nothing will be.
-    words, skipped = _words(config), config.getini("norecursedirs")
-    paths = [Path(config.invocation_params.dir, a.split("::")[0]) for a in config.args]
-    if any(not path.exists() for path in paths):
-        return True  # modules by name, or a mistake that pytest is to report
-    for path in paths:
-        above = [path, *path.parents]
-        files = [folder / "conftest.py" for folder in above] + [path]
-        for folder, folders, names in os.walk(path):
-            folders[:] = [f for f in folders if not _matches(f, skipped)]
-            files += [Path(folder, name) for name in names if name.endswith(".py")]
-        for file in files:
-            if file.is_file() and any(word in file.read_bytes() for word in words):
-                return True
-    return False
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def _is_mpi_pytests(item: pytest.Item) -> bool:

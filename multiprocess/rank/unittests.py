@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from ..environment import on_torchrun
 from .world import current_world
 
-_OF_A_RANK = ("GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
-"""What a rank adds to the environment and a process of torch's may have, too."""
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
+"""What a rank has of its own, or not at all, in place of its parent's."""
 
 ExcInfo = (
     tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -37,7 +39,7 @@ class CaseRef:
 
     method: str
     env: Mapping[str, str]
-    """The environment of the parent, which a child of it would have."""
+    """Of the parent's environment what a rank replaces; under torchrun nothing."""
 
     @classmethod
     def of(cls, test: unittest.TestCase) -> CaseRef:
@@ -49,11 +51,12 @@ class CaseRef:
         found = next((n for n in names if home.get(n) is kind), None)
         if kind.__module__ == "__main__":
             found = None  # the ranks have another
+        kept = () if on_torchrun() else (*_OF_RANKS, *_OF_TORCHRUN)
         return cls(
             module=kind.__module__,
             cls=found or kind,
             method=test._testMethodName,
-            env={k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+            env={k: os.environ[k] for k in kept if k in os.environ},
         )
 
     def find(self) -> Any:
@@ -251,9 +254,9 @@ def _reason(left: unittest.SkipTest | SystemExit) -> str | None:
 @contextmanager
 def _as_child(env: Mapping[str, str]) -> Iterator[None]:
     """Have the environment that a child of the parent would have."""
-    added = {k: v for k, v in os.environ.items() if k in _OF_A_RANK}
-    os.environ.clear()  # put back by the caller
-    os.environ.update({**added, **env})
+    for name in (*_OF_RANKS, "PYTEST_CURRENT_TEST"):
+        os.environ.pop(name, None)  # put back by the caller
+    os.environ.update(env)
     os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"  # as torch's classes do
     yield
 

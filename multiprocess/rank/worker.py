@@ -82,7 +82,14 @@ _OUR_FILES = (
 
 # Of the torchrun that runs the parent: a function that reads MASTER_ADDR
 # (`init_method="env://"`) would join the parent's job and not this world.
-_FOREIGN_ENVIRONMENT = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
+# Nor does a rank sign anything: what it returns goes through a store that others read.
+_FOREIGN_ENVIRONMENT = (
+    "TORCHELASTIC_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+    "GRADPARITY_SECRET",
+)
 
 
 def main(

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.flight_recorder.components.config_manager import JobConfi
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess.cluster import _fresh_folder
 from gradparity.multiprocess.flight_dumps import ANALYSER, write_flight_records
 from gradparity.multiprocess.outcomes import Collective, RankOutcome, RankState
 
@@ -110,6 +112,12 @@ def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
         *("gloo:all_reduce", "completed"),
     )
     assert (second.collective_name, second.missing_ranks) == ("gloo:broadcast", {2})
+
+
+def test_clusters_that_fail_at_once_share_no_folder(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: _fresh_folder(str(tmp_path)), range(64)))
+    assert len(set(made)) == 64 and all(folder.is_dir() for folder in made)
 
 
 def test_a_desync_names_the_rank_and_both_operations(

@@ -1,5 +1,6 @@
 """The same tests on the ranks that torchrun made."""
 
+import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -86,21 +87,22 @@ def token():
 def changed(tmp_path):
     before = os.getcwd()
     os.chdir(tmp_path)
-    os.environ["CHANGED"] = "1"
+    os.environ["OMP_CHANGED"] = os.environ["SECRET_CHANGED"] = "1"
     yield tmp_path
     os.chdir(before)
-    del os.environ["CHANGED"]
+    del os.environ["OMP_CHANGED"], os.environ["SECRET_CHANGED"]
 
 @pytest.mark.world(size=2)
 def test_fixtures_run_once_in_the_parent(world, token, changed):
-    assert os.environ["CHANGED"] == "1" and os.getcwd() == str(changed)
+    assert os.environ["OMP_CHANGED"] == "1" and os.getcwd() == str(changed)
+    assert "SECRET_CHANGED" not in os.environ  # on no rank: it would be in the store
     found = [None, None]
     dist.all_gather_object(found, token)
     assert found == [token, token]
 
 @pytest.mark.world(size=2)
 def test_changes_of_the_environment_are_undone(world):
-    assert "CHANGED" not in os.environ
+    assert "OMP_CHANGED" not in os.environ
 
 INNER = '''
 import os, pytest
@@ -154,13 +156,14 @@ def slow():
         time.sleep(3)
 
 first = TorchrunCluster(timeout_s=1)
-store = first._agent._store.raw
+store = first._agent._meeting.raw
 first.run(slow, timeout_s=30)
 first.run(lambda: b"x" * (9 << 20), timeout_s=30)
 first.run(dist.get_rank, timeout_s=30)  # every process has read all of the call before
-keys = [f"{what}/{n}/{end}" for n in (1, 3) for what in ("start", "fact")
-        for end in ("1", "1/0")]
-keys += [f"message/{n}/{end}" for n in range(1, 5) for end in ("", "/0", "/1", "/2")]
+ends = "", "/0", "/1", "/2", "/readers"
+keys = [f"{what}/{n}{end}" for n in (1, 3) for what in ("start/1", "fact/1", "go")
+        for end in ends]
+keys += [f"message/{n}{end}" for n in range(1, 5) for end in ends]
 left = [key for key in keys if store.check([key])]
 first.close()
 first.close()
@@ -182,8 +185,8 @@ with Agent() as agent:
         for _ in range(3):
             cluster.run(len, b"x" * (5 << 20))
         calls = range(1, agent._calls + 1)
-        keys = [f"message/{n}/{end}" for n in calls for end in ("", "/0", "/1")]
-        print(len(calls), [key for key in keys if agent._store.raw.check([key])])
+        keys = [f"message/{n}{end}" for n in calls for end in ("", "/0", "/1")]
+        print(len(calls), [key for key in keys if agent._meeting.raw.check([key])])
         agent.finish(0)
     else:
         agent.follow()
@@ -246,6 +249,105 @@ def test_a_session_without_tests_for_ranks_is_left_alone(tmp_path: Path) -> None
     done = torchrun(tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "-q")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("1 passed") == 2  # each process has its own, as before
+
+
+# Neither text is how one would search for the other kind.
+CLASSES = """
+import gradparity.multiprocess as ranks
+from gradparity.multiprocess import Cluster, TestCase
+
+class TestIt(TestCase):
+    world_size = 2
+
+    def test_it(self):
+        assert ranks.current_world().size == 2
+"""
+
+SPMD_WITH_WORDS = (
+    SPMD
+    + """
+# Once @pytest.mark.world(size=2), before: from multiprocess import TestCase
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "sessions"), [(CLASSES, 1), (SPMD_WITH_WORDS, 2)])
+def test_what_was_collected_says_who_runs_it(
+    tmp_path: Path, text: str, sessions: int
+) -> None:
+    (tmp_path / "test_it.py").write_text(text)
+    arguments = ("-m", "pytest", "-p", "no:cacheprovider", "-q", "--junitxml=j.xml")
+    done = torchrun(tmp_path, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 passed") == sessions, done.stdout
+    assert len(list(ElementTree.parse(tmp_path / "j.xml").iter("testcase"))) == 1
+
+
+def test_workers_of_xdist_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(CLASSES)
+    done = torchrun(tmp_path, "-m", "pytest", "-q", "-n", "2")
+    assert done.returncode != 0
+    assert "under torchrun leave out -n" in done.stderr, done.stdout + done.stderr
+
+
+ON_HOSTS = """
+import os
+import torch, torch.distributed as dist
+import torch.testing._internal.common_distributed as common
+from gradparity.multiprocess import HarnessError, TestCase
+
+class TestOurs(TestCase):
+    world_size = 2
+    default_group = False
+
+    def test_group(self):
+        for _ in range(2):
+            self.create_pg()
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            assert value.item() == 2
+            self.destroy_pg()
+
+    def test_file(self):
+        with self.assertRaisesRegex(HarnessError, "several hosts"):
+            self.file_name
+
+class TestTorchs(common.MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_it(self):
+        raise AssertionError
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_several_hosts_are_not_sent_to_one_file(tmp_path: Path) -> None:
+    pytest.importorskip("expecttest", reason="torch's classes need it")
+    (tmp_path / "test_it.py").write_text(ON_HOSTS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    session = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--gradparity-adopt"]
+    agents = [
+        subprocess.Popen(
+            [*launcher, *meeting, "--rdzv-id", "hosts", *session, "-rs"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = "".join(agent.communicate()[0] for agent in agents)
+    assert said.count("2 passed, 1 skipped") == 1, said
+    assert "on 2 hosts: run it on one" in said
 
 
 AGENT_KILLED = """
