@@ -14,6 +14,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from ..multiprocess.environment import needs_agent, unsupported
 from .cli.arguments import COMMANDS as GROUP
@@ -76,28 +77,25 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
     parsed.arguments = arguments
     parsed.agent = agent
     if parsed.command in STARTING_RANKS and agent is None:
-        _fork_server_off()
+        _fork_forkserver()
     return COMMANDS[parsed.command](parsed)
 
 
-def _fork_server_off() -> None:
+def _fork_forkserver() -> None:
     """Import what a rank needs, and make the forkserver a fork of this process.
 
     So torch is imported once for both. Later is too late: a process with threads is not
-    forked. Where it is not safe, the first ranks start a separate server.
+    forked, and the first ranks start a separate server instead.
     """
-    from ..multiprocess.pytest_plugin import session_fork
+    from ..multiprocess.parent.forkserver_client import fork_forkserver
 
-    with as_usage(ValueError):
-        mode = session_fork.mode()
-    if mode == "fresh" or unsupported() or "torch" in sys.modules:
+    if unsupported() or "torch" in sys.modules:
         return
-    # no modules: the fork keeps all that there are, as nothing is a test's
-    opened, none = session_fork.open_targets(), frozenset[str]()
-    before = session_fork.Snapshot(opened=opened, modules=none)
-    for name in PRELOAD:
-        importlib.import_module(name)
-    session_fork.fork_server_off(before, must=mode == "fork")
+    # NumPy's library starts its threads when it is imported.
+    with mock.patch.dict(os.environ, OPENBLAS_NUM_THREADS="1"):
+        for name in PRELOAD:
+            importlib.import_module(name)
+    fork_forkserver()
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -139,9 +139,6 @@ class Cluster(BaseCluster):
         self._ranks: RankProcesses | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._sent: Context | None = None
-        self.before_end: Callable[[RankProcesses, WorldFailure], None] | None = None
-        """Called when a call has failed, while its ranks are still there."""
-
         self._lock = threading.RLock()
 
     @classmethod
@@ -195,7 +192,7 @@ class Cluster(BaseCluster):
                 # Beside the warm ranks, which stay for the next call.
                 ranks = _started(self.spec, current_context())
                 try:
-                    return self._call(ranks, payload, options.timeout_s, False, None)
+                    return _call(ranks, payload, options.timeout_s, False, None)
                 finally:
                     ranks.kill()
             ranks = self._warm_ranks()
@@ -205,7 +202,7 @@ class Cluster(BaseCluster):
             self._sent = context
             fresh = options.isolation == "group"
             try:
-                return self._call(ranks, payload, options.timeout_s, fresh, changed)
+                return _call(ranks, payload, options.timeout_s, fresh, changed)
             except BaseException as error:  # also ctrl-C
                 if options.keep_answered and all_answered(error):
                     ranks.fresh_group = True
@@ -213,21 +210,6 @@ class Cluster(BaseCluster):
                     self._release()
                     ranks.kill()
                 raise
-
-    def _call(
-        self,
-        ranks: RankProcesses,
-        payload: bytes,
-        limit_s: float,
-        fresh: bool,
-        changed: Context | None,
-    ) -> tuple[RankOutcome, ...]:
-        try:
-            return _call(ranks, payload, limit_s, fresh, changed)
-        except WorldFailure as failure:
-            if self.before_end is not None:
-                self.before_end(ranks, failure)
-            raise
 
     def _warm_ranks(self) -> RankProcesses:
         if self._ranks is not None and not self._ranks.intact():

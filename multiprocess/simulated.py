@@ -1,6 +1,6 @@
-"""``SimulatedCluster``: ranks in one process, for worlds larger than the machine.
+"""``SimulatedCluster``: ranks that are threads, for worlds larger than the machine.
 
-The process is a rank of a world of one, so it is watched and ended as any other. What
+Their process is a rank of a world of one, so it is watched and ended as any other. What
 became of its threads goes through the same judgement as what became of processes.
 """
 
@@ -16,9 +16,8 @@ from .cluster import BaseCluster, Cluster, pickled_call
 from .errors import NotSimulatedError, WorldFailure
 from .messages import SimulatedRun, Simulation
 from .outcomes import RankOutcome, RankState
-from .parent.root_cause import outcomes_of, outcomes_or_raise
+from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Fact
-from .rank.simulators import SIMULATORS
 from .spec import CallOptions, WorldSpec
 
 _MARGIN_S = 3.0
@@ -28,14 +27,14 @@ _GONE = "all simulated ranks shared the process"
 
 
 class SimulatedCluster(BaseCluster):
-    """A ``Cluster`` whose ranks are threads of one process, or parts of one tensor."""
+    """A ``Cluster`` whose ranks are threads of one process."""
 
     def __init__(self, size: int, *, backend: str = "simulated", **settings: Any):
         """Describe the world; nothing is started yet.
 
         Args:
             size: Number of ranks.
-            backend: "simulated", "local" or "both".
+            backend: "simulated", or "both" to compare them with gloo ranks.
             **settings: Further fields of ``WorldSpec``.
         """
         self._take(WorldSpec(size=size, backend=backend, **settings))  # type: ignore[arg-type]
@@ -50,7 +49,7 @@ class SimulatedCluster(BaseCluster):
     def _take(self, spec: WorldSpec) -> None:
         if not spec.simulated:
             raise ValueError(
-                'SimulatedCluster takes backend "simulated", "local" or "both", got '
+                'SimulatedCluster takes backend "simulated" or "both", got '
                 f'"{spec.backend}": Cluster has real ranks'
             )
         super().__init__(spec)
@@ -109,23 +108,23 @@ class SimulatedCluster(BaseCluster):
     def _simulate(
         self, options: CallOptions, payload: bytes
     ) -> tuple[tuple[RankOutcome, ...], float]:
-        run = SIMULATORS[self.spec.backend]
         plan = Simulation(
             size=self.spec.size,
             seed=self.spec.seed,
             limit_s=options.timeout_s,
+            grace_s=self.spec.grace_s,
             payload=payload,
         )
         # The simulation ends itself at the limit and can say which rank was busy; the
         # parent's limit is for one that cannot, in native code.
         late = replace(options, timeout_s=options.timeout_s + _MARGIN_S)
         try:
-            (outcome,) = self._host.submit(late, run, plan)
+            (outcome,) = self._host.submit(late, _simulate, plan)
         except WorldFailure as failure:
             raise self._without_process(failure) from None
         found: SimulatedRun = outcome.value
         try:
-            outcomes = _judged(found, self.spec.output_limit)
+            outcomes = outcomes_or_raise(_facts(found, self.spec.output_limit))
         except WorldFailure as failure:
             # Threads of this call may still be there.
             self._host.close()
@@ -156,19 +155,10 @@ class SimulatedCluster(BaseCluster):
             failure.add_note("simulated ranks return; gloo ones fail as shown")
 
 
-def _judged(run: SimulatedRun, limit: int) -> tuple[RankOutcome, ...]:
-    facts = _facts(run, limit)
-    if run.busy is None:
-        return outcomes_or_raise(facts)
-    # The others wait for their turn, and so for the one that does not end its own.
-    waits = f"waited for its turn; rank {run.busy} did not end its own"
-    outcomes = tuple(
-        replace(outcome, state=RankState.VICTIM, message=waits, stacks="")
-        if outcome.state is RankState.HUNG and outcome.rank != run.busy
-        else outcome
-        for outcome in outcomes_of(facts)[0]
-    )
-    raise WorldFailure(outcomes, outcomes[run.busy])
+def _simulate(plan: Simulation) -> SimulatedRun:
+    from .rank.simulation import simulate  # needs torch, which the parent need not have
+
+    return simulate(plan)
 
 
 def _facts(run: SimulatedRun, limit: int) -> tuple[Fact, ...]:
@@ -176,8 +166,9 @@ def _facts(run: SimulatedRun, limit: int) -> tuple[Fact, ...]:
         Fact(
             rank=rank,
             reply=each.reply,
-            ended_at_s=each.ended_at_s,
             waited_s=run.took_s,
+            place=each.place,
+            left_by=each.left_by,
             stacks=each.stacks,
             collectives=each.collectives,
             output=_bounded(each.output, limit),

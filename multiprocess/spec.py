@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Isolation = Literal["pool", "group", "process"]
-Backend = Literal["gloo", "nccl", "simulated", "local", "both"]
+Backend = Literal["gloo", "nccl", "simulated", "both"]
 Device = Literal["cpu", "cuda"]
 
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
@@ -22,8 +22,8 @@ class WorldSpec:
     """Number of ranks, at least 1."""
 
     backend: Backend = "gloo"
-    """Backend of the default process group; or ranks in one process: "simulated" are
-    threads, "local" parts of one tensor, "both" gloo ranks and simulated ones."""
+    """Backend of the default process group; or "simulated": ranks are threads of one
+    process; "both": gloo ranks, and then simulated ones that must do the same."""
 
     device: Device = "cpu"
     """Where the ranks keep their tensors."""
@@ -95,7 +95,7 @@ class WorldSpec:
     @property
     def simulated(self) -> bool:
         """Whether there are ranks that are no processes."""
-        return self.backend in ("simulated", "local", "both")
+        return self.backend in ("simulated", "both")
 
 
 @dataclass(frozen=True, kw_only=True)

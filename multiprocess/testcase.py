@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .cluster import Cluster
-from .outcomes import RankOutcome
+from .outcomes import Left, RankOutcome
 from .parent.slots import cpu_slots
-from .rank.unittests import CaseRef, Skipped, run_case
+from .rank.unittests import CaseRef, run_case
 from .report import render_output
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
@@ -50,7 +50,7 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
 
     Args:
         spec: The world.
-        fn: What each rank calls; returns ``Skipped`` where it was.
+        fn: What each rank calls; returns ``Left`` where it skipped.
         *args: Its arguments.
 
     Raises:
@@ -61,9 +61,9 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
     options = CallOptions(timeout_s=spec.timeout_s, isolation=spec.isolation)
     outcomes = _submit(spec, options, fn, *args)
     sys.stdout.write(render_output(outcomes))
-    for outcome in outcomes:
-        if isinstance(outcome.value, Skipped):
-            raise unittest.SkipTest(outcome.value.reason)
+    left = outcomes[0].value  # alike on all ranks
+    if isinstance(left, Left) and left.kind != "SystemExit":
+        raise unittest.SkipTest(left.reason)
 
 
 class TestCase(unittest.TestCase):

@@ -11,15 +11,14 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import linux, messages
 from ..environment import unsupported
 from ..errors import HarnessError
 from ..messages import Context
-from ..outcomes import Collective
-from ..rank import assert_rewrite, coverage, flight_records
+from ..outcomes import Collective, Place
+from ..rank import assert_rewrite, flight_records
 from ..rank.forkserver import EXIT_STATUS
 from ..spec import WorldSpec
 from .forkserver_client import ForkserverClient, forkserver
@@ -44,9 +43,6 @@ def current_context() -> Context:
         path=tuple(entry or cwd for entry in sys.path if isinstance(entry, str)),
         env={name: v for name, v in os.environ.items() if name not in _PRIVATE},
         modules=assert_rewrite.rewritten_modules(),
-        coverage=coverage.current_settings(),
-        # The workers of pytest-xdist have one, but several at once.
-        terminal="" if "PYTEST_XDIST_WORKER" in os.environ else linux.terminal(),
     )
 
 
@@ -161,7 +157,7 @@ class RankProcess:
         """Take the exit status from the exit pipe, which has something to read."""
         status = os.read(self.exit_fd, EXIT_STATUS.size)
         self.exit_code = EXIT_STATUS.unpack(status)[0] if status else LOST
-        self.ended_at_s = time.monotonic()
+        self.ended_at_s = linux.now_s()
 
     def signal(
         self,
@@ -224,6 +220,14 @@ class RankProcesses:
         """Return the last collectives of one rank, oldest first."""
         return flight_records.read(self._records_fd, rank)
 
+    def place(self, rank: int) -> Place:
+        """Return where one rank is."""
+        return flight_records.read_place(self._records_fd, rank)[0]
+
+    def current_collective(self, rank: int) -> Collective | None:
+        """Return the collective that one rank is in, if it is in one."""
+        return flight_records.read_current(self._records_fd, rank)
+
     def preload_for_later(self, modules: Iterable[str]) -> None:
         """Make the forkserver import the modules that these ranks had to import."""
         found = set(modules)
@@ -268,11 +272,11 @@ class RankProcesses:
             rank.signal(linux.STACKS_SIGNAL, linux.signal_main_thread)
             rank.signal(signal.SIGCONT)
         silent = {rank.rank for rank in ranks}
-        deadline = time.monotonic() + limit_s
+        deadline = linux.now_s() + limit_s
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(rank.stacks.fd, selectors.EVENT_READ, rank)
-            while (left := deadline - time.monotonic()) > 0:
+            while (left := deadline - linux.now_s()) > 0:
                 # All have begun to write: a short silence means that they have
                 # finished.
                 events = selector.select(left if silent else min(left, 0.03))
@@ -284,7 +288,7 @@ class RankProcesses:
                         selector.unregister(key.fd)
 
     def _collect_exits(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = linux.now_s() + limit_s
         with selectors.DefaultSelector() as selector:
             for rank in self.ranks:
                 if rank.alive:
@@ -292,7 +296,7 @@ class RankProcesses:
                     # Drained, or a rank that writes to a full pipe would never end.
                     selector.register(rank.output.fd, selectors.EVENT_READ, rank)
             while selector.get_map():
-                events = selector.select(max(0.0, deadline - time.monotonic()))
+                events = selector.select(max(0.0, deadline - linux.now_s()))
                 for key, _ in events:
                     ended: RankProcess = key.data
                     if key.fd == ended.exit_fd:

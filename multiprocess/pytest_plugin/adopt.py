@@ -2,8 +2,7 @@
 
 torch's test classes have a few methods that start processes, send them work and wait
 for them. Those methods are replaced while the session lasts; a test, its decorators and
-its class stay as they are. ``@pytest.mark.parallel``, of mpi-pytest, is taken for
-``@pytest.mark.world``.
+its class stay as they are.
 """
 
 from __future__ import annotations
@@ -34,17 +33,11 @@ from ..testcase import TestCase, run_on_ranks, use
 from .controller import show
 from .runner import Runner, UnsuitableWorld
 
-WORDS = b"torch.testing._internal", b"mark.parallel"
+WORDS = (b"torch.testing._internal",)
 """One of these is in the text of each module with a test that is adopted."""
-
-PARALLEL = "parallel"
-PARALLEL_HELP = (
-    "parallel(nprocs=3): as mpi-pytest has it; world(size=nprocs) by --gradparity-adopt"
-)
 
 _COMMON = "torch.testing._internal.common_distributed"
 _BASES = ("MultiProcessTestCase", "MultiProcContinuousTest", "MultiThreadedTestCase")
-_DEFAULT_NPROCS = 3
 
 
 class Adoption:
@@ -69,18 +62,11 @@ class Adoption:
     def pytest_pycollect_makeitem(
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> None:
-        """Patch a class before its instances exist; mark tests of mpi-pytest."""
+        """Patch a class before its instances exist."""
         # Its module has just been imported. An instance keeps the method that waits
         # for its processes: made earlier, it would wait for none, and so pass.
         if not self._replaced and (bases := _torch_bases()):
             self._replace(*bases)
-        if not (isinstance(obj, types.FunctionType) and name.startswith("test")):
-            return
-        own = [m for m in getattr(obj, "pytestmark", ()) if m.name == PARALLEL]
-        marker = own[0] if own else collector.get_closest_marker(PARALLEL)
-        marked = any(m.name == "world" for m in getattr(obj, "pytestmark", ()))
-        if marker is not None and not marked:
-            pytest.mark.world(size=nprocs_of(marker))(obj)
 
     def pytest_unconfigure(self) -> None:
         """Give torch's classes their own methods back."""
@@ -277,24 +263,3 @@ def submit_by(runner: Callable[[], Runner]) -> None:
             raise unittest.SkipTest(str(reason)) from None
 
     use(submit)
-
-
-def unregister_mpi_pytest(manager: pytest.PytestPluginManager) -> None:
-    """Take mpi-pytest's plugin out: it would start mpiexec for each of its tests."""
-    for plugin in manager.get_plugins():
-        if getattr(plugin, "__name__", "") == "pytest_mpi.plugin":
-            manager.unregister(plugin)
-
-
-def nprocs_of(marker: pytest.Mark) -> Any:
-    """Return the numbers of ranks of ``@pytest.mark.parallel``: one or several.
-
-    Raises:
-        UsageError: Other arguments than mpi-pytest takes.
-    """
-    args, settings = marker.args, dict(marker.kwargs)
-    if len(args) + len(settings) > 1 or settings.keys() - {"nprocs"}:
-        raise pytest.UsageError(
-            f"@pytest.mark.parallel takes nprocs only; got {args} {settings}"
-        )
-    return args[0] if args else settings.get("nprocs", _DEFAULT_NPROCS)

@@ -19,7 +19,6 @@ from ..parent.forkserver_client import forkserver
 from ..parent.slots import cpu_slots, gpu_slots, visible_gpus
 from ..simulated import SimulatedCluster
 from ..spec import CallOptions, WorldSpec
-from .debugging import BeforeEnd
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
@@ -85,8 +84,7 @@ class AgentRunner:
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
-    def __init__(self, before_end: BeforeEnd | None = None) -> None:
-        self._before_end = before_end
+    def __init__(self) -> None:
         self._clusters: dict[WorldSpec, Cluster | SimulatedCluster] = {}
 
     def run(
@@ -94,8 +92,8 @@ class PoolRunner:
     ) -> tuple[RankOutcome, ...]:
         """Return one outcome per rank, or raise ``WorldFailure``."""
         with contextlib.ExitStack() as held:
-            # Threads take turns in one process, so they need one core.
-            processes = 1 if spec.backend in ("simulated", "local") else spec.size
+            # One thread of a simulation runs at a time: it needs one core.
+            processes = 1 if spec.backend == "simulated" else spec.size
             held.enter_context(cpu_slots().hold(processes))
             if spec.device == "cuda":
                 names = held.enter_context(_gpus(spec))
@@ -116,8 +114,6 @@ class PoolRunner:
     def _cluster(self, kind: WorldSpec) -> Cluster | SimulatedCluster:
         made = SimulatedCluster if kind.simulated else Cluster
         cluster = self._clusters.pop(kind, None) or made.of(kind)
-        if isinstance(cluster, Cluster):
-            cluster.before_end = self._before_end
         # Warm ranks take memory: those of the kinds used longest ago are ended.
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)

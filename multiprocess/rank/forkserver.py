@@ -197,8 +197,8 @@ class ForkServer:
 
     def _end(self) -> NoReturn:
         # A process that dies leaves its children to us: repeat until none is left.
-        deadline = time.monotonic() + _END_S
-        while time.monotonic() < deadline:
+        deadline = linux.now_s() + _END_S
+        while linux.now_s() < deadline:
             _kill_strays()
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
