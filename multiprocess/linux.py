@@ -28,6 +28,16 @@ def now_s() -> float:
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
+def fill_standard_descriptors() -> None:
+    """Open the null device as stdin, stdout and stderr where they are closed.
+
+    Else the next pipe would get the number, and what a program prints would go there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

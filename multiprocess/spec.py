@@ -89,6 +89,8 @@ class WorldSpec:
                 'backend "nccl" needs one device per rank: share_devices=True goes '
                 'with backend "gloo"'
             )
+        for name in ("preload", "visible_devices"):
+            _make_tuple(self, name)
         for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
             check_positive(name, getattr(self, name))
 
@@ -126,6 +128,14 @@ def check_positive(name: str, value: float) -> None:
     """Raise ``ValueError`` unless ``value`` is above zero."""
     if not value > 0:
         raise ValueError(f"{name} must be above 0, got {value!r}")
+
+
+def _make_tuple(spec: WorldSpec, name: str) -> None:
+    """Take a list for the tuple that can be compared and looked up."""
+    value = getattr(spec, name)
+    if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{name} must be a tuple of names, got {value!r}")
+    object.__setattr__(spec, name, tuple(value))
 
 
 def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:

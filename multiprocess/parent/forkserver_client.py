@@ -44,6 +44,11 @@ _MAX_ERRORS = 64 * 1024
 """So much of the end of what the server wrote is shown."""
 
 
+def import_path() -> list[str]:
+    """Return the entries of the import path that Python uses: others are ignored."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
 def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
     """Start a server at the other end of socket ``fd``; its stderr is ``errors_fd``."""
     boot = _BOOT.format(module=server.__name__)
@@ -51,7 +56,7 @@ def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
     sys.stderr.flush()
     # -P: the current folder must not hide installed packages from the server.
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", boot, json.dumps(sys.path), str(fd)],
+        [sys.executable, "-P", "-c", boot, json.dumps(import_path()), str(fd)],
         pass_fds=(fd,),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -88,6 +93,7 @@ class ForkserverClient:
 
     def __init__(self, *, fork: bool = False) -> None:
         """Start it; ``fork`` makes it a fork of this process."""
+        linux.fill_standard_descriptors()
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._imported: set[str] = set()
@@ -96,15 +102,13 @@ class ForkserverClient:
         # Memory and not a pipe: it is read only if the server fails, and a writer to a
         # full pipe would wait.
         self._errors_fd = os.memfd_create("gradparity-errors", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock = ours
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._errors_fd)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._sock = undo.enter_context(ours)
             with theirs:
                 self._process = _started(theirs.fileno(), self._errors_fd, fork=fork)
-        except BaseException:
-            ours.close()
-            os.close(self._errors_fd)
-            raise
+            undo.pop_all()
         self._send_import((*PRELOAD, *_costly_here()))
 
     @property
@@ -182,7 +186,7 @@ class ForkserverClient:
 
     def _send_import(self, modules: Iterable[str]) -> None:
         names = list(modules)
-        request = {"do": "import", "path": sys.path, "modules": names}
+        request = {"do": "import", "path": import_path(), "modules": names}
         self._pending = self._send(request), names
         # Counted from the request on, so that no module is asked for twice; a failed
         # import takes them back.

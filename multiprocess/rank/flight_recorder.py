@@ -275,7 +275,8 @@ def _wrap_place(owner: Any, name: str, place: Place) -> None:
     @functools.wraps(wrapped)
     def there(*args: Any, **kwargs: Any) -> Any:
         writer = _thread.writer or _writer
-        if writer is None or torch.compiler.is_compiling():
+        # A store's keys are waited for in the making of a group, too: that says more.
+        if writer is None or writer.waits or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
         before = writer.enter(place)
         try:

@@ -83,6 +83,11 @@ class RecordWriter:
         self._put((place.value, index))
         return before
 
+    @property
+    def waits(self) -> bool:
+        """Whether the rank is in a wait for others already."""
+        return self._now[0] != Place.BODY.value
+
     def leave(self, before: tuple[int, int]) -> None:
         """Note that the rank is again where it was."""
         self._put(before)

@@ -132,6 +132,9 @@ class ForkServer:
         return {}
 
     def _fork(self, fds: list[int]) -> dict[str, Any]:
+        if len(fds) <= RANK_FDS:  # the kernel drops those above the limit
+            _close(fds)
+            return {"error": "the forkserver has no descriptor left: see ulimit -n"}
         exit_w, rank_fds = fds[0], fds[1:]
         try:
             pid = os.fork()
