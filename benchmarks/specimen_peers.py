@@ -53,7 +53,7 @@ def peers_of(cluster: Callable[[int], Cluster], spec: str) -> dict[str, Any]:
     workload = named("workload", spec, "")
     world = math.prod(workload.meshes[0].values())
     try:
-        ranks = cluster(world).run(_on_rank, spec, timeout_s=300)
+        ranks = cluster(world).with_options(timeout_s=300).run(_on_rank, spec)
     except WorldFailure as failure:
         raised = " ".join(failure.root.headline.split())[:120]
         ways = ("loss_1_percent", "loss_5_percent", "assert_close")

@@ -7,6 +7,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,6 +24,31 @@ from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Calls on the ranks of a cluster, with these options."""
+
+    cluster: BaseCluster
+    options: CallOptions
+
+    def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Do as ``Cluster.run``."""
+        outcomes = self.outcomes(fn, *args, **kwargs)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[RankOutcome, ...]:
+        """Do as ``Cluster.outcomes``."""
+        try:
+            return self.cluster.submit(self.options, fn, *args, **kwargs)
+        except WorldFailure as failure:
+            artifacts = self.cluster.spec.artifacts
+            if artifacts is not None and ranks_wait(failure.outcomes):
+                failure.write_flight_records(_fresh_folder(artifacts))
+            raise
+
+
 class BaseCluster(ABC):
     """A world of ranks; a subclass says how a call reaches them."""
 
@@ -30,25 +56,34 @@ class BaseCluster(ABC):
         self.spec = spec
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
-        return self.spec.size
+        return self.spec.world_size
 
-    def run(
-        self,
-        fn: Callable[..., T],
-        *args: Any,
-        timeout_s: float | None = None,
-        isolation: Isolation | None = None,
-        **kwargs: Any,
-    ) -> list[T]:
+    def with_options(
+        self, *, timeout_s: float | None = None, isolation: Isolation | None = None
+    ) -> Calls:
+        """Return calls on these ranks with other options than the cluster's own.
+
+        Args:
+            timeout_s: Limit for the whole world, from when it is ready.
+            isolation: What a call shares with earlier ones.
+
+        Example:
+            >>> cluster.with_options(timeout_s=5).run(train, lr=0.1)
+        """
+        options = CallOptions(
+            timeout_s=self.spec.timeout_s if timeout_s is None else timeout_s,
+            isolation=isolation or self.spec.isolation,
+        )
+        return Calls(self, options)
+
+    def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Call ``fn(*args, **kwargs)`` on every rank.
 
         Args:
             fn: Any function, lambdas and closures included.
             *args: Sent to every rank.
-            timeout_s: Limit for the whole world, from when it is ready.
-            isolation: What this call shares with earlier ones.
             **kwargs: Sent to every rank.
 
         Returns:
@@ -58,30 +93,13 @@ class BaseCluster(ABC):
             WorldFailure: At least one rank did not return.
             NotPicklableError: The function or an argument cannot travel.
         """
-        outcomes = self.outcomes(
-            fn, *args, timeout_s=timeout_s, isolation=isolation, **kwargs
-        )
-        return [outcome.value for outcome in outcomes]
+        return self.with_options().run(fn, *args, **kwargs)
 
     def outcomes(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout_s: float | None = None,
-        isolation: Isolation | None = None,
-        **kwargs: Any,
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
         """Do as ``run``, but return each rank's outcome with its output."""
-        options = CallOptions(
-            timeout_s=self.spec.timeout_s if timeout_s is None else timeout_s,
-            isolation=isolation or self.spec.isolation,
-        )
-        try:
-            return self.submit(options, fn, *args, **kwargs)
-        except WorldFailure as failure:
-            if self.spec.artifacts is not None and ranks_wait(failure.outcomes):
-                failure.write_flight_records(_fresh_folder(self.spec.artifacts))
-            raise
+        return self.with_options().outcomes(fn, *args, **kwargs)
 
     @abstractmethod
     def submit(
@@ -106,7 +124,7 @@ class Cluster(BaseCluster):
 
     def __init__(
         self,
-        size: int,
+        world_size: int,
         *,
         backend: Backend = "gloo",
         device: Device = "cpu",
@@ -117,7 +135,7 @@ class Cluster(BaseCluster):
         """Describe the world; nothing is started yet.
 
         Args:
-            size: Number of ranks.
+            world_size: Number of ranks.
             backend: Backend of the default process group.
             device: Where the ranks keep their tensors.
             timeout_s: Default limit of one call.
@@ -127,7 +145,7 @@ class Cluster(BaseCluster):
         """
         super().__init__(
             WorldSpec(
-                size=size,
+                world_size=world_size,
                 backend=backend,
                 device=device,
                 timeout_s=timeout_s,
@@ -145,7 +163,7 @@ class Cluster(BaseCluster):
     def of(cls, spec: WorldSpec) -> Self:
         """Return a cluster for a spec made elsewhere."""
         _refuse_simulated(spec)
-        cluster = cls(spec.size)
+        cluster = cls(spec.world_size)
         cluster.spec = spec
         return cluster
 

@@ -114,7 +114,7 @@ class Reply:
 class Simulation:
     """A call on simulated ranks."""
 
-    size: int
+    world_size: int
     seed: int
     limit_s: float
     grace_s: float

@@ -29,15 +29,15 @@ _GONE = "all simulated ranks shared the process"
 class SimulatedCluster(BaseCluster):
     """A ``Cluster`` whose ranks are threads of one process."""
 
-    def __init__(self, size: int, *, backend: str = "simulated", **settings: Any):
+    def __init__(self, world_size: int, *, backend: str = "simulated", **settings: Any):
         """Describe the world; nothing is started yet.
 
         Args:
-            size: Number of ranks.
+            world_size: Number of ranks.
             backend: "simulated", or "both" to compare them with gloo ranks.
             **settings: Further fields of ``WorldSpec``.
         """
-        self._take(WorldSpec(size=size, backend=backend, **settings))  # type: ignore[arg-type]
+        self._take(WorldSpec(world_size=world_size, backend=backend, **settings))  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
@@ -53,7 +53,7 @@ class SimulatedCluster(BaseCluster):
                 f'"{spec.backend}": Cluster has real ranks'
             )
         super().__init__(spec)
-        self._host = Cluster.of(replace(spec, size=1, backend="gloo"))
+        self._host = Cluster.of(replace(spec, world_size=1, backend="gloo"))
         both = spec.backend == "both"
         self._real = Cluster.of(replace(spec, backend="gloo")) if both else None
 
@@ -109,7 +109,7 @@ class SimulatedCluster(BaseCluster):
         self, options: CallOptions, payload: bytes
     ) -> tuple[tuple[RankOutcome, ...], float]:
         plan = Simulation(
-            size=self.spec.size,
+            world_size=self.spec.world_size,
             seed=self.spec.seed,
             limit_s=options.timeout_s,
             grace_s=self.spec.grace_s,
@@ -135,7 +135,7 @@ class SimulatedCluster(BaseCluster):
         # their absolute values, u being the unit roundoff (higher powers of u left
         # out): two orders differ by twice that. n in place of n - 1 covers what is left
         # out.
-        return outcomes, 2 * self.spec.size * found.epsilon * found.summed
+        return outcomes, 2 * self.spec.world_size * found.epsilon * found.summed
 
     def _without_process(self, failure: WorldFailure) -> WorldFailure:
         message = f"{failure.root.message or ''}\n({_GONE})".strip()

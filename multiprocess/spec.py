@@ -18,7 +18,7 @@ DEVICES: tuple[str, ...] = get_args(Device)
 class WorldSpec:
     """Settings of one world of ranks; checked once, when made."""
 
-    size: int
+    world_size: int
     """Number of ranks, at least 1."""
 
     backend: Backend = "gloo"
@@ -68,10 +68,11 @@ class WorldSpec:
     collectives that differ, in a folder of each. Without it nothing is written."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int):
-            raise TypeError(f"size must be an int, got {self.size!r}")
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        size = self.world_size
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"world_size must be an int, got {size!r}")
+        if size < 1:
+            raise ValueError(f"world_size must be at least 1, got {size}")
         _check_member("backend", self.backend, BACKENDS)
         _check_member("device", self.device, DEVICES)
         check_isolation(self.isolation)

@@ -32,7 +32,7 @@ def _submit_to_own_ranks(
     # Not closed by any test: the forkserver ends the ranks with this process.
     if spec not in _clusters:
         _clusters[spec] = Cluster.of(spec)
-    with cpu_slots().hold(spec.size):
+    with cpu_slots().hold(spec.world_size):
         return _clusters[spec].submit(options, fn, *args)
 
 
@@ -193,7 +193,7 @@ class TestCase(unittest.TestCase):
         backend: Backend = self.backend
         device: Device = self.device_type
         return WorldSpec(
-            size=int(self.world_size),
+            world_size=int(self.world_size),
             backend=backend,
             device=device,
             default_group=self.default_group,

@@ -228,7 +228,7 @@ def all_say_right(seen: StepTrace) -> bool:
     world = current_world()
     right = seen.checked_sum[0] == seen.checked_sum[1]
     world.store.set(f"checked/{seen.step}/{world.rank}", "right" if right else "wrong")
-    keys = [f"checked/{seen.step}/{rank}" for rank in range(world.size)]
+    keys = [f"checked/{seen.step}/{rank}" for rank in range(world.world_size)]
     world.store.wait(keys, UNLIMITED)
     answers = [world.store.get(key) for key in keys]
     return all(answer == b"right" for answer in answers)

@@ -186,7 +186,7 @@ class Agent:
             spec, options = request.spec, request.options
             own = self._own.start(request, self._others("start"))
             limit_s = spec.start_timeout_s + self._patience_s
-            ready = self._gather("start", own, spec.size, limit_s)
+            ready = self._gather("start", own, spec.world_size, limit_s)
             going = all(f.reply and f.reply.kind is Kind.READY for f in ready)
             self._store.set_flag(self._key("go"), "go" if going else "no")
             if not going:
@@ -194,7 +194,7 @@ class Agent:
                 return False, ready
             own = self._own.run(request, self._others("run"))
             limit_s = options.timeout_s + spec.grace_s + self._patience_s
-            return True, self._gather("fact", own, spec.size, limit_s)
+            return True, self._gather("fact", own, spec.world_size, limit_s)
         except BaseException:  # also ctrl-C, or a timeout of pytest's
             # Those that can still be reached leave this call for the next request.
             with contextlib.suppress(HarnessError):  # the store itself may be gone
@@ -279,7 +279,7 @@ class Agent:
                     self._store.set_flag(f"bye/{self.rank}")
                 if not isinstance(message, CallRequest):
                     return message
-                if self.rank < message.spec.size:
+                if self.rank < message.spec.world_size:
                     self._serve(message)
         except Exception as error:
             self.report_error(error)
@@ -363,10 +363,11 @@ class AgentCluster(BaseCluster):
                 f"AgentCluster is for rank 0, and this is rank {agent.rank}: call "
                 "Agent.follow() here"
             )
-        if spec.size > agent.size:
+        if spec.world_size > agent.size:
             raise HarnessError(
-                f"the world needs {spec.size} ranks, torchrun made {agent.size}: start "
-                f"{spec.size} processes (--nproc-per-node), or ask for a smaller world"
+                f"the world needs {spec.world_size} ranks, torchrun made {agent.size}: "
+                f"start {spec.world_size} processes (--nproc-per-node), or ask for a "
+                "smaller world"
             )
         super().__init__(spec)
         self._agent = agent

@@ -214,15 +214,15 @@ class RankProcesses:
             server = forkserver()
             server.preload(spec.preload, spec.start_timeout_s)
             self._shared.append(os.memfd_create("gradparity-store", os.MFD_CLOEXEC))
-            self._records_fd = flight_records.create(spec.size)
+            self._records_fd = flight_records.create(spec.world_size)
             self._shared.append(self._records_fd)
-            for rank in range(spec.size) if ranks is None else ranks:
+            for rank in range(spec.world_size) if ranks is None else ranks:
                 self.ranks.append(RankProcess(rank, self._shared, spec, server))
         except OSError as error:
             self.kill()
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            raise HarnessError(_too_few_descriptors(spec.size)) from error
+            raise HarnessError(_too_few_descriptors(spec.world_size)) from error
         except BaseException:
             self.kill()
             raise

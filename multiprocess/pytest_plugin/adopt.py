@@ -187,7 +187,7 @@ class Adoption:
     ) -> None:
         __tracebackhide__ = True
         spec = WorldSpec(
-            size=size,
+            world_size=size,
             # A process of torch's classes begins without one, and makes its own.
             default_group=False,
             timeout_s=float(limit_s),

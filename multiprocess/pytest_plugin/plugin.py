@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 MARKER_HELP = (
-    "world(size=2, backend='gloo', device='cpu', isolation='pool', timeout_s=60): "
-    "run the test's body on every rank of a world; size may be a list of sizes"
+    "world(world_size=2, backend='gloo', device='cpu', isolation='pool', "
+    "timeout_s=60): run the test's body on every rank; world_size may be a list"
 )
 
 DEFAULT_SIZE = 2
@@ -139,7 +139,8 @@ def world(request: pytest.FixtureRequest) -> Any:
 
     if request.node.get_closest_marker(_MARK) is None:
         pytest.fail(
-            "the fixture `world` needs @pytest.mark.world(size=...)", pytrace=False
+            "the fixture `world` needs @pytest.mark.world(world_size=...)",
+            pytrace=False,
         )
     return WorldArgument(request.param)
 
@@ -316,12 +317,12 @@ def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[int]:
     Raises:
         TypeError: More than one positional argument.
     """
-    if len(args) > 1 or (args and "size" in settings):
+    if len(args) > 1 or (args and "world_size" in settings):
         raise TypeError(
             f"@pytest.mark.world takes one size, got {args} {dict(settings)}: name the "
             "other settings, as in world(2, timeout_s=60)"
         )
-    size = args[0] if args else settings.get("size", DEFAULT_SIZE)
+    size = args[0] if args else settings.get("world_size", DEFAULT_SIZE)
     return list(size) if isinstance(size, list | tuple) else [size]
 
 
@@ -340,4 +341,4 @@ def spec_of(size: int, settings: Mapping[str, Any]) -> WorldSpec:
             + "".join(f"did you mean {name}? " for name in close)
             + f"It has {', '.join(sorted(_ALLOWED))}"
         )
-    return WorldSpec(**{**settings, "size": size})
+    return WorldSpec(**{**settings, "world_size": size})

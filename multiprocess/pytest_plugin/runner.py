@@ -62,8 +62,10 @@ class AgentRunner:
                 "simulated ranks share one process: run this test without torchrun"
             )
         made = self._agent.size
-        if spec.size > made:
-            raise UnsuitableWorld(f"needs {spec.size} ranks, torchrun made {made}")
+        if spec.world_size > made:
+            raise UnsuitableWorld(
+                f"needs {spec.world_size} ranks, torchrun made {made}"
+            )
         from ..elastic.agent import AgentCluster, Ended
 
         kind = _kind_of(spec)
@@ -93,7 +95,7 @@ class PoolRunner:
         """Return one outcome per rank, or raise ``WorldFailure``."""
         with contextlib.ExitStack() as held:
             # One thread of a simulation runs at a time: it needs one core.
-            processes = 1 if spec.backend == "simulated" else spec.size
+            processes = 1 if spec.backend == "simulated" else spec.world_size
             held.enter_context(cpu_slots().hold(processes))
             if spec.device == "cuda":
                 names = held.enter_context(_gpus(spec))
@@ -118,7 +120,7 @@ class PoolRunner:
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
         for other in list(self._clusters.values()):
-            if other is not cluster and idle + kind.size > _MAX_IDLE_RANKS:
+            if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
                 idle -= len(other.pids)
                 other.close()
         return cluster
@@ -126,7 +128,7 @@ class PoolRunner:
 
 def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
     visible = visible_gpus()
-    wanted = 1 if spec.share_devices else spec.size
+    wanted = 1 if spec.share_devices else spec.world_size
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
     return gpu_slots(visible).hold(wanted)

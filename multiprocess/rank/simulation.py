@@ -39,7 +39,7 @@ _Group = threaded.ProcessLocalGroup
 
 def simulate(plan: Simulation) -> SimulatedRun:
     """Run a call on threads; in the process that they share."""
-    fd = flight_records.create(plan.size)
+    fd = flight_records.create(plan.world_size)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
         # First in, so undone last: what the ranks set goes after all patches have gone.
@@ -70,7 +70,7 @@ class _Ranks:
         """Held by the one thread that runs."""
 
         self._store = _SharedStore(HashStore(), self._others_run)
-        self._outputs = [io.StringIO() for _ in range(plan.size)]
+        self._outputs = [io.StringIO() for _ in range(plan.world_size)]
         self._replies: dict[int, Reply] = {}
         self._left_by: dict[int, int] = {}
         self._sums = _Sums()
@@ -79,7 +79,7 @@ class _Ranks:
     def run(self) -> SimulatedRun:
         """Run all ranks until they have ended, or will not."""
         began = linux.now_s()
-        plan, ranks = self._plan, range(self._plan.size)
+        plan, ranks = self._plan, range(self._plan.world_size)
         threads = [
             threading.Thread(target=self._run_rank, args=(rank,), daemon=True)
             for rank in ranks
@@ -87,7 +87,7 @@ class _Ranks:
         for thread in threads:
             thread.start()
         until = began + plan.limit_s
-        while len(self._replies) < plan.size and linux.now_s() < until:
+        while len(self._replies) < plan.world_size and linux.now_s() < until:
             unfinished = next(r for r in ranks if r not in self._replies)
             threads[unfinished].join(_LOOK_S)
             failed = any(r.kind is Kind.RAISED for r in self._replies.copy().values())
@@ -97,10 +97,10 @@ class _Ranks:
         # blocks run; one that is busy cannot be, and ends with the process.
         took_s, frames = linux.now_s() - began, sys._current_frames()
         found = [self._outcome(r, frames.get(threads[r].ident or 0)) for r in ranks]
-        if len(self._replies) < plan.size:
+        if len(self._replies) < plan.world_size:
             _Group.exception_handle(SystemExit())
             for thread in threads:
-                thread.join(_UNWIND_S / plan.size)
+                thread.join(_UNWIND_S / plan.world_size)
         return SimulatedRun(
             ranks=tuple(found),
             took_s=took_s,
@@ -112,7 +112,7 @@ class _Ranks:
         if self._left_by:
             return False
         ended = {r: flight_records.read(self._fd, r) for r in list(self._replies)}
-        for rank in set(range(self._plan.size)) - ended.keys():
+        for rank in set(range(self._plan.world_size)) - ended.keys():
             call = flight_records.read_current(self._fd, rank)
             without = None if call is None else ended_without(call, ended)
             if without is not None:
@@ -134,7 +134,7 @@ class _Ranks:
         """Run one rank; an exception becomes its reply."""
         plan = self._plan
         flight_recorder.record_thread(
-            flight_records.RecordWriter(self._fd, rank, plan.size)
+            flight_records.RecordWriter(self._fd, rank, plan.world_size)
         )
         with flight_recorder.placed(Place.TURN):
             self._running.acquire()
@@ -143,7 +143,7 @@ class _Ranks:
         self._set_up(rank)
         try:
             dist.init_process_group(
-                "threaded", rank=rank, world_size=plan.size, store=HashStore()
+                "threaded", rank=rank, world_size=plan.world_size, store=HashStore()
             )
             sys.excepthook = excepthook  # wrapped again for each rank
             fn, args, kwargs = pickle.loads(plan.payload)
@@ -163,14 +163,16 @@ class _Ranks:
         plan = self._plan
         sys.stdout = sys.stderr = self._outputs[rank]
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        os.environ.update(WORLD_SIZE=str(plan.size), LOCAL_WORLD_SIZE=str(plan.size))
+        os.environ.update(
+            WORLD_SIZE=str(plan.world_size), LOCAL_WORLD_SIZE=str(plan.world_size)
+        )
         world._of_thread.world = world.World(
             rank=rank,
-            size=plan.size,
+            world_size=plan.world_size,
             backend="simulated",
             device=torch.device("cpu"),
             seed=plan.seed,
-            make_store=lambda: self._store,  # type: ignore[arg-type,return-value]
+            _make_store=lambda: self._store,  # type: ignore[arg-type,return-value]
         )
 
     @contextlib.contextmanager

@@ -124,9 +124,9 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
         global _prepared
         if _prepared is None or _prepared[0] is not cls or not dist.is_initialized():
             _forget()
-            cls.rank, cls.world_size = world.rank, world.size
+            cls.rank, cls.world_size = world.rank, world.world_size
             before = dict(os.environ)
-            cls._init_pg(world.rank, world.size, file_name)
+            cls._init_pg(world.rank, world.world_size, file_name)
             changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
             _prepared = cls, changed
         os.environ.update(_prepared[1])

@@ -167,17 +167,17 @@ class _Rank:
         torch.set_num_threads(spec.threads)
         self._world: World = world_module.World(
             rank=message.rank,
-            size=spec.size,
+            world_size=spec.world_size,
             backend=spec.backend,
             device=_device(
                 spec, message.rank if rendezvous is None else rendezvous.local_rank
             ),
             seed=spec.seed,
-            make_store=lambda: self._open_store(f"run{self._runs}"),
+            _make_store=lambda: self._open_store(f"run{self._runs}"),
         )
         world_module._set_current(self._world)
         self._records = flight_records.RecordWriter(
-            self._records_fd, message.rank, spec.size
+            self._records_fd, message.rank, spec.world_size
         )
         flight_recorder.install(self._records)
         self._make_group()
@@ -204,7 +204,7 @@ class _Rank:
         from torch._C._distributed_c10d import FileStore, PrefixStore
 
         # A file without a name: nothing to remove, whoever dies.
-        store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.size)
+        store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.world_size)
         return PrefixStore(prefix, store)
 
     def _make_group(self) -> None:
@@ -225,7 +225,7 @@ class _Rank:
             self._spec.backend,
             store=self._open_store(f"group{self._groups_made}"),
             rank=self._rank,
-            world_size=self._spec.size,
+            world_size=self._spec.world_size,
             timeout=_GROUP_TIMEOUT,
             # With its device known, NCCL forms the communicator now: a rank that cannot
             # take part fails while it joins, and not in the first call.
@@ -376,8 +376,10 @@ def _rank_environment(
     found = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(spec.size),
-        "LOCAL_WORLD_SIZE": str(rendezvous.local_size if rendezvous else spec.size),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(
+            rendezvous.local_size if rendezvous else spec.world_size
+        ),
     }
     if spec.visible_devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)

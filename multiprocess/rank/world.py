@@ -24,7 +24,7 @@ class World:
     rank: int
     """This rank, from 0."""
 
-    size: int
+    world_size: int
     """Number of ranks."""
 
     backend: str
@@ -36,7 +36,7 @@ class World:
     seed: int
     """What the generators were seeded with."""
 
-    make_store: Callable[[], Store] = field(repr=False)
+    _make_store: Callable[[], Store] = field(repr=False)
     """Opens the store of the current call."""
 
     _meshes: dict[object, DeviceMesh] = field(default_factory=dict, repr=False)
@@ -46,7 +46,7 @@ class World:
     def store(self) -> Store:
         """A key-value store shared by the ranks, empty at the start of each call."""
         if self._store is None:
-            self._store = self.make_store()
+            self._store = self._make_store()
         return self._store
 
     def mesh(
@@ -89,7 +89,7 @@ class World:
         self.store.set(f"done/{self.rank}", "")
         with placed(Place.DONE), contextlib.suppress(RuntimeError):  # over the limit
             self.store.wait(
-                [f"done/{rank}" for rank in range(self.size)],
+                [f"done/{rank}" for rank in range(self.world_size)],
                 timedelta(seconds=limit_s),
             )
 

@@ -144,19 +144,19 @@ async def twice(scaled):
     return 2 * scaled
 
 @pytest.mark.asyncio
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 async def test_it(world, twice):
     work = dist.all_reduce(value := torch.ones(1), async_op=True)
     await asyncio.get_running_loop().run_in_executor(None, work.wait)
     assert value.item() == 2 and twice == 10 * world.rank
 
 @pytest.mark.asyncio
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 async def test_wrong(world):
     await asyncio.sleep(0)
     assert world.rank == 0
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 async def test_unmarked(world):
     pass
 """
@@ -187,7 +187,7 @@ def on_rank(world, three):
     return os.getpid(), three
 
 class TestIt:
-    @pytest.mark.world(size=2)
+    @pytest.mark.world(world_size=2)
     @pytest.mark.parametrize("turn", [0, 1])
     def test_it(self, world, turn, one, two, three, four, five, on_rank):
         pids = {value[1] for value in (one, two, three, four, five)}

@@ -23,7 +23,7 @@ LINES, NEVER = [2, 3, 4, 5, 6, 9], [8]
 TESTS = """
 import pytest
 
-@pytest.mark.world(size=2, isolation={isolation!r})
+@pytest.mark.world(world_size=2, isolation={isolation!r})
 @pytest.mark.parametrize("number", range(2))
 def test_it(world, number):
     from measured import by_rank

@@ -65,12 +65,12 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 TESTS = """
 import pytest, torch, torch.distributed as dist
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_faulty(world):
     print("x" * 100_000)
     assert world.rank == 0, "boo"
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_innocent(world):
     print("x" * 100_000)
     value = torch.ones(1)

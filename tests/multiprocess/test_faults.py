@@ -33,7 +33,7 @@ def test_a_fault_has_its_outcome_and_affects_no_other_rank(
     pids = cluster.pids
     began = time.monotonic()
     with pytest.raises(WorldFailure) as caught:
-        cluster.run(act, fault.bad, fault.others, timeout_s=fault.limit_s)
+        cluster.with_options(timeout_s=fault.limit_s).run(act, fault.bad, fault.others)
     took_s = time.monotonic() - began
 
     failure = caught.value
@@ -77,7 +77,7 @@ def test_different_collectives_on_different_ranks_fail(cluster: Cluster) -> None
 
     began = time.monotonic()
     with pytest.raises(WorldFailure):
-        cluster.run(act, timeout_s=2)
+        cluster.with_options(timeout_s=2).run(act)
     assert time.monotonic() - began < 2 + 1 + SLACK_S
     assert cluster.run(innocent) == [3.0] * 3
 
@@ -140,5 +140,5 @@ def test_after_a_fault_each_isolation_works_again(cluster: Cluster) -> None:
     isolations: tuple[Isolation, ...] = ("pool", "group", "process")
     for isolation in isolations:
         with pytest.raises(WorldFailure):
-            cluster.run(raises, isolation=isolation)
-        assert cluster.run(innocent, isolation=isolation) == [3.0] * 3
+            cluster.with_options(isolation=isolation).run(raises)
+        assert cluster.with_options(isolation=isolation).run(innocent) == [3.0] * 3

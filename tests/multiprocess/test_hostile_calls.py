@@ -51,7 +51,7 @@ def program(text: str, **settings: Any) -> subprocess.CompletedProcess[str]:
 
 def test_skips_may_be_as_far_apart_as_the_limit_allows(session: Session) -> None:
     done = session("""
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_far_apart(world):
     time.sleep(2 * world.rank)
     pytest.skip("both")
@@ -61,7 +61,7 @@ def test_far_apart(world):
 
 def test_a_skip_of_one_rank_is_told_with_what_the_others_did(session: Session) -> None:
     done = session("""
-@pytest.mark.world(size=3, timeout_s=60)
+@pytest.mark.world(world_size=3, timeout_s=60)
 def test_divided(world):
     if world.rank == 1:
         pytest.skip("only me")
@@ -124,7 +124,7 @@ def test_a_collective_that_a_rank_ended_without_ends_long_before_the_limit(
 
     began = time.monotonic()
     with pytest.raises(WorldFailure, match="rank 0 has ended without issuing it"):
-        cluster.run(body, timeout_s=100)
+        cluster.with_options(timeout_s=100).run(body)
     assert time.monotonic() - began < 50
 
 
@@ -169,10 +169,10 @@ def test_close_in_a_fork_of_the_parent_leaves_its_ranks(cluster: Cluster) -> Non
 
 
 def test_lists_may_be_given_for_names() -> None:
-    spec = WorldSpec(size=1, preload=["json"])  # type: ignore[arg-type]
+    spec = WorldSpec(world_size=1, preload=["json"])  # type: ignore[arg-type]
     assert spec.preload == ("json",) and hash(spec)
     with pytest.raises(TypeError, match="preload must be a tuple of names"):
-        WorldSpec(size=1, preload="json")  # type: ignore[arg-type]
+        WorldSpec(world_size=1, preload="json")  # type: ignore[arg-type]
 
 
 def test_without_descriptors_a_start_says_so_and_leaks_none() -> None:
@@ -227,7 +227,7 @@ def test_a_hang_ends_while_the_parents_clocks_stand_still(
     monkeypatch.setattr(time, "monotonic", lambda: 1.0)
     monkeypatch.setattr(time, "time", lambda: 1.0)
     with pytest.raises(WorldFailure, match="still running"):
-        cluster.run(time.sleep, 100, timeout_s=1)
+        cluster.with_options(timeout_s=1).run(time.sleep, 100)
 
 
 def test_a_child_that_returns_from_a_call_is_ended(cluster: Cluster) -> None:
@@ -267,7 +267,7 @@ def test_a_rank_that_blocks_signals_is_not_blamed(cluster: Cluster) -> None:
         dist.barrier()
 
     with pytest.raises(WorldFailure) as caught:
-        cluster.run(body, timeout_s=2)
+        cluster.with_options(timeout_s=2).run(body)
     assert caught.value.root.rank == 1
     assert "rank 0: waiting in a collective" in str(caught.value)
 

@@ -50,7 +50,7 @@ def sums() -> list[Any]:
     dist.all_reduce(rows, group=mesh.get_group("rows"))
     whole = torch.arange(8.0).view(4, 2)
     sharded: Any = distribute_tensor(whole, mesh, [Shard(0)] * 2) * 2
-    gathered = [torch.empty(1) for _ in range(world.size)]
+    gathered = [torch.empty(1) for _ in range(world.world_size)]
     dist.all_gather(gathered, torch.ones(1) * world.rank)
     return [mine, rows, sharded.full_tensor(), torch.cat(gathered)]
 
@@ -67,7 +67,7 @@ def settings() -> list[Any]:
     print("I am", world.rank)
     found = [os.environ["MINE"], os.environ["RANK"], str(torch.ones(1).dtype)]
     world.store.set(f"at/{world.rank}", str(world.rank))
-    after = int(world.store.get(f"at/{(world.rank + 1) % world.size}"))
+    after = int(world.store.get(f"at/{(world.rank + 1) % world.world_size}"))
     return [first, torch.rand(2), random.random(), found, after, dist.get_rank()]
 
 
@@ -76,7 +76,7 @@ def train() -> list[torch.Tensor]:
     world = current_world()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-    fully_shard(model, mesh=world.mesh((world.size,)))
+    fully_shard(model, mesh=world.mesh((world.world_size,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     for step in range(2):
         torch.manual_seed(100 * step + world.rank)
@@ -155,7 +155,7 @@ def test_a_fault_is_reported_as_for_processes(
     began = time.monotonic()
     with pytest.raises(WorldFailure) as caught:
         # Only a rank that is busy needs the limit.
-        threads.run(body, timeout_s=1 if body is sleeps else 60)
+        threads.with_options(timeout_s=1 if body is sleeps else 60).run(body)
     assert time.monotonic() - began < 50
     if states is not None:  # else whoever comes second finds that the two differ
         assert caught.value.root.rank == root
@@ -275,28 +275,28 @@ def test_the_marker_runs_the_same_body_on_all_kinds(
             dist.barrier()
 
         @pytest.mark.parametrize("number", [1.0, 2.0])
-        @pytest.mark.world(size=64, backend="simulated")
+        @pytest.mark.world(world_size=64, backend="simulated")
         def test_threads(world, place, number):
             value = torch.ones(1) * world.rank * number
             dist.all_reduce(value)
             assert value.item() == number * sum(range(64))
             assert place == dist.get_rank()
 
-        @pytest.mark.world(size=2, backend="both")
+        @pytest.mark.world(world_size=2, backend="both")
         def test_both(world):
             value = torch.rand(3) * world.rank
             dist.all_reduce(value)
             return {"sum": value}
 
-        @pytest.mark.world(size=2, backend="both")
+        @pytest.mark.world(world_size=2, backend="both")
         def test_both_differ(world):
             return [1, world.backend == "simulated"]
 
-        @pytest.mark.world(size=4, backend="simulated")
+        @pytest.mark.world(world_size=4, backend="simulated")
         def test_skips(world):
             pytest.skip("all of them")
 
-        @pytest.mark.world(size=4, backend="simulated")
+        @pytest.mark.world(world_size=4, backend="simulated")
         def test_forks(world):
             os.fork()
 

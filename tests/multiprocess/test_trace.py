@@ -20,7 +20,7 @@ def test_a_trace_of_all_ranks(pytester: pytest.Pytester) -> None:
         """
         import pytest, torch, torch.distributed as dist
 
-        @pytest.mark.world(size=3)
+        @pytest.mark.world(world_size=3)
         def test_works(world):
             for _ in range(3):
                 value = torch.randn(64, 64) @ torch.randn(64, 64)
