@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from gradparity.benchmarks.harness_tables import write_tables
 from gradparity.benchmarks.together import start_together
-from gradparity.multiprocess import Cluster, WorldFailure
+from gradparity.multiprocess import Cluster, WorldError
 from gradparity.multiprocess.parent.forkserver_client import forkserver
 from gradparity.multiprocess.spec import Isolation
 from gradparity.tests.fault_matrix import MATRIX, Fault, act
@@ -285,7 +285,7 @@ def detection_s(cluster: Cluster, fault: Fault) -> float:
     began = time.perf_counter()
     try:
         cluster.with_options(timeout_s=fault.limit_s).run(act, fault.bad, fault.others)
-    except WorldFailure as failure:
+    except WorldError as failure:
         took_s = time.perf_counter() - began
         if failure.root.rank != 1:
             raise RuntimeError(f"not rank 1 is blamed: {failure}") from failure

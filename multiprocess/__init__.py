@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .errors import HarnessError as HarnessError
     from .errors import NotPicklableError as NotPicklableError
     from .errors import NotSimulatedError as NotSimulatedError
-    from .errors import WorldFailure as WorldFailure
+    from .errors import WorldError as WorldError
     from .outcomes import Collective as Collective
     from .outcomes import Left as Left
     from .outcomes import Place as Place
@@ -33,7 +33,7 @@ _EXPORTS = {
         "HarnessError",
         "NotPicklableError",
         "NotSimulatedError",
-        "WorldFailure",
+        "WorldError",
     ),
     "outcomes": ("Collective", "Left", "Place", "RankOutcome", "RankState"),
     "rank.world": ("World", "current_world"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .errors import NotPicklableError, WorldFailure
+from .errors import NotPicklableError, WorldError
 from .messages import Context, Run, Start, pickled
 from .outcomes import RankOutcome, RankState
 from .parent.rank_processes import RankProcesses, current_context
@@ -42,7 +42,7 @@ class Calls:
         """Do as ``Cluster.outcomes``."""
         try:
             return self.cluster.submit(self.options, fn, *args, **kwargs)
-        except WorldFailure as failure:
+        except WorldError as failure:
             artifacts = self.cluster.spec.artifacts
             if artifacts is not None and ranks_wait(failure.outcomes):
                 failure.write_flight_records(_fresh_folder(artifacts))
@@ -90,7 +90,7 @@ class BaseCluster(ABC):
             What each rank returned, in rank order.
 
         Raises:
-            WorldFailure: At least one rank did not return.
+            WorldError: At least one rank did not return.
             NotPicklableError: The function or an argument cannot travel.
         """
         return self.with_options().run(fn, *args, **kwargs)
@@ -188,7 +188,7 @@ class Cluster(BaseCluster):
         """Start the ranks, unless they are up.
 
         Raises:
-            WorldFailure: A rank could not join its process group.
+            WorldError: A rank could not join its process group.
         """
         with self._lock:
             self._warm_ranks()
@@ -210,7 +210,9 @@ class Cluster(BaseCluster):
                 # Beside the warm ranks, which stay for the next call.
                 ranks = _started(self.spec, current_context())
                 try:
-                    return _call(ranks, payload, options.timeout_s, False, None)
+                    outcomes = _call(ranks, payload, options.timeout_s, False, None)
+                    ranks.stop()
+                    return outcomes
                 finally:
                     ranks.kill()
             ranks = self._warm_ranks()
@@ -289,7 +291,7 @@ def _fresh_folder(parent: str) -> Path:
 def all_answered(error: BaseException) -> bool:
     """Whether every rank is there for a next call although this one failed."""
     answers = (RankState.OK, RankState.RAISED)
-    return isinstance(error, WorldFailure) and all(
+    return isinstance(error, WorldError) and all(
         outcome.state in answers for outcome in error.outcomes
     )
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .cluster import BaseCluster, Cluster, pickled_call
-from .errors import NotSimulatedError, WorldFailure
+from .errors import NotSimulatedError, WorldError
 from .messages import SimulatedRun, Simulation
 from .outcomes import RankOutcome, RankState
 from .parent.root_cause import outcomes_or_raise
@@ -85,7 +85,7 @@ class SimulatedCluster(BaseCluster):
         """Call ``fn`` on every rank; return every rank's outcome.
 
         Raises:
-            WorldFailure: A rank did not return; with backend "both" also where the
+            WorldError: A rank did not return; with backend "both" also where the
                 simulated ranks did something else than the real ones.
             NotSimulatedError: The call needs real ranks.
         """
@@ -94,12 +94,12 @@ class SimulatedCluster(BaseCluster):
             return self._simulate(options, payload)[0]
         try:
             real = self._real.submit(options, fn, *args, **kwargs)
-        except WorldFailure as failure:
+        except WorldError as failure:
             self._agree_on_failure(options, payload, failure)
             raise
         try:
             simulated, bound = self._simulate(options, payload)
-        except WorldFailure as failure:
+        except WorldError as failure:
             failure.add_note("gloo ranks return; simulated ones fail as shown")
             raise
         _agree(real, simulated, bound)
@@ -120,12 +120,12 @@ class SimulatedCluster(BaseCluster):
         late = replace(options, timeout_s=options.timeout_s + _MARGIN_S)
         try:
             (outcome,) = self._host.submit(late, _simulate, plan)
-        except WorldFailure as failure:
+        except WorldError as failure:
             raise self._without_process(failure) from None
         found: SimulatedRun = outcome.value
         try:
             outcomes = outcomes_or_raise(_facts(found, self.spec.output_limit))
-        except WorldFailure as failure:
+        except WorldError as failure:
             # Threads of this call may still be there.
             self._host.close()
             if (failure.root.error_type or "").endswith(NotSimulatedError.__name__):
@@ -137,17 +137,17 @@ class SimulatedCluster(BaseCluster):
         # out.
         return outcomes, 2 * self.spec.world_size * found.epsilon * found.summed
 
-    def _without_process(self, failure: WorldFailure) -> WorldFailure:
+    def _without_process(self, failure: WorldError) -> WorldError:
         message = f"{failure.root.message or ''}\n({_GONE})".strip()
         root = replace(failure.root, message=message)
-        return WorldFailure((root,), root)
+        return WorldError((root,), root)
 
     def _agree_on_failure(
-        self, options: CallOptions, payload: bytes, failure: WorldFailure
+        self, options: CallOptions, payload: bytes, failure: WorldError
     ) -> None:
         try:
             self._simulate(options, payload)
-        except WorldFailure as other:
+        except WorldError as other:
             headline = other.root.headline
             if headline != failure.root.headline:
                 failure.add_note(f"simulated ranks fail otherwise: {headline}")
@@ -190,7 +190,7 @@ def _agree(
     """Raise unless the ranks returned the same.
 
     Raises:
-        WorldFailure: Names the first value that differs.
+        WorldError: Names the first value that differs.
     """
     for mine, other in zip(real, simulated, strict=True):
         found = first_difference(mine.value, other.value, bound)
@@ -203,7 +203,7 @@ def _agree(
                 message=found,
             )
             outcomes = [odd if each is mine else each for each in real]
-            raise WorldFailure(tuple(outcomes), odd)
+            raise WorldError(tuple(outcomes), odd)
 
 
 def first_difference(

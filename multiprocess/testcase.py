@@ -55,7 +55,7 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
 
     Raises:
         SkipTest: All ranks have skipped it.
-        WorldFailure: At least one rank has failed.
+        WorldError: At least one rank has failed.
     """
     __tracebackhide__ = True
     options = CallOptions(timeout_s=spec.timeout_s, isolation=spec.isolation)

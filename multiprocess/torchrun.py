@@ -82,7 +82,7 @@ class TorchrunCluster(BaseCluster):
         """Call ``fn`` on every rank; return every rank's outcome, in every process.
 
         Raises:
-            WorldFailure: At least one rank did not return.
+            WorldError: At least one rank did not return.
             HarnessError: Another process is gone, or has closed its cluster.
         """
         payload = pickled_call(fn, args, kwargs)  # fails in all processes alike

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ...multiprocess import Cluster, WorldFailure
+from ...multiprocess import Cluster, WorldError
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
@@ -51,7 +51,7 @@ class Place:
             return []
         try:
             (names,) = self.ranks(1).run(device_names)
-        except WorldFailure:
+        except WorldError:
             return []  # every case will say why
         return list(names)
 

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from ...fixtures import WorkloadError, is_workload
-from ...multiprocess import WorldFailure
+from ...multiprocess import WorldError
 from ..judge import laws as laws
 from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, judge
@@ -133,7 +133,7 @@ class _Seen:
         # a fault of the workload's layout that only all ranks together show
         except WorkloadError as error:
             self.problem, self.error = str(error), error
-        except WorldFailure as failure:
+        except WorldError as failure:
             if cannot := why_not_run(failure, self.spec, self.scenario):
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
@@ -207,12 +207,12 @@ class Runner:
             scenario: what to train.
 
         Raises:
-            WorldFailure: if the failure is not the scaler's.
+            WorldError: if the failure is not the scaler's.
         """
         seen: list[tuple[RankTrace, ...]] = []
         try:
             seen.extend(self._followed(spec, scenario))
-        except WorldFailure as failure:
+        except WorldError as failure:
             seen.append(traces_of(failure, judged=spec != NO_SCALER))
         return tuple(seen)
 
@@ -433,7 +433,7 @@ class Runner:
         try:
             # without a scaler the judged run is the control: it trains once
             return self._control_run(scenario)
-        except WorldFailure as failure:
+        except WorldError as failure:
             return (traces_of(failure, judged=False),)
 
     def _followed(

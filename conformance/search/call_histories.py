@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...fixtures import local
-from ...multiprocess import Cluster, RankState, WorldFailure, current_world
+from ...multiprocess import Cluster, RankState, WorldError, current_world
 from ..rank.scaler_spec import NO_SCALER, growth_tracker, load_scaler, refuse_unfit
 from ..report.terminal import plain
 from ..status import UsageError
@@ -455,7 +455,7 @@ class _Search:
                 seen = self.clusters[self.settings_.world_size].run(
                     drive, drawn, spec, folder
                 )
-        except WorldFailure as failure:
+        except WorldError as failure:
             return self._failed(failure, drawn)
         wrong = [(rank, text) for rank, at in enumerate(seen) if at and (text := at[1])]
         if not wrong:
@@ -466,7 +466,7 @@ class _Search:
             self.clusters.pop(_world_size_of(drawn, self.settings_)).close()
         return f"call {place}, {calls[place]}: {text}"
 
-    def _failed(self, failure: WorldFailure, drawn: History | Program) -> str:
+    def _failed(self, failure: WorldError, drawn: History | Program) -> str:
         """A hang is a departure; a rank that was killed is a harness failure."""
         text = " ".join(failure.root.headline.split())[:300]
         if failure.root.state is RankState.HUNG or "wait timeout" in text.lower():

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from ..cluster import BaseCluster, all_answered, pickled_call
 from ..environment import AGENT_VARIABLE
-from ..errors import HarnessError, WorldFailure
+from ..errors import HarnessError, WorldError
 from ..messages import Kind
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
@@ -380,7 +380,7 @@ class AgentCluster(BaseCluster):
         """Call ``fn`` on every rank of the world; return every rank's outcome.
 
         Raises:
-            WorldFailure: At least one rank did not return.
+            WorldError: At least one rank did not return.
             HarnessError: An agent cannot be reached any more.
             Ended: torchrun ended the agents.
         """
@@ -400,12 +400,12 @@ class AgentCluster(BaseCluster):
         return facts
 
     def judge(self, options: CallOptions, facts: list[Fact]) -> tuple[RankOutcome, ...]:
-        """Return the outcomes of a call, or raise its ``WorldFailure``."""
+        """Return the outcomes of a call, or raise its ``WorldError``."""
         replies = [fact.reply for fact in facts]
         self._fresh_group = not all(reply and reply.reusable for reply in replies)
         try:
             return outcomes_or_raise(facts)
-        except WorldFailure as failure:
+        except WorldError as failure:
             if options.keep_answered and all_answered(failure):
                 self._fresh_group = True
             else:

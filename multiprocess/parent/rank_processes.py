@@ -28,7 +28,7 @@ from .forkserver_client import ForkserverClient, forkserver, import_path
 LOST = 255
 """Exit code of a rank whose forkserver ended before it could report one."""
 
-_STOP_S = 1.0
+_STOP_S = 5.0  # one that is measured by coverage.py saves its data first
 _KILL_S = 5.0
 _CHUNK = 1 << 16
 

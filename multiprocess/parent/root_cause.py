@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from .. import linux
-from ..errors import WorldFailure
+from ..errors import WorldError
 from ..messages import Kind, Reply
 from ..outcomes import Left, Place, RankOutcome, RankState
 from ..report import find_odd_rank
@@ -57,11 +57,11 @@ def outcomes_or_raise(facts: Sequence[Fact]) -> tuple[RankOutcome, ...]:
     """Judge one call; return every rank's outcome if all ranks returned.
 
     Raises:
-        WorldFailure: They did not.
+        WorldError: They did not.
     """
     outcomes, root = outcomes_of(facts)
     if root is not None:
-        raise WorldFailure(outcomes, outcomes[root])
+        raise WorldError(outcomes, outcomes[root])
     return outcomes
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ..errors import WorldFailure
+from ..errors import WorldError
 from ..outcomes import RankOutcome, RankState
 from ..rank.unittests import (
     CaseRef,
@@ -181,7 +181,7 @@ class Adoption:
         test: unittest.TestCase,
         size: int,
         limit_s: float,
-        ended: Callable[[WorldFailure], bool] | None,
+        ended: Callable[[WorldError], bool] | None,
         fn: Callable[..., Any],
         *args: Any,
     ) -> None:
@@ -195,7 +195,7 @@ class Adoption:
         )
         try:
             run_on_ranks(spec, fn, CaseRef.of(test), *args)
-        except WorldFailure as failure:
+        except WorldError as failure:
             if ended is None or not ended(failure):
                 raise
 
@@ -207,7 +207,7 @@ class Adoption:
         return path
 
 
-def _ends_as_expected(test: Any, fn: Any, failure: WorldFailure) -> bool:
+def _ends_as_expected(test: Any, fn: Any, failure: WorldError) -> bool:
     """Whether ranks ended as a test of torch's classes expects of its processes."""
     ended = (RankState.EXITED, RankState.KILLED, RankState.VICTIM, RankState.OK)
     if any(outcome.state not in ended for outcome in failure.outcomes):
@@ -247,7 +247,7 @@ def explain(
 ) -> None:
     """Show a failed world in words, not by the parent's traceback."""
     failure = call.excinfo.value if call.excinfo else None
-    if isinstance(failure, WorldFailure) and _is_of(item, (TestCase, *_torch_bases())):
+    if isinstance(failure, WorldError) and _is_of(item, (TestCase, *_torch_bases())):
         show(item, failure, str(failure), report)
 
 

@@ -20,7 +20,7 @@ from _pytest._code.code import (
 from _pytest.fixtures import resolve_fixture_function
 
 from ..environment import unsupported
-from ..errors import NotSimulatedError, WorldFailure
+from ..errors import NotSimulatedError, WorldError
 from ..messages import pickled
 from ..outcomes import Left, RankOutcome
 from ..rank.worker import name_of
@@ -39,7 +39,7 @@ from .remote import (
 from .runner import PoolRunner, Runner, UnsuitableWorld
 from .trace import merge, profiled, trace_file
 
-_FAILURE = pytest.StashKey[WorldFailure]()
+_FAILURE = pytest.StashKey[WorldError]()
 _COROUTINE: pytest.StashKey[Callable[..., Any]] = pytest.StashKey()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
 
@@ -149,7 +149,7 @@ def explain(
 
 
 def show(
-    item: pytest.Item, failure: WorldFailure, text: str, report: pytest.TestReport
+    item: pytest.Item, failure: WorldError, text: str, report: pytest.TestReport
 ) -> None:
     """Show ``text`` in the report of a failed world."""
     path, line, _ = item.location
@@ -176,7 +176,7 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         pytest.skip(str(reason))
     except NotSimulatedError as refusal:
         pytest.fail(str(refusal), pytrace=False)
-    except WorldFailure as failure:
+    except WorldError as failure:
         item.stash[_FAILURE] = failure
         if ranks_wait(failure.outcomes):
             failure.write_flight_records(artifacts_of(item, spec) / "flight-records")
@@ -211,7 +211,7 @@ def _run(
     try:
         outcomes = runner.run(spec, options, profiled, str(parts), run_body, body)
         return outcomes
-    except WorldFailure as failure:
+    except WorldError as failure:
         outcomes = failure.outcomes
         raise
     finally:
@@ -238,7 +238,7 @@ def _raise_agreed(agreed: Left) -> NoReturn:
     reject()
 
 
-def _for_pytest(failure: WorldFailure) -> BaseException:
+def _for_pytest(failure: WorldError) -> BaseException:
     disagreement = _disagreement(failure.outcomes)
     if disagreement:
         return pytest.fail.Exception(disagreement, pytrace=False)

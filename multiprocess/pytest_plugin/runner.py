@@ -37,7 +37,7 @@ class Runner(Protocol):
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldFailure``."""
+        """Return one outcome per rank, or raise ``WorldError``."""
 
     def expect(self) -> None:
         """Prepare for worlds to come."""
@@ -56,7 +56,7 @@ class AgentRunner:
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldFailure``."""
+        """Return one outcome per rank, or raise ``WorldError``."""
         if spec.simulated:
             raise UnsuitableWorld(
                 "simulated ranks share one process: run this test without torchrun"
@@ -92,7 +92,7 @@ class PoolRunner:
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldFailure``."""
+        """Return one outcome per rank, or raise ``WorldError``."""
         with contextlib.ExitStack() as held:
             # One thread of a simulation runs at a time: it needs one core.
             processes = 1 if spec.backend == "simulated" else spec.world_size

@@ -264,7 +264,7 @@ def _wrap_wait(owner: Any, name: str, pending: WeakIdKeyDictionary) -> None:
         return result
 
     _put(owner, name, waited)
-    _WAITS.add(waited.__code__)
+    _WAITS.add(_code_of(waited))
 
 
 def _wrap_place(owner: Any, name: str, place: Place) -> None:
@@ -285,7 +285,12 @@ def _wrap_place(owner: Any, name: str, place: Place) -> None:
             writer.leave(before)
 
     _put(owner, name, there)
-    _WAITS.add(there.__code__)
+    _WAITS.add(_code_of(there))
+
+
+def _code_of(wrapper: Any) -> CodeType:
+    code: CodeType = wrapper.__code__
+    return code
 
 
 _WAITS: set[CodeType] = {_engine_run_backward.__code__}

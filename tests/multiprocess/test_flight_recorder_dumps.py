@@ -16,7 +16,7 @@ from torch.distributed.flight_recorder.components import builder, loader
 from torch.distributed.flight_recorder.components.config_manager import JobConfig
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.multiprocess.flight_dumps import ANALYSER, write_flight_records
 from gradparity.multiprocess.outcomes import Collective, RankOutcome, RankState
 
@@ -100,7 +100,7 @@ def test_ranks_that_agree_are_not_mentioned(cluster: Cluster, tmp_path: Path) ->
 def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
     with (
         Cluster(4, artifacts=str(tmp_path)) as cluster,
-        pytest.raises(WorldFailure) as caught,
+        pytest.raises(WorldError) as caught,
     ):
         cluster.with_options(timeout_s=1).run(hang)
     folder = tmp_path / "flight-records-1"
@@ -115,7 +115,7 @@ def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
 def test_a_desync_names_the_rank_and_both_operations(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    with pytest.raises(WorldFailure) as caught:
+    with pytest.raises(WorldError) as caught:
         cluster.with_options(timeout_s=2).run(desync)
     assert caught.value.write_flight_records(tmp_path / "records")
     first = analysed(tmp_path / "records").collectives[0]

@@ -204,8 +204,8 @@ def test_innocent(world):
     ("marker", "says"),
     [
         (
-            "size=3",
-            "has no setting size; did you mean world_size? It has artifacts, backend,",
+            "world_size=3, world_sise=2",
+            "has no setting world_sise; did you mean world_size? It has artifacts, backend,",
         ),
         ("2, 3", "takes one size"),
         ("world_size=0", "world_size must be at least 1, got 0"),

@@ -121,7 +121,7 @@ def test_skip(world):
 """
 
 PROGRAM = """
-from gradparity.multiprocess import WorldFailure, current_world
+from gradparity.multiprocess import WorldError, current_world
 from gradparity.multiprocess.torchrun import TorchrunCluster
 
 def fail():
@@ -132,7 +132,7 @@ with TorchrunCluster() as cluster:
     ranks = cluster.run(lambda: current_world().rank)
     try:
         cluster.run(fail)
-    except WorldFailure as failure:
+    except WorldError as failure:
         found = failure.root.headline
     if cluster.rank == 0:
         print(ranks, found)

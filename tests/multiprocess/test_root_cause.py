@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradparity.multiprocess import RankState, WorldFailure
+from gradparity.multiprocess import RankState, WorldError
 from gradparity.multiprocess.messages import Kind, Reply, pickled
 from gradparity.multiprocess.outcomes import Collective, Left, Place
 from gradparity.multiprocess.parent.root_cause import outcomes_of
@@ -116,4 +116,4 @@ def test_the_odd_one_of_waiting_ranks_is_the_root(
     outcomes, found = outcomes_of(facts)
     assert found == root
     assert outcomes[root].headline.endswith(says)
-    assert "root cause: rank" in str(WorldFailure(outcomes, outcomes[root]))
+    assert "root cause: rank" in str(WorldError(outcomes, outcomes[root]))

@@ -18,7 +18,7 @@ from gradparity.multiprocess import (
     NotSimulatedError,
     RankState,
     SimulatedCluster,
-    WorldFailure,
+    WorldError,
     current_world,
 )
 from gradparity.multiprocess.simulated import first_difference
@@ -153,7 +153,7 @@ def test_a_fault_is_reported_as_for_processes(
     says: str,
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(WorldFailure) as caught:
+    with pytest.raises(WorldError) as caught:
         # Only a rank that is busy needs the limit.
         threads.with_options(timeout_s=1 if body is sleeps else 60).run(body)
     assert time.monotonic() - began < 50
@@ -170,7 +170,7 @@ def test_the_end_of_the_process_is_reported(threads: SimulatedCluster) -> None:
 
         ctypes.string_at(0)
 
-    with pytest.raises(WorldFailure, match="SIGSEGV"):
+    with pytest.raises(WorldError, match="SIGSEGV"):
         threads.run(crash)
     assert threads.run(rank) == [0, 1, 2, 3]
 
@@ -206,7 +206,7 @@ def disagree() -> dict[str, list[Any]]:
 
 def test_a_disagreement_names_rank_path_and_both_values() -> None:
     with SimulatedCluster(2, backend="both") as cluster:
-        with pytest.raises(WorldFailure) as caught:
+        with pytest.raises(WorldError) as caught:
             cluster.run(disagree)
         assert caught.value.root.rank == 1
         said = "returned value['loss'][1][1, 0]: gloo 1.0, simulated 1.5"
@@ -215,7 +215,7 @@ def test_a_disagreement_names_rank_path_and_both_values() -> None:
         def raise_there() -> None:
             assert not threaded()
 
-        with pytest.raises(WorldFailure) as caught:
+        with pytest.raises(WorldError) as caught:
             cluster.run(raise_there)
         assert caught.value.__notes__ == [
             "gloo ranks return; simulated ones fail as shown"
@@ -231,7 +231,7 @@ def test_a_sum_over_more_ranks_may_differ_by_its_rounding() -> None:
 
     with SimulatedCluster(3, backend="both") as cluster:
         cluster.run(body)
-        with pytest.raises(WorldFailure, match="which may differ by"):
+        with pytest.raises(WorldError, match="which may differ by"):
             cluster.run(body, 1e-4)
 
 
