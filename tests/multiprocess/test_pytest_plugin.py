@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-# Imported here, so that the sessions below find them and do not import them anew.
+# Imported here, so that the sessions below find them and do not import them anew;
+# a second import of torch in one process would crash it.
 from gradparity.multiprocess.pytest_plugin import controller, hypothesis
 
 pytest_plugins = ["pytester"]
-PRELOADED = (controller, hypothesis)
+PRELOADED = (controller, hypothesis, torch)
 
 HEAD = """
 import os, time, warnings
@@ -205,7 +207,7 @@ def test_innocent(world):
     [
         (
             "world_size=3, world_sise=2",
-            "has no setting world_sise; did you mean world_size? It has artifacts, backend,",
+            "has no setting world_sise; did you mean world_size? It has artifacts,",
         ),
         ("2, 3", "takes one size"),
         ("world_size=0", "world_size must be at least 1, got 0"),

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,3 +326,25 @@ def test_256_threads_train_to_what_16_do_not_disturb() -> None:
     with SimulatedCluster(256, timeout_s=300) as cluster:
         found = cluster.run(train)
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[255], strict=True))
+
+
+LOCAL = """
+import torch, torch.distributed as dist
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=256, store=FakeStore())
+with LocalTensorMode(256):
+    value = torch.ones(4)
+    dist.all_reduce(value)  # 256 on every rank
+"""
+
+
+def test_torchs_local_tensors_as_the_page_shows_them() -> None:
+    page = Path(__file__).parents[2] / "docs" / "harness.md"
+    assert LOCAL in page.read_text()
+    shows = "print(value.reconcile().tolist())"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{LOCAL}\n{shows}"], capture_output=True, text=True
+    )
+    assert done.stdout == "[256.0, 256.0, 256.0, 256.0]\n", done.stderr
