@@ -155,9 +155,9 @@ def slow():
 
 first = TorchrunCluster(timeout_s=1)
 store = first._agent._store.raw
-first.run(slow, timeout_s=30)
-first.run(lambda: b"x" * (9 << 20), timeout_s=30)
-first.run(dist.get_rank, timeout_s=30)  # every process has read all of the call before
+first.with_options(timeout_s=30).run(slow)
+first.with_options(timeout_s=30).run(lambda: b"x" * (9 << 20))
+first.with_options(timeout_s=30).run(dist.get_rank)  # all have read the call before
 keys = [f"{what}/{n}/{end}" for n in (1, 3) for what in ("start", "fact")
         for end in ("1", "1/0")]
 keys += [f"message/{n}/{end}" for n in range(1, 5) for end in ("", "/0", "/1", "/2")]
