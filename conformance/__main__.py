@@ -43,12 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .run.spmd import main_on_torchrun
 
         return main_on_torchrun(arguments, _main)
-    return _main(arguments, None)
+    return _main(arguments, None, is_program=argv is None)
 
 
-def _main(arguments: Sequence[str], agent: Agent | None) -> int:
+def _main(
+    arguments: Sequence[str], agent: Agent | None, *, is_program: bool = False
+) -> int:
     try:
-        status = _command(arguments, agent)
+        status = _command(arguments, agent, is_program)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of our output has exited, as in ``| head``
@@ -66,7 +68,7 @@ def _main(arguments: Sequence[str], agent: Agent | None) -> int:
         return EXIT_CODES["error"]
 
 
-def _command(arguments: Sequence[str], agent: Agent | None) -> int:
+def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) -> int:
     if arguments and arguments[0] in TOOLS:
         return _tool(TOOLS[arguments[0]], arguments[1:])
     # before parse, which does not know the options of these commands
@@ -76,7 +78,8 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
     parsed = parse(arguments)
     parsed.arguments = arguments
     parsed.agent = agent
-    if parsed.command in STARTING_RANKS and agent is None:
+    # A caller of main() in a process of its own may hold what a fork must not have.
+    if parsed.command in STARTING_RANKS and is_program:
         _fork_forkserver()
     return COMMANDS[parsed.command](parsed)
 
