@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from gradparity.benchmarks.harness_tables import write_tables
 from gradparity.benchmarks.together import start_together
-from gradparity.multiprocess import Cluster, WorldFailure
+from gradparity.multiprocess import Cluster, WorldError
 from gradparity.multiprocess.parent.forkserver_client import forkserver
 from gradparity.multiprocess.spec import Isolation
 from gradparity.tests.fault_matrix import MATRIX, Fault, act
@@ -49,7 +49,7 @@ from gradparity.tests.fault_matrix import MATRIX, Fault, act
 OURS = """
 import pytest, torch, torch.distributed as dist
 
-@pytest.mark.world(size={size})
+@pytest.mark.world(world_size={size})
 @pytest.mark.parametrize("number", range({tests}))
 def test_it(world, number):
     value = torch.ones(1) * world.rank
@@ -137,7 +137,7 @@ TRAINS = """
 import pytest
 from body import body
 
-@pytest.mark.world(size={size})
+@pytest.mark.world(world_size={size})
 @pytest.mark.parametrize("number", range({tests}))
 def test_it(world, number):
     body(world.rank)
@@ -250,7 +250,9 @@ def calls(size: int, repeats: int) -> dict[str, float]:
             for _ in range(repeats):
                 began = time.perf_counter()
                 # The slowest rank's own time: the parent waits for that one.
-                own_s = max(cluster.run(timed_all_reduce, isolation=isolation))
+                own_s = max(
+                    cluster.with_options(isolation=isolation).run(timed_all_reduce)
+                )
                 above.append(time.perf_counter() - began - own_s)
             found[f"{isolation}_ms"] = round(statistics.median(above) * 1e3, 2)
     return found
@@ -282,8 +284,8 @@ def detection_s(cluster: Cluster, fault: Fault) -> float:
     cluster.start()
     began = time.perf_counter()
     try:
-        cluster.run(act, fault.bad, fault.others, timeout_s=fault.limit_s)
-    except WorldFailure as failure:
+        cluster.with_options(timeout_s=fault.limit_s).run(act, fault.bad, fault.others)
+    except WorldError as failure:
         took_s = time.perf_counter() - began
         if failure.root.rank != 1:
             raise RuntimeError(f"not rank 1 is blamed: {failure}") from failure
@@ -298,7 +300,9 @@ def turns(repeats: int) -> dict[str, float]:
     policies = {"preempt": os.SCHED_OTHER, "wait": os.SCHED_BATCH}
     with Cluster(2) as cluster:
         for name, policy in policies.items():
-            ranks = cluster.run(after_work, policy, repeats, isolation="process")
+            ranks = cluster.with_options(isolation="process").run(
+                after_work, policy, repeats
+            )
             # The rank that comes last does not wait for the other.
             seconds = [min(both) for both in zip(*ranks, strict=True)]
             found[f"{name}_ms"] = round(statistics.median(seconds) * 1e3, 2)
@@ -330,7 +334,7 @@ def large(size: int) -> dict[str, float]:
     began = time.perf_counter()
     with Cluster(size, start_timeout_s=600) as cluster:
         started = time.perf_counter()
-        assert cluster.run(timed_all_reduce, timeout_s=600)
+        assert cluster.with_options(timeout_s=600).run(timed_all_reduce)
         used = time.perf_counter()
         memory = sum(_pss_mib(pid) for pid in cluster.pids)
     return {
@@ -419,7 +423,7 @@ def memory(size: int) -> dict[str, float]:
     """MiB of each rank that it does not share with its parent or another rank."""
     with Cluster(size, start_timeout_s=600) as cluster:
         started = [_private_mib(pid) for pid in cluster.pids]
-        cluster.run(timed_all_reduce, timeout_s=600)
+        cluster.with_options(timeout_s=600).run(timed_all_reduce)
         used = [_private_mib(pid) for pid in cluster.pids]
     return {
         "ranks": size,

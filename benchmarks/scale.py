@@ -65,8 +65,8 @@ def agreement(repeats: int) -> dict[str, Any]:
         collectives of one later step of each scaler.
     """
     world = current_world()
-    mesh = init_device_mesh("cpu", (world.size,))
-    rank = Rank(world.rank, world.size, mesh)
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    rank = Rank(world.rank, world.world_size, mesh)
     held = Idle([rank.parameter()], lr=0.0)
     message = torch.zeros(2, dtype=torch.int64)
     work: dict[str, Callable[[], Any]] = {"bare": lambda: dist.all_reduce(message)}
@@ -107,7 +107,7 @@ def training(steps: int) -> dict[str, Any]:
         of collectives; ``sent``: bytes that the scaler sent.
     """
     world = current_world()
-    mesh = init_device_mesh("cpu", (world.size,))
+    mesh = init_device_mesh("cpu", (world.world_size,))
     layers = [torch.nn.Linear(256, 256) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     for layer in (*layers, model):
@@ -149,8 +149,10 @@ def real(size: int, repeats: int) -> dict[str, Any]:
     began = time.perf_counter()
     with Cluster(size, start_timeout_s=600) as cluster:
         start_s = time.perf_counter() - began
-        ranks = cluster.run(agreement, repeats, timeout_s=600)
-        trained = cluster.run(training, max(3, repeats // 10), timeout_s=600)
+        ranks = cluster.with_options(timeout_s=600).run(agreement, repeats)
+        trained = cluster.with_options(timeout_s=600).run(
+            training, max(3, repeats // 10)
+        )
         memory = [_pss_mib(pid) for pid in cluster.pids]
     if any(rank["calls"] != ranks[0]["calls"] for rank in ranks):
         raise RuntimeError("the ranks issued different collectives")

@@ -327,7 +327,9 @@ def measure(quick: bool) -> dict[str, Any]:
     with Cluster(2) as cluster:
         for name, (count, shape) in SIZES.items():
             repeats = 3 if quick else REPEATS[name]
-            per_rank = cluster.run(sharded, count, shape, repeats, timeout_s=300)
+            per_rank = cluster.with_options(timeout_s=300).run(
+                sharded, count, shape, repeats
+            )
             seconds[name] = _medians(per_rank)
     for count, shape in ((1, (16,)), (500, (64, 64)), (2000, (16,)), (100, (256, 256))):
         for fused in (False, True):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._debug_mode import DebugMode
 
 from gradparity.fixtures import named
-from gradparity.multiprocess import Cluster, WorldFailure
+from gradparity.multiprocess import Cluster, WorldError
 
 __all__ = ["STEPS", "peers_of"]
 
@@ -53,8 +53,8 @@ def peers_of(cluster: Callable[[int], Cluster], spec: str) -> dict[str, Any]:
     workload = named("workload", spec, "")
     world = math.prod(workload.meshes[0].values())
     try:
-        ranks = cluster(world).run(_on_rank, spec, timeout_s=300)
-    except WorldFailure as failure:
+        ranks = cluster(world).with_options(timeout_s=300).run(_on_rank, spec)
+    except WorldError as failure:
         raised = " ".join(failure.root.headline.split())[:120]
         ways = ("loss_1_percent", "loss_5_percent", "assert_close")
         return {**dict.fromkeys(ways, True), "hashes": None, "raised": raised}

@@ -129,7 +129,7 @@ def run_case(fault: str, rank: int) -> None:
 
 def with_agents(folder: Path, faults: list[str]) -> None:
     """Run the cases of all faults; a program that torchrun starts."""
-    from gradparity.multiprocess import WorldFailure
+    from gradparity.multiprocess import WorldError
     from gradparity.multiprocess.torchrun import TorchrunCluster
 
     rows: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def with_agents(folder: Path, faults: list[str]) -> None:
         def ran(fault: str) -> str:
             try:
                 cluster.run(lambda: run_case(fault, dist.get_rank()))
-            except WorldFailure as failure:
+            except WorldError as failure:
                 return failure.root.headline
             return ""
 

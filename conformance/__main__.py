@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from ..multiprocess.environment import needs_agent, unsupported
 from .cli.arguments import COMMANDS as GROUP
@@ -52,12 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .run.spmd import main_on_torchrun
 
         return main_on_torchrun(arguments, _main)
-    return _main(arguments, None)
+    return _main(arguments, None, is_program=argv is None)
 
 
-def _main(arguments: Sequence[str], agent: Agent | None) -> int:
+def _main(
+    arguments: Sequence[str], agent: Agent | None, *, is_program: bool = False
+) -> int:
     try:
-        status = _command(arguments, agent)
+        status = _command(arguments, agent, is_program)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of our output has exited, as in ``| head``
@@ -87,7 +90,7 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _command(arguments: Sequence[str], agent: Agent | None) -> int:
+def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) -> int:
     if arguments and arguments[0] in TOOLS:
         return _tool(TOOLS[arguments[0]], arguments[1:])
     # before parse, which does not know the options of these commands
@@ -97,30 +100,28 @@ def _command(arguments: Sequence[str], agent: Agent | None) -> int:
     parsed = parse(arguments)
     parsed.arguments = arguments
     parsed.agent = agent
-    if parsed.command in STARTING_RANKS and agent is None:
-        _fork_server_off()
+    # A caller of main() in a process of its own may hold what a fork must not have.
+    if parsed.command in STARTING_RANKS and is_program:
+        _fork_forkserver()
     return COMMANDS[parsed.command](parsed)
 
 
-def _fork_server_off() -> None:
+def _fork_forkserver() -> None:
     """Import what a rank needs, and make the forkserver a fork of this process.
 
     So torch and the judge, whose references train on a rank, are imported once for
     both. Later is too late: a process with threads is not forked. Where it is not safe,
     the first ranks start a separate server.
     """
-    from ..multiprocess.pytest_plugin import session_fork
+    from ..multiprocess.parent.forkserver_client import fork_forkserver
 
-    with as_usage(ValueError):
-        mode = session_fork.mode()
-    if mode == "fresh" or unsupported() or "torch" in sys.modules:
+    if unsupported() or "torch" in sys.modules:
         return
-    # no modules: the fork keeps all that there are, as nothing is a test's
-    opened, none = session_fork.open_targets(), frozenset[str]()
-    before = session_fork.Snapshot(opened=opened, modules=none)
-    for name in (*PRELOAD, f"{__package__}.run.session"):
-        importlib.import_module(name)
-    session_fork.fork_server_off(before, must=mode == "fork")
+    # NumPy's library starts its threads when it is imported.
+    with mock.patch.dict(os.environ, OPENBLAS_NUM_THREADS="1"):
+        for name in (*PRELOAD, f"{__package__}.run.session"):
+            importlib.import_module(name)
+    fork_forkserver()
 
 
 def _run(parsed: argparse.Namespace) -> int:

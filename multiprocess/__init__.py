@@ -6,62 +6,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
-    from .errors import (
-        ForkserverError,
-        HarnessError,
-        NotPicklableError,
-        NotSimulatedError,
-        WorldFailure,
-    )
-    from .outcomes import RankOutcome, RankState
-    from .rank.world import World, current_world
-    from .simulated import SimulatedCluster
-    from .spec import CallOptions, WorldSpec
-    from .testcase import TestCase
-
-__all__ = [
-    "CallOptions",
-    "Cluster",
-    "ForkserverError",
-    "HarnessError",
-    "NotPicklableError",
-    "NotSimulatedError",
-    "RankOutcome",
-    "RankState",
-    "SimulatedCluster",
-    "TestCase",
-    "World",
-    "WorldFailure",
-    "WorldSpec",
-    "current_world",
-]
+    from .cluster import Cluster as Cluster
+    from .errors import ForkserverError as ForkserverError
+    from .errors import HarnessError as HarnessError
+    from .errors import NotPicklableError as NotPicklableError
+    from .errors import NotSimulatedError as NotSimulatedError
+    from .errors import WorldError as WorldError
+    from .outcomes import Collective as Collective
+    from .outcomes import Left as Left
+    from .outcomes import Place as Place
+    from .outcomes import RankOutcome as RankOutcome
+    from .outcomes import RankState as RankState
+    from .rank.world import World as World
+    from .rank.world import current_world as current_world
+    from .simulated import SimulatedCluster as SimulatedCluster
+    from .spec import WorldSpec as WorldSpec
+    from .testcase import TestCase as TestCase
+    from .torchrun import TorchrunCluster as TorchrunCluster
 
 # The pytest plugin lives in this package and is loaded in every session of its
 # environment: what it does not use must not be imported.
-_HOMES = {
-    "CallOptions": "spec",
-    "Cluster": "cluster",
-    "ForkserverError": "errors",
-    "HarnessError": "errors",
-    "NotPicklableError": "errors",
-    "NotSimulatedError": "errors",
-    "RankOutcome": "outcomes",
-    "RankState": "outcomes",
-    "SimulatedCluster": "simulated",
-    "TestCase": "testcase",
-    "World": "rank.world",
-    "WorldFailure": "errors",
-    "WorldSpec": "spec",
-    "current_world": "rank.world",
+_EXPORTS = {
+    "cluster": ("Cluster",),
+    "errors": (
+        "ForkserverError",
+        "HarnessError",
+        "NotPicklableError",
+        "NotSimulatedError",
+        "WorldError",
+    ),
+    "outcomes": ("Collective", "Left", "Place", "RankOutcome", "RankState"),
+    "rank.world": ("World", "current_world"),
+    "simulated": ("SimulatedCluster",),
+    "spec": ("WorldSpec",),
+    "testcase": ("TestCase",),
+    "torchrun": ("TorchrunCluster",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    for module, names in _EXPORTS.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *(name for of in _EXPORTS.values() for name in of)})

@@ -8,11 +8,12 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .errors import NotPicklableError, WorldFailure
+from .errors import NotPicklableError, WorldError
 from .messages import Context, Run, Start, pickled
 from .outcomes import RankOutcome, RankState
 from .parent.rank_processes import RankProcesses, current_context
@@ -24,6 +25,33 @@ from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Calls:
+    """Calls on the ranks of a cluster, with these options."""
+
+    cluster: BaseCluster
+    options: CallOptions
+
+    def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Do as ``Cluster.run``."""
+        outcomes = self.outcomes(fn, *args, **kwargs)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[RankOutcome, ...]:
+        """Do as ``Cluster.outcomes``."""
+        try:
+            return self.cluster.submit(self.options, fn, *args, **kwargs)
+        except WorldError as failure:
+            artifacts = self.cluster.spec.artifacts
+            if artifacts is not None and ranks_wait(failure.outcomes):
+                folder = _fresh_folder(artifacts)
+                if not failure.write_flight_records(folder):
+                    folder.rmdir()
+            raise
+
+
 class BaseCluster(ABC):
     """A world of ranks; a subclass says how a call reaches them."""
 
@@ -31,60 +59,50 @@ class BaseCluster(ABC):
         self.spec = spec
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
-        return self.spec.size
+        return self.spec.world_size
 
-    def run(
-        self,
-        fn: Callable[..., T],
-        *args: Any,
-        timeout_s: float | None = None,
-        isolation: Isolation | None = None,
-        **kwargs: Any,
-    ) -> list[T]:
+    def with_options(
+        self, *, timeout_s: float | None = None, isolation: Isolation | None = None
+    ) -> Calls:
+        """Return calls on these ranks with other options than the cluster's own.
+
+        Args:
+            timeout_s: Limit for the whole world, from when it is ready.
+            isolation: What a call shares with earlier ones.
+
+        Example:
+            >>> cluster.with_options(timeout_s=5).run(train, lr=0.1)
+        """
+        options = CallOptions(
+            timeout_s=self.spec.timeout_s if timeout_s is None else timeout_s,
+            isolation=isolation or self.spec.isolation,
+        )
+        return Calls(self, options)
+
+    def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Call ``fn(*args, **kwargs)`` on every rank.
 
         Args:
             fn: Any function, lambdas and closures included.
             *args: Sent to every rank.
-            timeout_s: Limit for the whole world, from when it is ready.
-            isolation: What this call shares with earlier ones.
             **kwargs: Sent to every rank.
 
         Returns:
             What each rank returned, in rank order.
 
         Raises:
-            WorldFailure: At least one rank did not return.
+            WorldError: At least one rank did not return.
             NotPicklableError: The function or an argument cannot travel.
         """
-        outcomes = self.outcomes(
-            fn, *args, timeout_s=timeout_s, isolation=isolation, **kwargs
-        )
-        return [outcome.value for outcome in outcomes]
+        return self.with_options().run(fn, *args, **kwargs)
 
     def outcomes(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout_s: float | None = None,
-        isolation: Isolation | None = None,
-        **kwargs: Any,
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
         """Do as ``run``, but return each rank's outcome with its output."""
-        options = CallOptions(
-            timeout_s=self.spec.timeout_s if timeout_s is None else timeout_s,
-            isolation=isolation or self.spec.isolation,
-        )
-        try:
-            return self.submit(options, fn, *args, **kwargs)
-        except WorldFailure as failure:
-            if self.spec.artifacts is not None and ranks_wait(failure.outcomes):
-                folder = _fresh_folder(self.spec.artifacts)
-                if not failure.write_flight_records(folder):
-                    folder.rmdir()
-            raise
+        return self.with_options().outcomes(fn, *args, **kwargs)
 
     @abstractmethod
     def submit(
@@ -109,7 +127,7 @@ class Cluster(BaseCluster):
 
     def __init__(
         self,
-        size: int,
+        world_size: int,
         *,
         backend: Backend = "gloo",
         device: Device = "cpu",
@@ -120,7 +138,7 @@ class Cluster(BaseCluster):
         """Describe the world; nothing is started yet.
 
         Args:
-            size: Number of ranks.
+            world_size: Number of ranks.
             backend: Backend of the default process group.
             device: Where the ranks keep their tensors.
             timeout_s: Default limit of one call.
@@ -130,7 +148,7 @@ class Cluster(BaseCluster):
         """
         super().__init__(
             WorldSpec(
-                size=size,
+                world_size=world_size,
                 backend=backend,
                 device=device,
                 timeout_s=timeout_s,
@@ -142,16 +160,13 @@ class Cluster(BaseCluster):
         self._ranks: RankProcesses | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._sent: Context | None = None
-        self.before_end: Callable[[RankProcesses, WorldFailure], None] | None = None
-        """Called when a call has failed, while its ranks are still there."""
-
         self._lock = threading.RLock()
 
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
         """Return a cluster for a spec made elsewhere."""
         _refuse_simulated(spec)
-        cluster = cls(spec.size)
+        cluster = cls(spec.world_size)
         cluster.spec = spec
         return cluster
 
@@ -176,7 +191,7 @@ class Cluster(BaseCluster):
         """Start the ranks, unless they are up.
 
         Raises:
-            WorldFailure: A rank could not join its process group.
+            WorldError: A rank could not join its process group.
         """
         with self._lock:
             self._warm_ranks()
@@ -198,7 +213,9 @@ class Cluster(BaseCluster):
                 # Beside the warm ranks, which stay for the next call.
                 ranks = _started(self.spec, current_context())
                 try:
-                    return self._call(ranks, payload, options.timeout_s, False, None)
+                    outcomes = _call(ranks, payload, options.timeout_s, False, None)
+                    ranks.stop()
+                    return outcomes
                 finally:
                     ranks.kill()
             ranks = self._warm_ranks()
@@ -208,7 +225,7 @@ class Cluster(BaseCluster):
             self._sent = context
             fresh = options.isolation == "group"
             try:
-                return self._call(ranks, payload, options.timeout_s, fresh, changed)
+                return _call(ranks, payload, options.timeout_s, fresh, changed)
             except BaseException as error:  # also ctrl-C
                 if options.keep_answered and all_answered(error):
                     ranks.fresh_group = True
@@ -216,21 +233,6 @@ class Cluster(BaseCluster):
                     self._release()
                     ranks.kill()
                 raise
-
-    def _call(
-        self,
-        ranks: RankProcesses,
-        payload: bytes,
-        limit_s: float,
-        fresh: bool,
-        changed: Context | None,
-    ) -> tuple[RankOutcome, ...]:
-        try:
-            return _call(ranks, payload, limit_s, fresh, changed)
-        except WorldFailure as failure:
-            if self.before_end is not None:
-                self.before_end(ranks, failure)
-            raise
 
     def _warm_ranks(self) -> RankProcesses:
         if self._ranks is not None and not self._ranks.intact():
@@ -293,7 +295,7 @@ def _fresh_folder(parent: str) -> Path:
 def all_answered(error: BaseException) -> bool:
     """Whether every rank is there for a next call although this one failed."""
     answers = (RankState.OK, RankState.RAISED)
-    return isinstance(error, WorldFailure) and all(
+    return isinstance(error, WorldError) and all(
         outcome.state in answers for outcome in error.outcomes
     )
 

@@ -4,7 +4,7 @@ RuntimeError
 +-- HarnessError            the harness itself could not work
 |   +-- ForkserverError     the server that forks the ranks is gone or would not start
 |   +-- NotSimulatedError   something that only real ranks can do
-+-- WorldFailure            a call failed on at least one rank
++-- WorldError            a call failed on at least one rank
 TypeError
 +-- NotPicklableError       a function, argument or result that cannot travel
 """
@@ -34,7 +34,7 @@ class NotPicklableError(TypeError):
     """A function, an argument or a result cannot travel between processes."""
 
 
-class WorldFailure(RuntimeError):
+class WorldError(RuntimeError):
     """A call failed on at least one rank.
 
     Attributes:

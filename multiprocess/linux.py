@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PTS = 136
-"""Major number of the first 256 pseudo-terminals."""
 
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (
     2 if hasattr(signal, "SIGRTMAX") else 0
 )
 """Sent to a rank to make it dump its stacks; one that tests have no use for."""
+
+
+def now_s() -> float:
+    """Return the machine's monotonic clock, in seconds.
+
+    Asked of the kernel: a test may have frozen or moved Python's own clocks.
+    """
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def fill_standard_descriptors() -> None:
+    """Open the null device as stdin, stdout and stderr where they are closed.
+
+    Else the next pipe would get the number, and what a program prints would go there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def die_with_parent(parent: int) -> None:
@@ -155,30 +171,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-@functools.lru_cache(1)
-def terminal() -> str:
-    """Return the terminal at which this process is in the foreground; "" if none."""
-    try:
-        fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
-    except OSError:
-        return ""
-    try:
-        # In the background it would take input that is meant for another process.
-        if os.tcgetpgrp(fd) != os.getpgrp():
-            return ""
-        # By its number: the name of this descriptor is /dev/tty, another one for each
-        # session.
-        number = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[4])
-        name = os.path.realpath(f"/dev/char/{os.major(number)}:{os.minor(number)}")
-        pty = f"/dev/pts/{(os.major(number) - _PTS) * 256 + os.minor(number)}"
-        found = (n for n in (name, pty) if os.path.exists(n))
-        return next((n for n in found if os.stat(n).st_rdev == number), "")
-    except (OSError, ValueError):
-        return ""
-    finally:
-        os.close(fd)
 
 
 def sockets() -> frozenset[str]:

@@ -17,15 +17,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships no types
 
-from .outcomes import Collective
+from .outcomes import Collective, Place
 from .spec import WorldSpec
-
-NO_TERMINAL = (
-    "There is no terminal: print what you look for, or set PYTHONBREAKPOINT to a "
-    "debugger that is reached over a socket (such as remote_pdb.set_trace), call "
-    "breakpoint() on the rank, and raise timeout_s"
-)
-"""What to do for want of a debugger on a rank."""
 
 _LENGTH = struct.Struct("!Q")
 _CHUNK = 1 << 20
@@ -40,12 +33,6 @@ class Context:
     env: dict[str, str]
     modules: dict[str, str] = field(default_factory=dict)
     """Modules whose asserts pytest rewrote: name to file."""
-
-    coverage: tuple[tuple[str, Any], ...] = ()
-    """How coverage.py measures the parent; empty when it does not."""
-
-    terminal: str = ""
-    """The terminal at which the parent is in the foreground, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +81,12 @@ class Run:
     """What changed in the parent since the last message."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Debug:
-    """After a call that raised: look at where, at this terminal."""
-
-    terminal: str
-
-
 class Kind(enum.Enum):
-    """What a reply reports; the last two come before the answer."""
+    """What a reply reports."""
 
     READY = "ready"
     OK = "ok"
     RAISED = "raised"
-    DEBUGGING = "debugging"
-    RESUMED = "resumed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +95,14 @@ class Reply:
 
     kind: Kind
     ended_at_s: float
-    took_s: float = 0.0
-    """How long the function ran on this rank."""
-
     value: bytes = b""
     exception: bytes | None = None
     error_type: str | None = None
     message: str | None = None
     traceback: str | None = None
+    left_a_wait: bool = False
+    """Whether the exception came out of a wait for other ranks, which it tells of."""
+
     imported: tuple[str, ...] = ()
     """Costly modules that the rank had to import itself."""
 
@@ -134,43 +112,40 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What to simulate."""
+    """A call on simulated ranks."""
 
-    size: int
+    world_size: int
     seed: int
     limit_s: float
+    grace_s: float
     payload: bytes
     """Pickled ``(fn, args, kwargs)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """The outcome of one simulated rank."""
+    """What is known of one simulated rank: see ``Fact``."""
 
     reply: Reply | None
-    """None of a rank that waits, or had its turn when the limit was over."""
-
-    ended_at_s: float = 0.0
-    stacks: str = ""
-    collectives: tuple[Collective, ...] = ()
-    output: str = ""
+    place: Place
+    left_by: int | None
+    stacks: str
+    collectives: tuple[Collective, ...]
+    output: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """The outcomes of all simulated ranks."""
+    """What is known of all simulated ranks."""
 
     ranks: tuple[Simulated, ...]
     took_s: float
 
-    busy: int | None = None
-    """The rank whose turn it was when the limit was over."""
-
-    summed: float = 0.0
+    summed: float
     """The largest sum of absolute values that one element of a floating-point sum over
     more than two ranks was made of; 0 where there was none."""
 
-    epsilon: float = 0.0
+    epsilon: float
     """Unit roundoff of the coarsest dtype of those sums."""
 
 

@@ -65,6 +65,47 @@ class Collective:
         return f"#{self.number} {self.op} {self.tensors} in {self.group}, {self.where}"
 
 
+class Place(enum.Enum):
+    """Where the main thread of a rank is, as the rank itself notes it."""
+
+    BODY = 0
+    """In the function; also before its first wait and after its last."""
+
+    COLLECTIVE = 1
+    """In a collective, or waiting for one that was issued before."""
+
+    JOINING = 2
+    """In the making of a process group, which waits for its other ranks."""
+
+    STORE = 3
+    """Waiting for a key of a store."""
+
+    DONE = 4
+    """Done with its test, and waiting until the others are."""
+
+    TURN = 5
+    """A thread of a simulation: waiting until another one waits, so that it may run."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is other ranks that a rank waits for there."""
+        return self is not Place.BODY
+
+
+@dataclass(frozen=True)
+class Left:
+    """How a test left a rank before its end, if that is no failure by itself.
+
+    Such a test passes for skipped (or xfailed, ...) if it leaves all ranks alike.
+    """
+
+    kind: str
+    """Qualified name of the exception's type."""
+
+    reason: str
+    """Its text."""
+
+
 class RankState(enum.Enum):
     """How a call ended on one rank; each member says when it is entered."""
 
@@ -98,7 +139,7 @@ class RankOutcome:
     """How the call ended."""
 
     value: Any = None
-    """What the function returned (``OK`` only)."""
+    """What the function returned (``OK`` only), or a ``Left``."""
 
     exception: BaseException | None = None
     """The exception itself, where it could be pickled."""
@@ -121,14 +162,14 @@ class RankOutcome:
     output: str = ""
     """What the rank wrote to stdout and stderr in this call."""
 
+    place: Place = Place.BODY
+    """Where the rank was when the call ended."""
+
     stacks: str = ""
     """Python stacks of all threads, dumped from outside."""
 
     collectives: tuple[Collective, ...] = ()
     """The last collectives that the rank issued in this call, oldest first."""
-
-    took_s: float = 0.0
-    """How long the function ran on this rank; 0 where it did not end."""
 
     ended_at_s: float = 0.0
     """When the rank ended, in seconds of the machine's monotonic clock."""

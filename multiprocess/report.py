@@ -185,6 +185,30 @@ def find_missing(records: Records) -> str | None:
     return None
 
 
+def ended_without(call: Collective, ended: Records) -> int | None:
+    """Return a rank that has ended its call without a collective that needs it.
+
+    It issues none any more: who is in that collective will never leave it.
+
+    Args:
+        call: Where a rank is.
+        ended: The last collectives of the ranks that have answered.
+    """
+    if call.op in TWO_SIDED:
+        return None
+    for rank in sorted(ended.keys() & set(call.ranks)):
+        numbers = [
+            c.number
+            for c in ended[rank]
+            if c.group == call.group and c.op not in TWO_SIDED
+        ]
+        # Without one, its oldest records must be there: else it is not known.
+        known = numbers or not ended[rank] or ended[rank][0].position == 0
+        if known and max(numbers, default=0) < call.number:
+            return rank
+    return None
+
+
 def ranks_wait(outcomes: Sequence[RankOutcome]) -> bool:
     """Whether the collectives of a failed call may say why: a hang, a desync."""
     hung = any(outcome.state is RankState.HUNG for outcome in outcomes)

@@ -1,6 +1,6 @@
-"""``SimulatedCluster``: ranks in one process, for worlds larger than the machine.
+"""``SimulatedCluster``: ranks that are threads, for worlds larger than the machine.
 
-The process is a rank of a world of one, so it is watched and ended as any other. What
+Their process is a rank of a world of one, so it is watched and ended as any other. What
 became of its threads goes through the same judgement as what became of processes.
 """
 
@@ -13,12 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from .cluster import BaseCluster, Cluster, pickled_call
-from .errors import NotSimulatedError, WorldFailure
+from .errors import NotSimulatedError, WorldError
 from .messages import SimulatedRun, Simulation
 from .outcomes import RankOutcome, RankState
-from .parent.root_cause import outcomes_of, outcomes_or_raise
+from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Fact
-from .rank.simulators import SIMULATORS
 from .spec import CallOptions, WorldSpec
 
 _MARGIN_S = 3.0
@@ -28,17 +27,17 @@ _GONE = "all simulated ranks shared the process"
 
 
 class SimulatedCluster(BaseCluster):
-    """A ``Cluster`` whose ranks are threads of one process, or parts of one tensor."""
+    """A ``Cluster`` whose ranks are threads of one process."""
 
-    def __init__(self, size: int, *, backend: str = "simulated", **settings: Any):
+    def __init__(self, world_size: int, *, backend: str = "simulated", **settings: Any):
         """Describe the world; nothing is started yet.
 
         Args:
-            size: Number of ranks.
-            backend: "simulated", "local" or "both".
+            world_size: Number of ranks.
+            backend: "simulated", or "both" to compare them with gloo ranks.
             **settings: Further fields of ``WorldSpec``.
         """
-        self._take(WorldSpec(size=size, backend=backend, **settings))  # type: ignore[arg-type]
+        self._take(WorldSpec(world_size=world_size, backend=backend, **settings))  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, spec: WorldSpec) -> Self:
@@ -50,11 +49,11 @@ class SimulatedCluster(BaseCluster):
     def _take(self, spec: WorldSpec) -> None:
         if not spec.simulated:
             raise ValueError(
-                'SimulatedCluster takes backend "simulated", "local" or "both", got '
+                'SimulatedCluster takes backend "simulated" or "both", got '
                 f'"{spec.backend}": Cluster has real ranks'
             )
         super().__init__(spec)
-        self._host = Cluster.of(replace(spec, size=1, backend="gloo"))
+        self._host = Cluster.of(replace(spec, world_size=1, backend="gloo"))
         both = spec.backend == "both"
         self._real = Cluster.of(replace(spec, backend="gloo")) if both else None
 
@@ -86,7 +85,7 @@ class SimulatedCluster(BaseCluster):
         """Call ``fn`` on every rank; return every rank's outcome.
 
         Raises:
-            WorldFailure: A rank did not return; with backend "both" also where the
+            WorldError: A rank did not return; with backend "both" also where the
                 simulated ranks did something else than the real ones.
             NotSimulatedError: The call needs real ranks.
         """
@@ -95,12 +94,12 @@ class SimulatedCluster(BaseCluster):
             return self._simulate(options, payload)[0]
         try:
             real = self._real.submit(options, fn, *args, **kwargs)
-        except WorldFailure as failure:
+        except WorldError as failure:
             self._agree_on_failure(options, payload, failure)
             raise
         try:
             simulated, bound = self._simulate(options, payload)
-        except WorldFailure as failure:
+        except WorldError as failure:
             failure.add_note("gloo ranks return; simulated ones fail as shown")
             raise
         _agree(real, simulated, bound)
@@ -109,24 +108,24 @@ class SimulatedCluster(BaseCluster):
     def _simulate(
         self, options: CallOptions, payload: bytes
     ) -> tuple[tuple[RankOutcome, ...], float]:
-        run = SIMULATORS[self.spec.backend]
         plan = Simulation(
-            size=self.spec.size,
+            world_size=self.spec.world_size,
             seed=self.spec.seed,
             limit_s=options.timeout_s,
+            grace_s=self.spec.grace_s,
             payload=payload,
         )
         # The simulation ends itself at the limit and can say which rank was busy; the
         # parent's limit is for one that cannot, in native code.
         late = replace(options, timeout_s=options.timeout_s + _MARGIN_S)
         try:
-            (outcome,) = self._host.submit(late, run, plan)
-        except WorldFailure as failure:
+            (outcome,) = self._host.submit(late, _simulate, plan)
+        except WorldError as failure:
             raise self._without_process(failure) from None
         found: SimulatedRun = outcome.value
         try:
-            outcomes = _judged(found, self.spec.output_limit)
-        except WorldFailure as failure:
+            outcomes = outcomes_or_raise(_facts(found, self.spec.output_limit))
+        except WorldError as failure:
             # Threads of this call may still be there.
             self._host.close()
             if (failure.root.error_type or "").endswith(NotSimulatedError.__name__):
@@ -136,19 +135,19 @@ class SimulatedCluster(BaseCluster):
         # their absolute values, u being the unit roundoff (higher powers of u left
         # out): two orders differ by twice that. n in place of n - 1 covers what is left
         # out.
-        return outcomes, 2 * self.spec.size * found.epsilon * found.summed
+        return outcomes, 2 * self.spec.world_size * found.epsilon * found.summed
 
-    def _without_process(self, failure: WorldFailure) -> WorldFailure:
+    def _without_process(self, failure: WorldError) -> WorldError:
         message = f"{failure.root.message or ''}\n({_GONE})".strip()
         root = replace(failure.root, message=message)
-        return WorldFailure((root,), root)
+        return WorldError((root,), root)
 
     def _agree_on_failure(
-        self, options: CallOptions, payload: bytes, failure: WorldFailure
+        self, options: CallOptions, payload: bytes, failure: WorldError
     ) -> None:
         try:
             self._simulate(options, payload)
-        except WorldFailure as other:
+        except WorldError as other:
             headline = other.root.headline
             if headline != failure.root.headline:
                 failure.add_note(f"simulated ranks fail otherwise: {headline}")
@@ -156,19 +155,10 @@ class SimulatedCluster(BaseCluster):
             failure.add_note("simulated ranks return; gloo ones fail as shown")
 
 
-def _judged(run: SimulatedRun, limit: int) -> tuple[RankOutcome, ...]:
-    facts = _facts(run, limit)
-    if run.busy is None:
-        return outcomes_or_raise(facts)
-    # The others wait for their turn, and so for the one that does not end its own.
-    waits = f"waited for its turn; rank {run.busy} did not end its own"
-    outcomes = tuple(
-        replace(outcome, state=RankState.VICTIM, message=waits, stacks="")
-        if outcome.state is RankState.HUNG and outcome.rank != run.busy
-        else outcome
-        for outcome in outcomes_of(facts)[0]
-    )
-    raise WorldFailure(outcomes, outcomes[run.busy])
+def _simulate(plan: Simulation) -> SimulatedRun:
+    from .rank.simulation import simulate  # needs torch, which the parent need not have
+
+    return simulate(plan)
 
 
 def _facts(run: SimulatedRun, limit: int) -> tuple[Fact, ...]:
@@ -176,8 +166,9 @@ def _facts(run: SimulatedRun, limit: int) -> tuple[Fact, ...]:
         Fact(
             rank=rank,
             reply=each.reply,
-            ended_at_s=each.ended_at_s,
             waited_s=run.took_s,
+            place=each.place,
+            left_by=each.left_by,
             stacks=each.stacks,
             collectives=each.collectives,
             output=_bounded(each.output, limit),
@@ -199,7 +190,7 @@ def _agree(
     """Raise unless the ranks returned the same.
 
     Raises:
-        WorldFailure: Names the first value that differs.
+        WorldError: Names the first value that differs.
     """
     for mine, other in zip(real, simulated, strict=True):
         found = first_difference(mine.value, other.value, bound)
@@ -212,7 +203,7 @@ def _agree(
                 message=found,
             )
             outcomes = [odd if each is mine else each for each in real]
-            raise WorldFailure(tuple(outcomes), odd)
+            raise WorldError(tuple(outcomes), odd)
 
 
 def first_difference(

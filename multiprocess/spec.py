@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Isolation = Literal["pool", "group", "process"]
-Backend = Literal["gloo", "nccl", "simulated", "local", "both"]
+Backend = Literal["gloo", "nccl", "simulated", "both"]
 Device = Literal["cpu", "cuda"]
 
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
@@ -18,12 +18,12 @@ DEVICES: tuple[str, ...] = get_args(Device)
 class WorldSpec:
     """Settings of one world of ranks; checked once, when made."""
 
-    size: int
+    world_size: int
     """Number of ranks, at least 1."""
 
     backend: Backend = "gloo"
-    """Backend of the default process group; or ranks in one process: "simulated" are
-    threads, "local" parts of one tensor, "both" gloo ranks and simulated ones."""
+    """Backend of the default process group; or "simulated": ranks are threads of one
+    process; "both": gloo ranks, and then simulated ones that must do the same."""
 
     device: Device = "cpu"
     """Where the ranks keep their tensors."""
@@ -68,10 +68,11 @@ class WorldSpec:
     collectives that differ, in a folder of each. Without it nothing is written."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int):
-            raise TypeError(f"size must be an int, got {self.size!r}")
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        size = self.world_size
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"world_size must be an int, got {size!r}")
+        if size < 1:
+            raise ValueError(f"world_size must be at least 1, got {size}")
         _check_member("backend", self.backend, BACKENDS)
         _check_member("device", self.device, DEVICES)
         check_isolation(self.isolation)
@@ -89,13 +90,15 @@ class WorldSpec:
                 'backend "nccl" needs one device per rank: share_devices=True goes '
                 'with backend "gloo"'
             )
+        for name in ("preload", "visible_devices"):
+            _make_tuple(self, name)
         for name in ("timeout_s", "start_timeout_s", "threads", "output_limit"):
             check_positive(name, getattr(self, name))
 
     @property
     def simulated(self) -> bool:
         """Whether there are ranks that are no processes."""
-        return self.backend in ("simulated", "local", "both")
+        return self.backend in ("simulated", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,14 @@ def check_positive(name: str, value: float) -> None:
     """Raise ``ValueError`` unless ``value`` is above zero."""
     if not value > 0:
         raise ValueError(f"{name} must be above 0, got {value!r}")
+
+
+def _make_tuple(spec: WorldSpec, name: str) -> None:
+    """Take a list for the tuple that can be compared and looked up."""
+    value = getattr(spec, name)
+    if isinstance(value, str) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{name} must be a tuple of names, got {value!r}")
+    object.__setattr__(spec, name, tuple(value))
 
 
 def _check_member(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 from .cluster import Cluster
 from .environment import hosts
 from .errors import HarnessError
-from .outcomes import RankOutcome
+from .outcomes import Left, RankOutcome
 from .parent.slots import cpu_slots
-from .rank.unittests import CaseRef, Skipped, run_case
+from .rank.unittests import CaseRef, run_case
 from .rank.world import current_world
 from .report import render_output
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
@@ -35,7 +35,7 @@ def _submit_to_own_ranks(
     # Not closed by any test: the forkserver ends the ranks with this process.
     if spec not in _clusters:
         _clusters[spec] = Cluster.of(spec)
-    with cpu_slots().hold(spec.size):
+    with cpu_slots().hold(spec.world_size):
         return _clusters[spec].submit(options, fn, *args)
 
 
@@ -53,20 +53,20 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
 
     Args:
         spec: The world.
-        fn: What each rank calls; returns ``Skipped`` where it was.
+        fn: What each rank calls; returns ``Left`` where it skipped.
         *args: Its arguments.
 
     Raises:
         SkipTest: All ranks have skipped it.
-        WorldFailure: At least one rank has failed.
+        WorldError: At least one rank has failed.
     """
     __tracebackhide__ = True
     options = CallOptions(timeout_s=spec.timeout_s, isolation=spec.isolation)
     outcomes = _submit(spec, options, fn, *args)
     sys.stdout.write(render_output(outcomes))
-    for outcome in outcomes:
-        if isinstance(outcome.value, Skipped):
-            raise unittest.SkipTest(outcome.value.reason)
+    left = outcomes[0].value  # alike on all ranks
+    if isinstance(left, Left) and left.kind != "SystemExit":
+        raise unittest.SkipTest(left.reason)
 
 
 class TestCase(unittest.TestCase):
@@ -215,7 +215,7 @@ class TestCase(unittest.TestCase):
         backend: Backend = self.backend
         device: Device = self.device_type
         return WorldSpec(
-            size=int(self.world_size),
+            world_size=int(self.world_size),
             backend=backend,
             device=device,
             default_group=self.default_group,

@@ -30,7 +30,9 @@ class TorchrunCluster(BaseCluster):
         Args:
             **settings: Fields of ``WorldSpec``; the size is torchrun's.
         """
-        super().__init__(WorldSpec(size=int(os.environ["WORLD_SIZE"]), **settings))
+        super().__init__(
+            WorldSpec(world_size=int(os.environ["WORLD_SIZE"]), **settings)
+        )
         # A process may do other things for long between two calls.
         self._agent = Agent(patience_s=MEET_S)
         self.rank = self._agent.rank
@@ -80,7 +82,7 @@ class TorchrunCluster(BaseCluster):
         """Call ``fn`` on every rank; return every rank's outcome, in every process.
 
         Raises:
-            WorldFailure: At least one rank did not return.
+            WorldError: At least one rank did not return.
             HarnessError: Another process is gone, or has closed its cluster.
         """
         payload = pickled_call(fn, args, kwargs)  # fails in all processes alike

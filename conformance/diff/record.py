@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...fixtures import WorkloadError
-from ...multiprocess import WorldFailure
+from ...multiprocess import WorldError
 from ..judge.bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
 from ..judge.parity import followed_schedule, gradient_of, mean_loss, moved
 from ..rank.devices import Devices
@@ -132,7 +132,7 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
         return writer.written(run), arrays
     except (WorkloadError, AloneError) as error:
         return msgspec.structs.replace(run, problem=plain(str(error))), {}
-    except WorldFailure as failure:
+    except WorldError as failure:
         headline = plain(failure.root.headline)
         # an exception is the stack's behaviour, which may differ between the sides; a
         # rank that died proves nothing

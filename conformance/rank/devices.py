@@ -53,7 +53,7 @@ class Devices:
     def spec(self, world: int, timeout_s: float) -> WorldSpec:
         """A world of ``world`` ranks on these devices."""
         return WorldSpec(
-            size=world,
+            world_size=world,
             backend=self.backend,
             device=self.device,
             share_devices=self.share,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...fixtures import named
-from ...multiprocess import WorldFailure
+from ...multiprocess import WorldError
 from ..status import UsageError, as_usage
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def refuse_unfit(
         return
     try:
         lack = ranks.run(lacking, spec, folder, device)[0]
-    except WorldFailure as failure:
+    except WorldError as failure:
         lack = "cannot be constructed: " + " ".join(failure.root.headline.split())
     if lack:
         raise _unfit(spec, lack)

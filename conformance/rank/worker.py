@@ -236,7 +236,7 @@ def checked_collective(
 def _one_says_wrong(step: int) -> bool:
     """Whether a rank has said that its checked sum of this step is wrong."""
     world = current_world()
-    keys = [f"checked/{step}/{rank}" for rank in range(world.size)]
+    keys = [f"checked/{step}/{rank}" for rank in range(world.world_size)]
     said = [key for key in keys if world.store.check([key])]
     return any(world.store.get(key).decode() == WRONG for key in said)
 
@@ -252,7 +252,7 @@ def all_say_right(seen: StepTrace) -> bool:
     world = current_world()
     right = seen.checked_sum[0] == seen.checked_sum[1]
     world.store.set(f"checked/{seen.step}/{world.rank}", RIGHT if right else WRONG)
-    keys = [f"checked/{seen.step}/{rank}" for rank in range(world.size)]
+    keys = [f"checked/{seen.step}/{rank}" for rank in range(world.world_size)]
     world.store.wait(keys, UNLIMITED)
     answers = [world.store.get(key) for key in keys]
     return all(answer.decode() == RIGHT for answer in answers)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ...fixtures import CannotError, WorkloadError
-from ...multiprocess import RankOutcome, RankState, WorldFailure
+from ...multiprocess import RankOutcome, RankState, WorldError
 from ..judge.reference import Schedule, Variant, reference_before
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
@@ -32,7 +32,7 @@ _OF_TORCH = re.compile("/torch/|/multiprocess/")
 """Files whose frames do not say which code waits."""
 
 
-def traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
+def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
     """Traces of a world that failed because of the judged code.
 
     [Note: How a rank ends]
@@ -51,7 +51,7 @@ def traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
         judged: whether there was a scaler; then a hang is the scaler's.
 
     Raises:
-        WorldFailure: if the failure is neither the scaler's nor a stray collective.
+        WorldError: if the failure is neither the scaler's nor a stray collective.
     """
     states = {outcome.state for outcome in failure.outcomes}
     raised = isinstance(failure.root.exception, JudgedError)
@@ -63,7 +63,7 @@ def traces_of(failure: WorldFailure, *, judged: bool) -> tuple[RankTrace, ...]:
     return tuple(_trace_of(o, hung=o.rank in hung) for o in failure.outcomes)
 
 
-def _hung(failure: WorldFailure) -> set[int]:
+def _hung(failure: WorldError) -> set[int]:
     """The ranks that hang; the others that did not end only wait for them.
 
     A rank whose scaler returned waits in the judge's own check. The harness does not
@@ -132,7 +132,7 @@ def _blameless(outcome: RankOutcome) -> RankTrace:
 
 
 def why_not_run(
-    failure: WorldFailure,
+    failure: WorldError,
     spec: str,
     scenario: Scenario,
     alone: Callable[..., str],
@@ -191,7 +191,7 @@ def why_not_alone(scenario: Scenario) -> str:
     return ""
 
 
-def root_cause(failure: WorldFailure) -> str:
+def root_cause(failure: WorldError) -> str:
     """Why a world failed, in one line: rank, call, error, and its last words."""
     root = failure.root
     # its own text names rank and call; the headline would add our class before it

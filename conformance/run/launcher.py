@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ...multiprocess import Cluster, WorldFailure
+from ...multiprocess import Cluster, WorldError
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
@@ -78,7 +78,7 @@ class Place:
         """
         try:
             (found,) = self._alone.run(function, *args)
-        except WorldFailure as failure:
+        except WorldError as failure:
             if failure.root.exception is None:
                 text = f"on one process, without other ranks: {root_cause(failure)}"
                 raise AloneError(text) from failure
@@ -91,7 +91,7 @@ class Place:
             return []
         try:
             (names,) = self.ranks(1).run(device_names)
-        except WorldFailure:
+        except WorldError:
             return []  # every case will say why
         return list(names)
 

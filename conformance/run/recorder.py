@@ -16,7 +16,7 @@ import torch
 
 from ... import __version__
 from ...fixtures import DATASETS, WorkloadError, is_workload, resolve_workload
-from ...multiprocess import WorldFailure
+from ...multiprocess import WorldError
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
 from ..rank.devices import Devices
@@ -187,7 +187,7 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
 
 def _whose(error: BaseException | None) -> str:
     """Whose call raised, where it is the user's; else empty."""
-    if isinstance(error, WorldFailure):
+    if isinstance(error, WorldError):
         error = error.root.exception
     if not isinstance(error, WorkloadError):
         return ""

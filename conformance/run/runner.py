@@ -19,7 +19,7 @@ from typing import Self
 import msgspec
 
 from ...fixtures import WorkloadError, is_workload
-from ...multiprocess import WorldFailure
+from ...multiprocess import WorldError
 from ..judge import laws as laws
 from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, judge
@@ -134,7 +134,7 @@ class _Seen:
         # a fault that the reference, or only all ranks together show
         except (WorkloadError, AloneError) as error:
             self.problem, self.error = str(error), error
-        except WorldFailure as failure:
+        except WorldError as failure:
             cannot = why_not_run(failure, self.spec, self.scenario, place.alone)
             if cannot:
                 not_run = _not_run(self.spec, self.scenario, cannot)
@@ -216,12 +216,12 @@ class Runner:
             scenario: what to train.
 
         Raises:
-            WorldFailure: if the failure is not the scaler's.
+            WorldError: if the failure is not the scaler's.
         """
         seen: list[tuple[RankTrace, ...]] = []
         try:
             seen.extend(self._followed(spec, scenario))
-        except WorldFailure as failure:
+        except WorldError as failure:
             seen.append(traces_of(failure, judged=spec != NO_SCALER))
         return tuple(seen)
 
@@ -440,7 +440,7 @@ class Runner:
         try:
             # without a scaler the judged run is the control: it trains once
             return self._control_of(scenario).phases
-        except WorldFailure as failure:
+        except WorldError as failure:
             return (traces_of(failure, judged=False),)
 
     def _followed(

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...fixtures import local
-from ...multiprocess import Cluster, RankState, WorldFailure, current_world
+from ...multiprocess import Cluster, RankState, WorldError, current_world
 from ..rank.scaler_spec import NO_SCALER, growth_tracker, load_scaler, refuse_unfit
 from ..report.terminal import plain
 from ..status import UsageError
@@ -88,7 +88,7 @@ class _Side:
     def __init__(self, factory: Any) -> None:
         world = current_world()
         self.device, self.rank = torch.device(world.device), world.rank
-        self.mesh = world.mesh((world.size,), ("dp",))
+        self.mesh = world.mesh((world.world_size,), ("dp",))
         # both orders: a scaler must not generalise from the first gradient
         self.sharded = [self._parameter(Shard(0)) for _ in range(OPTIMIZERS)]
         self.replicated = [self._parameter(Replicate()) for _ in range(OPTIMIZERS)]
@@ -99,7 +99,7 @@ class _Side:
         ]
         self.factory = factory
         self.scaler = self._construct()
-        self.oracle = Oracle(rank=self.rank, world_size=world.size)
+        self.oracle = Oracle(rank=self.rank, world_size=world.world_size)
         self._refresh()
 
     def _parameter(self, placement: Any) -> nn.Parameter:
@@ -269,7 +269,7 @@ def drive(history: History, spec: str, folder: str) -> tuple[int, str] | None:
         wrong = side.make(call)
         # sent through the store, because the process group may be broken
         world.store.set(f"call/{place}/{world.rank}", "wrong" if wrong else "right")
-        keys = [f"call/{place}/{rank}" for rank in range(world.size)]
+        keys = [f"call/{place}/{rank}" for rank in range(world.world_size)]
         world.store.wait(keys, PATIENCE)
         if any(world.store.get(key) == b"wrong" for key in keys):
             return place, wrong
@@ -448,14 +448,14 @@ class _Search:
             if isinstance(drawn, Program):
                 cluster = self.clusters[drawn.world_size]
                 limit_s = 2 * patience_s + 8  # also where all of them hang
-                seen = cluster.run(
-                    follow, drawn, spec, folder, patience_s, timeout_s=limit_s
+                seen = cluster.with_options(timeout_s=limit_s).run(
+                    follow, drawn, spec, folder, patience_s
                 )
             else:
                 seen = self.clusters[self.settings_.world_size].run(
                     drive, drawn, spec, folder
                 )
-        except WorldFailure as failure:
+        except WorldError as failure:
             return self._failed(failure, drawn)
         wrong = [(rank, text) for rank, at in enumerate(seen) if at and (text := at[1])]
         if not wrong:
@@ -466,7 +466,7 @@ class _Search:
             self.clusters.pop(_world_size_of(drawn, self.settings_)).close()
         return f"call {place}, {calls[place]}: {text}"
 
-    def _failed(self, failure: WorldFailure, drawn: History | Program) -> str:
+    def _failed(self, failure: WorldError, drawn: History | Program) -> str:
         """A hang is a departure; a rank that was killed is a harness failure."""
         text = " ".join(failure.root.headline.split())[:300]
         if failure.root.state is RankState.HUNG or "wait timeout" in text.lower():

@@ -101,7 +101,7 @@ class _Follower:
 
     def run(self) -> tuple[int, str] | None:
         """All calls."""
-        if self.world.size == 1:
+        if self.world.world_size == 1:
             return self._run()
         # a finite timeout: a rank must return even if its peer raised before a
         # collective. It is longer than the others wait at the store, so that they have
@@ -125,7 +125,7 @@ class _Follower:
             got = seen(self.replica, call)
             # ranks that waited for each other in vain have refused nothing
             waited = time.monotonic() - begun > self.patience.total_seconds()
-            if waited and got.raised and self.world.size > 1:
+            if waited and got.raised and self.world.world_size > 1:
                 self.late = "any rank in time"
                 self.world.store.set(f"given up/{place}", "1")
                 raised = None
@@ -153,12 +153,12 @@ class _Follower:
     def _raised(self, place: int, got: Seen) -> list[bool] | None:
         """Which ranks raised; None if one does not return."""
         world = self.world
-        if world.size == 1:
+        if world.world_size == 1:
             return [bool(got.raised)]
         try:
             raised = self._exchange(place, "made", got.raised)
         except RuntimeError:  # raised by the store: no answer in time
-            ranks = range(world.size)
+            ranks = range(world.world_size)
             late = [r for r in ranks if not world.store.check([f"made/{place}/{r}"])]
             self.late = rank_list(late) if late else "some rank"
             world.store.set(f"given up/{place}", "1")
@@ -171,10 +171,10 @@ class _Follower:
     def _exchange(self, place: int, what: str, text: str) -> list[bool]:
         """Exchange a flag through the store: the process group may be broken."""
         world: World = self.world
-        if world.size == 1:
+        if world.world_size == 1:
             return [bool(text)]
         world.store.set(f"{what}/{place}/{world.rank}", "yes" if text else "no")
-        keys = [f"{what}/{place}/{rank}" for rank in range(world.size)]
+        keys = [f"{what}/{place}/{rank}" for rank in range(world.world_size)]
         world.store.wait(keys, self.patience)
         return [world.store.get(key) == b"yes" for key in keys]
 

@@ -240,7 +240,7 @@ class Replica:
             meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [3, 2])]
             return meshes[self.rank // 2]
         if "dtensor" in self.words:
-            return world.mesh((world.size,), ("dp",))
+            return world.mesh((world.world_size,), ("dp",))
         return None
 
     def _parameter(self, name: str) -> nn.Parameter:

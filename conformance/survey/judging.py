@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from ...multiprocess import Cluster, RankState, WorldFailure
+from ...multiprocess import Cluster, RankState, WorldError
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices
 from ..rank.scaler_spec import NO_SCALER
@@ -163,7 +163,7 @@ def _misloaded(plan: str, model: str, place: Place) -> list[Run]:
     start = time.monotonic()
     try:
         errors = place.ranks(world).run(misloaded, plan, model)[0]
-    except WorldFailure:
+    except WorldError:
         return []  # the first scenario has the reason
     if not errors:
         return []
@@ -232,7 +232,7 @@ def _run_of(name: str, case: Case) -> Run:
     held = {v.law for v in case.verdicts if v.status == "pass"}
     # the factor by which a gradient was clipped is not always known; it is right anyway
     enough = case.status == "inconclusive" and held >= _PARITY
-    failure = case.error if isinstance(case.error, WorldFailure) else None
+    failure = case.error if isinstance(case.error, WorldError) else None
     return Run(
         name=name,
         scenario=case.scenario.id,

@@ -16,10 +16,10 @@ from gradparity.multiprocess import World
 
 # One test for each size. A hang ends after 60 s, and the report says which rank hung in
 # which collective.
-@pytest.mark.world(size=[2, 4], timeout_s=60)
+@pytest.mark.world(world_size=[2, 4], timeout_s=60)
 def test_every_rank_gets_the_sum(world: World) -> None:
     """The body runs on every rank; a failing one is named."""
     value = torch.ones(1) * world.rank
     # The default process group is there; world.mesh(...) makes a DeviceMesh.
     dist.all_reduce(value)
-    assert value.item() == sum(range(world.size))
+    assert value.item() == sum(range(world.world_size))

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from ..cluster import BaseCluster, all_answered, pickled_call
 from ..environment import AGENT_VARIABLE
-from ..errors import HarnessError, WorldFailure
+from ..errors import HarnessError, WorldError
 from ..messages import Kind
 from ..outcomes import RankOutcome
 from ..parent.forkserver_client import forkserver
@@ -196,7 +196,7 @@ class Agent:
             spec, options = request.spec, request.options
             own = self._own.start(request, self._others("start"))
             limit_s = spec.start_timeout_s + self._patience_s
-            ready = self._gather("start", own, spec.size, limit_s)
+            ready = self._gather("start", own, spec.world_size, limit_s)
             going = all(f.reply and f.reply.kind is Kind.READY for f in ready)
             self._let_go(spec, going)
             if not going:
@@ -204,7 +204,7 @@ class Agent:
                 return False, ready
             own = self._own.run(request, self._others("run"))
             limit_s = options.timeout_s + spec.grace_s + self._patience_s
-            return True, self._gather("fact", own, spec.size, limit_s)
+            return True, self._gather("fact", own, spec.world_size, limit_s)
         except BaseException:  # also ctrl-C, or a timeout of pytest's
             # Those that can still be reached leave this call for the next request.
             with contextlib.suppress(HarnessError):  # the store itself may be gone
@@ -299,7 +299,7 @@ class Agent:
                     self._meeting.set_flag(f"bye/{self.rank}")
                 if not isinstance(message, CallRequest):
                     return message
-                if self.rank < message.spec.size:
+                if self.rank < message.spec.world_size:
                     self._serve(message)
         except Exception as error:
             self.report_error(error)
@@ -386,10 +386,11 @@ class AgentCluster(BaseCluster):
                 f"AgentCluster is for rank 0, and this is rank {agent.rank}: call "
                 "Agent.follow() here"
             )
-        if spec.size > agent.size:
+        if spec.world_size > agent.size:
             raise HarnessError(
-                f"the world needs {spec.size} ranks, torchrun made {agent.size}: start "
-                f"{spec.size} processes (--nproc-per-node), or ask for a smaller world"
+                f"the world needs {spec.world_size} ranks, torchrun made {agent.size}: "
+                f"start {spec.world_size} processes (--nproc-per-node), or ask for a "
+                "smaller world"
             )
         super().__init__(spec)
         self._agent = agent
@@ -402,7 +403,7 @@ class AgentCluster(BaseCluster):
         """Call ``fn`` on every rank of the world; return every rank's outcome.
 
         Raises:
-            WorldFailure: At least one rank did not return.
+            WorldError: At least one rank did not return.
             HarnessError: An agent cannot be reached any more.
             Ended: torchrun ended the agents.
         """
@@ -422,12 +423,12 @@ class AgentCluster(BaseCluster):
         return facts
 
     def judge(self, options: CallOptions, facts: list[Fact]) -> tuple[RankOutcome, ...]:
-        """Return the outcomes of a call, or raise its ``WorldFailure``."""
+        """Return the outcomes of a call, or raise its ``WorldError``."""
         replies = [fact.reply for fact in facts]
         self._fresh_group = not all(reply and reply.reusable for reply in replies)
         try:
             return outcomes_or_raise(facts)
-        except WorldFailure as failure:
+        except WorldError as failure:
             if options.keep_answered and all_answered(failure):
                 self._fresh_group = True
             else:

@@ -6,6 +6,8 @@ There is one forkserver per parent process, started on first use.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import json
 import os
 import select
@@ -15,11 +17,13 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from .. import linux
 from ..errors import ForkserverError
 from ..rank import forkserver as server
 from ..rank.worker import COSTLY, PRELOAD
@@ -40,34 +44,19 @@ _MAX_ERRORS = 64 * 1024
 """So much of the end of what the server wrote is shown."""
 
 
-class Server(Protocol):
-    """The forkserver's process, as its parent sees it."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send it a signal, unless it has ended."""
+def import_path() -> list[str]:
+    """Return the entries of the import path that Python uses: others are ignored."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
-def fresh_server(sock: socket.socket, errors_fd: int) -> Server:
-    """Start a server in an interpreter of its own.
-
-    Args:
-        sock: Its end of the connection.
-        errors_fd: Where its stderr goes.
-    """
+def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
+    """Start a server at the other end of socket ``fd``; its stderr is ``errors_fd``."""
     boot = _BOOT.format(module=server.__name__)
-    fd = sock.fileno()
+    sys.stdout.flush()  # a fork would have what is left in the buffer, too
+    sys.stderr.flush()
     # -P: the current folder must not hide installed packages from the server.
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", boot, json.dumps(sys.path), str(fd)],
+        [sys.executable, "-P", "-c", boot, json.dumps(import_path()), str(fd)],
         pass_fds=(fd,),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -75,15 +64,36 @@ def fresh_server(sock: socket.socket, errors_fd: int) -> Server:
         # One thread while preloading: a server with threads cannot be forked safely.
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         start_new_session=True,  # ctrl-C is for the parent alone
+        # Never returns, so there is no exec: the child is a fork of this process.
+        preexec_fn=partial(_serve_in_fork, fd) if fork else None,
+        restore_signals=not fork,  # Python ignores SIGPIPE, and would not again
     )
+
+
+def _serve_in_fork(fd: int) -> NoReturn:
+    """In a fork of the parent, before anything has begun there: be its server."""
+    global _client, _client_lock
+    try:
+        # Popen's own pipe among them: the parent waits until it is closed.
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number != fd:
+                with contextlib.suppress(OSError):  # the one that listed them
+                    os.close(number)
+        gc.enable()  # Popen has switched it off
+        sys.argv[:] = ["gradparity-rank"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        _client, _client_lock = None, threading.Lock()
+        server.main(fd)
+    finally:
+        os._exit(1)  # neither exit handlers nor finalizers: they are the parent's
 
 
 class ForkserverClient:
     """One forkserver and the socket to it."""
 
-    def __init__(
-        self, start: Callable[[socket.socket, int], Server] = fresh_server
-    ) -> None:
+    def __init__(self, *, fork: bool = False) -> None:
+        """Start it; ``fork`` makes it a fork of this process."""
+        linux.fill_standard_descriptors()
         self.owner = os.getpid()
         self._lock = threading.Lock()
         self._imported: set[str] = set()
@@ -92,15 +102,13 @@ class ForkserverClient:
         # Memory and not a pipe: it is read only if the server fails, and a writer to a
         # full pipe would wait.
         self._errors_fd = os.memfd_create("gradparity-errors", os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock = ours
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._errors_fd)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._sock = undo.enter_context(ours)
             with theirs:
-                self._process = start(theirs, self._errors_fd)
-        except BaseException:
-            ours.close()
-            os.close(self._errors_fd)
-            raise
+                self._process = _started(theirs.fileno(), self._errors_fd, fork=fork)
+            undo.pop_all()
         self._send_import((*PRELOAD, *_costly_here()))
 
     @property
@@ -178,7 +186,7 @@ class ForkserverClient:
 
     def _send_import(self, modules: Iterable[str]) -> None:
         names = list(modules)
-        request = {"do": "import", "path": sys.path, "modules": names}
+        request = {"do": "import", "path": import_path(), "modules": names}
         self._pending = self._send(request), names
         # Counted from the request on, so that no module is asked for twice; a failed
         # import takes them back.
@@ -209,13 +217,13 @@ class ForkserverClient:
     def _answer(
         self, serial: int, limit_s: float, doing: str
     ) -> tuple[dict[str, Any], list[int]]:
-        deadline = time.monotonic() + limit_s
+        deadline = linux.now_s() + limit_s
         arrival = select.poll()
         arrival.register(self._sock, select.POLLIN)
         while True:
             # Not the socket's own limit: a handler of the caller's may raise the same
             # TimeoutError, which says nothing about the server.
-            if not arrival.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not arrival.poll(max(0.0, deadline - linux.now_s()) * 1000):
                 raise self._late(limit_s, doing)
             try:
                 message, fds, _, _ = socket.recv_fds(self._sock, 1 << 20, 1)
@@ -259,25 +267,21 @@ def forkserver() -> ForkserverClient:
         return _client
 
 
-def start_forkserver(start: Callable[[socket.socket, int], Server]) -> bool:
-    """Start this process's forkserver by ``start``, unless there is one.
+def fork_forkserver() -> bool:
+    """Make this process's forkserver a fork of it: what it has imported is shared.
 
-    Args:
-        start: As :func:`fresh_server`; it may raise ``OSError``.
+    For a program that has imported what its ranks need, and has done nothing else yet:
+    a fork copies one thread and all memory.
+
+    Returns:
+        Whether it was made: not where there is one, or where there are other threads.
     """
     global _client
     with _client_lock:
-        if _client is not None:
+        if _client is not None or len(os.listdir("/proc/self/task")) > 1:
             return False
-        _client = ForkserverClient(start)
+        _client = ForkserverClient(fork=True)
         return True
-
-
-def serve_in_fork(sock_fd: int) -> NoReturn:
-    """Be the forkserver, in a fork of the parent, whose own client is not ours."""
-    global _client, _client_lock
-    _client, _client_lock = None, threading.Lock()
-    server.main(sock_fd)
 
 
 def stop_forkserver() -> None:

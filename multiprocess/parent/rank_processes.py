@@ -6,28 +6,29 @@ forkserver, which is its parent), its output and its stacks.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import resource
 import selectors
 import signal
 import socket
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import linux, messages
 from ..environment import unsupported
 from ..errors import HarnessError
 from ..messages import Context
-from ..outcomes import Collective
-from ..rank import assert_rewrite, coverage, flight_records
+from ..outcomes import Collective, Place
+from ..rank import assert_rewrite, flight_records
 from ..rank.forkserver import EXIT_STATUS
 from ..spec import WorldSpec
-from .forkserver_client import ForkserverClient, forkserver
+from .forkserver_client import ForkserverClient, forkserver, import_path
 
 LOST = 255
 """Exit code of a rank whose forkserver ended before it could report one."""
 
-_STOP_S = 1.0
+_STOP_S = 5.0  # one that is measured by coverage.py saves its data first
 _KILL_S = 5.0
 _CHUNK = 1 << 16
 
@@ -37,16 +38,19 @@ _PRIVATE = ("PYTEST_CURRENT_TEST",)
 
 def current_context() -> Context:
     """Return the current settings that ranks copy from this process."""
-    cwd = os.getcwd()
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise HarnessError(
+            "the current folder of this process has been removed, and the ranks are to "
+            "be in it: change to another one by os.chdir()"
+        ) from None
     return Context(
         cwd=cwd,
         # An empty entry means the current folder, which a call may change on its rank.
-        path=tuple(entry or cwd for entry in sys.path if isinstance(entry, str)),
+        path=tuple(entry or cwd for entry in import_path()),
         env={name: v for name, v in os.environ.items() if name not in _PRIVATE},
         modules=assert_rewrite.rewritten_modules(),
-        coverage=coverage.current_settings(),
-        # The workers of pytest-xdist have one, but several at once.
-        terminal="" if "PYTEST_XDIST_WORKER" in os.environ else linux.terminal(),
     )
 
 
@@ -92,10 +96,6 @@ class Capture:
         self._head, self._tail, self._dropped = bytearray(), bytearray(), 0
         return text.decode("utf-8", "backslashreplace")
 
-    def close(self) -> None:
-        """Close the pipe."""
-        os.close(self.fd)
-
 
 class RankProcess:
     """One rank: its process, its messages, its output, its end."""
@@ -120,27 +120,28 @@ class RankProcess:
         # End of file says that the last writer is gone, so every process that forks
         # closes the copies that are not its own (here, and in
         # `ForkServer._become_rank`).
-        ours, theirs = socket.socketpair()
-        exit_r, exit_w = os.pipe()
-        output_r, output_w = os.pipe()
-        stacks_r, stacks_w = os.pipe()
-        self.sock = ours
-        self.inbox = messages.Inbox(ours)
-        self.exit_fd = exit_r
-        self.output = Capture(output_r, spec.output_limit)
-        self.stacks = Capture(stacks_r, spec.output_limit)
-        self.pidfd: int | None = None
-        handed = [exit_w, theirs.detach(), output_w, stacks_w]
-        try:
-            fds = [*handed, *shared]
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed:
+
+            def pipe() -> tuple[int, int]:
+                ends = os.pipe()
+                kept.callback(os.close, ends[0])
+                handed.callback(os.close, ends[1])
+                return ends
+
+            ours, theirs = socket.socketpair()
+            self.sock = kept.enter_context(ours)
+            handed.enter_context(theirs)
+            self.inbox = messages.Inbox(ours)
+            self.exit_fd, exit_w = pipe()
+            output_r, output_w = pipe()
+            stacks_r, stacks_w = pipe()
+            self.output = Capture(output_r, spec.output_limit)
+            self.stacks = Capture(stacks_r, spec.output_limit)
+            fds = [exit_w, theirs.fileno(), output_w, stacks_w, *shared]
             self.pid, self.pidfd = server.fork(fds, spec.start_timeout_s)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            # See [Note: Descriptors of a rank].
-            for fd in handed:
-                os.close(fd)
+            if self.pidfd is not None:
+                kept.callback(os.close, self.pidfd)
+            self._kept = kept.pop_all()
 
     @property
     def alive(self) -> bool:
@@ -161,7 +162,7 @@ class RankProcess:
         """Take the exit status from the exit pipe, which has something to read."""
         status = os.read(self.exit_fd, EXIT_STATUS.size)
         self.exit_code = EXIT_STATUS.unpack(status)[0] if status else LOST
-        self.ended_at_s = time.monotonic()
+        self.ended_at_s = linux.now_s()
 
     def signal(
         self,
@@ -177,12 +178,17 @@ class RankProcess:
 
     def close(self) -> None:
         """Close the parent's descriptors."""
-        self.sock.close()
-        self.output.close()
-        self.stacks.close()
-        os.close(self.exit_fd)
-        if self.pidfd is not None:
-            os.close(self.pidfd)
+        self._kept.close()
+
+
+def _too_few_descriptors(size: int) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    return (
+        f"no descriptor is left for a world of {size}: it needs {size * 5 + 16} in the "
+        f"process, which has {used} open and may have {limit}; raise the limit "
+        "(ulimit -n), or ask for a smaller world"
+    )
 
 
 class RankProcesses:
@@ -203,14 +209,20 @@ class RankProcesses:
         self.fresh_group = False
         self.ranks: list[RankProcess] = []
         # One for all ranks: another one has not imported what these are to have.
-        server = forkserver()
-        server.preload(spec.preload, spec.start_timeout_s)
-        self._store_fd = os.memfd_create("gradparity-store", os.MFD_CLOEXEC)
-        self._records_fd = flight_records.create(spec.size)
-        self._shared = [self._store_fd, self._records_fd]
+        self._shared: list[int] = []
         try:
-            for rank in range(spec.size) if ranks is None else ranks:
+            server = forkserver()
+            server.preload(spec.preload, spec.start_timeout_s)
+            self._shared.append(os.memfd_create("gradparity-store", os.MFD_CLOEXEC))
+            self._records_fd = flight_records.create(spec.world_size)
+            self._shared.append(self._records_fd)
+            for rank in range(spec.world_size) if ranks is None else ranks:
                 self.ranks.append(RankProcess(rank, self._shared, spec, server))
+        except OSError as error:
+            self.kill()
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise HarnessError(_too_few_descriptors(spec.world_size)) from error
         except BaseException:
             self.kill()
             raise
@@ -224,6 +236,14 @@ class RankProcesses:
         """Return the last collectives of one rank, oldest first."""
         return flight_records.read(self._records_fd, rank)
 
+    def place(self, rank: int) -> Place:
+        """Return where one rank is."""
+        return flight_records.read_place(self._records_fd, rank)[0]
+
+    def current_collective(self, rank: int) -> Collective | None:
+        """Return the collective that one rank is in, if it is in one."""
+        return flight_records.read_current(self._records_fd, rank)
+
     def preload_for_later(self, modules: Iterable[str]) -> None:
         """Make the forkserver import the modules that these ranks had to import."""
         found = set(modules)
@@ -231,17 +251,20 @@ class RankProcesses:
             forkserver().preload(sorted(found), self.spec.start_timeout_s)
 
     def intact(self) -> bool:
-        """Whether every rank still lives."""
+        """Whether every rank still lives, and is this process's."""
+        if self.owner != os.getpid():
+            return False
         self._collect_exits(0.0)
         # The status of one that has just ended may still be on its way.
         return all(r.alive and not linux.has_ended(r.pidfd) for r in self.ranks)
 
     def stop(self) -> None:
         """Let the ranks end by themselves; kill those that do not."""
-        for rank in self.ranks:
-            # End of file is the order to end; the rank can still answer.
-            rank.sock.shutdown(socket.SHUT_WR)
-        self._collect_exits(_STOP_S)
+        if self.owner == os.getpid():  # else they are the parent's, whose fork we are
+            for rank in self.ranks:
+                # End of file is the order to end; the rank can still answer.
+                rank.sock.shutdown(socket.SHUT_WR)
+            self._collect_exits(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
@@ -268,11 +291,11 @@ class RankProcesses:
             rank.signal(linux.STACKS_SIGNAL, linux.signal_main_thread)
             rank.signal(signal.SIGCONT)
         silent = {rank.rank for rank in ranks}
-        deadline = time.monotonic() + limit_s
+        deadline = linux.now_s() + limit_s
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(rank.stacks.fd, selectors.EVENT_READ, rank)
-            while (left := deadline - time.monotonic()) > 0:
+            while (left := deadline - linux.now_s()) > 0:
                 # All have begun to write: a short silence means that they have
                 # finished.
                 events = selector.select(left if silent else min(left, 0.03))
@@ -284,7 +307,7 @@ class RankProcesses:
                         selector.unregister(key.fd)
 
     def _collect_exits(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = linux.now_s() + limit_s
         with selectors.DefaultSelector() as selector:
             for rank in self.ranks:
                 if rank.alive:
@@ -292,7 +315,7 @@ class RankProcesses:
                     # Drained, or a rank that writes to a full pipe would never end.
                     selector.register(rank.output.fd, selectors.EVENT_READ, rank)
             while selector.get_map():
-                events = selector.select(max(0.0, deadline - time.monotonic()))
+                events = selector.select(max(0.0, deadline - linux.now_s()))
                 for key, _ in events:
                     ended: RankProcess = key.data
                     if key.fd == ended.exit_fd:

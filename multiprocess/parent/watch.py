@@ -10,31 +10,29 @@ from __future__ import annotations
 
 import re
 import selectors
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from .. import linux
 from ..messages import Kind, Reply
-from ..outcomes import Collective
+from ..outcomes import Collective, Place
+from ..report import ended_without
 from .rank_processes import RankProcess, RankProcesses
 
 _CRASH_GRACE_S = 0.25
 """Shorter than after an exception: connections to a dead process break at once."""
 
-_LONG_S = 3600.0
-
 _POLL_S = 0.05
 """How often the store is asked for faults of ranks that others look after."""
+
+_LOOK_S = 0.1
+"""How often places are looked at while some ranks have answered and others have not."""
 
 _HARNESS_FRAME = re.compile(
     r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|unittests)\.py'
     r'|.*/multiprocess/pytest_plugin/remote\.py)", line \d+ '
 )
 """Below the function under test: the same in every stack, so not shown."""
-
-_BOTTOM = re.compile(r'  File ".*/multiprocess/rank/forkserver\.py", line \d+ in main$')
-"""Below it are frames of the session that the server was forked from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +45,10 @@ class Fact:
     ended_at_s: float = 0.0
     stopped: bool = False
     waited_s: float = 0.0
+    place: Place = Place.BODY
+    left_by: int | None = None
+    """A rank that has ended without the collective that this one waits for."""
+
     stacks: str = ""
     collectives: tuple[Collective, ...] = ()
     output: str = ""
@@ -74,13 +76,12 @@ class Watch:
     ) -> None:
         self._processes = processes
         self._others = others
-        self._began = time.monotonic()
-        self._limit_s = limit_s
+        self._began = linux.now_s()
         self._until = self._began + limit_s
-        self._debugged: set[int] = set()
         self._grace_s = grace_s
         self._replies: dict[int, Reply] = {}
         self._stopped: set[int] = set()
+        self._left_by: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         for rank in processes.ranks:
             # Output, too: a rank that has filled its pipe waits for a reader, and looks
@@ -93,6 +94,8 @@ class Watch:
         with self._selector:
             self._wait()
         left = self._unfinished()
+        ranks = self._processes.ranks
+        self._places = {r.rank: self._processes.place(r.rank) for r in ranks}
         if left:
             # Looked at before the stacks are asked for: that continues a stopped rank.
             self._stopped = {
@@ -103,11 +106,12 @@ class Watch:
 
     def _wait(self) -> None:
         while self._unfinished():
-            left_s = self._until - time.monotonic()
-            if self._debugged:  # a rank is in the debugger: its time does not count
-                left_s = _LONG_S
+            left_s = self._until - linux.now_s()
             if left_s <= 0:
                 return
+            if self._replies and not self._left_by:
+                left_s = min(left_s, _LOOK_S)
+                self._look_for_waits_without_end()
             if self._others is not None:  # no descriptor becomes ready for their faults
                 left_s = min(left_s, _POLL_S)
             for key, _ in self._selector.select(left_s):
@@ -122,7 +126,6 @@ class Watch:
             self._read_reply(rank)  # it may have answered before it ended
             rank.read_exit()
             self._selector.unregister(rank.exit_fd)
-            self._debugged.discard(rank.rank)
             # A rank may end after its answer without harm to this call.
             if rank.rank not in self._replies:
                 self._fault(min(_CRASH_GRACE_S, self._grace_s))
@@ -134,23 +137,20 @@ class Watch:
 
     def _read_reply(self, rank: RankProcess) -> bool:
         for reply in rank.inbox.poll():
-            if reply.kind in (Kind.DEBUGGING, Kind.RESUMED):
-                self._pause(rank.rank, reply.kind is Kind.DEBUGGING)
-                continue
             self._replies[rank.rank] = reply
-            self._debugged.discard(rank.rank)
             if reply.kind is Kind.RAISED:
                 self._fault(self._grace_s)
         return not rank.inbox.closed
 
-    def _pause(self, rank: int, debugged: bool) -> None:
-        if debugged:
-            self._debugged.add(rank)
-        else:
-            self._debugged.discard(rank)
-            # The whole limit: ranks that wait for this one have waited at its prompt,
-            # too.
-            self._until = time.monotonic() + self._limit_s
+    def _look_for_waits_without_end(self) -> None:
+        """Give the rest the grace if a rank waits for one that has ended the call."""
+        ended = {rank: self._processes.collectives(rank) for rank in self._replies}
+        for waiting in self._unfinished():
+            call = self._processes.current_collective(waiting.rank)
+            without = None if call is None else ended_without(call, ended)
+            if without is not None:
+                self._left_by[waiting.rank] = without
+                self._end_by(self._grace_s)
 
     def _fault(self, grace_s: float) -> None:
         self._end_by(grace_s)
@@ -158,7 +158,7 @@ class Watch:
             self._others.report_fault()
 
     def _end_by(self, grace_s: float) -> None:
-        self._until = min(self._until, time.monotonic() + grace_s)
+        self._until = min(self._until, linux.now_s() + grace_s)
 
     def _unfinished(self) -> list[RankProcess]:
         return [
@@ -177,7 +177,9 @@ class Watch:
             exit_code=rank.exit_code,
             ended_at_s=rank.ended_at_s,
             stopped=rank.rank in self._stopped,
-            waited_s=time.monotonic() - self._began,
+            waited_s=linux.now_s() - self._began,
+            place=self._places[rank.rank],
+            left_by=self._left_by.get(rank.rank),
             stacks=_without_harness(rank.stacks.take()),
             collectives=self._processes.collectives(rank.rank),
             output=rank.output.take(),
@@ -185,9 +187,5 @@ class Watch:
 
 
 def _without_harness(stacks: str) -> str:
-    kept, below = [], False
-    for line in stacks.splitlines():
-        below = line.startswith("  File") and (below or bool(_BOTTOM.match(line)))
-        if not below and not _HARNESS_FRAME.match(line):
-            kept.append(line)
-    return "\n".join(kept)
+    lines = stacks.splitlines()
+    return "\n".join(line for line in lines if not _HARNESS_FRAME.match(line))

@@ -2,8 +2,7 @@
 
 torch's test classes have a few methods that start processes, send them work and wait
 for them. Those methods are replaced while the session lasts; a test, its decorators and
-its class stay as they are. ``@pytest.mark.parallel``, of mpi-pytest, is taken for
-``@pytest.mark.world``.
+its class stay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 
 from ..environment import hosts
-from ..errors import WorldFailure
+from ..errors import WorldError
 from ..outcomes import RankOutcome, RankState
 from ..rank.unittests import (
     CaseRef,
@@ -35,17 +34,8 @@ from ..testcase import TestCase, run_on_ranks, use
 from .controller import show
 from .runner import Runner, UnsuitableWorld
 
-WORDS = b"torch.testing._internal", b"mark.parallel"
-"""One of these is in the text of each module with a test that is adopted."""
-
-PARALLEL = "parallel"
-PARALLEL_HELP = (
-    "parallel(nprocs=3): as mpi-pytest has it; world(size=nprocs) by --gradparity-adopt"
-)
-
 _COMMON = "torch.testing._internal.common_distributed"
 _BASES = ("MultiProcessTestCase", "MultiProcContinuousTest", "MultiThreadedTestCase")
-_DEFAULT_NPROCS = 3
 
 
 class Adoption:
@@ -70,18 +60,11 @@ class Adoption:
     def pytest_pycollect_makeitem(
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> None:
-        """Patch a class before its instances exist; mark tests of mpi-pytest."""
+        """Patch a class before its instances exist."""
         # Its module has just been imported. An instance keeps the method that waits
         # for its processes: made earlier, it would wait for none, and so pass.
         if not self._replaced and (bases := _torch_bases()):
             self._replace(*bases)
-        if not (isinstance(obj, types.FunctionType) and name.startswith("test")):
-            return
-        own = [m for m in getattr(obj, "pytestmark", ()) if m.name == PARALLEL]
-        marker = own[0] if own else collector.get_closest_marker(PARALLEL)
-        marked = any(m.name == "world" for m in getattr(obj, "pytestmark", ()))
-        if marker is not None and not marked:
-            pytest.mark.world(size=nprocs_of(marker))(obj)
 
     def pytest_unconfigure(self) -> None:
         """Give torch's classes their own methods back."""
@@ -196,13 +179,13 @@ class Adoption:
         test: unittest.TestCase,
         size: int,
         limit_s: float,
-        ended: Callable[[WorldFailure], bool] | None,
+        ended: Callable[[WorldError], bool] | None,
         fn: Callable[..., Any],
         *args: Any,
     ) -> None:
         __tracebackhide__ = True
         spec = WorldSpec(
-            size=size,
+            world_size=size,
             # A process of torch's classes begins without one, and makes its own.
             default_group=False,
             timeout_s=float(limit_s),
@@ -210,7 +193,7 @@ class Adoption:
         )
         try:
             run_on_ranks(spec, fn, CaseRef.of(test), *args)
-        except WorldFailure as failure:
+        except WorldError as failure:
             if ended is None or not ended(failure):
                 raise
 
@@ -227,7 +210,7 @@ class Adoption:
         return path
 
 
-def _ends_as_expected(test: Any, fn: Any, failure: WorldFailure) -> bool:
+def _ends_as_expected(test: Any, fn: Any, failure: WorldError) -> bool:
     """Whether ranks ended as a test of torch's classes expects of its processes."""
     ended = (RankState.EXITED, RankState.KILLED, RankState.VICTIM, RankState.OK)
     if any(outcome.state not in ended for outcome in failure.outcomes):
@@ -267,7 +250,7 @@ def explain(
 ) -> None:
     """Show a failed world in words, not by the parent's traceback."""
     failure = call.excinfo.value if call.excinfo else None
-    if isinstance(failure, WorldFailure) and _is_of(item, (TestCase, *_torch_bases())):
+    if isinstance(failure, WorldError) and _is_of(item, (TestCase, *_torch_bases())):
         show(item, failure, str(failure), report)
 
 
@@ -283,24 +266,3 @@ def submit_by(runner: Callable[[], Runner]) -> None:
             raise unittest.SkipTest(str(reason)) from None
 
     use(submit)
-
-
-def unregister_mpi_pytest(manager: pytest.PytestPluginManager) -> None:
-    """Take mpi-pytest's plugin out: it would start mpiexec for each of its tests."""
-    for plugin in manager.get_plugins():
-        if getattr(plugin, "__name__", "") == "pytest_mpi.plugin":
-            manager.unregister(plugin)
-
-
-def nprocs_of(marker: pytest.Mark) -> Any:
-    """Return the numbers of ranks of ``@pytest.mark.parallel``: one or several.
-
-    Raises:
-        UsageError: Other arguments than mpi-pytest takes.
-    """
-    args, settings = marker.args, dict(marker.kwargs)
-    if len(args) + len(settings) > 1 or settings.keys() - {"nprocs"}:
-        raise pytest.UsageError(
-            f"@pytest.mark.parallel takes nprocs only; got {args} {settings}"
-        )
-    return args[0] if args else settings.get("nprocs", _DEFAULT_NPROCS)

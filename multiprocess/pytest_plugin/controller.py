@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bdb
-import functools
 import inspect
 import re
 import sys
@@ -22,30 +20,26 @@ from _pytest._code.code import (
 from _pytest.fixtures import resolve_fixture_function
 
 from ..environment import unsupported
-from ..errors import NotSimulatedError, WorldFailure
+from ..errors import NotSimulatedError, WorldError
 from ..messages import pickled
-from ..outcomes import RankOutcome
+from ..outcomes import Left, RankOutcome
+from ..rank.worker import name_of
 from ..report import ranks_wait, render_output
 from ..spec import CallOptions, WorldSpec
-from .debugging import SECONDS
 from .remote import (
     PER_RANK_FIXTURES,
-    AgreedOutcome,
     Body,
     PerRankFixture,
     RankFixture,
     RankRequest,
     WorldArgument,
     is_async,
-    is_outcome_exception,
     run_body,
 )
 from .runner import PoolRunner, Runner, UnsuitableWorld
-from .session_fork import INSTALLED
 from .trace import merge, profiled, trace_file
 
-_FAILURE = pytest.StashKey[WorldFailure]()
-_SECONDS = pytest.StashKey[list[float]]()
+_FAILURE = pytest.StashKey[WorldError]()
 _COROUTINE: pytest.StashKey[Callable[..., Any]] = pytest.StashKey()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
 
@@ -84,25 +78,13 @@ def prepare(item: pytest.Item) -> None:
 
 
 def rank_fixture(
-    fixturedef: pytest.FixtureDef[Any],
-    request: pytest.FixtureRequest,
-    *,
-    everywhere: bool,
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> RankFixture | None:
-    """Return a fixture's plan if ranks evaluate it; None leaves it to pytest.
-
-    Args:
-        fixturedef: The fixture.
-        request: Of it.
-        everywhere: Whether they evaluate each fixture of the project, of any scope, as
-            a test of mpi-pytest has it; else those that depend on ``world``.
-    """
+    """Return a fixture's plan if it asks for ``world``; None leaves it to pytest."""
     values = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
-    depends = any(isinstance(v, WorldArgument | RankFixture) for v in values.values())
-    everywhere = everywhere and _is_of_project(fixturedef) and _travel(values)
-    if not (depends or everywhere):
+    if not any(isinstance(v, WorldArgument | RankFixture) for v in values.values()):
         return None
-    if fixturedef.scope != "function" and not everywhere:
+    if fixturedef.scope != "function":
         pytest.fail(
             f"the fixture `{fixturedef.argname}` asks for `world` and is "
             f"{fixturedef.scope}-scoped; on ranks only function scope exists: give it "
@@ -122,34 +104,7 @@ def rank_fixture(
     # Also where the body does not take it, as with autouse: `run_body` evaluates all of
     # them.
     item.stash.setdefault(_RANK_FIXTURES, []).append(plan)
-    if fixturedef.scope != "function":  # the next test may be one of the parent's
-        ended = functools.partial(fixturedef.finish, request)  # type: ignore[arg-type]
-        item.addfinalizer(ended)
     return plan
-
-
-def forget_parents_values(item: pytest.Function) -> None:
-    """End the parent's values of fixtures that the ranks evaluate for this test."""
-    for fixturedefs in item._fixtureinfo.name2fixturedefs.values():
-        for fixturedef in fixturedefs:
-            if fixturedef.cached_result is not None and _is_of_project(fixturedef):
-                fixturedef.finish(item._request)  # type: ignore[arg-type]
-
-
-def _is_of_project(fixturedef: pytest.FixtureDef[Any]) -> bool:
-    code = getattr(inspect.unwrap(fixturedef.func), "__code__", None)
-    return code is not None and not INSTALLED.search(code.co_filename)
-
-
-def _travel(values: Mapping[str, Any]) -> bool:
-    for name, value in values.items():
-        if name == "request" or isinstance(_sendable(name, value), _OF_RANKS):
-            continue
-        try:
-            pickled(value)
-        except Exception:  # a class of the test's may raise anything
-            return False
-    return not values.keys() & (_PARENT_ONLY - {"request"})
 
 
 def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> None:
@@ -194,7 +149,7 @@ def explain(
 
 
 def show(
-    item: pytest.Item, failure: WorldFailure, text: str, report: pytest.TestReport
+    item: pytest.Item, failure: WorldError, text: str, report: pytest.TestReport
 ) -> None:
     """Show ``text`` in the report of a failed world."""
     path, line, _ = item.location
@@ -221,22 +176,15 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
         pytest.skip(str(reason))
     except NotSimulatedError as refusal:
         pytest.fail(str(refusal), pytrace=False)
-    except WorldFailure as failure:
+    except WorldError as failure:
         item.stash[_FAILURE] = failure
         if ranks_wait(failure.outcomes):
             failure.write_flight_records(artifacts_of(item, spec) / "flight-records")
-        if item.config.option.usepdb:  # it has been looked at, on its rank
-            raise _Seen(failure) from None
         raise _for_pytest(failure) from None
     # Into pytest's own capture, as the output of a test in one process.
     sys.stdout.write(render_output(outcomes))
-    for outcome in outcomes:
-        if isinstance(outcome.value, AgreedOutcome):
-            _raise_agreed(outcome.value)
-
-
-class _Seen(bdb.BdbQuit):
-    """What pytest's own --pdb leaves alone: it would stop in the parent."""
+    if isinstance(outcomes[0].value, Left):  # alike on all ranks
+        _raise_agreed(outcomes[0].value)
 
 
 def _run(
@@ -248,8 +196,7 @@ def _run(
 ) -> tuple[RankOutcome, ...]:
     folder = item.config.getoption("gradparity_trace")
     if folder is None:
-        found = functools.partial(runner.run, spec, options, run_body, body)
-        return _timed(item, found)
+        return runner.run(spec, options, run_body, body)
     if spec.simulated or not isinstance(runner, PoolRunner):
         where = "under torchrun" if not spec.simulated else "of simulated ranks"
         pytest.fail(
@@ -260,36 +207,15 @@ def _run(
     file = trace_file(folder, item.nodeid)
     parts = file.with_suffix(".ranks")
     parts.mkdir(parents=True, exist_ok=True)
-    traced = functools.partial(
-        runner.run, spec, options, profiled, str(parts), run_body, body
-    )
     outcomes: tuple[RankOutcome, ...] = ()
     try:
-        outcomes = _timed(item, traced)
+        outcomes = runner.run(spec, options, profiled, str(parts), run_body, body)
         return outcomes
-    except WorldFailure as failure:
+    except WorldError as failure:
         outcomes = failure.outcomes
         raise
     finally:
         merge(parts, outcomes, file)
-
-
-def _timed(
-    item: pytest.Function, run: Callable[[], tuple[RankOutcome, ...]]
-) -> tuple[RankOutcome, ...]:
-    try:
-        outcomes = run()
-    except WorldFailure as failure:
-        item.stash[_SECONDS] = [round(o.took_s, 4) for o in failure.outcomes]
-        raise
-    item.stash[_SECONDS] = [round(o.took_s, 4) for o in outcomes]
-    return outcomes
-
-
-def durations_of(item: pytest.Item) -> list[tuple[str, object]]:
-    """Return each rank's own time as a property of the test's report."""
-    seconds = item.stash.get(_SECONDS, None)
-    return [] if seconds is None else [(SECONDS, seconds)]
 
 
 def artifacts_of(item: pytest.Function, spec: WorldSpec) -> Path:
@@ -302,18 +228,17 @@ def artifacts_of(item: pytest.Function, spec: WorldSpec) -> Path:
     return Path(parent, re.sub(r"[^\w.-]+", "_", item.nodeid)[-100:])
 
 
-def _raise_agreed(agreed: AgreedOutcome) -> NoReturn:
+def _raise_agreed(agreed: Left) -> NoReturn:
     __tracebackhide__ = True
-    if agreed.kind == "Skipped":
-        pytest.skip(agreed.reason)
-    if agreed.kind == "XFailed":
-        pytest.xfail(agreed.reason)
+    for raising in (pytest.skip, pytest.xfail):
+        if agreed.kind == name_of(raising.Exception):
+            raising(agreed.reason)
     from .hypothesis import reject
 
     reject()
 
 
-def _for_pytest(failure: WorldFailure) -> BaseException:
+def _for_pytest(failure: WorldError) -> BaseException:
     disagreement = _disagreement(failure.outcomes)
     if disagreement:
         return pytest.fail.Exception(disagreement, pytrace=False)
@@ -323,7 +248,7 @@ def _for_pytest(failure: WorldFailure) -> BaseException:
 
 
 def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
-    if not any(is_outcome_exception(outcome.error_type) for outcome in outcomes):
+    if not any(isinstance(outcome.value, Left) for outcome in outcomes):
         return ""
     lines = [f"  {outcome.headline}" for outcome in outcomes]
     return "\n".join(["the ranks do not agree on the outcome:", *lines, ""])

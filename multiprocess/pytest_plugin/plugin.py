@@ -11,14 +11,12 @@ import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ..environment import needs_agent
 from ..spec import WorldSpec
-from .session_fork import TorchImportHook, mode, open_targets
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent
@@ -26,23 +24,19 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 MARKER_HELP = (
-    "world(size=2, backend='gloo', device='cpu', isolation='pool', timeout_s=60): "
-    "run the test's body on every rank of a world; size may be a list of sizes"
+    "world(world_size=2, backend='gloo', device='cpu', isolation='pool', "
+    "timeout_s=60): run the test's body on every rank; world_size may be a list"
 )
 
 DEFAULT_SIZE = 2
-_ATTACH_S = 600.0
 
 _MARK = "world"
 _ALLOWED = frozenset(field.name for field in fields(WorldSpec))
 _RUNNER = pytest.StashKey["Runner"]()
 _SPEC = pytest.StashKey["WorldSpec"]()
-_TORCH_HOOK = pytest.StashKey[TorchImportHook]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
 _EXIT_CODE = pytest.StashKey[int]()
 _ADOPTION: pytest.StashKey[Adoption] = pytest.StashKey()
-# At import, as early as can be: what is opened later counts as the session's.
-_OPENED = open_targets()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,27 +49,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "to DIR (default: a temporary folder that pytest prunes)",
     )
     group.addoption(
-        "--gradparity-pdb-rank",
-        type=int,
-        metavar="N",
-        help="with --pdb: debug rank N (default: the rank that failed first)",
-    )
-    group.addoption(
-        "--gradparity-attach",
-        nargs="?",
-        type=float,
-        const=_ATTACH_S,
-        metavar="SECONDS",
-        help="keep the ranks of a hung test for SECONDS, or until Enter is pressed, "
-        f"and print how to attach py-spy and gdb (default: {_ATTACH_S:g})",
-    )
-    group.addoption(
-        "--gradparity-durations",
-        type=int,
-        metavar="N",
-        help="show the N tests whose ranks took longest, with the time of each rank",
-    )
-    group.addoption(
         "--gradparity-trace",
         metavar="DIR",
         help="write a Chrome trace of each test to DIR, with all ranks on one clock",
@@ -83,8 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--gradparity-adopt",
         action="store_true",
-        help="run tests of torch's multi-process classes and tests with mpi-pytest's "
-        "marker `parallel` on ranks that stay warm",
+        help="run tests of torch's multi-process classes on ranks that stay warm",
     )
     group.addoption(
         "--gradparity-adopt-isolation",
@@ -104,19 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
             "under torchrun leave out -n: each of torchrun's processes would run all "
             "tests in workers of its own"
         )
-    try:
-        mode()
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
     if config.option.gradparity_adopt:
         from . import adopt
 
-        config.addinivalue_line("markers", adopt.PARALLEL_HELP)
         adoption = adopt.Adoption(config.option.gradparity_adopt_isolation)
         config.stash[_ADOPTION] = adoption
         config.pluginmanager.register(adoption)
-        adopt.unregister_mpi_pytest(config.pluginmanager)
-    config.stash[_TORCH_HOOK] = TorchImportHook(_OPENED, _words(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -147,22 +112,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         # A test need not take it: its size is a parameter of the test either way.
         metafunc.fixturenames.append("world")
-    # Each as its own plugin has it.
-    word = "nprocs=" if _is_mpi_pytests(metafunc.definition) else "world"
-    ids = (
-        [f"{word}{size}" for size in sizes] if len(sizes) > 1 else [pytest.HIDDEN_PARAM]
-    )
+    ids = [f"world{n}" for n in sizes] if len(sizes) > 1 else [pytest.HIDDEN_PARAM]
     metafunc.parametrize("world", sizes, indirect=True, ids=ids)
-
-
-def pytest_pycollect_makemodule(
-    module_path: Path, parent: pytest.Collector
-) -> pytest.Module | None:
-    """Make the import of torch, by this module or a later one, serve the ranks too."""
-    config = parent.config
-    if not (config.option.collectonly or needs_agent()):
-        config.stash[_TORCH_HOOK].watch_module(module_path)
-    return None  # pytest makes it
 
 
 @pytest.fixture
@@ -172,7 +123,8 @@ def world(request: pytest.FixtureRequest) -> Any:
 
     if request.node.get_closest_marker(_MARK) is None:
         pytest.fail(
-            "the fixture `world` needs @pytest.mark.world(size=...)", pytrace=False
+            "the fixture `world` needs @pytest.mark.world(world_size=...)",
+            pytrace=False,
         )
     return WorldArgument(request.param)
 
@@ -192,12 +144,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         submit_by(lambda: _runner(config))
         worlds = True
-    if config.option.collectonly or not worlds:
-        config.stash[_TORCH_HOOK].stop()
-    else:
+    if worlds and not config.option.collectonly:
         if needs_agent():
             _lead_or_follow(config)
-        config.stash[_TORCH_HOOK].stop(expected=_AGENT not in config.stash)
         _runner(config).expect()
 
 
@@ -205,11 +154,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse tests that cannot run on ranks, instead of running them here."""
     if item.get_closest_marker(_MARK) is not None:
-        from .controller import forget_parents_values, prepare
+        from .controller import prepare
 
         prepare(item)
-        if isinstance(item, pytest.Function) and _is_mpi_pytests(item):
-            forget_parents_values(item)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -218,14 +165,13 @@ def pytest_fixture_setup(
 ) -> Any:
     """Leave a fixture that asks for ``world`` to the ranks."""
     item = request._pyfuncitem
-    if fixturedef.argname == "world" or item.get_closest_marker(_MARK) is None:
+    if fixturedef.argname == "world" or not fixturedef.argnames:
         return None
-    everywhere = _is_mpi_pytests(item)
-    if not (fixturedef.argnames or everywhere):
+    if item.get_closest_marker(_MARK) is None:
         return None
     from .controller import rank_fixture
 
-    return rank_fixture(fixturedef, request, everywhere=everywhere)
+    return rank_fixture(fixturedef, request)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -255,20 +201,7 @@ def pytest_runtest_makereport(
         from . import adopt
 
         adopt.explain(item, call, report)
-    if report.when == "call" and item.config.getoption("gradparity_durations"):
-        from .controller import durations_of
-
-        report.user_properties += durations_of(item)
     return report
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Show how long each rank took, if that is asked for."""
-    count = config.getoption("gradparity_durations")
-    if count:
-        from .debugging import show_durations
-
-        show_durations(terminalreporter, count)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -283,8 +216,6 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End all ranks, also when no test was run."""
     _close_runner(config)
-    if _TORCH_HOOK in config.stash:
-        config.stash[_TORCH_HOOK].stop()  # a later session here has other modules
     if _AGENT in config.stash:
         from .runner import finish
 
@@ -303,22 +234,6 @@ def _lead_or_follow(config: pytest.Config) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)  # no hook of this process ends a session: reports are rank 0's
-
-
-def _words(config: pytest.Config) -> tuple[bytes, ...]:
-    """Return words of which one is in each module with tests for ranks."""
-    words = b"mark.world", b"multiprocess.TestCase", b"multiprocess import TestCase"
-    if not config.option.gradparity_adopt:
-        return words
-    from . import adopt
-
-    return (*words, *adopt.WORDS)
-
-
-def _is_mpi_pytests(item: pytest.Item) -> bool:
-    """Whether a test is one of mpi-pytest's that is adopted."""
-    adopted = _ADOPTION in item.config.stash
-    return adopted and item.get_closest_marker("parallel") is not None
 
 
 def _has_classes(session: pytest.Session) -> bool:
@@ -341,13 +256,10 @@ def _close_runner(config: pytest.Config) -> None:
 
 def _runner(config: pytest.Config) -> Runner:
     if _RUNNER not in config.stash:
-        from .debugging import before_end_of
         from .runner import AgentRunner, PoolRunner
 
         agent = config.stash.get(_AGENT, None)
-        config.stash[_RUNNER] = (
-            PoolRunner(before_end_of(config)) if agent is None else AgentRunner(agent)
-        )
+        config.stash[_RUNNER] = PoolRunner() if agent is None else AgentRunner(agent)
     return config.stash[_RUNNER]
 
 
@@ -375,12 +287,12 @@ def sizes_of(args: Sequence[Any], settings: Mapping[str, Any]) -> list[int]:
     Raises:
         TypeError: More than one positional argument.
     """
-    if len(args) > 1 or (args and "size" in settings):
+    if len(args) > 1 or (args and "world_size" in settings):
         raise TypeError(
             f"@pytest.mark.world takes one size, got {args} {dict(settings)}: name the "
             "other settings, as in world(2, timeout_s=60)"
         )
-    size = args[0] if args else settings.get("size", DEFAULT_SIZE)
+    size = args[0] if args else settings.get("world_size", DEFAULT_SIZE)
     return list(size) if isinstance(size, list | tuple) else [size]
 
 
@@ -399,4 +311,4 @@ def spec_of(size: int, settings: Mapping[str, Any]) -> WorldSpec:
             + "".join(f"did you mean {name}? " for name in close)
             + f"It has {', '.join(sorted(_ALLOWED))}"
         )
-    return WorldSpec(**{**settings, "size": size})
+    return WorldSpec(**{**settings, "world_size": size})

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..outcomes import Left
+from ..rank.worker import name_of
 from ..rank.world import World, current_world
 
 
@@ -52,7 +54,7 @@ class RankRequest:
 
 @dataclass(frozen=True)
 class PerRankFixture:
-    """A fixture of pytest's that every rank gets one of its own of."""
+    """A pytest fixture that is instantiated once per rank."""
 
     name: str
 
@@ -72,17 +74,6 @@ class Body:
     """Whether what the body returns is wanted."""
 
 
-@dataclass(frozen=True)
-class AgreedOutcome:
-    """All ranks left the test in the same special way: skip, xfail, unsatisfied."""
-
-    kind: str
-    """Name of the exception's type."""
-
-    reason: str
-    """Its text."""
-
-
 def run_body(body: Body) -> Any:
     """Run a test's body on this rank; return its value where that is compared."""
     world = current_world()
@@ -98,19 +89,7 @@ def run_body(body: Body) -> Any:
                 value = resolver.loop.run(value)
             return value if body.compared else None
         except _outcome_exceptions() as special:
-            # Parts of one tensor run the body once, so for all.
-            if world.backend != "local" and not world.all_agree(type(special).__name__):
-                raise
-            return AgreedOutcome(type(special).__name__, str(special))
-
-
-def is_outcome_exception(error_type: str | None) -> bool:
-    """Whether an exception, named by its type, is no failure by itself."""
-    return (error_type or "").rpartition(".")[2] in (
-        "Skipped",
-        "XFailed",
-        "UnsatisfiedAssumption",
-    )
+            return Left(name_of(type(special)), str(special))
 
 
 def is_async(fn: Callable[..., Any]) -> bool:

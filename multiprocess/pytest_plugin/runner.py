@@ -19,7 +19,6 @@ from ..parent.forkserver_client import forkserver
 from ..parent.slots import cpu_slots, gpu_slots, visible_gpus
 from ..simulated import SimulatedCluster
 from ..spec import CallOptions, WorldSpec
-from .debugging import BeforeEnd
 
 if TYPE_CHECKING:
     from ..elastic.agent import Agent, AgentCluster
@@ -38,7 +37,7 @@ class Runner(Protocol):
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldFailure``."""
+        """Return one outcome per rank, or raise ``WorldError``."""
 
     def expect(self) -> None:
         """Prepare for worlds to come."""
@@ -57,14 +56,16 @@ class AgentRunner:
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldFailure``."""
+        """Return one outcome per rank, or raise ``WorldError``."""
         if spec.simulated:
             raise UnsuitableWorld(
                 "simulated ranks share one process: run this test without torchrun"
             )
         made = self._agent.size
-        if spec.size > made:
-            raise UnsuitableWorld(f"needs {spec.size} ranks, torchrun made {made}")
+        if spec.world_size > made:
+            raise UnsuitableWorld(
+                f"needs {spec.world_size} ranks, torchrun made {made}"
+            )
         from ..elastic.agent import AgentCluster, Ended
 
         kind = _kind_of(spec)
@@ -85,17 +86,16 @@ class AgentRunner:
 class PoolRunner:
     """Keeps one warm cluster for each kind of world, the latest used ones."""
 
-    def __init__(self, before_end: BeforeEnd | None = None) -> None:
-        self._before_end = before_end
+    def __init__(self) -> None:
         self._clusters: dict[WorldSpec, Cluster | SimulatedCluster] = {}
 
     def run(
         self, spec: WorldSpec, options: CallOptions, fn: Callable[..., Any], *args: Any
     ) -> tuple[RankOutcome, ...]:
-        """Return one outcome per rank, or raise ``WorldFailure``."""
+        """Return one outcome per rank, or raise ``WorldError``."""
         with contextlib.ExitStack() as held:
-            # Threads take turns in one process, so they need one core.
-            processes = 1 if spec.backend in ("simulated", "local") else spec.size
+            # One thread of a simulation runs at a time: it needs one core.
+            processes = 1 if spec.backend == "simulated" else spec.world_size
             held.enter_context(cpu_slots().hold(processes))
             if spec.device == "cuda":
                 names = held.enter_context(_gpus(spec))
@@ -116,13 +116,11 @@ class PoolRunner:
     def _cluster(self, kind: WorldSpec) -> Cluster | SimulatedCluster:
         made = SimulatedCluster if kind.simulated else Cluster
         cluster = self._clusters.pop(kind, None) or made.of(kind)
-        if isinstance(cluster, Cluster):
-            cluster.before_end = self._before_end
         # Warm ranks take memory: those of the kinds used longest ago are ended.
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
         for other in list(self._clusters.values()):
-            if other is not cluster and idle + kind.size > _MAX_IDLE_RANKS:
+            if other is not cluster and idle + kind.world_size > _MAX_IDLE_RANKS:
                 idle -= len(other.pids)
                 other.close()
         return cluster
@@ -130,7 +128,7 @@ class PoolRunner:
 
 def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
     visible = visible_gpus()
-    wanted = 1 if spec.share_devices else spec.size
+    wanted = 1 if spec.share_devices else spec.world_size
     if len(visible) < wanted:
         raise UnsuitableWorld(f"needs {wanted} CUDA devices, {len(visible)} visible")
     return gpu_slots(visible).hold(wanted)

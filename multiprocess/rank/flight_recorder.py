@@ -1,7 +1,9 @@
-"""Records each collective that a rank issues: 20 microseconds, twice that when cold.
+"""Records each collective that a rank issues, and where a rank waits for others.
 
-Wraps the methods of ``ProcessGroup``, where every function of ``torch.distributed``
-ends, and the functional collectives (DTensor), which never pass there.
+A record takes 20 microseconds, twice that when cold. Wrapped are the methods of
+``ProcessGroup``, where every function of ``torch.distributed`` ends, the functional
+collectives (DTensor), which never pass there, and what waits: for a collective, for the
+other ranks of a new process group, for a key of a store.
 """
 
 from __future__ import annotations
@@ -10,18 +12,21 @@ import functools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..outcomes import TensorShape
+from ..outcomes import Place, TensorShape
 from .flight_records import RecordWriter
 
 METHODS = (
@@ -79,9 +84,14 @@ _QUIET = (
 _MAX_FRAMES = 80
 
 
-class _Nesting(threading.local):
+class _Thread(threading.local):
     inside = False
     waited = False
+    writer: RecordWriter | None = None
+    """Of a rank that is a thread; all others share the process's."""
+
+
+_thread = _Thread()
 
 
 def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
@@ -93,7 +103,6 @@ def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
     """
     global _writer
     _writer = writer
-    nesting = _Nesting()
     # By what the collective gave back to wait for: a Work, or a tensor.
     # Weak, since much is never waited for; by identity, since tensors compare by
     # element.
@@ -101,12 +110,17 @@ def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
     method = _Kind(_group_of_method, _shapes_of_method)
     function = _Kind(_group_of_function, _shapes_of_function)
     for owner in (dist.ProcessGroup, *groups):
+        _wrap_place(owner, "monitored_barrier", Place.COLLECTIVE)  # waits in the call
         for name in METHODS:
-            _wrap(owner, name, method, writer, nesting, pending)
+            _wrap(owner, name, method, pending)
     for name in _FUNCTIONS:
-        _wrap(functional, name, function, writer, nesting, pending)
-    _wrap_wait(dist.Work, "wait", writer, nesting, pending)
-    _wrap_wait(functional, "wait_tensor", writer, nesting, pending)
+        _wrap(functional, name, function, pending)
+    _wrap_wait(dist.Work, "wait", pending)
+    _wrap_wait(functional, "wait_tensor", pending)
+    for name in ("get", "multi_get", "wait"):
+        _wrap_place(Store, name, Place.STORE)
+    # Private, but the one place where each kind of group is made.
+    _wrap_place(dist.distributed_c10d, "_new_process_group_helper", Place.JOINING)
 
 
 def uninstall() -> None:
@@ -116,19 +130,53 @@ def uninstall() -> None:
 
 
 @contextmanager
-def redirected(
-    writer: RecordWriter, *groups: type[dist.ProcessGroup]
-) -> Iterator[None]:
-    """Record collectives in another writer inside this context."""
-    before = _writer
+def recorded_too(*groups: type[dist.ProcessGroup]) -> Iterator[None]:
+    """Record the collectives of these groups, too, inside this context."""
+    writer = _writer
+    assert writer is not None
     uninstall()
     install(writer, *groups)
     try:
         yield
     finally:
         uninstall()
-        if before is not None:
-            install(before)
+        install(writer)
+
+
+def record_thread(writer: RecordWriter) -> None:
+    """Record what the calling thread does in a writer of its own."""
+    _thread.writer = writer
+
+
+@contextmanager
+def placed(place: Place) -> Iterator[None]:
+    """Note that the rank is there inside this context."""
+    writer = _thread.writer or _writer
+    assert writer is not None
+    before = writer.enter(place)
+    try:
+        yield
+    finally:
+        writer.leave(before)
+
+
+def left_a_wait(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, came out of a wait for other ranks.
+
+    It then tells what became of the others, and not of this rank.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        innermost = None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            innermost = frame.f_code
+        # torch's own types are for communication. DDP waits below the engine, in C++:
+        # an error of Python code there would have a frame of that.
+        if innermost in _WAITS or isinstance(error, dist.DistError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 _writer: RecordWriter | None = None
@@ -147,8 +195,6 @@ def _wrap(
     owner: Any,
     name: str,
     kind: _Kind,
-    writer: RecordWriter,
-    nesting: _Nesting,
     pending: WeakIdKeyDictionary,
 ) -> None:
     # The class's own methods only: an inherited one is wrapped in the base, once.
@@ -160,9 +206,11 @@ def _wrap(
     def recorded(*args: Any, **kwargs: Any) -> Any:
         # One method of a group may call another: the outer one is what was issued. A
         # compiler that traces through here must not see a write to memory.
-        if nesting.inside or torch.compiler.is_compiling():
+        writer = _thread.writer or _writer
+        if writer is None or _thread.inside or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
-        nesting.inside, nesting.waited = True, False
+        _thread.inside, _thread.waited = True, False
+        before = None
         try:
             group = _resolved(kind.group_of(args, kwargs))
             sent, received = kind.shapes_of(name, args)
@@ -177,41 +225,76 @@ def _wrap(
                 sent=sent,
                 received=received,
             )
+            before = writer.enter(Place.COLLECTIVE, record)
             result = wrapped(*args, **kwargs)
-            pends = _what_pends(result, nesting.waited)
+            pends = _what_pends(result, _thread.waited)
             if pends is None:
                 writer.ended(record)
             else:
                 pending[pends] = record
             return result
         finally:
-            nesting.inside = False
+            _thread.inside = False
+            if before is not None:
+                writer.leave(before)
 
     _put(owner, name, recorded)
 
 
-def _wrap_wait(
-    owner: Any,
-    name: str,
-    writer: RecordWriter,
-    nesting: _Nesting,
-    pending: WeakIdKeyDictionary,
-) -> None:
+def _wrap_wait(owner: Any, name: str, pending: WeakIdKeyDictionary) -> None:
     wrapped = getattr(owner, name) if name in vars(owner) else None
     if wrapped is None:
         return
 
     @functools.wraps(wrapped)
     def waited(*args: Any, **kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
-        if args and not torch.compiler.is_compiling():
-            nesting.waited = True
-            record = pending.pop(args[0], None)
-            if record is not None:
-                writer.ended(record)
+        writer = _thread.writer or _writer
+        if writer is None or not args or torch.compiler.is_compiling():
+            return wrapped(*args, **kwargs)
+        record = pending.get(args[0])
+        before = writer.enter(Place.COLLECTIVE, record)
+        try:
+            result = wrapped(*args, **kwargs)
+        finally:
+            writer.leave(before)
+        _thread.waited = True
+        if record is not None:
+            pending.pop(args[0], None)
+            writer.ended(record)
         return result
 
     _put(owner, name, waited)
+    _WAITS.add(_code_of(waited))
+
+
+def _wrap_place(owner: Any, name: str, place: Place) -> None:
+    wrapped = getattr(owner, name) if name in vars(owner) else None
+    if wrapped is None:
+        return
+
+    @functools.wraps(wrapped)
+    def there(*args: Any, **kwargs: Any) -> Any:
+        writer = _thread.writer or _writer
+        # A store's keys are waited for in the making of a group, too: that says more.
+        if writer is None or writer.waits or torch.compiler.is_compiling():
+            return wrapped(*args, **kwargs)
+        before = writer.enter(place)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            writer.leave(before)
+
+    _put(owner, name, there)
+    _WAITS.add(_code_of(there))
+
+
+def _code_of(wrapper: Any) -> CodeType:
+    code: CodeType = wrapper.__code__
+    return code
+
+
+_WAITS: set[CodeType] = {_engine_run_backward.__code__}
+"""Functions that wait for other ranks in native code."""
 
 
 def _put(owner: Any, name: str, wrapper: Any) -> None:

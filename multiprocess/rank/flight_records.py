@@ -1,29 +1,34 @@
 """The last collectives of each rank, in memory that outlives the rank.
 
 A rank writes, and the parent can read at any time, also from a rank that hangs, was
-killed or stopped. Layout of a rank's region: number of records, then a ring of records.
-A record is two times, when it was issued and when it had ended, and its text.
+killed or stopped. Layout of a rank's region: number of records, the rank's place and
+the record of the collective that it is in, then a ring of records. A record is two
+times, when it was issued and when it had ended, and its text.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..outcomes import Collective, TensorShape
+from ..outcomes import Collective, Place, TensorShape
 from ..report import TWO_SIDED
 
 SLOTS = 64
 _SLOT = 1024
 _COUNT = struct.Struct("!Q")
+_PLACE = struct.Struct("!II")
+_NO_RECORD = 2**32 - 1
 _TIMES = struct.Struct("!QQ")
-_HEAD = 16
+_HEAD = _COUNT.size + _PLACE.size
 REGION = _HEAD + SLOTS * _SLOT
 
 _MAX_SHAPES = 6
@@ -32,8 +37,11 @@ _MAX_SHAPES = 6
 
 def create(size: int) -> int:
     """Make the memory for ``size`` ranks; return its descriptor."""
-    fd = os.memfd_create("gradparity-flight-records", os.MFD_CLOEXEC)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    fd = os.memfd_create("gradparity-flight-records", flags)
     os.ftruncate(fd, size * REGION)
+    # A test that truncates what it finds open would take it from all ranks.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
 
 
@@ -46,6 +54,8 @@ class RecordWriter:
         self._count = 0
         self._calls = 0
         self._numbers: dict[str, int] = {}
+        self._thread = threading.get_ident()
+        self._now = Place.BODY.value, _NO_RECORD
 
     def clear(self) -> None:
         """Forget the records of earlier calls."""
@@ -53,6 +63,39 @@ class RecordWriter:
         self._calls += 1
         self._numbers.clear()
         _COUNT.pack_into(self._memory, self._start, 0)
+        self._put((Place.BODY.value, _NO_RECORD))
+
+    def enter(
+        self, place: Place, record: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Note where the rank is from now on.
+
+        Args:
+            place: Of the thread that made this writer; those of others are not noted.
+            record: The collective that it is in, as :meth:`record` returned it.
+
+        Returns:
+            Where it was, for :meth:`leave`.
+        """
+        before = self._now
+        known = record is not None and record[0] == self._calls
+        index = record[1] if record is not None and known else _NO_RECORD
+        self._put((place.value, index))
+        return before
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank is in a wait for others already."""
+        return self._now[0] != Place.BODY.value
+
+    def leave(self, before: tuple[int, int]) -> None:
+        """Note that the rank is again where it was."""
+        self._put(before)
+
+    def _put(self, now: tuple[int, int]) -> None:
+        if threading.get_ident() == self._thread:
+            self._now = now
+            _PLACE.pack_into(self._memory, self._start + _COUNT.size, *now)
 
     def record(
         self,
@@ -119,6 +162,19 @@ def read(fd: int, rank: int) -> tuple[Collective, ...]:
         except (ValueError, TypeError):
             continue  # the rank is writing just now
     return tuple(found)
+
+
+def read_place(fd: int, rank: int) -> tuple[Place, int | None]:
+    """Return where a rank is, and the position of the collective that it is in."""
+    place, index = _PLACE.unpack(os.pread(fd, _PLACE.size, rank * REGION + _COUNT.size))
+    return Place(place), None if index == _NO_RECORD else index
+
+
+def read_current(fd: int, rank: int) -> Collective | None:
+    """Return the collective that a rank is in, if it is in one."""
+    _, position = read_place(fd, rank)
+    found = () if position is None else read(fd, rank)
+    return next((call for call in found if call.position == position), None)
 
 
 def _collective(slot: bytes, position: int) -> Collective:

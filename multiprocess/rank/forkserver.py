@@ -132,6 +132,9 @@ class ForkServer:
         return {}
 
     def _fork(self, fds: list[int]) -> dict[str, Any]:
+        if len(fds) <= RANK_FDS:  # the kernel drops those above the limit
+            _close(fds)
+            return {"error": "the forkserver has no descriptor left: see ulimit -n"}
         exit_w, rank_fds = fds[0], fds[1:]
         try:
             pid = os.fork()
@@ -197,15 +200,18 @@ class ForkServer:
 
     def _end(self) -> NoReturn:
         # A process that dies leaves its children to us: repeat until none is left.
-        deadline = time.monotonic() + _END_S
-        while time.monotonic() < deadline:
+        deadline = linux.now_s() + _END_S
+        while linux.now_s() < deadline:
             _kill_strays()
             try:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     time.sleep(0.002)
             except ChildProcessError:
                 break
-        os._exit(0)
+        # Not os._exit: coverage.py, where it measures, would write a file of this
+        # process, when the session has combined those of all.
+        signal.raise_signal(signal.SIGKILL)
+        os._exit(0)  # not reached
 
 
 def _kill_strays() -> None:

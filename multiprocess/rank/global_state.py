@@ -49,6 +49,20 @@ def _set_handlers(handlers: list[Any]) -> None:
         signal.signal(number, handler)
 
 
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # the call has removed it
+        return ""
+
+
+def _set_folder(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except FileNotFoundError:  # the folder of before, too: nowhere else is ours
+        os.chdir("/")
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Those that programs handle; reading the handlers of all 64 costs 10 us."""
 
@@ -65,7 +79,7 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     (_handlers, _set_handlers),
-    (os.getcwd, os.chdir),
+    (_folder, _set_folder),
     (lambda: dict(os.environ), lambda env: _restore_environment(env)),
     (lambda: list(sys.path), lambda path: sys.path.__setitem__(slice(None), path)),
     (lambda: (sys.stdout, sys.stderr), lambda streams: _restore_streams(streams)),

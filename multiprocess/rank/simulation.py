@@ -1,8 +1,7 @@
-"""Ranks that are threads of one process, on torch's threaded process group.
+"""Ranks that are threads of one process, on torch's own threaded process group.
 
-Torch's group exchanges the tensors; :mod:`.turns` decides which thread runs: one at a
-time, in the same order in every run, each with separate settings, generators and
-streams.
+One thread runs at a time, and others run while it waits for them: so each rank has its
+own generators, streams and settings of the process, which are swapped at these moments.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -22,145 +23,221 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from .. import linux
 from ..errors import NotSimulatedError
 from ..messages import Kind, Reply, Simulated, SimulatedRun, Simulation
+from ..outcomes import Place
+from ..report import ended_without
 from . import flight_recorder, flight_records, world
 from .global_state import put_state, taken_state
-from .turns import Abandoned, Expired, RankThread, Turns
 from .worker import made_reply, pickled_result, raised
 
-REAL = 'choose backend="gloo"'
+_LOOK_S = 0.02
+_UNWIND_S = 1.0
+_Group = threaded.ProcessLocalGroup
 
 
 def simulate(plan: Simulation) -> SimulatedRun:
     """Run a call on threads; in the process that they share."""
-    with _simulated(plan) as ranks:
+    fd = flight_records.create(plan.world_size)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        # First in, so undone last: what the ranks set goes after all patches have gone.
+        stack.callback(put_state, taken_state())
+        ranks = _Ranks(plan, fd)
+        stack.enter_context(_threaded_world())
+        replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
+            (_Group, _refused_methods()),
+            (_Group, {"_start_coll": ranks.start, "barrier": _barrier}),
+            (threaded.Collective, {"join": ranks.joining(threaded.Collective.join)}),
+            # Its purpose is that no thread runs ahead, which none does.
+            (threaded, {"_store_based_barrier": lambda *args, **kwargs: None}),
+            *_refused_calls(),
+        )
+        for owner, replaced in replacements:
+            stack.enter_context(mock.patch.multiple(owner, **replaced))
+        stack.enter_context(flight_recorder.recorded_too(_Group))
         return ranks.run()
 
 
 class _Ranks:
     """The ranks of one simulation."""
 
-    def __init__(self, plan: Simulation, records_fd: int) -> None:
+    def __init__(self, plan: Simulation, fd: int) -> None:
         self._plan = plan
-        self._store = HashStore()
-        self._records_fd = records_fd
-        self._replies: list[Reply | None] = [None] * plan.size
-        self._outputs = [io.StringIO() for _ in range(plan.size)]
-        self._writers = [
-            flight_records.RecordWriter(records_fd, rank, plan.size)
-            for rank in range(plan.size)
-        ]
-        self.sums = _Sums()
-        self.turns = Turns([self._state_of(rank) for rank in range(plan.size)])
+        self._fd = fd
+        self._running = threading.Lock()
+        """Held by the one thread that runs."""
+
+        self._store = _SharedStore(HashStore(), self._others_run)
+        self._outputs = [io.StringIO() for _ in range(plan.world_size)]
+        self._replies: dict[int, Reply] = {}
+        self._left_by: dict[int, int] = {}
+        self._sums = _Sums()
+        self._base = taken_state()
 
     def run(self) -> SimulatedRun:
-        """Run all ranks; return their outcomes."""
-        took_s = self.turns.run(self._body, self._plan.limit_s)
+        """Run all ranks until they have ended, or will not."""
+        began = linux.now_s()
+        plan, ranks = self._plan, range(self._plan.world_size)
+        threads = [
+            threading.Thread(target=self._run_rank, args=(rank,), daemon=True)
+            for rank in ranks
+        ]
+        for thread in threads:
+            thread.start()
+        until = began + plan.limit_s
+        while len(self._replies) < plan.world_size and linux.now_s() < until:
+            unfinished = next(r for r in ranks if r not in self._replies)
+            threads[unfinished].join(_LOOK_S)
+            failed = any(r.kind is Kind.RAISED for r in self._replies.copy().values())
+            if failed or self._waits_without_end():
+                until = min(until, linux.now_s() + plan.grace_s)
+        # Looked at before the threads that wait are unwound, so that their `finally`
+        # blocks run; one that is busy cannot be, and ends with the process.
+        took_s, frames = linux.now_s() - began, sys._current_frames()
+        found = [self._outcome(r, frames.get(threads[r].ident or 0)) for r in ranks]
+        if len(self._replies) < plan.world_size:
+            _Group.exception_handle(SystemExit())
+            for thread in threads:
+                thread.join(_UNWIND_S / plan.world_size)
         return SimulatedRun(
-            ranks=tuple(self._outcome(thread) for thread in self.turns.ranks),
+            ranks=tuple(found),
             took_s=took_s,
-            busy=None if self.turns.in_time else self.turns.current.rank,
-            summed=self.sums.largest,
-            epsilon=self.sums.epsilon,
+            summed=self._sums.largest,
+            epsilon=self._sums.epsilon,
         )
 
-    def _state_of(self, rank: int) -> tuple[Any, ...]:
-        with (
-            mock.patch.multiple(
-                sys, stdout=self._outputs[rank], stderr=self._outputs[rank]
-            ),
-            mock.patch.dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank)),
-        ):
-            os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(
-                self._plan.size
-            )
-            return taken_state()
+    def _waits_without_end(self) -> bool:
+        if self._left_by:
+            return False
+        ended = {r: flight_records.read(self._fd, r) for r in list(self._replies)}
+        for rank in set(range(self._plan.world_size)) - ended.keys():
+            call = flight_records.read_current(self._fd, rank)
+            without = None if call is None else ended_without(call, ended)
+            if without is not None:
+                self._left_by[rank] = without
+        return bool(self._left_by)
 
-    def _outcome(self, thread: RankThread) -> Simulated:
+    def _outcome(self, rank: int, frame: Any) -> Simulated:
+        reply = self._replies.get(rank)
         return Simulated(
-            reply=self._replies[thread.rank],
-            ended_at_s=thread.ended_at_s,
-            stacks=thread.stacks,
-            collectives=flight_records.read(self._records_fd, thread.rank),
-            output=self._outputs[thread.rank].getvalue(),
+            reply=reply,
+            place=flight_records.read_place(self._fd, rank)[0],
+            left_by=self._left_by.get(rank),
+            stacks="" if reply else _stack(frame),
+            collectives=flight_records.read(self._fd, rank),
+            output=self._outputs[rank].getvalue(),
         )
 
-    def _body(self, rank: int) -> None:
+    def _run_rank(self, rank: int) -> None:
         """Run one rank; an exception becomes its reply."""
         plan = self._plan
-        excepthook = sys.excepthook
-        world._of_thread.world = world.World(
-            rank=rank,
-            size=plan.size,
-            backend="simulated",
-            device=torch.device("cpu"),
-            seed=plan.seed,
-            make_store=lambda: _SharedStore(self._store, self.turns),  # type: ignore[arg-type,return-value]
+        flight_recorder.record_thread(
+            flight_records.RecordWriter(self._fd, rank, plan.world_size)
         )
+        with flight_recorder.placed(Place.TURN):
+            self._running.acquire()
+        put_state(self._base)
+        excepthook = sys.excepthook
+        self._set_up(rank)
         try:
             dist.init_process_group(
-                "threaded", rank=rank, world_size=plan.size, store=HashStore()
+                "threaded", rank=rank, world_size=plan.world_size, store=HashStore()
             )
             sys.excepthook = excepthook  # wrapped again for each rank
             fn, args, kwargs = pickle.loads(plan.payload)
             value = pickled_result(fn(*args, **kwargs))
-            self._replies[rank] = made_reply(Kind.OK, value=value)
-        except Abandoned:
-            raise
+            reply = made_reply(Kind.OK, value=value)
         except BaseException as error:
-            self._replies[rank] = raised(error, reusable=True)
+            if _Group._terminate.is_set():  # it was unwound
+                return
+            reply = raised(error, reusable=True)
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            self._running.release()
+        self._replies[rank] = reply
 
-    # What torch's group calls, in place of waiting on locks.
+    def _set_up(self, rank: int) -> None:
+        plan = self._plan
+        sys.stdout = sys.stderr = self._outputs[rank]
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(
+            WORLD_SIZE=str(plan.world_size), LOCAL_WORLD_SIZE=str(plan.world_size)
+        )
+        world._of_thread.world = world.World(
+            rank=rank,
+            world_size=plan.world_size,
+            backend="simulated",
+            device=torch.device("cpu"),
+            seed=plan.seed,
+            _make_store=lambda: self._store,  # type: ignore[arg-type,return-value]
+        )
+
+    @contextlib.contextmanager
+    def _others_run(self) -> Iterator[None]:
+        """Let other threads run inside this context, and then be as before."""
+        state = taken_state()
+        self._running.release()
+        try:
+            yield
+        finally:
+            with flight_recorder.placed(Place.TURN):
+                self._running.acquire()
+            put_state(state)
+
+    # What torch's group calls.
+
+    def joining(self, join: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's wait for the other ranks of a collective; they run then."""
+
+        def others_join(running: Any, rank: int, data: Any) -> Any:
+            with self._others_run():
+                return join(running, rank, data)
+
+        return others_join
 
     def start(self, collective: Any, group: Any) -> Any:
         """Return what the ranks of a group take part in now."""
-        running = threaded.ProcessLocalGroup._cur_coll_on_pgs
-        name = group.pg_name
+        running, name = _Group._cur_coll_on_pgs, group.pg_name
         if name not in running:
-            running[name] = threaded.Collective(group.size(), collective, type(group))
-        elif type(running[name]._collective) is not type(collective):
-            self._never()
+            checked = _Checked(collective, self._sums)
+            running[name] = threaded.Collective(group.size(), checked, type(group))
+        first, here = running[name]._collective.kind, type(collective).__name__
+        if first != here:
+            raise RuntimeError(
+                f"the ranks disagree on a collective: {here} here, {first} on another"
+            )
         return running[name]
 
-    def join(self, running: Any, rank: int, data: Any) -> Any:
-        """Take part in a collective, as rank ``rank`` of its group."""
-        # The last rank to come does the work for all, as in torch's group; the threads
-        # of the others have no turn before.
-        running._data[rank] = data
-        running._count += 1
-        if running._count == running._world_size:
-            if self._differ(running):
-                self._never()
-            self.sums.see(running)
-            running._collective.work(running._data)
-            running._done = True
-        else:
-            self.turns.wait(lambda: bool(running._done))
-        return threaded.ret_work(data)
 
-    def record(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Note a collective of the rank whose turn it is, as a ``RecordWriter``."""
-        return self._writers[self.turns.current.rank].record(*args, **kwargs)
+class _Checked:
+    """A collective of torch's group; refuses tensors that differ where they must not.
 
-    def ended(self, record: tuple[int, int]) -> None:
-        """Note its end."""
-        self._writers[self.turns.current.rank].ended(record)
+    Its sums are noted, since their order is another one than gloo's.
+    """
 
-    def _never(self) -> None:
-        """Wait forever, as real ranks do; once all ranks wait, the world ends."""
-        self.turns.wait(lambda: False)
+    def __init__(self, collective: Any, sums: _Sums) -> None:
+        self.kind = type(collective).__name__
+        self._collective = collective
+        self._sums = sums
 
-    @staticmethod
-    def _differ(running: Any) -> bool:
-        """Whether the ranks' tensors differ where they must not."""
-        if not isinstance(running._collective, _ALIKE):
-            return False
-        first = _signature(running._data[0])
-        return any(_signature(data) != first for data in running._data[1:])
+    def work(self, data: Any) -> None:
+        """Do what the collective does, on the tensors of all its ranks."""
+        if isinstance(self._collective, threaded.AllReduce | threaded.Broadcast):
+            each = [
+                [(str(t.dtype), list(t.shape)) for t in threaded.flatten_list(part)]
+                for part in data
+            ]
+            for number, mine in enumerate(each):
+                if mine != each[0]:
+                    raise RuntimeError(
+                        f"the ranks disagree on the tensors of {self.kind}: rank "
+                        f"{number} of its group has {mine}, rank 0 has {each[0]}"
+                    )
+        self._sums.see(self._collective, data)
+        self._collective.work(data)
 
 
 class _Sums:
@@ -170,16 +247,15 @@ class _Sums:
         self.largest = 0.0
         self.epsilon = 0.0
 
-    def see(self, running: Any) -> None:
+    def see(self, collective: Any, data: Any) -> None:
         """Look at what a collective is about to add up."""
-        work, data = running._collective, running._data
         # Two addends have one sum: floating-point addition commutes.
-        ordered = running._world_size > 2
-        if not ordered or getattr(work, "op", None) not in _ADDING:
+        adds = getattr(collective, "op", None) in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if len(data) <= 2 or not adds:
             return
-        if isinstance(work, threaded.AllReduce):
+        if isinstance(collective, threaded.AllReduce):
             addends = list(zip(*data, strict=True))
-        elif isinstance(work, threaded.ReduceScatter):
+        elif isinstance(collective, threaded.ReduceScatter):
             addends = list(zip(*(each[1][0] for each in data), strict=True))
         else:
             return
@@ -192,82 +268,40 @@ class _Sums:
                 self.epsilon = max(self.epsilon, torch.finfo(tensors[0].dtype).eps / 2)
 
 
-def _signature(tensors: Any) -> list[tuple[Any, ...]]:
-    return [(t.dtype, t.shape) for t in threaded.flatten_list(tensors)]
-
-
-_ALIKE = (threaded.AllReduce, threaded.Broadcast)
-_ADDING = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-
-
 class _SharedStore:
-    """``World.store``: waiting for a key gives the turn to other ranks."""
+    """``World.store``: other ranks run while one waits for a key."""
 
-    def __init__(self, store: HashStore, turns: Turns) -> None:
+    def __init__(self, store: HashStore, others_run: Callable[[], Any]) -> None:
         self._store = store
-        self._turns = turns
+        self._others_run = others_run
 
     def get(self, key: str) -> bytes:
         """Return a value; wait until another rank has set it."""
-        self.wait([key])
-        return bytes(self._store.get(key))
+        with self._others_run():
+            return bytes(self._store.get(key))
 
-    def wait(self, keys: Sequence[str], timeout: object = None) -> None:
-        """Wait until all of these are set.
-
-        Raises:
-            DistStoreError: No rank is left that could set them.
-        """
-        try:
-            self._turns.wait(
-                lambda: bool(self._store.check(list(keys))),
-                may_expire=timeout is not None,
-            )
-        except Expired:
-            raise dist.DistStoreError(f"no rank sets {', '.join(keys)}") from None
+    def wait(self, keys: Sequence[str], *limit: Any) -> None:
+        """Wait until all of these are set."""
+        with self._others_run():
+            self._store.wait(list(keys), *limit)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
 
-@contextlib.contextmanager
-def _simulated(plan: Simulation) -> Iterator[_Ranks]:
-    """Have torch's group and this package serve threads."""
-    group = threaded.ProcessLocalGroup
-    fd = flight_records.create(plan.size)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, fd)
-        # First in, so undone last: what the ranks set goes after all patches have gone.
-        stack.callback(put_state, taken_state())
-        ranks = _Ranks(plan, fd)
-        stack.enter_context(threaded_world())
-        replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
-            (group, _refused_methods(group)),
-            (group, {"_start_coll": ranks.start, "barrier": _barrier}),
-            (threaded.Collective, {"join": lambda *args: ranks.join(*args)}),
-            # Its purpose is that no thread runs ahead, which none does.
-            (threaded, {"_store_based_barrier": lambda *args, **kwargs: None}),
-            *refused_calls(),
-        )
-        for owner, replaced in replacements:
-            stack.enter_context(mock.patch.multiple(owner, **replaced))
-        stack.enter_context(flight_recorder.redirected(ranks, group))  # type: ignore[arg-type]
-        yield ranks
-
-
-def _barrier(group: threaded.ProcessLocalGroup, opts: object = None) -> Any:
+def _barrier(group: Any, opts: object = None) -> Any:
     # torch's has the default dtype, which may differ between ranks.
     return group.allreduce([torch.ones(1, dtype=torch.int64)])
 
 
 @contextlib.contextmanager
-def threaded_world() -> Iterator[None]:
+def _threaded_world() -> Iterator[None]:
     """Give each thread process groups of its own, and put ours back later."""
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
     excepthook = sys.excepthook
     threaded._install_threaded_pg()
     isolate(True)
-    threaded.ProcessLocalGroup.reset()
+    _Group.reset()
     try:
         yield
     finally:
@@ -276,28 +310,35 @@ def threaded_world() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
-def refused_calls() -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
+def _refused_calls() -> Iterator[tuple[Any, dict[str, Callable[..., Any]]]]:
     """Return what would act on the one process of all ranks, refusing."""
     why = "the simulated ranks share one process"
-    for owner, names in ((os, ("fork", "forkpty", "_exit", "kill", "abort")),):
-        yield owner, {n: refusing(f"os.{n}", why) for n in names}
+    names = ("fork", "forkpty", "_exit", "kill", "abort")
+    yield os, {name: _refusing(f"os.{name}", why) for name in names}
     names = ("signal", "alarm", "raise_signal", "setitimer", "pthread_kill")
-    yield signal, {n: refusing(f"signal.{n}", why) for n in names}
+    yield signal, {name: _refusing(f"signal.{name}", why) for name in names}
 
 
-def refusing(what: str, why: str, way_out: str = REAL) -> Callable[..., Any]:
-    """Return a function that says that a simulated rank cannot do this."""
+def _refused_methods() -> dict[str, Callable[..., Any]]:
+    why = "torch's threaded process group has none"
+    return {
+        name: _refusing(name, why)
+        for name in flight_recorder.METHODS
+        if name not in vars(_Group) and hasattr(_Group, name)
+    }
 
+
+def _refusing(what: str, why: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotSimulatedError(f"simulated ranks cannot do {what}: {why}; {way_out}")
+        raise NotSimulatedError(
+            f'simulated ranks cannot do {what}: {why}; choose backend="gloo"'
+        )
 
     return refuse
 
 
-def _refused_methods(group: type[dist.ProcessGroup]) -> dict[str, Callable[..., Any]]:
-    why = "torch's threaded process group has none"
-    return {
-        name: refusing(name, why)
-        for name in flight_recorder.METHODS
-        if name not in vars(group) and hasattr(group, name)
-    }
+def _stack(frame: Any) -> str:
+    """Return a stack as faulthandler writes it."""
+    found = traceback.extract_stack(frame)[::-1] if frame is not None else []
+    lines = [f'  File "{f.filename}", line {f.lineno} in {f.name}' for f in found]
+    return "\n".join(["Thread 0x0 (most recent call first):", *lines])

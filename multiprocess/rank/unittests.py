@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from ..environment import on_torchrun
+from ..outcomes import Left
 from .world import current_world
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -66,14 +67,7 @@ class CaseRef:
         return self.cls
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """How a test left a rank that did not run it to its end."""
-
-    reason: str
-
-
-def run_case(case: CaseRef, attributes: Mapping[str, Any]) -> Skipped | None:
+def run_case(case: CaseRef, attributes: Mapping[str, Any]) -> Left | None:
     """Run a test with its setUp, tearDown and cleanups, as unittest does.
 
     Args:
@@ -91,7 +85,7 @@ def run_case(case: CaseRef, attributes: Mapping[str, Any]) -> Skipped | None:
 
 def run_process_test(
     case: CaseRef, file_name: str, settings: Mapping[str, Any]
-) -> Skipped | None:
+) -> Left | None:
     """Run what a process of torch's ``MultiProcessTestCase`` would.
 
     Args:
@@ -118,7 +112,7 @@ _prepared: tuple[type[Any], dict[str, str]] | None = None
 making changed in the environment."""
 
 
-def run_continuous_test(case: CaseRef, file_name: str) -> Skipped | None:
+def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
     """Run what a process of torch's ``MultiProcContinuousTest`` would.
 
     Args:
@@ -133,9 +127,9 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Skipped | None:
         global _prepared
         if _prepared is None or _prepared[0] is not cls or not dist.is_initialized():
             _forget()
-            cls.rank, cls.world_size = world.rank, world.size
+            cls.rank, cls.world_size = world.rank, world.world_size
             before = dict(os.environ)
-            cls._init_pg(world.rank, world.size, file_name)
+            cls._init_pg(world.rank, world.world_size, file_name)
             changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
             _prepared = cls, changed
         os.environ.update(_prepared[1])
@@ -145,7 +139,7 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Skipped | None:
         return _leave(run)
 
 
-def run_threaded_test(case: CaseRef) -> Skipped | None:
+def run_threaded_test(case: CaseRef) -> Left | None:
     """Run a test of torch's ``MultiThreadedTestCase``: its ranks are threads here."""
     cls = case.find()
     with _as_child(case.env):
@@ -214,19 +208,15 @@ class _Result(unittest.TestResult):
             self._raised.append((test.id(), err[1]))
 
 
-def _leave(run: Callable[[], object]) -> Skipped | None:
-    """Run it; return how it was left, if by a skip that all ranks agree on."""
+def _leave(run: Callable[[], object]) -> Left | None:
+    """Run it; return how it was left, if by a skip or as a process that has passed."""
     try:
         run()
     except (unittest.SkipTest, SystemExit) as left:
         reason = _reason(left)
-        if reason is None:  # the process would end as one that has passed
-            if not current_world().all_agree("exit 0"):
-                raise
-            return None
-        if not current_world().all_agree("skip"):
-            raise unittest.SkipTest(reason) from None
-        return Skipped(reason)
+        if reason is None:
+            return Left("SystemExit", "0")
+        return Left("unittest.case.SkipTest", reason)
     return None
 
 
@@ -293,7 +283,7 @@ def _patch_run_test() -> None:
         getattr(self, test_name)()
         if dist.is_initialized():
             # A rank that is done may end its group while others still connect to it.
-            current_world().all_agree("done", wait_s=10.0)
+            current_world()._wait_until_all_are_done(limit_s=10.0)
         if self.destroy_pg_upon_exit and dist.is_initialized():
             dist.destroy_process_group()
 

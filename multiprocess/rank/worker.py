@@ -13,14 +13,13 @@ import os
 import pickle
 import socket
 import sys
-import time
 import traceback
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import linux, messages
-from ..messages import Context, Debug, Kind, Rendezvous, Reply, Run, Start
-from . import assert_rewrite, coverage, flight_records
+from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
+from . import assert_rewrite, flight_records
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -39,7 +38,6 @@ PRELOAD = (
 
 COSTLY = (
     "_pytest.assertion.rewrite",
-    "coverage",
     "hypothesis",
     "numpy",
     "pytest",
@@ -76,7 +74,6 @@ _OUR_FILES = (
     os.path.join(_PACKAGE, "testcase.py"),
     os.path.join(_PACKAGE, "pytest_plugin", "remote.py"),
     os.path.join(_PACKAGE, "rank", "simulation.py"),
-    os.path.join(_PACKAGE, "rank", "local_tensors.py"),
 )
 """Their frames say nothing about what the function did."""
 
@@ -110,7 +107,7 @@ def main(
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(linux.STACKS_SIGNAL, file=stacks_fd, chain=False)
     with socket.socket(fileno=sock_fd) as sock:
-        rank = _Rank(store_fd, records_fd, sock)
+        rank = _Rank(store_fd, records_fd)
         while (message := messages.receive(sock)) is not None:
             messages.send(sock, rank.answer(message))
     return 0
@@ -138,56 +135,32 @@ def _text_stream(fd: int) -> Any:
 class _Rank:
     """One rank's state between messages."""
 
-    def __init__(self, store_fd: int, records_fd: int, sock: socket.socket) -> None:
+    def __init__(self, store_fd: int, records_fd: int) -> None:
         self._store_fd = store_fd
         self._records_fd = records_fd
         self._known = _costly_modules()
+        self._pid = os.getpid()
         self._groups_made = 0
         self._runs = 0
-        self._coverage = coverage.RankCoverage()
-        self._sock = sock
-        self._terminal = ""
-        self._error: BaseException | None = None
-        # pdb's own would read the end of a file.
-        sys.breakpointhook = self._breakpoint
+        sys.breakpointhook = _breakpoint
 
-    def answer(self, message: Start | Run | Debug) -> Reply:
+    def answer(self, message: Start | Run) -> Reply:
         """Do what the message asks; whatever goes wrong becomes the reply."""
         try:
             if isinstance(message, Start):
                 self._join(message)
-                reply = made_reply(Kind.READY)
-            elif isinstance(message, Debug):
-                self._post_mortem(message)
                 reply = made_reply(Kind.READY)
             else:
                 reply = self._run(message)
         except BaseException as error:
             reply = raised(error, reusable=False)
         finally:
-            # Before the answer: the parent may kill this process once it has it.
-            self._coverage.save()
             for stream in (sys.stdout, sys.stderr):
                 try:
                     stream.flush()
                 except (ValueError, OSError):
                     pass  # the function closed it
         return reply
-
-    def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
-        from . import debugger  # pdb takes long to import
-
-        frame = sys._getframe(1)
-        debugger.stop(self._rank, self._terminal, self._say, frame, *args, **kwargs)
-
-    def _post_mortem(self, message: Debug) -> None:
-        from . import debugger
-
-        if self._error is not None:
-            debugger.post_mortem(self._rank, self._error, message.terminal, self._say)
-
-    def _say(self, kind: Kind) -> None:
-        messages.send(self._sock, made_reply(kind))
 
     def _join(self, message: Start) -> None:
         import torch
@@ -201,17 +174,17 @@ class _Rank:
         torch.set_num_threads(spec.threads)
         self._world: World = world_module.World(
             rank=message.rank,
-            size=spec.size,
+            world_size=spec.world_size,
             backend=spec.backend,
             device=_device(
                 spec, message.rank if rendezvous is None else rendezvous.local_rank
             ),
             seed=spec.seed,
-            make_store=lambda: self._open_store(f"run{self._runs}"),
+            _make_store=lambda: self._open_store(f"run{self._runs}"),
         )
         world_module._set_current(self._world)
         self._records = flight_records.RecordWriter(
-            self._records_fd, message.rank, spec.size
+            self._records_fd, message.rank, spec.world_size
         )
         flight_recorder.install(self._records)
         self._make_group()
@@ -229,8 +202,6 @@ class _Rank:
         )
         os.environ.update(_rank_environment(self._spec, self._rank, self._rendezvous))
         assert_rewrite.import_rewritten(context.modules)
-        self._coverage.apply(context.coverage)
-        self._terminal = context.terminal
 
     def _open_store(self, prefix: str) -> Store:
         if self._rendezvous is not None:
@@ -240,7 +211,7 @@ class _Rank:
         from torch._C._distributed_c10d import FileStore, PrefixStore
 
         # A file without a name: nothing to remove, whoever dies.
-        store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.size)
+        store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.world_size)
         return PrefixStore(prefix, store)
 
     def _make_group(self) -> None:
@@ -261,7 +232,7 @@ class _Rank:
             self._spec.backend,
             store=self._open_store(f"group{self._groups_made}"),
             rank=self._rank,
-            world_size=self._spec.size,
+            world_size=self._spec.world_size,
             timeout=_GROUP_TIMEOUT,
             # With its device known, NCCL forms the communicator now: a rank that cannot
             # take part fails while it joins, and not in the first call.
@@ -283,8 +254,6 @@ class _Rank:
         self._runs = message.number
         self._records.clear()
         self._world._new_call()
-        self._error = None
-        began_s = time.monotonic()
         with restored_settings():
             seed_everything(self._spec.seed)
             try:
@@ -293,8 +262,8 @@ class _Rank:
             except BaseException as error:
                 # SystemExit, too: the reply has its traceback, an exit code would not.
                 reply = raised(error, reusable=True)
-                self._error = error  # pdb may want to look at its frames
-        took_s = time.monotonic() - began_s
+        if os.getpid() != self._pid:
+            _end_child()
         # A call may destroy the group, or replace it: the next one must not find that.
         reusable = not self._spec.default_group or (
             dist.is_initialized()
@@ -302,9 +271,27 @@ class _Rank:
             and len(dist.distributed_c10d._world.pg_map) < _MAX_GROUPS
         )
         imported = tuple(sorted(_costly_modules() - self._known))
-        return dataclasses.replace(
-            reply, reusable=reusable, imported=imported, took_s=took_s
-        )
+        return dataclasses.replace(reply, reusable=reusable, imported=imported)
+
+
+def _breakpoint(*args: Any, **kwargs: Any) -> Any:
+    if os.environ.get("PYTHONBREAKPOINT") is not None:
+        return sys.__breakpointhook__(*args, **kwargs)
+    raise RuntimeError(
+        "a rank has no terminal: print what you look for, or set PYTHONBREAKPOINT to a "
+        "debugger that is reached over a socket (such as remote_pdb.set_trace), and "
+        "raise timeout_s"
+    )
+
+
+def _end_child() -> NoReturn:
+    """End a child that came back from the function: only the rank itself may answer."""
+    text = (
+        "gradparity: a child of this rank, made by os.fork(), came back from the "
+        "function and was ended: end it there, by os._exit()\n"
+    )
+    os.write(2, text.encode())
+    os._exit(1)
 
 
 def _costly_modules() -> frozenset[str]:
@@ -331,33 +318,38 @@ def pickled_result(value: object) -> bytes:
 
 def made_reply(kind: Kind, **fields: Any) -> Reply:
     """Return an answer of now."""
-    return Reply(kind=kind, ended_at_s=time.monotonic(), **fields)
+    return Reply(kind=kind, ended_at_s=linux.now_s(), **fields)
 
 
 def raised(error: BaseException, reusable: bool) -> Reply:
     """Return the answer of a rank that raised."""
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ not in ("builtins", "__main__"):
-        name = f"{kind.__module__}.{name}"
     exception: bytes | None
     try:
         exception = messages.pickled(error)
         pickle.loads(exception)  # many exceptions pickle but do not come back
-    except Exception:  # its type, text and traceback go as text
+    except BaseException:  # it may exit; type, text and traceback go as text
         exception = None
     try:
         text = str(error)
-    except Exception as worse:
+    except BaseException as worse:
         text = f"(its text cannot be had: {type(worse).__name__})"
+    from .flight_recorder import left_a_wait
+
     return made_reply(
         Kind.RAISED,
+        left_a_wait=left_a_wait(error),
         exception=exception,
-        error_type=name,
+        error_type=name_of(type(error)),
         message=_encodable(text),
         traceback=_encodable(_traceback(error)),
         reusable=reusable,
     )
+
+
+def name_of(kind: type[BaseException]) -> str:
+    """Return an exception's type as the reports name it."""
+    plain = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _encodable(text: str) -> str:
@@ -380,7 +372,7 @@ def _traceback(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except Exception:  # its own text raises: only the frames are left
+    except BaseException:  # its own text raises: only the frames are left
         return "".join(traceback.format_tb(frames))
 
 
@@ -391,8 +383,10 @@ def _rank_environment(
     found = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(spec.size),
-        "LOCAL_WORLD_SIZE": str(rendezvous.local_size if rendezvous else spec.size),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(
+            rendezvous.local_size if rendezvous else spec.world_size
+        ),
     }
     if spec.visible_devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ..outcomes import Place
+
 if TYPE_CHECKING:  # the parent must not pay for torch
     import torch
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
-
-_AGREE_S = 0.7
-"""How long a rank that skips waits for the others to do so too."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -25,7 +24,7 @@ class World:
     rank: int
     """This rank, from 0."""
 
-    size: int
+    world_size: int
     """Number of ranks."""
 
     backend: str
@@ -37,7 +36,7 @@ class World:
     seed: int
     """What the generators were seeded with."""
 
-    make_store: Callable[[], Store] = field(repr=False)
+    _make_store: Callable[[], Store] = field(repr=False)
     """Opens the store of the current call."""
 
     _meshes: dict[object, DeviceMesh] = field(default_factory=dict, repr=False)
@@ -47,7 +46,7 @@ class World:
     def store(self) -> Store:
         """A key-value store shared by the ranks, empty at the start of each call."""
         if self._store is None:
-            self._store = self.make_store()
+            self._store = self._make_store()
         return self._store
 
     def mesh(
@@ -83,26 +82,16 @@ class World:
         generator = torch.Generator(device=self.device)
         return generator.manual_seed(self.seed if seed is None else seed)
 
-    def all_agree(self, kind: str, wait_s: float = _AGREE_S) -> bool:
-        """Whether every rank leaves its call in this way; waits a little for them.
+    def _wait_until_all_are_done(self, limit_s: float) -> None:
+        """Wait until every rank calls this, or the limit is over."""
+        from .flight_recorder import placed
 
-        Args:
-            kind: The way; any word.
-            wait_s: How long to wait for them, in seconds.
-        """
-        # Over the store: a collective would hang where another rank has passed.
-        self.store.set(f"left/{self.rank}", kind)
-        deadline = time.monotonic() + wait_s
-        for rank in range(self.size):
-            # Not 0: that is no limit to torch's store, and it would wait for ever.
-            left_s = max(0.01, deadline - time.monotonic())
-            try:
-                self.store.wait([f"left/{rank}"], timedelta(seconds=left_s))
-            except RuntimeError:  # it passed, or it waits for this rank
-                return False
-            if self.store.get(f"left/{rank}").decode() != kind:
-                return False
-        return True
+        self.store.set(f"done/{self.rank}", "")
+        with placed(Place.DONE), contextlib.suppress(RuntimeError):  # over the limit
+            self.store.wait(
+                [f"done/{rank}" for rank in range(self.world_size)],
+                timedelta(seconds=limit_s),
+            )
 
     def _new_call(self) -> None:
         self._store = None

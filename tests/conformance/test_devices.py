@@ -40,7 +40,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_backend_follows_the_device() -> None:
     assert (Devices().backend, CUDA.backend, SHARED.backend) == ("gloo", "nccl", "gloo")
     spec = SHARED.spec(4, 9.0)
-    assert (spec.size, spec.device, spec.share_devices) == (4, "cuda", True)
+    assert (spec.world_size, spec.device, spec.share_devices) == (4, "cuda", True)
     assert (spec.backend, spec.timeout_s) == ("gloo", 9.0)
 
 
@@ -147,7 +147,7 @@ def test_the_header_tells_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda", "gloo"),
     ]
     assert seen[1].gpus == ("Fake GPU", "Fake GPU")
-    assert seen[0].threads == WorldSpec(size=1).threads
+    assert seen[0].threads == WorldSpec(world_size=1).threads
     assert seen[0].launcher.name == "pool"
 
 

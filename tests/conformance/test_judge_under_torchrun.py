@@ -263,7 +263,7 @@ def test_a_large_value_goes_through_the_store(tmp_path: Path) -> None:
         "from gradparity.multiprocess.elastic.agent import Agent, AgentCluster\n"
         "with Agent() as agent:\n"
         "    if agent.leads:\n"
-        "        cluster = AgentCluster(agent, WorldSpec(size=2))\n"
+        "        cluster = AgentCluster(agent, WorldSpec(world_size=2))\n"
         "        print([len(x) for x in cluster.run(lambda: b'x' * (20 << 20))])\n"
         "        agent.finish(0)\n"
         "    else:\n"

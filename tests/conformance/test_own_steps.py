@@ -25,7 +25,7 @@ from gradparity.fixtures.faulty.own_steps import (
 )
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Base
-from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
+from gradparity.multiprocess import RankOutcome, RankState, WorldError
 
 
 def at(workload: type, where: str) -> Scenario:
@@ -112,7 +112,7 @@ def test_a_step_that_hangs_on_one_rank_is_not_tried_there(
 ) -> None:
     hung = RankOutcome(rank=0, state=RankState.HUNG, message="waiting")
     scenario = at(workload, where)
-    failure = WorldFailure((hung,), hung)
+    failure = WorldError((hung,), hung)
     found = why_not_run(failure, spec, scenario, lambda call, *args: call(*args))
     assert found == ("" if tried else "its train_step: rank 0: hung, waiting")
 
@@ -122,7 +122,7 @@ def test_a_rank_that_aborts_is_shown_with_its_last_words() -> None:
     killed = RankOutcome(
         rank=1, state=RankState.KILLED, signal="SIGABRT", output=said, message="SIGABRT"
     )
-    told = root_cause(WorldFailure((killed,), killed))
+    told = root_cause(WorldError((killed,), killed))
     assert told.startswith("rank 1: killed by SIGABRT; its last line: ")
     assert told.endswith("what(): Is there a collective mismatch?")
 

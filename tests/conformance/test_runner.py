@@ -20,7 +20,7 @@ from gradparity.conformance.rank.worker import JudgedError
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run.launcher import Place
 from gradparity.conformance.run.runner import BEHIND, CONTROLS
-from gradparity.multiprocess import RankOutcome, RankState, WorldFailure
+from gradparity.multiprocess import RankOutcome, RankState, WorldError
 from gradparity.tests.made_up import SCENARIO, rank_trace
 
 SCALER = "torch.amp:GradScaler"
@@ -60,7 +60,7 @@ def hangs() -> Traces:
     outcomes = tuple(
         RankOutcome(rank=rank, state=RankState.HUNG, message=WHY) for rank in range(2)
     )
-    raise WorldFailure(outcomes, outcomes[1])
+    raise WorldError(outcomes, outcomes[1])
 
 
 def stack(file: str, line: int, function: str) -> str:
@@ -83,7 +83,7 @@ def hangs_in(rank_0: str, rank_1: str, *states: RankState) -> Run:
             )
         )
         root = next(o for o in outcomes if o.state is RankState.HUNG)
-        raise WorldFailure(outcomes, root)
+        raise WorldError(outcomes, root)
 
     return run
 
@@ -112,15 +112,15 @@ def raises() -> Traces:
     traces[0].problem = Problem(step=1, call="step", error="RuntimeError: no")
     failure = _failure(traces)
     waits = RankOutcome(rank=1, state=RankState.HUNG, message=WHY)
-    raise WorldFailure((failure.outcomes[0], waits), failure.root)
+    raise WorldError((failure.outcomes[0], waits), failure.root)
 
 
-def _failure(traces: Traces) -> WorldFailure:
+def _failure(traces: Traces) -> WorldError:
     outcomes = tuple(
         RankOutcome(rank=t.rank, state=RankState.RAISED, exception=JudgedError(t))
         for t in traces
     )
-    return WorldFailure(outcomes, outcomes[0])
+    return WorldError(outcomes, outcomes[0])
 
 
 def drifts() -> Traces:

@@ -30,7 +30,7 @@ ROOMS = ("scaler", "multiprocess", "fixtures", "conformance", "ci")
 _STEP = re.compile(r"^\d+\. `([\w/]+\.py): ([\w.]+)`", re.MULTILINE)
 TEST = """
 import pytest, sys
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_x(world):
     frame = sys._getframe(1)
     while frame and world.rank == 0:

@@ -1,4 +1,4 @@
-"""Tests written for others: torch's classes, mpi-pytest's marker, coroutines."""
+"""Tests written for others: torch's classes, coroutines."""
 
 import importlib.util
 import subprocess
@@ -118,101 +118,6 @@ unittest.main()
     assert "FAILED (errors=1)" in done.stderr
 
 
-def test_the_marker_of_mpi_pytest(session: Session) -> None:
-    body = """
-@pytest.mark.parallel
-def test_default():
-    assert dist.get_world_size() == 3
-
-@pytest.mark.parallel(nprocs=[1, 2])
-@pytest.mark.parametrize("x", [7])
-def test_sizes(x):
-    assert dist.get_world_size() in (1, 2) and x == 7
-
-@pytest.mark.parallel(2)
-class TestClass:
-    def test_method(self):
-        assert dist.get_world_size() == 2
-
-@pytest.mark.parallel(2)
-def test_wrong():
-    assert dist.get_rank() == 0
-
-def test_serial():
-    assert not dist.is_initialized()
-"""
-    done = session(body, "--gradparity-adopt")
-    assert "1 failed, 5 passed" in done.stdout
-    assert "test_sizes[nprocs=2-7]" in done.stdout
-    assert "world of 2: rank 1: raised AssertionError" in done.stdout
-    assert "1 failed, 5 passed" not in session(body).stdout  # not without being asked
-
-
-MPI_PLUGIN = """
-def pytest_runtest_setup(item):
-    item.obj = lambda **arguments: 1 / 0
-"""
-
-
-def test_fixtures_of_a_test_of_mpi_pytest_are_evaluated_on_each_rank(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = """
-@pytest.fixture(scope="module")
-def rank():
-    yield dist.get_rank() if dist.is_initialized() else "none"
-    print("torn down on", os.environ.get("RANK"))
-
-@pytest.fixture(params=[10, 20], scope="module")
-def scaled(rank, request):
-    request.addfinalizer(lambda: print("finalized on", rank))
-    return rank, request.param
-
-@pytest.fixture(autouse=True)
-def joined():
-    if dist.is_initialized():
-        dist.barrier()
-
-@pytest.fixture
-def parents(pytestconfig):
-    return os.getpid()
-
-@pytest.fixture
-def asks(request):
-    return request.node
-
-@pytest.mark.parallel(2)
-def test_each(rank, scaled, tmp_path, parents):
-    assert rank == dist.get_rank() == scaled[0] and scaled[1] in (10, 20)
-    assert parents != os.getpid() and tmp_path.is_dir()
-
-def test_in_the_parent(rank):
-    assert rank == "none"
-
-@pytest.mark.parallel(2)
-def test_each_again(rank):
-    assert rank == dist.get_rank()
-
-@pytest.mark.parallel(2)
-def test_asks_too_much(asks):
-    pass
-"""
-    (tmp_path / "pytest_mpi").mkdir()
-    (tmp_path / "pytest_mpi" / "plugin.py").write_text(MPI_PLUGIN)
-    monkeypatch.syspath_prepend(tmp_path)
-    done = session(body, "--gradparity-adopt", "-p", "pytest_mpi.plugin")
-    assert "1 failed, 4 passed" in done.stdout, done.stdout
-    for said in ("torn down on 1", "finalized on 1", "and no 'node'"):
-        assert said in done.stdout, said
-
-
-def test_arguments_that_mpi_pytest_refuses_are_refused(session: Session) -> None:
-    done = session(
-        "@pytest.mark.parallel(2, 3)\ndef test_it(): pass", "--gradparity-adopt"
-    )
-    assert "takes nprocs only; got (2, 3)" in done.stdout
-
-
 def test_a_coroutine_and_its_fixtures(session: Session) -> None:
     body = """
 import asyncio, functools
@@ -239,19 +144,19 @@ async def twice(scaled):
     return 2 * scaled
 
 @pytest.mark.asyncio
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 async def test_it(world, twice):
     work = dist.all_reduce(value := torch.ones(1), async_op=True)
     await asyncio.get_running_loop().run_in_executor(None, work.wait)
     assert value.item() == 2 and twice == 10 * world.rank
 
 @pytest.mark.asyncio
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 async def test_wrong(world):
     await asyncio.sleep(0)
     assert world.rank == 0
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 async def test_unmarked(world):
     pass
 """
@@ -282,7 +187,7 @@ def on_rank(world, three):
     return os.getpid(), three
 
 class TestIt:
-    @pytest.mark.world(size=2)
+    @pytest.mark.world(world_size=2)
     @pytest.mark.parametrize("turn", [0, 1])
     def test_it(self, world, turn, one, two, three, four, five, on_rank):
         pids = {value[1] for value in (one, two, three, four, five)}

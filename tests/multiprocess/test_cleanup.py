@@ -21,13 +21,12 @@ RUN_S = 200.0
 
 Parent = subprocess.Popen[str]
 
-SESSION_FORK = """
-from gradparity.multiprocess.pytest_plugin.session_fork import (
-    Snapshot, fork_server_off, open_targets,
-)
-before = Snapshot(opened=open_targets())
+FORK = """
+import os
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy's library starts threads
 import torch
-assert fork_server_off(before, must=True)
+from gradparity.multiprocess.parent.forkserver_client import fork_forkserver
+assert fork_forkserver()
 """
 
 PROGRAM = """
@@ -51,7 +50,7 @@ print(forkserver().pid, *cluster.pids, *children, flush=True)
 @pytest.fixture(
     params=[
         pytest.param("", id="fresh"),
-        pytest.param(SESSION_FORK, id="forked", marks=pytest.mark.slow),
+        pytest.param(FORK, id="forked", marks=pytest.mark.slow),
     ]
 )
 def first(request: pytest.FixtureRequest) -> str:

@@ -65,7 +65,7 @@ def test_tensors_travel_both_ways(cluster: Cluster) -> None:
 def test_a_world_has_rank_size_backend_and_device(cluster: Cluster) -> None:
     def look() -> Any:
         world = current_world()
-        return world.rank, world.size, world.backend, str(world.device)
+        return world.rank, world.world_size, world.backend, str(world.device)
 
     assert cluster.run(look) == [(0, 2, "gloo", "cpu"), (1, 2, "gloo", "cpu")]
 
@@ -82,7 +82,10 @@ def test_a_mesh_is_made_once(cluster: Cluster) -> None:
         return mesh is world.mesh((2,), ("data",)), mesh.mesh_dim_names
 
     assert cluster.run(mesh_is_cached) == [(True, ("data",))] * 2
-    assert cluster.run(mesh_is_cached, isolation="group") == [(True, ("data",))] * 2
+    assert (
+        cluster.with_options(isolation="group").run(mesh_is_cached)
+        == [(True, ("data",))] * 2
+    )
 
 
 def test_the_store_is_empty_in_each_call(cluster: Cluster) -> None:
@@ -121,9 +124,9 @@ def test_group_makes_a_fresh_process_group(cluster: Cluster) -> None:
 
     kept = cluster.run(group_id)
     assert cluster.run(group_id) == kept
-    fresh = cluster.run(group_id, isolation="group")
+    fresh = cluster.with_options(isolation="group").run(group_id)
     assert [pid for _, pid in fresh] == [pid for _, pid in kept]
-    assert cluster.run(ranks_sum, 0, isolation="group") == [1.0, 1.0]
+    assert cluster.with_options(isolation="group").run(ranks_sum, 0) == [1.0, 1.0]
 
 
 def test_no_mesh_of_an_earlier_group_is_used_again(cluster: Cluster) -> None:
@@ -134,11 +137,14 @@ def test_no_mesh_of_an_earlier_group_is_used_again(cluster: Cluster) -> None:
         return result.device_mesh is mesh
 
     for _ in range(2):
-        assert cluster.run(mesh_of_result, isolation="group") == [True, True]
+        assert cluster.with_options(isolation="group").run(mesh_of_result) == [
+            True,
+            True,
+        ]
 
 
 def test_process_takes_fresh_ranks(cluster: Cluster) -> None:
-    pids = cluster.run(os.getpid, isolation="process")
+    pids = cluster.with_options(isolation="process").run(os.getpid)
     assert not set(pids) & set(cluster.pids)
 
 
@@ -263,12 +269,12 @@ def test_calls_from_several_threads_wait_for_each_other(cluster: Cluster) -> Non
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"size": 0}, ValueError),
-        ({"size": "2"}, TypeError),
-        ({"size": 2, "backend": "mpi"}, ValueError),
-        ({"size": 2, "backend": "nccl"}, ValueError),
-        ({"size": 2, "isolation": "none"}, ValueError),
-        ({"size": 2, "timeout_s": 0}, ValueError),
+        ({"world_size": 0}, ValueError),
+        ({"world_size": "2"}, TypeError),
+        ({"world_size": 2, "backend": "mpi"}, ValueError),
+        ({"world_size": 2, "backend": "nccl"}, ValueError),
+        ({"world_size": 2, "isolation": "none"}, ValueError),
+        ({"world_size": 2, "timeout_s": 0}, ValueError),
     ],
 )
 def test_a_wrong_spec_is_refused(

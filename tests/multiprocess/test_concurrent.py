@@ -17,27 +17,27 @@ SUITE = """
 import json, os, time
 import pytest, torch, torch.distributed as dist
 
-@pytest.mark.world(size=[1, 2, 4])
+@pytest.mark.world(world_size=[1, 2, 4])
 def test_sum(world):
     began = time.monotonic()
     mine = torch.ones(1) * (int(os.environ["RUN"]) + world.rank)
     world.store.set(f"run{world.rank}", os.environ["RUN"])
     dist.all_reduce(mine)
-    expected = int(os.environ["RUN"]) * world.size + sum(range(world.size))
+    expected = int(os.environ["RUN"]) * world.world_size + sum(range(world.world_size))
     assert mine.item() == expected
-    runs = {world.store.get(f"run{rank}").decode() for rank in range(world.size)}
+    runs = {world.store.get(f"run{rank}").decode() for rank in range(world.world_size)}
     assert runs == {os.environ["RUN"]}
     dist.barrier()
     if world.rank == 0:
-        took = {"began": began, "ended": time.monotonic(), "size": world.size}
+        took = {"began": began, "ended": time.monotonic(), "size": world.world_size}
         with open(os.environ["LOG"], "a") as log:
             log.write(json.dumps(took) + "\\n")
 
-@pytest.mark.world(size=2, isolation="process")
+@pytest.mark.world(world_size=2, isolation="process")
 def test_fresh_ranks(world):
     assert dist.get_world_size() == 2
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @pytest.mark.xfail(strict=True)
 def test_that_fails(world):
     if world.rank == 1:

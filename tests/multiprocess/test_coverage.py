@@ -1,4 +1,4 @@
-"""Code that runs in ranks is measured when the parent is."""
+"""Code that runs in ranks is measured when the parent is, by coverage's own patches."""
 
 import json
 import os
@@ -20,10 +20,20 @@ def by_rank(rank):
 """
 LINES, NEVER = [2, 3, 4, 5, 6, 9], [8]
 
+SETTINGS = """
+[run]
+branch = true
+parallel = true
+source = .
+omit = test_*.py, program.py
+patch = subprocess, fork, _exit
+disable_warnings = no-data-collected, module-not-measured
+"""
+
 TESTS = """
 import pytest
 
-@pytest.mark.world(size=2, isolation={isolation!r})
+@pytest.mark.world(world_size=2, isolation={isolation!r})
 @pytest.mark.parametrize("number", range(2))
 def test_it(world, number):
     from measured import by_rank
@@ -63,7 +73,7 @@ def check(folder: Path) -> None:
     assert measured["executed_lines"] == LINES
     assert measured["missing_lines"] == NEVER
     assert measured["executed_branches"] == [[3, 4], [3, 5], [5, 6]]
-    assert [p.name for p in folder.glob(".coverage*")] == [".coverage"]
+    assert list(folder.glob(".coverage.*")) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +90,8 @@ def test_pytest_cov_measures_the_ranks(
 ) -> None:
     (tmp_path / "measured.py").write_text(MODULE)
     (tmp_path / "test_it.py").write_text(TESTS.format(isolation=isolation))
-    cov = ("--cov=measured", "--cov-branch", "--cov-report=json")
+    (tmp_path / ".coveragerc").write_text(SETTINGS)
+    cov = ("--cov", "--cov-report=json")
     run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", *cov, *options)
     check(tmp_path)
 
@@ -88,9 +99,8 @@ def test_pytest_cov_measures_the_ranks(
 def test_coverage_run_measures_the_ranks_of_a_program(tmp_path: Path) -> None:
     (tmp_path / "measured.py").write_text(MODULE)
     (tmp_path / "program.py").write_text(PROGRAM)
-    run(
-        tmp_path, "coverage", "run", "--branch", "-p", "--source=measured", "program.py"
-    )
+    (tmp_path / ".coveragerc").write_text(SETTINGS)
+    run(tmp_path, "coverage", "run", "program.py")
     run(tmp_path, "coverage", "combine")
     run(tmp_path, "coverage", "json")
     check(tmp_path)

@@ -26,4 +26,4 @@ def test_the_foreign_project_passes_and_its_fault_is_found(tmp_path: Path) -> No
     done = run(folder)
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "root cause: rank" in done.stdout
-    assert "value.item() == sum(range(world.size))" in done.stdout
+    assert "value.item() == sum(range(world.world_size))" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradparity.multiprocess import Cluster, RankState, WorldFailure, current_world
+from gradparity.multiprocess import Cluster, RankState, WorldError, current_world
 
 MIB = 1 << 20
 LIMIT = {"v1": "memory.limit_in_bytes", "v2": "memory.max"}
@@ -38,7 +38,7 @@ except OSError as error:
 PROGRAM = (
     FILL
     + """
-from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess import Cluster, WorldError, current_world
 
 def speaks():
     print("head" + "x" * 30_000 + "tail")
@@ -47,7 +47,7 @@ def speaks():
 with Cluster(2) as cluster:
     try:
         cluster.run(speaks)
-    except WorldFailure as failure:
+    except WorldError as failure:
         print(failure.root.message, [len(o.output) for o in failure.outcomes])
     print(cluster.run(lambda: current_world().rank))
 """
@@ -65,12 +65,12 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 TESTS = """
 import pytest, torch, torch.distributed as dist
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_faulty(world):
     print("x" * 100_000)
     assert world.rank == 0, "boo"
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_innocent(world):
     print("x" * 100_000)
     value = torch.ones(1)
@@ -126,7 +126,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(waits: bool) -> None:
             dist.all_reduce(torch.ones(1))
 
     with little_memory(64 * MIB) as group, Cluster(3) as cluster:
-        with pytest.raises(WorldFailure) as caught:
+        with pytest.raises(WorldError) as caught:
             cluster.run(act, group)
         others = RankState.VICTIM if waits else RankState.OK
         states = [outcome.state for outcome in caught.value.outcomes]

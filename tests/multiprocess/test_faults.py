@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.multiprocess.spec import Isolation
 from gradparity.tests.fault_matrix import LEFT, MATRIX, RAISED, act, innocent, raises
 
@@ -32,8 +32,8 @@ def test_a_fault_has_its_outcome_and_affects_no_other_rank(
     cluster.start()
     pids = cluster.pids
     began = time.monotonic()
-    with pytest.raises(WorldFailure) as caught:
-        cluster.run(act, fault.bad, fault.others, timeout_s=fault.limit_s)
+    with pytest.raises(WorldError) as caught:
+        cluster.with_options(timeout_s=fault.limit_s).run(act, fault.bad, fault.others)
     took_s = time.monotonic() - began
 
     failure = caught.value
@@ -76,8 +76,8 @@ def test_different_collectives_on_different_ranks_fail(cluster: Cluster) -> None
             dist.barrier()
 
     began = time.monotonic()
-    with pytest.raises(WorldFailure):
-        cluster.run(act, timeout_s=2)
+    with pytest.raises(WorldError):
+        cluster.with_options(timeout_s=2).run(act)
     assert time.monotonic() - began < 2 + 1 + SLACK_S
     assert cluster.run(innocent) == [3.0] * 3
 
@@ -88,7 +88,7 @@ def test_the_earliest_of_several_faults_is_the_root() -> None:
         time.sleep(0.5 * (2 - rank))
         raise ValueError(f"rank {rank}")
 
-    with Cluster(3, grace_s=30.0) as cluster, pytest.raises(WorldFailure) as caught:
+    with Cluster(3, grace_s=30.0) as cluster, pytest.raises(WorldError) as caught:
         cluster.run(act)
     assert caught.value.root.rank == 2
     assert [o.state for o in caught.value.outcomes] == [RAISED] * 3
@@ -102,7 +102,7 @@ def test_a_rank_that_returned_keeps_its_value(cluster: Cluster) -> None:
             raise ValueError
         return current_world().rank
 
-    with pytest.raises(WorldFailure) as caught:
+    with pytest.raises(WorldError) as caught:
         cluster.run(act)
     assert [o.value for o in caught.value.outcomes] == [0, None, 2]
 
@@ -112,7 +112,7 @@ def test_output_is_one_block_for_each_rank(cluster: Cluster) -> None:
         print("I am", current_world().rank)
         raise ValueError
 
-    with pytest.raises(WorldFailure) as caught:
+    with pytest.raises(WorldError) as caught:
         cluster.run(act)
     for rank in range(3):
         assert f"--- output of rank {rank} ---\nI am {rank}\n" in f"{caught.value}\n"
@@ -139,6 +139,6 @@ def test_a_rank_lost_between_calls_is_replaced(cluster: Cluster) -> None:
 def test_after_a_fault_each_isolation_works_again(cluster: Cluster) -> None:
     isolations: tuple[Isolation, ...] = ("pool", "group", "process")
     for isolation in isolations:
-        with pytest.raises(WorldFailure):
-            cluster.run(raises, isolation=isolation)
-        assert cluster.run(innocent, isolation=isolation) == [3.0] * 3
+        with pytest.raises(WorldError):
+            cluster.with_options(isolation=isolation).run(raises)
+        assert cluster.with_options(isolation=isolation).run(innocent) == [3.0] * 3

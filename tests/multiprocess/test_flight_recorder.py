@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.multiprocess.outcomes import Collective
 from gradparity.multiprocess.rank import flight_recorder
 from gradparity.multiprocess.rank.flight_records import (
@@ -42,8 +42,8 @@ def test_a_missing_collective_is_named(cluster: Cluster) -> None:
         if current_world().rank == 0:
             dist.broadcast(torch.ones(4), src=1)
 
-    with pytest.raises(WorldFailure) as caught:
-        cluster.run(act, timeout_s=1)
+    with pytest.raises(WorldError) as caught:
+        cluster.with_options(timeout_s=1).run(act)
     text = str(caught.value)
     assert "different numbers of collectives in the default group" in text
     assert "rank 0: 2, the last #2 broadcast float32[4]" in text
@@ -60,8 +60,8 @@ def test_different_collectives_are_named(cluster: Cluster) -> None:
         dist.barrier()
         raise ValueError
 
-    with pytest.raises(WorldFailure) as caught:
-        cluster.run(act, timeout_s=2)
+    with pytest.raises(WorldError) as caught:
+        cluster.with_options(timeout_s=2).run(act)
     text = str(caught.value)
     assert "the ranks disagree on collective #1 of the default group:" in text
     here = "test_flight_recorder.py:"
@@ -89,7 +89,7 @@ def test_an_uninstalled_flight_recorder_records_nothing(cluster: Cluster) -> Non
         value = functional.all_reduce(value, "sum", mesh)
         return value.tolist()
 
-    for outcome in cluster.outcomes(act, isolation="process"):
+    for outcome in cluster.with_options(isolation="process").outcomes(act):
         assert outcome.value == [4.0]
         assert [call.number for call in outcome.collectives] == [1]
 

@@ -17,7 +17,7 @@ from torch.distributed.flight_recorder.components import builder, loader
 from torch.distributed.flight_recorder.components.config_manager import JobConfig
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gradparity.multiprocess import Cluster, WorldFailure, current_world
+from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.multiprocess.cluster import _fresh_folder
 from gradparity.multiprocess.flight_dumps import ANALYSER, write_flight_records
 from gradparity.multiprocess.outcomes import Collective, RankOutcome, RankState
@@ -55,7 +55,7 @@ def desync() -> None:
 def every_collective() -> None:
     """What ranks do that agree."""
     world = current_world()
-    n, rank, one = world.size, world.rank, torch.ones(2, 3)
+    n, rank, one = world.world_size, world.rank, torch.ones(2, 3)
     dist.all_reduce(one.clone())
     dist.all_reduce(one.clone(), async_op=True).wait()
     dist.all_reduce_coalesced([one.clone(), torch.ones(4)])
@@ -102,9 +102,9 @@ def test_ranks_that_agree_are_not_mentioned(cluster: Cluster, tmp_path: Path) ->
 def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
     with (
         Cluster(4, artifacts=str(tmp_path)) as cluster,
-        pytest.raises(WorldFailure) as caught,
+        pytest.raises(WorldError) as caught,
     ):
-        cluster.run(hang, timeout_s=1)
+        cluster.with_options(timeout_s=1).run(hang)
     folder = tmp_path / "flight-records-1"
     assert f"{ANALYSER} {folder}" in str(caught.value)
     first, second = analysed(folder).collectives
@@ -123,8 +123,8 @@ def test_clusters_that_fail_at_once_share_no_folder(tmp_path: Path) -> None:
 def test_a_desync_names_the_rank_and_both_operations(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    with pytest.raises(WorldFailure) as caught:
-        cluster.run(desync, timeout_s=2)
+    with pytest.raises(WorldError) as caught:
+        cluster.with_options(timeout_s=2).run(desync)
     assert caught.value.write_flight_records(tmp_path / "records")
     first = analysed(tmp_path / "records").collectives[0]
     assert list(first.mismatch_collectives) == [1]
@@ -166,7 +166,7 @@ def test_the_command_of_a_hung_test_names_the_rank(pytester: pytest.Pytester) ->
         """
         import pytest, torch, torch.distributed as dist
 
-        @pytest.mark.world(size=2, timeout_s=1)
+        @pytest.mark.world(world_size=2, timeout_s=1)
         def test_hangs(world):
             dist.all_reduce(torch.ones(2))
             if world.rank == 0:
@@ -198,7 +198,7 @@ def test_a_record_has_the_fields_of_torchs_own_dump(
 ) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     with Cluster(2) as cluster:
-        outcomes = cluster.outcomes(own_dump, isolation="process")
+        outcomes = cluster.with_options(isolation="process").outcomes(own_dump)
     theirs = pickle.loads(outcomes[0].value)
     write_flight_records(outcomes, tmp_path / "records")
     file = tmp_path / "records" / "flight_record_rank_0"

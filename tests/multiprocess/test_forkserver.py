@@ -107,13 +107,16 @@ def test_the_stderr_of_a_server_that_ends_is_shown(
         Cluster(1, preload=("dies",)).start()
 
 
-def test_a_server_that_cannot_start_leaves_no_descriptor() -> None:
-    def start(*_: object) -> forkserver_client.Server:
+def test_a_server_that_cannot_start_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: object, **__: object) -> None:
         raise OSError("no process left")
 
+    monkeypatch.setattr(forkserver_client, "_started", start)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="no process left"):
-        forkserver_client.ForkserverClient(start)
+        forkserver_client.ForkserverClient()
     assert os.listdir("/proc/self/fd") == before
 
 

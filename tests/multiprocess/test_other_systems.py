@@ -39,7 +39,7 @@ import pytest
 def test_ordinary():
     pass
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_world(world):
     pass
 """

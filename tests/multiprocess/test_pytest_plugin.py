@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-# Imported here, so that the sessions below find them and do not import them anew.
+# Imported here, so that the sessions below find them and do not import them anew;
+# a second import of torch in one process would crash it.
 from gradparity.multiprocess.pytest_plugin import controller, hypothesis
 
 pytest_plugins = ["pytester"]
-PRELOADED = (controller, hypothesis)
+PRELOADED = (controller, hypothesis, torch)
 
 HEAD = """
 import os, time, warnings
@@ -60,11 +62,11 @@ def torn_down(scaled, tmp_path):
     yield scaled, tmp_path
     print("torn down on", dist.get_rank())
 
-@pytest.mark.world(size=[1, 2, 3])
+@pytest.mark.world(world_size=[1, 2, 3])
 def test_sizes(world):
-    assert total(world) == sum(range(world.size))
+    assert total(world) == sum(range(world.world_size))
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @pytest.mark.parametrize("x", [1, 2])
 def test_parametrized(world, x):
     assert dist.get_world_size() == 2 and x in (1, 2)
@@ -76,17 +78,17 @@ def test_fixtures(world, plain, torn_down):
     assert scaled in (world.rank, 2 * world.rank)
     assert folder.is_dir()
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_a_world_test_need_not_take_the_world():
     assert dist.get_world_size() == 2
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_streams_and_patches(world, capsys, monkeypatch):
     print("heard")
     assert capsys.readouterr().out == "heard\\n"
     monkeypatch.setenv("PATCHED", "1")
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_patches_are_undone():
     assert "PATCHED" not in os.environ
 
@@ -94,25 +96,25 @@ class TestClass:
     def setup_method(self):
         self.value = 3
 
-    @pytest.mark.world(size=2, isolation="process")
+    @pytest.mark.world(world_size=2, isolation="process")
     def test_method(self, world):
         assert self.value == 3 and total(world) == 1
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_skipped(world):
     pytest.skip("not today")
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_expected(world):
     pytest.xfail("some day")
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @pytest.mark.xfail(raises=ValueError, strict=True)
 def test_expected_kind(world):
     if world.rank == 1:
         raise ValueError
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_output(world):
     print("said by", world.rank)
 """)
@@ -135,35 +137,35 @@ def stuck():
     import threading
     return threading.Lock()
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_assert(world):
     left = [world.rank, 5]
     assert left == [0, 5]
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_some_skip(world):
     if world.rank == 1:
         pytest.skip("only me")
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_some_skip_some_wait(world):
     if world.rank == 1:
         pytest.skip("only me")
     total(world)
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_warning(world):
     warnings.warn("an error here", stacklevel=1)
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_stuck_fixture(world, stuck):
     pass
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_request(world, request):
     pass
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 async def test_coroutine(world):
     pass
 
@@ -172,11 +174,11 @@ def test_unmarked(world):
 
 import unittest
 class TestCase(unittest.TestCase):
-    @pytest.mark.world(size=2)
+    @pytest.mark.world(world_size=2)
     def test_unittest(self):
         pass
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_innocent(world):
     assert total(world) == 1
 """,
@@ -204,11 +206,11 @@ def test_innocent(world):
     ("marker", "says"),
     [
         (
-            "size=2, sise=3",
-            "has no setting sise; did you mean size? It has artifacts, backend,",
+            "world_size=3, world_sise=2",
+            "has no setting world_sise; did you mean world_size? It has artifacts,",
         ),
         ("2, 3", "takes one size"),
-        ("size=0", "size must be at least 1, got 0"),
+        ("world_size=0", "world_size must be at least 1, got 0"),
     ],
 )
 def test_a_wrong_marker_is_a_collection_error(
@@ -231,13 +233,12 @@ def test_a_breakpoint_on_a_rank_says_what_to_do(
 def reached():
     print("the debugger of rank", dist.get_rank())
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_it(world):
     breakpoint()
 """
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
-    monkeypatch.setattr("gradparity.multiprocess.linux.terminal", lambda: "")
-    says = "RuntimeError: There is no terminal: print what you look for"
+    says = "RuntimeError: a rank has no terminal: print what you look for"
     assert says in session(body).stdout
     monkeypatch.setenv("PYTHONBREAKPOINT", "test_it.reached")
     assert "the debugger of rank 1" in session(body).stdout
@@ -249,7 +250,7 @@ def test_a_wide_fixture_that_asks_for_the_world_is_refused(session: Session) -> 
 def wide(world):
     return 1
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_it(world, wide):
     pass
 """)
@@ -259,12 +260,12 @@ def test_it(world, wide):
 
 def test_pytest_timeout_ends_the_call(session: Session) -> None:
     done = session("""
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @pytest.mark.timeout(1)
 def test_slow(world):
     time.sleep(1000)
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_innocent(world):
     assert total(world) == 1
 """)
@@ -274,11 +275,11 @@ def test_innocent(world):
 
 def test_exitfirst_keyword_and_last_failed(session: Session) -> None:
     body = """
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_bad(world):
     assert world.rank == 0
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_good(world):
     pass
 """
@@ -291,12 +292,12 @@ def test_good(world):
 def test_xdist(session: Session) -> None:
     done = session(
         """
-@pytest.mark.world(size=[1, 2, 4])
+@pytest.mark.world(world_size=[1, 2, 4])
 @pytest.mark.parametrize("x", [1, 2])
 def test_it(world, x):
-    assert total(world) == sum(range(world.size))
+    assert total(world) == sum(range(world.world_size))
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_bad(world):
     assert world.rank == 0
 """,
@@ -314,7 +315,7 @@ from ..helper import Thing
 def thing():
     return Thing()
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_inner(world, thing):
     assert type(thing) is Thing
 """
@@ -334,7 +335,7 @@ def test_import_modes(session: Session, mode: str, tmp_path: Path) -> None:
 class Local:
     pass
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @pytest.mark.parametrize("kind", [Local])
 def test_it(world, kind):
     assert kind is Local
@@ -349,14 +350,14 @@ def test_hypothesis_draws_in_the_parent_and_shrinks(session: Session) -> None:
     done = session("""
 from hypothesis import assume, given, strategies as st
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @given(n=st.integers(0, 1000))
 def test_shrinks(world, n):
     value = torch.tensor([n])
     dist.all_reduce(value)
     assert value.item() < 100
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @given(n=st.integers(0, 1000))
 def test_assumes(world, n):
     assume(n % 2 == 0)
@@ -365,7 +366,7 @@ def test_assumes(world, n):
     assert value.item() == 2 * n
 
 class TestMethod:
-    @pytest.mark.world(size=2)
+    @pytest.mark.world(world_size=2)
     @given(n=st.integers(0, 10))
     def test_method(self, world, n):
         assert 0 <= n <= 10
@@ -398,7 +399,7 @@ def test_a_world_without_its_devices_is_skipped(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = session("""
-@pytest.mark.world(size=2, device="cuda", backend="nccl")
+@pytest.mark.world(world_size=2, device="cuda", backend="nccl")
 def test_it(world):
     pass
 """)
@@ -414,7 +415,7 @@ def test_the_largest_worlds_run_first_under_xdist(
 def test_plain():
     pass
 
-@pytest.mark.world(size=[1, 2, 3])
+@pytest.mark.world(world_size=[1, 2, 3])
 def test_sizes(world):
     pass
 """,

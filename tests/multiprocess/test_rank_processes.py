@@ -17,7 +17,7 @@ def descriptors() -> set[str]:
 
 
 def test_a_second_kill_closes_nothing() -> None:
-    processes = RankProcesses(WorldSpec(size=1))
+    processes = RankProcesses(WorldSpec(world_size=1))
     processes.kill()
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]  # its numbers again
     try:
@@ -32,7 +32,7 @@ def test_a_second_kill_closes_nothing() -> None:
 def test_a_rank_that_is_gone_is_not_killed_by_its_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    processes = RankProcesses(WorldSpec(size=1))
+    processes = RankProcesses(WorldSpec(world_size=1))
     (pid,) = processes.pids
     os.kill(pid, signal.SIGKILL)
     wait_until_gone({pid})

@@ -27,33 +27,33 @@ def doubled(world):
 def test_ordinary(tmp_path):
     print("once")
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_raise(world):
     if world.rank == 1:
         raise ValueError("boo")
     total(world)
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_innocent(world, doubled):
     assert total(world) == 1
     assert doubled == 2 * world.rank
 
-@pytest.mark.world(size=2, timeout_s=1)
+@pytest.mark.world(world_size=2, timeout_s=1)
 def test_hang(world):
     if world.rank == 1:
         time.sleep(1000)
     total(world)
 
-@pytest.mark.world(size=2, timeout_s=1)
+@pytest.mark.world(world_size=2, timeout_s=1)
 def test_one_too_many(world):
     if world.rank == 1:
         total(world)
 
-@pytest.mark.world(size=2, isolation="group")
+@pytest.mark.world(world_size=2, isolation="group")
 def test_innocent_again(world):
     assert total(world) == 1
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 @settings(max_examples=20)
 @given(n=st.integers(0, 1000))
 def test_examples_are_the_same_on_all_ranks(world, n):
@@ -61,21 +61,21 @@ def test_examples_are_the_same_on_all_ranks(world, n):
     dist.all_reduce(value)
     assert value.item() == 2 * n
 
-@pytest.mark.world(size=3)
+@pytest.mark.world(world_size=3)
 def test_three(world):
     pass
 
-@pytest.mark.world(size=1)
+@pytest.mark.world(world_size=1)
 def test_one(world):
     assert dist.get_world_size() == 1
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_killed(world):
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     total(world)
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_assert(world):
     assert [world.rank, 5] == [0, 5]
 
@@ -92,7 +92,7 @@ def changed(tmp_path):
     os.chdir(before)
     del os.environ["OMP_CHANGED"], os.environ["SECRET_CHANGED"]
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_fixtures_run_once_in_the_parent(world, token, changed):
     assert os.environ["OMP_CHANGED"] == "1" and os.getcwd() == str(changed)
     assert "SECRET_CHANGED" not in os.environ  # on no rank: it would be in the store
@@ -100,13 +100,13 @@ def test_fixtures_run_once_in_the_parent(world, token, changed):
     dist.all_gather_object(found, token)
     assert found == [token, token]
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_changes_of_the_environment_are_undone(world):
     assert "OMP_CHANGED" not in os.environ
 
 INNER = '''
 import os, pytest
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_inner(world):
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"
 '''
@@ -117,13 +117,13 @@ def test_a_session_in_a_test_has_ranks_of_its_own(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_skip(world):
     pytest.skip("not today")
 """
 
 PROGRAM = """
-from gradparity.multiprocess import WorldFailure, current_world
+from gradparity.multiprocess import WorldError, current_world
 from gradparity.multiprocess.torchrun import TorchrunCluster
 
 def fail():
@@ -134,7 +134,7 @@ with TorchrunCluster() as cluster:
     ranks = cluster.run(lambda: current_world().rank)
     try:
         cluster.run(fail)
-    except WorldFailure as failure:
+    except WorldError as failure:
         found = failure.root.headline
     if cluster.rank == 0:
         print(ranks, found)
@@ -157,9 +157,10 @@ def slow():
 
 first = TorchrunCluster(timeout_s=1)
 store = first._agent._meeting.raw
-first.run(slow, timeout_s=30)
-first.run(lambda: b"x" * (9 << 20), timeout_s=30)
-first.run(dist.get_rank, timeout_s=30)  # every process has read all of the call before
+first.with_options(timeout_s=30).run(slow)
+first.with_options(timeout_s=30).run(lambda: b"x" * (9 << 20))
+# every process has then read all of the call before
+first.with_options(timeout_s=30).run(dist.get_rank)
 ends = "", "/0", "/1", "/2", "/readers"
 keys = [f"{what}/{n}{end}" for n in (1, 3) for what in ("start/1", "fact/1", "go")
         for end in ends]
@@ -181,7 +182,7 @@ from gradparity.multiprocess.elastic.agent import Agent, AgentCluster
 
 with Agent() as agent:
     if agent.leads:
-        cluster = AgentCluster(agent, WorldSpec(size=2))
+        cluster = AgentCluster(agent, WorldSpec(world_size=2))
         for _ in range(3):
             cluster.run(len, b"x" * (5 << 20))
         calls = range(1, agent._calls + 1)
@@ -357,7 +358,7 @@ import pytest
 def parent_of(pid):
     return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_the_agent_of_rank_1_is_killed(world):
     if world.rank == 1:
         os.kill(parent_of(os.getppid()), signal.SIGKILL)

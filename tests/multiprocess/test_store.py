@@ -302,7 +302,7 @@ def raised() -> Reply:
     [
         (
             CallRequest(
-                spec=WorldSpec(size=2, preload=("a", "b")),
+                spec=WorldSpec(world_size=2, preload=("a", "b")),
                 options=CallOptions(timeout_s=3.0),
                 payload=b"\x80\xff",
                 world=1,

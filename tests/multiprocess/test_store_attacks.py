@@ -36,7 +36,7 @@ def told(monkeypatch):
     monkeypatch.setenv("PASSWORD_OF_THE_TEST", os.environ["PASSWORD"][::-1])
     monkeypatch.setenv("OMP_SCHEDULE", "static,7")
 
-@pytest.mark.world(size=2)
+@pytest.mark.world(world_size=2)
 def test_marked(world, told):
     assert os.environ["OMP_SCHEDULE"] == "static,7"
     assert "GRADPARITY_SECRET" not in os.environ

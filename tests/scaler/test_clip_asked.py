@@ -55,7 +55,7 @@ def test_a_bad_bound_on_one_rank_leaves_no_rank_waiting(four: Cluster) -> None:
             scaled(GradScaler).clip_grad_norm_(torch.optim.SGD(params), max_norm)
         return type(caught.value).__name__
 
-    raised = four.run(clip, timeout_s=30)
+    raised = four.with_options(timeout_s=30).run(clip)
     assert raised == [
         "PeerFailedError",
         "InvalidSettingError",

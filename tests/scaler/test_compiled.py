@@ -62,7 +62,7 @@ def test_compiled_steps_are_agreed_on(two: Cluster, call: str) -> None:
         held: list[float] = local.tolist()
         return held, scaler.get_scale()
 
-    assert two.run(run, timeout_s=120) == [([-1.0, -1.0], 2.0)] * 2
+    assert two.with_options(timeout_s=120).run(run) == [([-1.0, -1.0], 2.0)] * 2
 
 
 def test_what_decides_is_not_compiled() -> None:

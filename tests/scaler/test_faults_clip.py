@@ -99,7 +99,7 @@ def test_f60_a_replica_counts_once_whatever_the_order_of_its_ranks(
         return float(scaler.clip_grad_norm_(sgd(p), 1e9, norm_type))
 
     expected = {2.0: math.sqrt(12.0), 1.0: 6.0, INF: 2.0}[norm_type]
-    for found in four.run(norm, timeout_s=SOON_S):
+    for found in four.with_options(timeout_s=SOON_S).run(norm):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
 
 
@@ -116,7 +116,7 @@ def test_f14_a_shard_that_cannot_be_placed_is_no_plain_tensor(two: Cluster) -> N
         except Exception as error:
             return type(error).__name__
 
-    found = two.run(norm, timeout_s=SOON_S)
+    found = two.with_options(timeout_s=SOON_S).run(norm)
     assert all(isinstance(each, str) for each in found), found
 
 
@@ -218,7 +218,7 @@ def test_f06_turning_the_scaler_off_keeps_the_norm(
         of_ranks = [[[3.0], [12.0]], [[4.0], [12.0]]]
     if layout == "empty stage":
         of_ranks = [[[3.0]], []]
-    found = two.run(run, timeout_s=SOON_S)
+    found = two.with_options(timeout_s=SOON_S).run(run)
     for (got, grads), before in zip(found, of_ranks, strict=True):
         torch.testing.assert_close(got, norm, rtol=1e-6, atol=0.0)
         clipped = [[g / norm for g in each] for each in before]
@@ -247,6 +247,6 @@ def test_f64_a_rank_without_parameters_clips_as_often_as_its_peers(
             scaler.update()
         return norms, left, scaler.get_scale()
 
-    first, second = two.run(run, timeout_s=SOON_S)
+    first, second = two.with_options(timeout_s=SOON_S).run(run)
     assert first == ([0.5, 0.75] * 2, [0.5, 0.25] * 2, 4.0)
     assert second == ([0.5, 0.75] * 2, [], 4.0)

@@ -140,7 +140,7 @@ def test_g12_two_scalers_in_another_order(
                 return f"raised in {iteration}", [p.item() for p in params]
         return "nothing", [p.item() for p in params]
 
-    found = two.run(run, timeout_s=SOON_S)
+    found = two.with_options(timeout_s=SOON_S).run(run)
     assert [raised for raised, _ in found] == [f"raised in {at}"] * 2
     if at:  # before that they have no number: the second of them is the first to know
         assert [weights for _, weights in found] == [[1.0 - at] * 2] * 2
@@ -157,7 +157,7 @@ def test_g12_two_scalers_in_one_order_are_no_disagreement(two: Cluster) -> None:
                 scaler.update()
         return [p.item() for p in params]
 
-    assert two.run(run, timeout_s=SOON_S) == [[0.25, 0.25]] * 2
+    assert two.with_options(timeout_s=SOON_S).run(run) == [[0.25, 0.25]] * 2
 
 
 # - G13: calls that do not belong together
@@ -192,7 +192,7 @@ def test_g13_calls_that_do_not_belong_together(
         return "nothing", p.item()
 
     expected = ("RanksDisagreeError", 0.0 if settled else 1.0)
-    assert two.run(run, timeout_s=SOON_S) == [expected] * 2
+    assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
 
 
 @pytest.mark.parametrize("pair", TOGETHER, ids=pair_name)
@@ -217,7 +217,7 @@ def test_g13_calls_that_belong_together(
         return (good if has_optimizer else [True, False, True, True]), scales
 
     expected = ([True, False, True, True], [4.0, 2.0, 2.0, 2.0])
-    assert two.run(run, timeout_s=SOON_S) == [expected] * 2
+    assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
 
 
 @pytest.mark.parametrize("call", MAIN)
@@ -245,7 +245,7 @@ def test_g13_a_forgotten_call(
                 return "raised"
         return "nothing"
 
-    assert two.run(run, timeout_s=SOON_S) == ["raised", "raised"]
+    assert two.with_options(timeout_s=SOON_S).run(run) == ["raised", "raised"]
 
 
 # - G14: after an exception
@@ -302,7 +302,7 @@ def test_g14_the_batch_after_an_exception(
                     assert "No inf checks" in str(error)
         return seen, p.item(), scaler.state_dict()
 
-    first, second = two.run(run, timeout_s=SOON_S)
+    first, second = two.with_options(timeout_s=SOON_S).run(run)
     names = ["RanksDisagreeError"] * 2
     if cause == "one rank fails":
         names = ["PeerFailedError", "ValueError"]
@@ -337,7 +337,9 @@ def test_g14_the_second_of_two_optimizers_fails(
         return seen, [a.item(), b.item()], scaler.state_dict()
 
     for (seen, weights, state), name in zip(
-        two.run(run, timeout_s=SOON_S), ["PeerFailedError", "ValueError"], strict=True
+        two.with_options(timeout_s=SOON_S).run(run),
+        ["PeerFailedError", "ValueError"],
+        strict=True,
     ):
         assert seen == [name]
         assert weights == [0.5, 0.625]
@@ -380,7 +382,7 @@ def test_g15_a_rank_lacks_one_of_two_optimizers(
                 scaler.update(1024.0)
         return [p.item() for p in params], scaler.get_scale()
 
-    first, second = two.run(run, timeout_s=SOON_S)
+    first, second = two.with_options(timeout_s=SOON_S).run(run)
     missed = 4 if idle is None else 1
     # The second is skipped where any rank that holds it has found inf.
     held = not (lacking == 1 and idle is None)
@@ -416,7 +418,10 @@ def test_g16_replicas_are_counted_once_however_they_are_added_up(
 
     values = torch.rand(601, 499, generator=torch.Generator().manual_seed(0)).double()
     expected = float(torch.linalg.vector_norm(values, norm_type)) / 4.0
-    assert two.run(run, timeout_s=SOON_S) == [pytest.approx(expected, rel=1e-4)] * 2
+    assert (
+        two.with_options(timeout_s=SOON_S).run(run)
+        == [pytest.approx(expected, rel=1e-4)] * 2
+    )
 
 
 # - G17: inference mode
@@ -448,7 +453,7 @@ def test_g17_calls_in_inference_mode(
         return p.item(), scaler.get_scale()
 
     expected = (0.5, 4.0) if bad_rank is None else (0.75, 2.0)
-    assert two.run(run, timeout_s=SOON_S) == [expected] * 2
+    assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
 
 
 # - G18: threads
@@ -489,7 +494,7 @@ def test_g18_threads_that_train_with_groups_of_their_own(
             thread.join()
         return seen
 
-    found = two.run(run, timeout_s=SOON_S)
+    found = two.with_options(timeout_s=SOON_S).run(run)
     allowed = {"right"} if own else {"right", "RanksDisagreeError"}
     assert {each for seen in found for each in seen} <= allowed
 
@@ -516,7 +521,7 @@ def test_g20_ranks_stay_together_after_an_error_that_one_caught(two: Cluster) ->
         finally:
             restored()
 
-    first, second = two.run(run, timeout_s=SOON_S)
+    first, second = two.with_options(timeout_s=SOON_S).run(run)
     assert first[1:] == second[1:]
     # Every rank hears of it; at most the batch that follows is dropped as well.
     assert first[0] > 0 and second[0] > 0
@@ -548,7 +553,7 @@ def test_g22_a_swallowed_error_is_raised_again_by_the_step(two: Cluster) -> None
                 seen.append(type(error).__name__)
         return seen, p.item()
 
-    (first, weight), (second, other) = two.run(run, timeout_s=SOON_S)
+    (first, weight), (second, other) = two.with_options(timeout_s=SOON_S).run(run)
     assert weight == other == 0.75
     assert second == ["ValueError"]
     assert first in (["log: PeerFailedError", "PeerFailedError"], ["PeerFailedError"])

@@ -70,7 +70,7 @@ def test_f05_a_rank_that_never_scales_agrees_over_its_mesh(
 
     skipped = bad_rank is not None
     expected = (True, 2.0, [1.0, 1.0]) if skipped else (False, 4.0, [0.75, 0.75])
-    assert two.run(run, timeout_s=SOON_S) == [expected] * 2
+    assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2
 
 
 @pytest.mark.parametrize("over", ["local", "mesh"])
@@ -133,7 +133,7 @@ def test_f55_ranks_that_step_in_another_order_raise(
             return type(error).__name__, [a.item(), b.item()]
         return "nothing", [a.item(), b.item()]
 
-    found = two.run(run, timeout_s=SOON_S)
+    found = two.with_options(timeout_s=SOON_S).run(run)
     assert found == [("RanksDisagreeError", [0.0, 0.0])] * 2
 
 
@@ -167,7 +167,7 @@ def test_f68_a_scaler_that_lived_longer_loads_what_the_others_load(
         scaler.update()
         return scaler.get_scale(), scaler._get_growth_tracker(), p.item()
 
-    assert two.run(run, timeout_s=SOON_S) == [(8.0, 3, 0.0)] * 2
+    assert two.with_options(timeout_s=SOON_S).run(run) == [(8.0, 3, 0.0)] * 2
 
 
 # - What an error says
@@ -209,7 +209,9 @@ def test_f07_an_error_reaches_the_parent_as_itself(two: Cluster) -> None:
             return pickle.dumps(error)
         return b""
 
-    errors = [pickle.loads(each) for each in two.run(run, timeout_s=SOON_S)]
+    errors = [
+        pickle.loads(each) for each in two.with_options(timeout_s=SOON_S).run(run)
+    ]
     assert [error.rank for error in errors] == [0, 1]
     for error in errors:
         assert (error.lowest["scale"], error.highest["scale"]) == (4.0, 8.0)
@@ -228,7 +230,7 @@ def test_f10_no_step_needs_a_name_for_a_log_line(two: Cluster) -> None:
         left: Any = p
         return float(left.to_local().sum())
 
-    assert two.run(run, timeout_s=SOON_S) == [0.0, 0.0]
+    assert two.with_options(timeout_s=SOON_S).run(run) == [0.0, 0.0]
 
 
 def test_f10_loading_does_not_silence_the_log(two: Cluster) -> None:
@@ -257,7 +259,7 @@ def test_f10_loading_does_not_silence_the_log(two: Cluster) -> None:
             log.setLevel(level)
         return counts
 
-    for without, after_load in two.run(run, timeout_s=SOON_S):
+    for without, after_load in two.with_options(timeout_s=SOON_S).run(run):
         assert after_load == without
 
 
@@ -275,7 +277,7 @@ def told(two: Cluster, fused: bool, clip: bool) -> list[tuple[str, str, list[str
             return str(error), error.call, sorted(error.lowest)
         return "nothing", "", []
 
-    return two.run(run, timeout_s=SOON_S)
+    return two.with_options(timeout_s=SOON_S).run(run)
 
 
 def test_f11_errors_on_fused_steps_name_no_private_name(two: Cluster) -> None:

@@ -129,7 +129,9 @@ def unscale_step_update(make: Make, build: Any, bad_rank: int | None) -> str:
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])
 def test_fully_shard(two: Cluster, make: Make, bad_rank: int | None) -> None:
     args = make, one_dimension, bad_rank
-    assert two.run(unscale_step_update, *args, timeout_s=SOON_S) == [""] * 2
+    assert (
+        two.with_options(timeout_s=SOON_S).run(unscale_step_update, *args) == [""] * 2
+    )
 
 
 @BOTH_PLAIN
@@ -140,7 +142,9 @@ def test_fully_shard_over_tensor_parallel(
     if make is torch.amp.GradScaler and bad_rank is not None:
         pytest.skip("torch's class lets the ranks of two axes disagree (B01c)")
     args = make, two_dimensions, bad_rank
-    assert four.run(unscale_step_update, *args, timeout_s=SOON_S) == [""] * 4
+    assert (
+        four.with_options(timeout_s=SOON_S).run(unscale_step_update, *args) == [""] * 4
+    )
 
 
 # - ShardedGradScaler
@@ -213,8 +217,8 @@ def test_sharded_training_is_replicated_training(
     two: Cluster, make: Make, bad_step: int | None, offload: bool
 ) -> None:
     wrap = sharded(offload=offload)
-    ours = two.run(train, make, wrap, bad_step, timeout_s=SOON_S)
-    plain = two.run(train, None, as_it_is, bad_step, timeout_s=SOON_S)
+    ours = two.with_options(timeout_s=SOON_S).run(train, make, wrap, bad_step)
+    plain = two.with_options(timeout_s=SOON_S).run(train, None, as_it_is, bad_step)
     assert ours[0] == ours[1]
     assert ours[0][1] == SCALES[bad_step]
     torch.testing.assert_close(ours[0][0], plain[0][0], rtol=1e-5, atol=1e-6)
@@ -227,8 +231,8 @@ def test_f03_mixed_precision_keeps_the_dtype_of_the_loss(
     two: Cluster, make: Make, dtype: Any, reduced: bool
 ) -> None:
     wrap = sharded(dtype, dtype if reduced else torch.float32)
-    first, second = two.run(train, make, wrap, 1, timeout_s=SOON_S)
-    plain = two.run(train, None, as_it_is, 1, timeout_s=SOON_S)
+    first, second = two.with_options(timeout_s=SOON_S).run(train, make, wrap, 1)
+    plain = two.with_options(timeout_s=SOON_S).run(train, None, as_it_is, 1)
     assert first == second
     assert first[1] == SCALES[1]
     torch.testing.assert_close(first[0], plain[0][0], rtol=0.05, atol=0.02)
@@ -259,4 +263,4 @@ def test_f03_the_older_fsdp(two: Cluster, make: Make, dtype: Any, orig: bool) ->
 
     kind = str(dtype or torch.float32)
     expected = kind, kind, ["torch.float32"], 64.0
-    assert two.run(run, timeout_s=SOON_S) == [expected] * 2
+    assert two.with_options(timeout_s=SOON_S).run(run) == [expected] * 2

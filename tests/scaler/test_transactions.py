@@ -344,4 +344,4 @@ def test_each_call_out_raises_once_on_ranks(
             if run.state() != expected:
                 wrong.append(f"call {at}: {run.state()}, expected {expected}")
 
-    assert two.run(sweep, timeout_s=SOON_S) == [["True"]] * 2
+    assert two.with_options(timeout_s=SOON_S).run(sweep) == [["True"]] * 2
