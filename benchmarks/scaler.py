@@ -274,8 +274,9 @@ def many_optimizers(count: int, repeats: int) -> Measured:
     """Time an iteration of one optimizer for each parameter, in one process."""
     torch.set_num_threads(1)
     params = [torch.nn.Parameter(torch.zeros(16)) for _ in range(count)]
-    for p in params:
-        p.grad = torch.full((16,), SCALE)
+    gradients = [torch.full((16,), SCALE) for _ in params]
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
     optimizers = [_optimizer([p], False) for p in params]
 
     def iteration(scaler: Any) -> None:
@@ -284,11 +285,11 @@ def many_optimizers(count: int, repeats: int) -> Measured:
         scaler.update()
 
     def refill() -> None:
-        torch._foreach_mul_([p.grad for p in params], SCALE)
+        torch._foreach_mul_(gradients, SCALE)
 
     def bare() -> None:
-        for p in params:
-            torch._amp_foreach_non_finite_check_and_unscale_([p.grad], found, inv)
+        for gradient in gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, inv)
 
     found, inv = torch.zeros(()), torch.tensor(1 / SCALE)
     theirs, ours = _scaler(torch.amp.GradScaler), _scaler(GradScaler)

@@ -383,7 +383,8 @@ class OverflowSync:
         total = torch.tensor(value, dtype=torch.float64, device="cpu")
         with _groups[result.group].turn, _explained(result.group, result.method):
             dist.all_reduce(total, op=op, group=result.group)
-        return float(total.tolist())
+        (found,) = total.reshape(1).tolist()
+        return float(found)
 
     def rows_of(self, result: SyncResult, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, (number of ranks, elements)."""

@@ -174,8 +174,13 @@ def decode_full(numbers: Sequence[float]) -> Summary:
         None if highest[name] == -math.inf else highest[name]
         for name in ("call", "max_norm", "norm_type", "scaler", "optimizer")
     )
+    found_inf, failed, has_gradients, was_scaled, needs_rows = map(bool, numbers[:5])
     return Summary(
-        *map(bool, numbers[: _FLAGS - 1]),
+        found_inf=found_inf,
+        failed=failed,
+        has_gradients=has_gradients,
+        was_scaled=was_scaled,
+        needs_rows=needs_rows,
         first_nonfinite=int(numbers[_FLAGS - 1]),
         scaler=int(scaler or 0),
         optimizer=int(optimizer or 0),

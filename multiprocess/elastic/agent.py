@@ -271,7 +271,7 @@ class Agent:
             raise HarnessError(f"rank {rank}: {self._membership.state(rank)}")
 
     def _let_go(self, spec: WorldSpec, going: bool) -> None:
-        if spec.size > 1:
+        if spec.world_size > 1:
             self._store.put_message("go", self._calls, _GO if going else _NO)
 
     # -- a follower's side
@@ -354,7 +354,7 @@ class Agent:
         # Longer than the leader waits for any rank: it says no before this agent gives
         # up.
         limit_s = request.spec.start_timeout_s + 2 * self._patience_s
-        others = request.spec.size - 1
+        others = request.spec.world_size - 1
         answer = self._store.take(
             "go", self._calls, limit_s, self.check, author=0, readers=others
         )

@@ -262,7 +262,7 @@ def test_a_departure_from_a_reference_on_cuda_is_inconclusive() -> None:
     """J16: the noise of the references is the CPU's."""
     of = evidence()
     assert of.parity is not None
-    of.parity.add(row("gradient", error=2.0))
+    of.parity.add("gradient", [row("gradient", error=2.0)], 1)
     of.ranks[1].steps[2].scale_after = 99.0
     on_cuda = replace(of, device="cuda")
     assert finding(of, "parity.gradient").status == "fail"

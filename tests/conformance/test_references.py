@@ -140,4 +140,4 @@ def test_a_function_alone_raises_here_what_it_raised_there() -> None:
 
 
 def _size() -> int:
-    return current_world().size
+    return current_world().world_size
