@@ -462,7 +462,16 @@ class GradScaler(_TorchGradScaler):
                     found = self._unscale_here(optimizer, state)
                 rank = dist.get_rank() if group is not None else 0
                 grads = grads_by_mesh(optimizer, record, rank)
-                self._refuse_unfit(grads, group)
+                dtypes = {dtype for some in grads.values() for _, dtype in some}
+                refuses = self._enabled and self._fp16_gradients == "refuse"
+                if refuses and torch.float16 in dtypes:
+                    raise ValueError(FP16_REFUSED)
+                if group is None and any(len(layout.ranks) > 1 for layout in grads):
+                    raise ValueError(
+                        f"{method} needs the gradients of all ranks of a mesh, and "
+                        "this scaler syncs with no other rank. Do not pass "
+                        "agree_over='local'."
+                    )
             is_divided = not self._enabled or state["stage"] is OptState.UNSCALED
             carried = number_in(torch.ones_like(scale) if is_divided else scale)
             entries, flag = local_norms(grads, norm_type, carried)
@@ -532,18 +541,6 @@ class GradScaler(_TorchGradScaler):
             return False
         scale = number_in(self._scale_or_one())
         return isinstance(scale, float) and scale < 1.0
-
-    def _refuse_unfit(
-        self, grads: GradsByMesh, group: dist.ProcessGroup | None
-    ) -> None:
-        if self._enabled and self._fp16_gradients == "refuse":
-            if torch.float16 in [dtype for some in grads.values() for _, dtype in some]:
-                raise ValueError(FP16_REFUSED)
-        if group is None and any(len(layout.ranks) > 1 for layout in grads):
-            raise ValueError(
-                "clip_grad_norm_ needs the gradients of all ranks of a mesh, and this "
-                "scaler syncs with no other rank. Do not pass agree_over='local'."
-            )
 
     # - Step
 
@@ -798,10 +795,10 @@ class GradScaler(_TorchGradScaler):
     ) -> None:
         # See [Note: An error on one rank] in sync.py.
         if group is not None:
-            local = Local(failed=True)
-            self._sync.exchange(group, method, call, self._shared(None), local)
+            shared, local = self._shared(self._scale_or_one(), None), Local(failed=True)
+            self._sync.exchange(group, method, call, shared, local)
 
-    def _shared(self, record: OptimizerRecord | None) -> Shared:
+    def _shared(self, scale: torch.Tensor, record: OptimizerRecord | None) -> Shared:
         tracker, left = self._growth_tracker, self._hysteresis_left
         return Shared(
             call=None,
@@ -809,7 +806,7 @@ class GradScaler(_TorchGradScaler):
             made_after=None,
             iteration=0,
             position=0,
-            scale=number_in(self._scale_or_one()),
+            scale=number_in(scale),
             growth_tracker=0.0 if tracker is None else number_in(tracker),
             growth_factor=self._growth_factor,
             backoff_factor=self._backoff_factor,
@@ -834,6 +831,7 @@ class GradScaler(_TorchGradScaler):
         # What any rank found, in place of what this one did.
         scale, rank, sent = self._scale_or_one(), group.rank(), self._sync.sent
         try:
+            shared = self._shared(scale, record)
             found_inf = any_of(found.values(), scale.device) if found else None
             bad = 0
             if found_inf is not None and is_true(found_inf):
@@ -845,7 +843,6 @@ class GradScaler(_TorchGradScaler):
                 first_nonfinite=bad,
                 is_new=record is not None and record.number is None,
             )
-            shared = self._shared(record)
             result = self._sync.exchange(
                 group, method, call, shared, local, clip, row or (), record
             )
@@ -932,8 +929,9 @@ class GradScaler(_TorchGradScaler):
         found = [f for state in states for f in state["found_inf_per_device"].values()]
         has_failed = self._has_failed
         if found or has_failed or chosen is None:
-            shared = self._shared(None)
-            self._sync.end_iteration(shared, "update", is_usual=not has_failed)
+            self._sync.end_iteration(
+                lambda: self._shared(scale, None), "update", is_usual=not has_failed
+            )
         if not found and not has_failed and chosen is None:
             raise AssertionError("No inf checks were recorded prior to update.")
         if chosen is not None:
@@ -1111,7 +1109,7 @@ class GradScaler(_TorchGradScaler):
             self._report_failure(group, "load_state_dict", LOAD)
             raise
         if group is not None:
-            shared = self._shared(None)
+            shared = self._shared(self._scale_or_one(), None)
             fields = {key.lstrip("_"): value for key, value in saved.items()}
             shared = shared._replace(**fields)
             method = "load_state_dict"

@@ -38,7 +38,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -81,7 +81,8 @@ class SyncResult:
         group: over which it was made.
         method: name of the calling method, for messages.
         shared: what this rank brought.
-        message: the reduced full message, where no host has read it.
+        message: the reduced message.
+        is_deferred: reading it would synchronise with an accelerator.
         rows: what each rank sent beside its message, (number of ranks, elements).
         copy: on its way to the host, and the event of its arrival.
         record: of the optimizer, None without one.
@@ -92,16 +93,12 @@ class SyncResult:
     method: str
     shared: Shared
     message: torch.Tensor
+    is_deferred: bool = False
     rows: torch.Tensor | None = None
     copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
     record: Any = None
     was_read: bool = False
     _summary: Summary | None = None
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether reading it would synchronise with an accelerator."""
-        return self._summary is None
 
     @property
     def found_inf(self) -> torch.Tensor:
@@ -199,26 +196,27 @@ class OverflowSync:
     Args:
         group: the ranks that sync.
         device_type: where to exchange messages if the process group can.
+
+    Attributes:
+        sent: number of messages sent in this iteration.
     """
+
+    sent: int
 
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
         self._device_type = device_type
+        self._is_on_cpu: Any = None  # the last group that exchanges messages there
         self._made = next(_made)
         self._unread: SyncResult | None = None
         # What the other ranks called when this one took part without an optimizer.
         self._expected: tuple[int, Clip | None] = (CHECK, None)
         self.restart()
 
-    @property
-    def sent(self) -> int:
-        """Number of messages sent in this iteration."""
-        return self._count
-
     def restart(self) -> None:
         """Count iterations and optimizers anew, at a point where all ranks do."""
         self._iteration = 0
-        self._count = 0  # messages sent in this iteration
+        self.sent = 0
         self._most = -1  # largest count of any iteration; -1: none is over yet
         self._optimizers = 0  # that any rank has synced
 
@@ -269,10 +267,13 @@ class OverflowSync:
             scaler=number,
             made_after=after,
             iteration=0 if joins else self._iteration,
-            position=0 if joins else self._count + 1,
+            position=0 if joins else self.sent + 1,
             **{} if clip is None else clip._asdict(),
         )
-        device = message_device(group, self._device_type, state.scale)
+        device = torch.device("cpu")
+        if self._is_on_cpu is not group:
+            device = message_device(group, self._device_type, state.scale)
+            self._is_on_cpu = group if device.type == "cpu" else None
         with of_group.turn, _explained(group, method):
             if self._is_deferred(device):
                 result = self._gathered(group, method, shared, local, device, row)
@@ -315,9 +316,9 @@ class OverflowSync:
         try:
             yield
         except RuntimeError:
-            self._count += 1
+            self.sent += 1
             raise
-        self._count += 1
+        self.sent += 1
 
     def _gathered(
         self,
@@ -334,7 +335,7 @@ class OverflowSync:
         with self._counted():
             _all_gather(gathered.flatten(), message, group=group)
         message, rows = gathered[:, :FULL_LENGTH].amax(0), gathered[:, FULL_LENGTH:]
-        result = SyncResult(group, method, shared, message, rows)
+        result = SyncResult(group, method, shared, message, True, rows)
         # Reading now would synchronise.
         if message.is_cuda and not torch.cuda.is_current_stream_capturing():
             host = torch.empty_like(message, device="cpu", pin_memory=True)
@@ -351,7 +352,7 @@ class OverflowSync:
         is_here = result is not None and (result.message.is_cpu or result.copy)
         if result is None or not is_here:
             return None
-        if result.was_read and result.is_deferred:
+        if result.was_read and result._summary is None:
             return None  # it was raised where it was read
         try:
             self._learn(result)
@@ -393,10 +394,13 @@ class OverflowSync:
             _all_gather(rows.flatten(), row, group=result.group)
         return rows
 
-    def end_iteration(self, state: Shared, method: str, *, is_usual: bool) -> None:
+    def end_iteration(
+        self, state: Callable[[], Shared], method: str, *, is_usual: bool
+    ) -> None:
         """End the iteration. See [Note: Closing an iteration].
 
-        ``is_usual``: no call of it has raised, so that the next ones will be like it.
+        ``state`` is asked for only if there is a message. ``is_usual``: no call of it
+        has raised, so that the next ones will be like it.
 
         Raises:
             RanksDisagreeError: the ranks had different numbers of syncs.
@@ -405,16 +409,16 @@ class OverflowSync:
         group = self.group.find_known()
         if group is None:
             return
-        count = self._count
+        count = self.sent
         if count != self._most:
-            self.exchange(group, method, UPDATE, state, Local())
+            self.exchange(group, method, UPDATE, state(), Local())
         if is_usual:
             self._most = max(self._most, count)
-        self._count = 0
+        self.sent = 0
         self._iteration += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unread": None}
+        return {**self.__dict__, "_unread": None, "_is_on_cpu": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _made=next(_made))
