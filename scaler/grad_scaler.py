@@ -509,13 +509,14 @@ class GradScaler(_TorchGradScaler):
         # What all ranks add to it after the first message, on all of them alike.
         if result.rows is not None:  # they came with the message
             return global_norm(result.rows, norm_type)
+        row = tensor_of(entries, torch.device("cpu"))
         summary = result.read()
         if not (summary.needs_rows or summary.found_inf):
             part = part_of_sum(entries, norm_type)
             total = self._sync.sum_of(result, part, norm_type)
             if math.isfinite(total):  # no square has left the range of fp64
                 return total if math.isinf(norm_type) else math.sqrt(total)
-        rows = self._sync.rows_of(result, tensor_of(entries, torch.device("cpu")))
+        rows = self._sync.rows_of(result, row)
         try:
             return global_norm(rows, norm_type)
         except AmbiguousError:
