@@ -43,6 +43,8 @@ _EXPORTS = {
     "torchrun": ("TorchrunCluster",),
 }
 
+__all__ = sorted(name for names in _EXPORTS.values() for name in names)
+
 
 def __getattr__(name: str) -> Any:
     for module, names in _EXPORTS.items():
@@ -52,4 +54,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *(name for of in _EXPORTS.values() for name in of)})
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,6 @@
 """The page of known scalers: made from reports, and what it says is in them."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,8 @@ from gradparity.benchmarks.survey_scalers_run import (
     not_judged,
 )
 from gradparity.conformance import LAWS, Scenario
-from gradparity.conformance.space.catalogue import PRESETS, Selection
+from gradparity.conformance.run.launcher import Place
+from gradparity.conformance.run.session import RunSettings
 from gradparity.fixtures.peers import PEERS
 from gradparity.tests.ci.test_samples import case, report_of, verdict, with_verdict
 
@@ -70,11 +70,15 @@ def test_a_run_that_was_cut_off_says_so() -> None:
 def test_judges_smoke_first_then_the_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tiny(_: Selection) -> Iterator[Scenario]:
-        yield Scenario.parse("tp/2/fp32/sgd/none/steps=2")
+    def chosen(settings: RunSettings, place: Place) -> list[Scenario]:
+        # a rank chooses, and knows no preset of a test's
+        if settings.scenarios:
+            return real(settings, place)
+        return [Scenario.parse("tp/2/fp32/sgd/none/steps=2")]
 
-    monkeypatch.setitem(PRESETS, "tiny", tiny)
-    found = judge_peers(tmp_path, ["torch"], "tiny", Console(quiet=True))
+    real = RunSettings.chosen
+    monkeypatch.setattr(RunSettings, "chosen", chosen)
+    found = judge_peers(tmp_path, ["torch"], "quick", Console(quiet=True))
     assert {c.scaler for c in found.smoke.cases} == {OURS, TORCH}
     assert {c.status for c in found.smoke.cases} == {"pass"}
     assert [(c.scaler, c.status) for c in found.run.cases] == [

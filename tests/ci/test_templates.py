@@ -62,7 +62,9 @@ def test_a_foreign_project_gates_its_own_scaler(site: Path, tmp_path: Path) -> N
     (tmp_path / "mine.py").write_text(BAD)
     code, told = gate(site, tmp_path, "mine:Mine", *SMALL)
     assert code == Outcome.REGRESSION.value, told
-    cause = r"worse \(1 case, \d+ consequences\): scale\.rule pass -> fail in single/1/"
+    cause = (
+        r"worse \(1 case, \d+ consequences?\): scale\.rule pass -> fail in single/1/"
+    )
     assert re.search(cause + r".*: step \d", told)
     assert (tmp_path / "parity-report" / "gate.json").is_file()
     assert (tmp_path / "parity-report" / "index.html").is_file()

@@ -290,6 +290,8 @@ def test_a_scaler_without_a_standalone_script_is_named_in_the_error() -> None:
 def test_every_scenario_has_a_script() -> None:
     """``standalone_script`` compiles what it returns."""
     for scenario in select("default", Selection()):
+        if scenario.recipe == "clip-and-step":  # no scaler of torch's has the call
+            continue
         assert scenario.id in standalone_script(scenario, TORCH)
 
 
@@ -316,9 +318,7 @@ def test_replay_writes_the_script(
 
 @pytest.mark.parametrize("time", ["60", "0s", "-1m", "s", "infh", "nans", "1d"])
 def test_a_budget_has_a_unit(time: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(["hunt", f"--budget={time}"])
-    assert error.value.code == 2
+    assert main(["hunt", f"--budget={time}"]) == 2
     assert "is no positive time such as 60s" in capsys.readouterr().err
 
 
