@@ -135,6 +135,9 @@ def spoil_scale(b: Side) -> None:
     b.changes["steps"] = steps
 
 
+TORCH = "torch.amp:GradScaler"
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -263,13 +266,16 @@ def test_a_recording_comes_back_equal_and_holds_no_pickle(tmp_path: Path) -> Non
         (["a.jsonl", "b.jsonl"], "gradparity compare a.jsonl b.jsonl"),
         (["HEAD", "HEAD~1"], "commits need --checkout DIR"),
         (["no.py:Stack", "no.py:Stack"], "A: "),
-        (["a:B", "c:D", "--workload", "e:F"], "give no --workload"),
+        (
+            ["a:B", "c:D", "--workload", "gradparity.tests.stacks:Right"],
+            "give no --workload",
+        ),
         (
             ["--upload-pack=x", "HEAD", "--checkout", "."],
             "unknown option --upload-pack",
         ),
         (["x", "y", "--checkout", "/no/such"], "git worktree add"),
-        (["a:B", "c:D", "--scaler", "a:B,c:D"], "give --scaler once"),
+        (["a:B", "c:D", "--scaler", f"{TORCH},{TORCH}"], "give --scaler once"),
     ],
 )
 def test_bad_usage_is_one_line(

@@ -252,7 +252,7 @@ def test_the_verdict_and_not_the_place_decides_the_exit_code(
     stack = "model=gradparity.tests.stacks:BatchStatistics,steps=2"
     id = f"dp2/2/fp32/own/none/{stack}"
     # the checks before a run refuse a loss that is no mean over rows
-    monkeypatch.setattr(RunSettings, "chosen", lambda _: [Scenario.parse(id)])
+    monkeypatch.setattr(RunSettings, "chosen", lambda *_: [Scenario.parse(id)])
     assert main(["localise", id]) == 4
     out = capsys.readouterr().out
     assert "no activation could be compared: a layer looks at all rows at once" in out
