@@ -44,7 +44,15 @@ def names_of(what: str) -> list[str]:
         and isinstance(node.target, ast.Name)
         and node.target.id == table
     )
-    return list(_keys(value))
+    added = [  # TABLE["name"] = ...
+        node.targets[0].slice
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Subscript)
+        and isinstance(node.targets[0].value, ast.Name)
+        and node.targets[0].value.id == table
+    ]
+    return [*_keys(value), *map(_text, added)]
 
 
 def _keys(table: ast.expr | None) -> Iterator[str]:
@@ -59,8 +67,12 @@ def _keys(table: ast.expr | None) -> Iterator[str]:
         words = [word for call in calls for word in call.keywords]
         nodes = [word.value for word in words if word.arg == "name"]
     for node in nodes:
-        assert isinstance(node, ast.Constant)
-        yield str(node.value)
+        yield _text(node)
+
+
+def _text(node: ast.expr | None) -> str:
+    assert isinstance(node, ast.Constant)
+    return str(node.value)
 
 
 def check_values(parsed: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ def test_an_error_of_the_judge_is_reported_and_ends_no_run(
     scaler = "gradparity.fixtures.faulty:PlainScaler"
     with Runner(folder=".", timeout_s=30) as judging:
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "measure_parity", broken)
+            patch.setattr(runner, "judge", broken)
             case = judging.run(scaler, scenario)
         assert case.status is Status.ERROR
         assert case.problem == "the judge broke: KeyError: 'some parameter'"
