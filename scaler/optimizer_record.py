@@ -68,6 +68,9 @@ class OptimizerRecords:
 
     def find_or_add(self, optimizer: Any) -> tuple[OptimizerRecord, bool]:
         """Return the record of an optimizer, and whether it was never seen."""
+        known = self._records.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1], False
         found = self.find(optimizer)
         record = found or OptimizerRecord(_groups_of(optimizer))
         key, ref = id(optimizer), lambda: optimizer
