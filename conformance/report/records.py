@@ -506,10 +506,12 @@ def _wrong_shape(case: CaseRecord) -> str:
     for name, rows in tables.items():
         if len(rows) != case.world_size:
             return f"{name} has {len(rows)} rows for {case.world_size} ranks"
+    # Where a run stopped early its ranks may have completed different steps.
     for name, rows in tables.items():
-        steps = sorted({len(row) for row in (*rows, curves.scale[0])})
-        if len(steps) > 1:
-            return f"{name} has {' and '.join(map(str, steps))} steps"
+        for rank, (row, scales) in enumerate(zip(rows, curves.scale, strict=True)):
+            if len(row) != len(scales):
+                steps = f"{len(row)} steps on rank {rank}"
+                return f"{name} has {steps}, and scale has {len(scales)}"
     return ""
 
 
