@@ -210,7 +210,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "two headers": (lambda lines: [lines[0], *lines], "line 2: a second header"),
     "a short row of bad": (
         in_line(1, b'"bad":[["","', b'"bad":[["'),
-        "line 2: bad has 2 and 3 steps",
+        "line 2: bad has 2 steps on rank 0, and scale has 3",
     ),
     "no row of bad": (in_line(1, b'"bad":[', b'"bad":[],"x":['), "line 2"),
     "a row of growth too many": (

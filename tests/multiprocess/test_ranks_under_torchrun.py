@@ -261,7 +261,7 @@ class TestIt(TestCase):
     world_size = 2
 
     def test_it(self):
-        assert ranks.current_world().size == 2
+        assert ranks.current_world().world_size == 2
 """
 
 SPMD_WITH_WORDS = (
