@@ -104,13 +104,14 @@ class _Measured(NamedTuple):
     norm: Number
     grads: GradsByMesh
     carried: Number
+    factor: Number  # that clips it
     is_finite: bool
 
-    def divisor(self, max_norm: float, device: torch.device) -> torch.Tensor | None:
+    def divisor(self, device: torch.device) -> torch.Tensor | None:
         # (), fp32: what a kernel divides by to unscale and clip; None if fp32 cannot
         # hold it. On an accelerator, where reading it would synchronise, a norm beyond
         # fp32 then clips to zero.
-        factor, divisor = clip_factor(self.norm, max_norm), self.carried
+        factor, divisor = self.factor, self.carried
         if isinstance(factor, torch.Tensor) or isinstance(divisor, torch.Tensor):
             divisor = divisor / factor
         elif self.is_finite:
@@ -348,28 +349,9 @@ class GradScaler(_TorchGradScaler):
             RanksDisagreeError: the ranks hold different state, or clip differently.
             PeerFailedError: another rank raised.
         """
-        state, record = self._state_to_clip(optimizer, "clip_grad_norm_")
-        try:
-            measured = self._measure(
-                optimizer, state, record, "clip_grad_norm_", max_norm, norm_type
-            )
-            norm = _norm_tensor(measured.norm, self._scale_or_one().device)
-            if error_if_nonfinite and not math.isfinite(measured.norm):
-                measured = measured._replace(is_finite=False)  # as torch, then raise
-            self._write_clip(state, measured, max_norm)
-            if record is not None:
-                record.is_clipped = True
-            elif self._enabled:
-                self._clips_without += 1
-        except BaseException:
-            self._begin_anew(optimizer, state)
-            raise
-        finally:
-            if not self._enabled:
-                self._end_states()  # nothing lasts until an update
-        if error_if_nonfinite:
-            _refuse_nonfinite(measured.norm, norm_type)
-        return norm
+        return self._clip(
+            optimizer, max_norm, norm_type, error_if_nonfinite, steps=False
+        )
 
     @no_compile
     def clip_and_step(
@@ -402,28 +384,62 @@ class GradScaler(_TorchGradScaler):
                 and ``error_if_nonfinite`` is set.
             Exception: what `clip_grad_norm_` and ``optimizer.step`` raise.
         """
-        state, record = self._state_to_clip(optimizer, "clip_and_step")
+        return self._clip(
+            optimizer, max_norm, norm_type, error_if_nonfinite, steps=True
+        )
+
+    def _clip(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        *,
+        steps: bool,
+    ) -> torch.Tensor:
+        method = "clip_and_step" if steps else "clip_grad_norm_"
+        state, record = self._state_to_clip(optimizer, method)
         try:
             measured = self._measure(
-                optimizer, state, record, "clip_and_step", max_norm, norm_type
+                optimizer, state, record, method, max_norm, norm_type
             )
             norm = _norm_tensor(measured.norm, self._scale_or_one().device)
-            divisor = None
-            is_ready = self._enabled and state["stage"] is OptState.READY
-            if is_ready and is_fused(optimizer) and not takes_scaler(optimizer):
-                divisor = measured.divisor(max_norm, norm.device)
+            is_refused = error_if_nonfinite and not math.isfinite(measured.norm)
+            if is_refused:
+                # As after an overflow, also where only the norm is not finite.
+                measured = measured._replace(is_finite=False)
+                one = torch.ones((), dtype=torch.float32, device=norm.device)
+                state["found_inf_per_device"] = {norm.device: one}
+                if record is not None:
+                    record.result = None
+            divisor, kwargs = None, {}
+            if steps and self._enabled and is_fused(optimizer):
+                if takes_scaler(optimizer, stacklevel=4):
+                    kwargs["grad_scaler"] = self
+                elif state["stage"] is OptState.READY:
+                    divisor = measured.divisor(norm.device)
             if divisor is None:
-                self._write_clip(state, measured, max_norm)
-            if optimizer is not None and record is not None:
-                self._step_checked(optimizer, state, record, divisor)
+                if measured.is_finite:
+                    clip_(measured.grads, measured.factor, measured.carried)
+                state["stage"] = OptState.UNSCALED
+            if record is None:
+                self._clips_without += self._enabled and not steps
+            elif not steps:
+                record.is_clipped = True
+            elif self._enabled or not is_refused:
+                self._step_checked(optimizer, state, record, divisor, **kwargs)
         except BaseException:
             self._begin_anew(optimizer, state)
             raise
         finally:
             if not self._enabled:
-                self._end_states()
-        if error_if_nonfinite:
-            _refuse_nonfinite(measured.norm, norm_type)
+                self._end_states()  # nothing lasts until an update
+        if is_refused:
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is "
+                f"{float(norm)}, so they cannot be clipped. Pass "
+                "error_if_nonfinite=False to let step() skip instead."
+            )
         return norm
 
     def _state_to_clip(
@@ -497,7 +513,8 @@ class GradScaler(_TorchGradScaler):
         if optimizer is None:
             _add_found(self._per_optimizer_states[id(None)], found)
         overflows = self._enabled and is_true(any_of(found.values(), scale.device))
-        return _Measured(norm, grads, carried, not overflows)
+        factor = clip_factor(norm, max_norm)
+        return _Measured(norm, grads, carried, factor, not overflows)
 
     def _norm_over(
         self,
@@ -522,12 +539,6 @@ class GradScaler(_TorchGradScaler):
         except AmbiguousError:
             sums = self._sync.rows_of(result, bit_sums(grads))
             return global_norm(rows, norm_type, sums)
-
-    def _write_clip(self, state: State, measured: _Measured, max_norm: float) -> None:
-        if measured.is_finite:
-            factor = clip_factor(measured.norm, max_norm)
-            clip_(measured.grads, factor, measured.carried)
-        state["stage"] = OptState.UNSCALED
 
     def _scale_or_one(self) -> torch.Tensor:
         # A disabled scaler clips by the same norm; its gradients carry no scale.
@@ -585,7 +596,7 @@ class GradScaler(_TorchGradScaler):
             if not is_fused(optimizer):
                 if state["stage"] is OptState.READY:
                     self.unscale_(optimizer)
-            elif takes_scaler(optimizer):
+            elif takes_scaler(optimizer, stacklevel=3):
                 kwargs["grad_scaler"] = self
             elif self._must_unscale_first(state):
                 self._check_and_sync(optimizer, state, record, "step", allow_fp16=True)
@@ -694,10 +705,10 @@ class GradScaler(_TorchGradScaler):
                 None, None, {}, group, "step_without_optimizer", None, row=nothing
             )
             _add_found(self._per_optimizer_states[id(None)], found)
-            if not result.is_deferred and result.read().norm_type is not None:
-                order = result.read().norm_type
-                assert order is not None
-                self._norm_over(result, GradsByMesh(), nothing, order)
+            # On an accelerator the rows have come with the message.
+            norm_type = None if result.is_deferred else result.read().norm_type
+            if norm_type is not None:
+                self._norm_over(result, GradsByMesh(), nothing, norm_type)
         except BaseException:
             self._begin_anew(None, {})
             raise
@@ -1143,15 +1154,6 @@ def _add_found(state: State, found: FoundInf) -> None:
     flags = state["found_inf_per_device"]
     for flag in found.values():
         flags[len(flags)] = flag
-
-
-def _refuse_nonfinite(norm: Number, norm_type: float) -> None:
-    if not math.isfinite(norm):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is {float(norm)}, "
-            "so they cannot be clipped. Pass error_if_nonfinite=False to let step() "
-            "skip instead."
-        )
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:

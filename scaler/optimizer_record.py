@@ -101,8 +101,11 @@ def _groups_of(optimizer: Any) -> Any:
         return None  # what it says is raised where its gradients are read
 
 
-def takes_scaler(optimizer: Any) -> bool:
-    """Return whether ``step`` asks for the scaler itself, the old contract."""
+def takes_scaler(optimizer: Any, *, stacklevel: int) -> bool:
+    """Return whether ``step`` asks for the scaler itself, the old contract.
+
+    Warns then, as torch does, of the line ``stacklevel`` frames above.
+    """
     step: Any = getattr(optimizer.step, "__func__", optimizer.step)
     try:
         known = _TAKES_SCALER.get(step)
@@ -117,7 +120,7 @@ def takes_scaler(optimizer: Any) -> bool:
             "GradScaler is going to stop passing itself as a keyword argument to the "
             "passed optimizer. It sets `grad_scale` and `found_inf` on it instead.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
     return known
 

@@ -206,7 +206,7 @@ class OverflowSync:
     def __init__(self, group: SyncGroup, device_type: str) -> None:
         self.group = group
         self._device_type = device_type
-        self._is_on_cpu: Any = None  # the last group that exchanges messages there
+        self._cpu_group: Any = None  # the last group that exchanges messages there
         self._made = next(_made)
         self._unread: SyncResult | None = None
         # What the other ranks called when this one took part without an optimizer.
@@ -271,9 +271,9 @@ class OverflowSync:
             **{} if clip is None else clip._asdict(),
         )
         device = torch.device("cpu")
-        if self._is_on_cpu is not group:
+        if self._cpu_group is not group:
             device = message_device(group, self._device_type, state.scale)
-            self._is_on_cpu = group if device.type == "cpu" else None
+            self._cpu_group = group if device.type == "cpu" else None
         with of_group.turn, _explained(group, method):
             if self._is_deferred(device):
                 result = self._gathered(group, method, shared, local, device, row)
@@ -418,7 +418,7 @@ class OverflowSync:
         self._iteration += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unread": None, "_is_on_cpu": None}
+        return {**self.__dict__, "_unread": None, "_cpu_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _made=next(_made))

@@ -223,8 +223,26 @@ def step_after_update(scaler: GradScaler, optimizer: Any) -> None:
 
 
 def step_asked_for_the_scaler(scaler: GradScaler, optimizer: Any) -> None:
-    with pytest.warns(FutureWarning, match="stop passing itself"):
+    with pytest.warns(FutureWarning, match="stop passing itself") as warned:
         scaler.step(optimizer)
+    assert warned[0].filename == __file__
+
+
+def test_clip_and_step_hands_over_the_scaler_where_it_is_asked_for() -> None:
+    given = []
+
+    class Keeps(AsksForTheScaler):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]  # that contract
+            given.append(grad_scaler)
+            super().step()
+
+    params = parameters_with([torch.full((4,), SCALE)])
+    scaler, before = scaled(), params[0].detach().clone()
+    with pytest.warns(FutureWarning, match="stop passing itself") as warned:
+        scaler.clip_and_step(Keeps(params, lr=1.0), 0.5)
+    assert given == [scaler]
+    assert warned[0].filename == __file__
+    assert (before - params[0]).norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +281,29 @@ def test_errors() -> None:
     half = parameters_with([torch.ones(2).half()])
     with pytest.raises(ValueError, match="FP16"):
         scaler.clip_grad_norm_(torch.optim.SGD(half), 1.0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_and_step"])
+@pytest.mark.parametrize("value", [math.inf, 1.5e308])
+def test_a_norm_that_is_refused_is_not_stepped_by(
+    value: float, call: str, fused: bool, enabled: bool
+) -> None:
+    """Of gradients that overflow, and of finite ones whose norm does."""
+    params = parameters_with([torch.full((4,), value, dtype=torch.float64)])
+    before = params[0].detach().clone()
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = GradScaler(device="cpu", init_scale=2.0, enabled=enabled)
+    scaler.scale(torch.ones(1))
+    with pytest.raises(RuntimeError, match="is inf, so they cannot be clipped"):
+        getattr(scaler, call)(optimizer, 1.0, error_if_nonfinite=True)
+    if enabled and call == "clip_grad_norm_":
+        scaler.step(optimizer)
+    assert scaler.step_was_skipped(optimizer) == enabled
+    scaler.update()
+    assert params[0].equal(before)
+    assert scaler.get_scale() == 1.0
 
 
 def test_disabled_clips_as_torch_does() -> None:
