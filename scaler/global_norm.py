@@ -37,14 +37,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .config import LOWEST_SCALE
 from .grads import (
     Gradients,
     Number,
     by_device_and_dtype,
     gradients_of,
     local_tensor,
-    multiply_,
     parameters_of,
     tensor_of,
 )
@@ -369,25 +367,9 @@ def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
     return torch.where(is_usable, whole, largest)
 
 
-# - Clip
-
-
 def clip_factor(norm: Number, max_norm: float) -> Number:
     """Return the factor of ``torch.nn.utils.clip_grad_norm_``, in fp64."""
     factor = max_norm / (norm + 1e-6)
     if isinstance(factor, torch.Tensor):
         return factor.clamp(max=1.0)
     return min(factor, 1.0)  # of nan and 1 it is nan
-
-
-def clip_(grads: GradsByMesh, factor: Number, scale: Number) -> None:
-    """Multiply local gradients, which carry ``scale``, by ``factor / scale``."""
-    once = factor / scale
-    # A product that is subnormal in fp32 has lost digits, or is zero.
-    is_small = isinstance(once, float) and once < LOWEST_SCALE
-    for gradients in grads.values():
-        wide = {key: some for key, some in gradients.items() if key[1] is torch.float64}
-        others = {key: some for key, some in gradients.items() if key not in wide}
-        multiply_(wide, once)
-        for number in [1.0 / scale, factor] if is_small else [once]:
-            multiply_(others, number)

@@ -49,7 +49,6 @@ from .global_norm import (
     AmbiguousError,
     GradsByMesh,
     bit_sums,
-    clip_,
     clip_factor,
     global_norm,
     grads_by_mesh,
@@ -63,6 +62,7 @@ from .grads import (
     Number,
     any_of,
     check_and_unscale_,
+    clip_,
     is_true,
     local_gradients,
     multiply_,
@@ -90,13 +90,6 @@ State = dict[str, Any]
 def _refresh_per_optimizer_state() -> State:
     # What torch keeps of an optimizer in an iteration.
     return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-class _Held(NamedTuple):
-    # What this iteration knows of an optimizer, which it keeps alive: the id of a dead
-    # one may be given to a new one.
-    optimizer: Any
-    record: OptimizerRecord
 
 
 class _Measured(NamedTuple):
@@ -208,7 +201,9 @@ class GradScaler(_TorchGradScaler):
         self._per_optimizer_states: dict[int, State] = defaultdict(
             _refresh_per_optimizer_state
         )
-        self._held: dict[int, _Held] = {}
+        # By id: the optimizers of this iteration and the record of each. It keeps them
+        # alive: the id of a dead one may be given to a new one.
+        self._held: dict[int, tuple[Any, OptimizerRecord]] = {}
         # Of this iteration: a call raised; optimizers were seen for the first time;
         # clips without an optimizer, whose steps are taken without one, too.
         self._has_failed = self._has_new = False
@@ -420,7 +415,7 @@ class GradScaler(_TorchGradScaler):
                     divisor = measured.divisor(norm.device)
             if divisor is None:
                 if measured.is_finite:
-                    clip_(measured.grads, measured.factor, measured.carried)
+                    clip_(measured.grads.values(), measured.factor, measured.carried)
                 state["stage"] = OptState.UNSCALED
             if record is None:
                 self._clips_without += self._enabled and not steps
@@ -512,8 +507,8 @@ class GradScaler(_TorchGradScaler):
         state["found_inf_per_device"] = found
         if optimizer is None:
             _add_found(self._per_optimizer_states[id(None)], found)
-        overflows = self._enabled and is_true(any_of(found.values(), scale.device))
         factor = clip_factor(norm, max_norm)
+        overflows = self._enabled and is_true(any_of(found.values(), scale.device))
         return _Measured(norm, grads, carried, factor, not overflows)
 
     def _norm_over(
@@ -639,14 +634,16 @@ class GradScaler(_TorchGradScaler):
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         held = self._held.get(id(optimizer))
-        result = None if held is None else held.record.result
+        result = None if held is None else held[1].result
         if result is not None and result.is_deferred:
             # The message has been on its way to the host since the sync.
-            skips = result.read().found_inf
+            if result.read().found_inf:
+                return None
         else:
-            found = optimizer_state["found_inf_per_device"].values()
-            skips = any(bool(number_in(flag)) for flag in found)
-        return None if skips else optimizer.step(*args, **kwargs)
+            for found_inf in optimizer_state["found_inf_per_device"].values():
+                if number_in(found_inf):
+                    return None
+        return optimizer.step(*args, **kwargs)
 
     def _step_fused(
         self,
@@ -789,7 +786,7 @@ class GradScaler(_TorchGradScaler):
         was_divided = self._enabled and state["stage"] is OptState.UNSCALED
         state["stage"], state["found_inf_per_device"] = OptState.READY, {}
         if held := self._held.get(id(optimizer)):
-            held.record.is_clipped = False
+            held[1].is_clipped = False
         if was_divided and optimizer is not None:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 gradients = local_gradients(optimizer, allow_fp16=True)
@@ -888,28 +885,30 @@ class GradScaler(_TorchGradScaler):
         return flags, result
 
     def _remember_overflow(self, optimizer: Any, found: FoundInf, rank: int) -> None:
-        if optimizer is not None and any(map(is_true, found.values())):
-            if code := first_nonfinite(optimizer, rank):
-                self._history.last_overflow = overflow_of(code, rank, optimizer)
+        for flag in found.values():
+            if optimizer is not None and is_true(flag):
+                if code := first_nonfinite(optimizer, rank):
+                    self._history.last_overflow = overflow_of(code, rank, optimizer)
+                return
 
     def _state_of(self, optimizer: Any) -> tuple[State, OptimizerRecord]:
-        held = self._held.get(id(optimizer))
-        if held is None:
-            held = self._hold(optimizer)
-        return self._per_optimizer_states[id(optimizer)], held.record
+        key = id(optimizer)
+        held = self._held.get(key)
+        record = self._hold(optimizer) if held is None else held[1]
+        return self._per_optimizer_states[key], record
 
-    def _hold(self, optimizer: Any) -> _Held:
+    def _hold(self, optimizer: Any) -> OptimizerRecord:
         # A wrapper and the optimizer inside have one state in an iteration.
         record, is_new = self._records.find_or_add(optimizer)
         first = self._held.get(record.key)
-        if first is not None and first.record is record:
+        if first is not None and first[1] is record:
             shared = self._per_optimizer_states[record.key]
             self._per_optimizer_states[id(optimizer)] = shared
         else:
             record.key = id(optimizer)
         self._has_new = self._has_new or is_new
-        held = self._held[id(optimizer)] = _Held(optimizer, record)
-        return held
+        self._held[id(optimizer)] = optimizer, record
+        return record
 
     # - Update
 

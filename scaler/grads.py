@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .config import LOWEST_SCALE
 from .torch_internals import (
     DisableTorchFunctions,
     foreach_mul_,
@@ -171,18 +172,19 @@ def check_and_unscale_(
         not finite.
     """
     found: FoundInf = {}
-    may_overflow = inv_scale.is_cpu and is_above(inv_scale, 1.0)
+    may_overflow = is_above(inv_scale, 1.0)
     grad_mode = torch.is_grad_enabled()
     try:
         set_grad_enabled(False)
         for (device, _), tensors in gradients.items():
             factor = moved_to(inv_scale, device)
-            if device not in found:
-                found[device] = found_inf.to(device, copy=True)
-            non_finite_check_and_unscale_(tensors, found[device], factor)
+            flag = found.get(device)
+            if flag is None:
+                flag = found[device] = found_inf.to(device, copy=True)
+            non_finite_check_and_unscale_(tensors, flag, factor)
             if may_overflow:
                 one = torch.ones_like(factor)
-                non_finite_check_and_unscale_(tensors, found[device], one)
+                non_finite_check_and_unscale_(tensors, flag, one)
     finally:
         set_grad_enabled(grad_mode)
     return found
@@ -194,6 +196,19 @@ def multiply_(gradients: Gradients, factor: Number) -> None:
         for (device, dtype), tensors in gradients.items():
             kind = torch.float64 if dtype is torch.float64 else torch.float32
             foreach_mul_(tensors, torch.as_tensor(factor, dtype=kind, device=device))
+
+
+def clip_(grads: Iterable[Gradients], factor: Number, scale: Number) -> None:
+    """Multiply gradients, which carry ``scale``, in place by ``factor / scale``."""
+    once = factor / scale
+    # A product that is subnormal in fp32 has lost digits, or is zero.
+    is_small = isinstance(once, float) and once < LOWEST_SCALE
+    for gradients in grads:
+        wide = {key: some for key, some in gradients.items() if key[1] is torch.float64}
+        others = {key: some for key, some in gradients.items() if key not in wide}
+        multiply_(wide, once)
+        for number in [1.0 / scale, factor] if is_small else [once]:
+            multiply_(others, number)
 
 
 # - Readings of found_inf
@@ -219,7 +234,8 @@ def is_above(tensor: torch.Tensor, bound: float) -> bool:
 
 def is_true(found_inf: torch.Tensor) -> bool:
     """Return whether the host can see an overflow, without a synchronisation."""
-    return is_above(found_inf, 0.0)
+    number = number_in(found_inf)
+    return isinstance(number, float) and number > 0.0
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

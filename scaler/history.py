@@ -118,7 +118,7 @@ class History:
             self._on_device.add_(torch.stack(events))
             self._on_device[2].mul_(found)
             return
-        skipped, counts = bool(number_in(found_inf)), self._counts
+        skipped, counts = number_in(found_inf), self._counts
         self.scales.append(before)
         if skipped:
             counts[1:3] = counts[1] + 1, counts[2] + 1
