@@ -209,12 +209,6 @@ def ended_without(call: Collective, ended: Records) -> int | None:
     return None
 
 
-def ranks_wait(outcomes: Sequence[RankOutcome]) -> bool:
-    """Whether the collectives of a failed call may say why: a hang, a desync."""
-    hung = any(outcome.state is RankState.HUNG for outcome in outcomes)
-    return hung or find_desync({o.rank: o.collectives for o in outcomes}) is not None
-
-
 def _first_difference(records: Records) -> dict[int, Collective]:
     for _, calls in sorted(_by_position(records).items()):
         if len({_signature(call) for call in calls.values()}) > 1:

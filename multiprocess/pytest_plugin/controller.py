@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -24,7 +22,7 @@ from ..errors import NotSimulatedError, WorldError
 from ..messages import pickled
 from ..outcomes import Left, RankOutcome
 from ..rank.worker import name_of
-from ..report import ranks_wait, render_output
+from ..report import render_output
 from ..spec import CallOptions, WorldSpec
 from .remote import (
     PER_RANK_FIXTURES,
@@ -36,8 +34,7 @@ from .remote import (
     is_async,
     run_body,
 )
-from .runner import PoolRunner, Runner, UnsuitableWorld
-from .trace import merge, profiled, trace_file
+from .runner import Runner, UnsuitableWorld
 
 _FAILURE = pytest.StashKey[WorldError]()
 _COROUTINE: pytest.StashKey[Callable[..., Any]] = pytest.StashKey()
@@ -171,61 +168,18 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
     if _FAILURE in item.stash:  # of an earlier example
         del item.stash[_FAILURE]
     try:
-        outcomes = _run(item, spec, options, runner, body)
+        outcomes = runner.run(spec, options, run_body, body)
     except UnsuitableWorld as reason:
         pytest.skip(str(reason))
     except NotSimulatedError as refusal:
         pytest.fail(str(refusal), pytrace=False)
     except WorldError as failure:
         item.stash[_FAILURE] = failure
-        if ranks_wait(failure.outcomes):
-            failure.write_flight_records(artifacts_of(item, spec) / "flight-records")
         raise _for_pytest(failure) from None
     # Into pytest's own capture, as the output of a test in one process.
     sys.stdout.write(render_output(outcomes))
     if isinstance(outcomes[0].value, Left):  # alike on all ranks
         _raise_agreed(outcomes[0].value)
-
-
-def _run(
-    item: pytest.Function,
-    spec: WorldSpec,
-    options: CallOptions,
-    runner: Runner,
-    body: Body,
-) -> tuple[RankOutcome, ...]:
-    folder = item.config.getoption("gradparity_trace")
-    if folder is None:
-        return runner.run(spec, options, run_body, body)
-    if spec.simulated or not isinstance(runner, PoolRunner):
-        where = "under torchrun" if not spec.simulated else "of simulated ranks"
-        pytest.fail(
-            f"--gradparity-trace writes no trace {where}: leave it out, or run this "
-            "test on the ranks of a pool",
-            pytrace=False,
-        )
-    file = trace_file(folder, item.nodeid)
-    parts = file.with_suffix(".ranks")
-    parts.mkdir(parents=True, exist_ok=True)
-    outcomes: tuple[RankOutcome, ...] = ()
-    try:
-        outcomes = runner.run(spec, options, profiled, str(parts), run_body, body)
-        return outcomes
-    except WorldError as failure:
-        outcomes = failure.outcomes
-        raise
-    finally:
-        merge(parts, outcomes, file)
-
-
-def artifacts_of(item: pytest.Function, spec: WorldSpec) -> Path:
-    """Return the folder for a test's files; by default one that pytest prunes."""
-    chosen = item.config.getoption("gradparity_artifacts") or spec.artifacts
-    if chosen is None:
-        parent = item._request.getfixturevalue("tmp_path_factory").getbasetemp()
-    else:
-        parent = Path(item.config.invocation_params.dir, chosen)
-    return Path(parent, re.sub(r"[^\w.-]+", "_", item.nodeid)[-100:])
 
 
 def _raise_agreed(agreed: Left) -> NoReturn:

@@ -43,17 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of tests on ranks."""
     group = parser.getgroup("gradparity-world", "tests on ranks (@pytest.mark.world)")
     group.addoption(
-        "--gradparity-artifacts",
-        metavar="DIR",
-        help="write what a failed test leaves, such as the flight records of a hang, "
-        "to DIR (default: a temporary folder that pytest prunes)",
-    )
-    group.addoption(
-        "--gradparity-trace",
-        metavar="DIR",
-        help="write a Chrome trace of each test to DIR, with all ranks on one clock",
-    )
-    group.addoption(
         "--gradparity-adopt",
         action="store_true",
         help="run tests of torch's multi-process classes on ranks that stay warm",

@@ -136,7 +136,7 @@ def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
 
 def _kind_of(spec: WorldSpec) -> WorldSpec:
     """Return the spec without what may differ between calls on one cluster."""
-    return replace(spec, timeout_s=60.0, isolation="pool", artifacts=None)
+    return replace(spec, timeout_s=60.0, isolation="pool")
 
 
 def lead() -> Agent:
