@@ -246,8 +246,8 @@ class Cluster(BaseCluster):
 def _refuse_simulated(spec: WorldSpec) -> None:
     if spec.simulated:
         raise ValueError(
-            f'Cluster takes backend "gloo" or "nccl", got "{spec.backend}": '
-            "SimulatedCluster has simulated ranks"
+            f'Cluster takes backend "gloo" or "nccl", got "{spec.backend}": tests '
+            f'have simulated ranks by @pytest.mark.world(backend="{spec.backend}")'
         )
 
 
@@ -312,7 +312,6 @@ def _call(
 
 def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
     facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
-    ranks.preload_for_later(n for f in facts if f.reply for n in f.reply.imported)
     outcomes = outcomes_or_raise(facts)
     # One rank without its group is enough: a new one is made by all together.
     ranks.fresh_group = not all(fact.reply and fact.reply.reusable for fact in facts)

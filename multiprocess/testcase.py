@@ -153,7 +153,6 @@ class TestCase(unittest.TestCase):
         """
         import torch
         import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore
 
         if not dist.is_initialized():
             size, device = int(self.world_size), None
@@ -162,7 +161,7 @@ class TestCase(unittest.TestCase):
                 device = torch.device(str(self.device_type), self.rank)
             dist.init_process_group(
                 backend or str(self.backend),
-                store=PrefixStore(f"group{self._groups}", current_world().store),
+                store=dist.PrefixStore(f"group{self._groups}", current_world().store),
                 rank=self.rank,
                 world_size=size,
                 device_id=device,

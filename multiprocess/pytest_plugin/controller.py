@@ -25,25 +25,24 @@ from ..rank.worker import name_of
 from ..report import render_output
 from ..spec import CallOptions, WorldSpec
 from .remote import (
-    PER_RANK_FIXTURES,
+    MONKEYPATCH,
     Body,
-    PerRankFixture,
     RankFixture,
     RankRequest,
     WorldArgument,
-    is_async,
     run_body,
 )
 from .runner import Runner, UnsuitableWorld
 
 _FAILURE = pytest.StashKey[WorldError]()
-_COROUTINE: pytest.StashKey[Callable[..., Any]] = pytest.StashKey()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
 
-_PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd"})
+_PARENT_ONLY = frozenset(
+    {"request", "pytestconfig", "caplog", "recwarn", "capfd", "capsys"}
+)
 """Fixtures of pytest's that mean nothing on a rank."""
 
-_OF_RANKS = (RankFixture, WorldArgument, PerRankFixture)
+_OF_RANKS = (RankFixture, WorldArgument)
 
 
 def prepare(item: pytest.Item) -> None:
@@ -52,16 +51,12 @@ def prepare(item: pytest.Item) -> None:
         pytest.fail(reason, pytrace=False)
     test = getattr(item, "obj", None)
     if inspect.iscoroutinefunction(test):
-        if item.get_closest_marker("asyncio") is None:
-            pytest.fail(
-                "@pytest.mark.world runs a coroutine that is marked for pytest-asyncio "
-                "(@pytest.mark.asyncio, or asyncio_mode = auto): mark it so, or make "
-                "it a plain function that calls asyncio.run(...)",
-                pytrace=False,
-            )
-        # pytest-asyncio replaces it, before the call, by one that needs its own loop.
-        item.stash[_COROUTINE] = test
-    elif type(item) is not pytest.Function:
+        pytest.fail(
+            f"@pytest.mark.world is for plain functions, and {item.name} is a "
+            "coroutine: make it a function that calls asyncio.run(...)",
+            pytrace=False,
+        )
+    if type(item) is not pytest.Function:
         pytest.fail(
             f"@pytest.mark.world is for plain test functions and methods, and "
             f"{item.name} is a {type(item).__name__}: make it a function, or a method "
@@ -92,8 +87,6 @@ def rank_fixture(
     if "request" in values:
         values["request"] = RankRequest(getattr(request, "param", None))
     fn = resolve_fixture_function(fixturedef, request)
-    if is_async(inspect.unwrap(fn)):  # pytest-asyncio has wrapped it
-        fn = inspect.unwrap(fn)
     plan = RankFixture(fixturedef.argname, fn, values)
     # As pytest does with a value: another fixture that asks for it finds the plan.
     fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
@@ -130,7 +123,7 @@ def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> Non
 
         draw_and_call(item.obj, arguments, call)
     else:
-        call(item.stash.get(_COROUTINE, item.obj), (), arguments)
+        call(item.obj, (), arguments)
 
 
 def explain(
@@ -211,9 +204,7 @@ def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
 def _sendable(name: str, value: Any) -> Any:
     if isinstance(value, RankFixture | WorldArgument):
         return value
-    if name in PER_RANK_FIXTURES:
-        return PerRankFixture(name)
-    return value
+    return MONKEYPATCH if name == "monkeypatch" else value
 
 
 def _check_travels(body: Body) -> None:

@@ -14,20 +14,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.autograd.graph import _engine_run_backward
-from torch.distributed import _functional_collectives as functional
+from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..outcomes import Place
 from .flight_records import RecordWriter
+from .torch_internals import BACKWARD, NEW_GROUP, functional
 
 METHODS = (
     "_allgather_base",
@@ -114,8 +113,7 @@ def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
     _wrap_wait(functional, "wait_tensor", pending)
     for name in ("get", "multi_get", "wait"):
         _wrap_place(Store, name, Place.STORE)
-    # Private, but the one place where each kind of group is made.
-    _wrap_place(dist.distributed_c10d, "_new_process_group_helper", Place.JOINING)
+    _wrap_place(*NEW_GROUP, Place.JOINING)
 
 
 def uninstall() -> None:
@@ -270,7 +268,7 @@ def _code_of(wrapper: Any) -> CodeType:
     return code
 
 
-_WAITS: set[CodeType] = {_engine_run_backward.__code__}
+_WAITS: set[CodeType] = {BACKWARD}
 """Functions that wait for other ranks in native code."""
 
 
@@ -326,8 +324,9 @@ def _ranks(group: Any) -> list[int]:
         return []
     if group is dist.group.WORLD:
         return list(range(group.size()))
-    known = dist.distributed_c10d._world.pg_group_ranks.get(group)
-    return list(known) if known else []
+    with suppress(KeyError):  # made by a test itself: torch does not know it
+        return dist.get_process_group_ranks(group)
+    return []
 
 
 def _tensors(args: tuple[Any, ...]) -> str:

@@ -13,7 +13,7 @@ from ..outcomes import Place
 
 if TYPE_CHECKING:  # the parent must not pay for torch
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
     from torch.distributed.device_mesh import DeviceMesh
 
 
