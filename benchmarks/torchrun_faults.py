@@ -50,7 +50,7 @@ END_ALL_S = 420.0
 
 FLOOD = 50_000_000
 WAYS = "agents", "without"
-AT_ONCE = 5
+AT_ONCE = 2
 """Runs of torchrun at the same time."""
 
 

@@ -89,8 +89,8 @@ class SimulatedCluster(BaseCluster):
         except WorldError as failure:
             # Threads of this call may still be there.
             self._host.close()
-            if (failure.root.error_type or "").endswith(NotSimulatedError.__name__):
-                raise NotSimulatedError(failure.root.message) from None
+            if isinstance(failure.root.exception, NotSimulatedError):
+                raise failure.root.exception from None
             raise
 
     def _without_process(self, failure: WorldError) -> WorldError:

@@ -67,19 +67,12 @@ class CaseRef:
         return self.cls
 
 
-def run_case(case: CaseRef, attributes: Mapping[str, Any]) -> Left | None:
-    """Run a test with its setUp, tearDown and cleanups, as unittest does.
-
-    Args:
-        case: The test.
-        attributes: Set on its instance before.
-    """
+def run_case(case: CaseRef) -> Left | None:
+    """Run a test with its setUp, tearDown and cleanups, as unittest does."""
     # An instance of this rank: the parent's holds what pytest put there, and is not
     # sent.
     test = case.find()(case.method)
     test.rank = current_world().rank
-    for name, value in attributes.items():
-        setattr(test, name, value)
     return _leave(lambda: _run_by_unittest(test))
 
 

@@ -222,6 +222,7 @@ def test_it(world):
     assert done.returncode == 2
     assert "test_it.py::test_it: " in done.stdout and says in done.stdout
     assert "plugin.py" not in done.stdout  # no line of ours
+    assert "During handling" not in done.stdout
 
 
 def test_a_breakpoint_on_a_rank_says_what_to_do(
