@@ -363,7 +363,7 @@ def test_the_fault_matrix_on_torchs_class(
             continue
         assert f"FAILED test_it.py::TestFaults::test_{2 * number:02}" in done.stdout
         report = done.stdout.split(f" TestFaults.test_{2 * number:02} _")[1]
-        report = report.split(" TestFaults.test_")[0]
+        report = report.split("_ TestFaults.test_")[0]  # the next test
         assert "world of 3: rank 1: " in report, name
         for words in fault.says:
             assert words.startswith(NOT_OF_THIS) or words in report, (name, words)
