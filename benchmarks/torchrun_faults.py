@@ -187,7 +187,13 @@ def torchrun(folder: Path, limit_s: float, *program: str) -> tuple[str, bool]:
     launcher += ["--nproc-per-node", "2", "--max-restarts", "1", __file__]
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         run = subprocess.Popen(
-            [*launcher, *program], stdout=out, stderr=err, start_new_session=True
+            [*launcher, *program],
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            # Else ranks that were restarted find addresses of the attempt before in
+            # torchrun's own store, and most restarts fail.
+            env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )
         try:
             run.wait(limit_s)
