@@ -250,6 +250,8 @@ class Heartbeat(threading.Thread):
     def stop(self) -> None:
         """Send no more heartbeats."""
         self._over.set()
+        # One that comes back from native code while Python ends aborts the process.
+        self.join(ANSWER_S)
 
 
 class HeartbeatMonitor:
