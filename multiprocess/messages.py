@@ -112,7 +112,6 @@ class Simulation:
     """A call on simulated ranks."""
 
     world_size: int
-    seed: int
     limit_s: float
     grace_s: float
     payload: bytes

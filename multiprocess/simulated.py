@@ -71,7 +71,6 @@ class SimulatedCluster(BaseCluster):
     ) -> tuple[RankOutcome, ...]:
         plan = Simulation(
             world_size=self.spec.world_size,
-            seed=self.spec.seed,
             limit_s=options.timeout_s,
             grace_s=self.spec.grace_s,
             payload=payload,

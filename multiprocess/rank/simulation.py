@@ -166,7 +166,6 @@ class _Ranks:
             world_size=plan.world_size,
             backend="simulated",
             device=torch.device("cpu"),
-            seed=plan.seed,
             _make_store=lambda: self._store,  # type: ignore[arg-type,return-value]
         )
 

@@ -177,7 +177,6 @@ class _Rank:
             device=_device(
                 spec, message.rank if rendezvous is None else rendezvous.local_rank
             ),
-            seed=spec.seed,
             _make_store=lambda: self._open_store(f"run{self._runs}"),
         )
         world_module._set_current(self._world)
