@@ -1,10 +1,12 @@
 """Faults of a rank under torchrun: with agents, and with ranks in torchrun's processes.
 
-    python benchmarks/torchrun_faults.py [FAULT ...]
+    python -m gradparity.benchmarks.torchrun_faults [FAULT ...]
 
-The table is the one in docs/clusters.md. In each way two ranks run three cases, and
-rank 1 has its fault in the second. With agents all faults come in one run of torchrun.
-Without, each has its own, with what torchrun gives for it: ``@record``, a limit on
+All faults together are recorded in results/torchrun_faults.json, and the table of
+docs/clusters.md is written from the record; chosen ones are printed only. In each way
+two ranks run three cases, and rank 1 has its fault in the second. With agents all
+faults come in one run of torchrun. Without, each has its own, with what torchrun gives
+for it: ``@record``, a limit on
 collectives, and one restart, after which the cases that had not begun are run.
 """
 
@@ -28,7 +30,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import record as recorded
+
+from gradparity.benchmarks.tables import row, write_between
+
+RESULTS = Path(__file__).parent / "results" / "torchrun_faults.json"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "clusters.md"
 
 LIMIT_S = 10.0
 """Of a case, with agents."""
@@ -43,7 +50,7 @@ END_ALL_S = 420.0
 
 FLOOD = 50_000_000
 WAYS = "agents", "without"
-AT_ONCE = 5
+AT_ONCE = 2
 """Runs of torchrun at the same time."""
 
 
@@ -129,11 +136,14 @@ def run_case(fault: str, rank: int) -> None:
 
 def with_agents(folder: Path, faults: list[str]) -> None:
     """Run the cases of all faults; a program that torchrun starts."""
-    from gradparity.multiprocess import WorldError
-    from gradparity.multiprocess.torchrun import TorchrunCluster
+    from gradparity.multiprocess import WorldError, WorldSpec
+    from gradparity.multiprocess.elastic.agent import Agent, AgentCluster
 
-    rows: dict[str, Any] = {}
-    with TorchrunCluster(timeout_s=LIMIT_S) as cluster:
+    with Agent() as agent:
+        if not agent.leads:
+            agent.follow()
+            return
+        cluster = AgentCluster(agent, WorldSpec(world_size=2, timeout_s=LIMIT_S))
 
         def ran(fault: str) -> str:
             try:
@@ -142,17 +152,18 @@ def with_agents(folder: Path, faults: list[str]) -> None:
                 return failure.root.headline
             return ""
 
+        rows: dict[str, Any] = {}
         for fault in faults:
             ran("")
             began = time.monotonic()
             named = ran(fault)
             seconds = time.monotonic() - began
             rows[fault] = named or "nothing", not ran(""), seconds, 0
-    if cluster.rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
+        agent.finish(0)
 
 
-@record
+@recorded
 def without(folder: Path, fault: str) -> None:
     """Run the three cases; a program that torchrun starts again once."""
     limit = datetime.timedelta(seconds=GROUP_LIMIT_S)
@@ -176,7 +187,13 @@ def torchrun(folder: Path, limit_s: float, *program: str) -> tuple[str, bool]:
     launcher += ["--nproc-per-node", "2", "--max-restarts", "1", __file__]
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         run = subprocess.Popen(
-            [*launcher, *program], stdout=out, stderr=err, start_new_session=True
+            [*launcher, *program],
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            # Else ranks that were restarted find addresses of the attempt before in
+            # torchrun's own store, and most restarts fail.
+            env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )
         try:
             run.wait(limit_s)
@@ -207,9 +224,11 @@ def row_without(fault: str) -> tuple[str, bool, float, int]:
         return named, done, seconds, (folder / "out").stat().st_size
 
 
-def main() -> None:
-    """Print the table."""
-    faults = sys.argv[1:] or list(FAULTS)
+def measure(faults: list[str]) -> dict[str, Any]:
+    """Return what was seen of each fault, both ways."""
+    from gradparity.benchmarks.harness import provenance
+
+    started = provenance()
     with tempfile.TemporaryDirectory() as name:
         said, _ = torchrun(Path(name), END_ALL_S, "agents", name, *faults)
         written = Path(name) / "rows.json"
@@ -219,18 +238,45 @@ def main() -> None:
         printed = (Path(name) / "out").stat().st_size
     with ThreadPoolExecutor(AT_ONCE) as pool:
         plain = dict(zip(faults, pool.map(row_without, faults), strict=True))
+    rows = {
+        fault: {"agents": agents[fault], "without": plain[fault]} for fault in faults
+    }
+    return {"provenance": started, "rows": rows, "agents_printed_bytes": printed}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the table of a record."""
     heads = ["fault of rank 1"]
-    heads += [f"{way}: {what}" for way in WAYS for what in ("named", "later cases")]
-    print(f"| {' | '.join(heads)} |")
-    print("|---" * len(heads) + "|")
-    for fault in faults:
+    heads += [f"{way}: {what}" for way in WAYS for what in ("named", "next case")]
+    lines = [row(*heads), "|---" * len(heads) + "|"]
+    for fault, ways in record["rows"].items():
         cells = [fault]
-        for named, later, seconds, size in (agents[fault], plain[fault]):
-            flood = f", {size >> 20} MiB shown" if size > 1 << 20 else ""
+        for way in WAYS:
+            named, later, seconds, size = ways[way]
+            flood = f", {size >> 20} MiB on the terminal" if size > 1 << 20 else ""
             cells.append(named + flood)
-            cells.append(f"after {seconds:.1f} s" if later else "**never**")
-        print(f"| {' | '.join(cells)} |")
-    print(f"\nshown with agents, all faults together: {printed} bytes")
+            cells.append(f"after {seconds:.1f} s" if later else "**none**")
+        lines.append(row(*cells))
+    made = record["provenance"]
+    lines += [
+        "",
+        f"On the terminal with agents, all faults together: "
+        f"{record['agents_printed_bytes']} bytes. torch {made['torch']}, Python "
+        f"{made['python']}, {made['cores']} cores, load {made['load']} at the start, "
+        f"commit {made['commit']}, {made['started'][:10]}.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure; record where all faults were measured, else print."""
+    chosen = sys.argv[1:]
+    record = measure(chosen or list(FAULTS))
+    if chosen:
+        print(table(record))
+        return
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    write_between(PAGE, {"torchrun": table(record)})
 
 
 if __name__ == "__main__":

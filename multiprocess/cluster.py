@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,7 +16,6 @@ from .outcomes import RankOutcome, RankState
 from .parent.rank_processes import RankProcesses, current_context
 from .parent.root_cause import outcomes_or_raise
 from .parent.watch import Watch
-from .report import ranks_wait
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
 T = TypeVar("T")
@@ -41,15 +37,7 @@ class Calls:
         self, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> tuple[RankOutcome, ...]:
         """Do as ``Cluster.outcomes``."""
-        try:
-            return self.cluster.submit(self.options, fn, *args, **kwargs)
-        except WorldError as failure:
-            artifacts = self.cluster.spec.artifacts
-            if artifacts is not None and ranks_wait(failure.outcomes):
-                folder = _fresh_folder(artifacts)
-                if not failure.write_flight_records(folder):
-                    folder.rmdir()
-            raise
+        return self.cluster.submit(self.options, fn, *args, **kwargs)
 
 
 class BaseCluster(ABC):
@@ -258,8 +246,8 @@ class Cluster(BaseCluster):
 def _refuse_simulated(spec: WorldSpec) -> None:
     if spec.simulated:
         raise ValueError(
-            f'Cluster takes backend "gloo" or "nccl", got "{spec.backend}": '
-            "SimulatedCluster has simulated ranks"
+            f'Cluster takes backend "gloo" or "nccl", got "{spec.backend}": tests '
+            f'have simulated ranks by @pytest.mark.world(backend="{spec.backend}")'
         )
 
 
@@ -279,17 +267,6 @@ def pickled_call(
             f"{name} or one of its arguments cannot be sent to the ranks: {error}; "
             "send plain values and tensors, and make the rest on the ranks"
         ) from error
-
-
-def _fresh_folder(parent: str) -> Path:
-    # A new folder for each failure: the analyser would mix the files of two. Made here,
-    # so another cluster that fails now takes the next.
-    numbers = itertools.count(1)
-    while True:
-        folder = Path(parent).absolute() / f"flight-records-{next(numbers)}"
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
 
 
 def all_answered(error: BaseException) -> bool:
@@ -335,7 +312,6 @@ def _call(
 
 def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
     facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
-    ranks.preload_for_later(n for f in facts if f.reply for n in f.reply.imported)
     outcomes = outcomes_or_raise(facts)
     # One rank without its group is enough: a new one is made by all together.
     ranks.fresh_group = not all(fact.reply and fact.reply.reusable for fact in facts)

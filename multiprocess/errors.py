@@ -11,9 +11,6 @@ TypeError
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from .flight_dumps import how_to_analyse, write_flight_records
 from .outcomes import RankOutcome
 from .report import render_failure
 
@@ -40,11 +37,7 @@ class WorldError(RuntimeError):
     Attributes:
         outcomes: One outcome per rank, in rank order.
         root: The outcome of the rank that failed first.
-        flight_records: Folder of the files that torch's analyser reads, once they are
-            written.
     """
-
-    flight_records: Path | None = None
 
     def __init__(self, outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> None:
         super().__init__(outcomes, root)
@@ -52,21 +45,4 @@ class WorldError(RuntimeError):
         self.root = root
 
     def __str__(self) -> str:
-        text = render_failure(self.outcomes, self.root)
-        if self.flight_records is not None:
-            text = f"{text}\n\n{how_to_analyse(self.flight_records)}"
-        return text
-
-    def write_flight_records(self, folder: Path) -> bool:
-        """Write the ranks' collectives as torch's flight-recorder dumps.
-
-        Args:
-            folder: For these files alone; made if it is not there.
-
-        Returns:
-            Whether there was a collective to write.
-        """
-        if not write_flight_records(self.outcomes, folder):
-            return False
-        self.flight_records = folder
-        return True
+        return render_failure(self.outcomes, self.root)

@@ -103,9 +103,6 @@ class Reply:
     left_a_wait: bool = False
     """Whether the exception came out of a wait for other ranks, which it tells of."""
 
-    imported: tuple[str, ...] = ()
-    """Costly modules that the rank had to import itself."""
-
     reusable: bool = True
     """Whether the next call may use the process group as it is now."""
 
@@ -115,7 +112,6 @@ class Simulation:
     """A call on simulated ranks."""
 
     world_size: int
-    seed: int
     limit_s: float
     grace_s: float
     payload: bytes
@@ -140,13 +136,6 @@ class SimulatedRun:
 
     ranks: tuple[Simulated, ...]
     took_s: float
-
-    summed: float
-    """The largest sum of absolute values that one element of a floating-point sum over
-    more than two ranks was made of; 0 where there was none."""
-
-    epsilon: float
-    """Unit roundoff of the coarsest dtype of those sums."""
 
 
 def pickled(value: object) -> bytes:

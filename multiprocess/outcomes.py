@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-
-class TensorShape(NamedTuple):
-    """Dtype and sizes of some tensors that are alike."""
-
-    dtype: str
-    """Name of the dtype, without ``torch.``."""
-
-    sizes: tuple[int, ...]
-    """Length of each dimension."""
-
-    repeats: int
-    """How many such tensors follow each other."""
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,23 +27,8 @@ class Collective:
     where: str
     """File and line of the caller outside torch."""
 
-    description: str = ""
-    """What the group is for, as its maker described it."""
-
     ranks: tuple[int, ...] = ()
     """Ranks of the group; empty where they are not known."""
-
-    sent: tuple[TensorShape, ...] = ()
-    """The tensors that this rank put in."""
-
-    received: tuple[TensorShape, ...] = ()
-    """The tensors that it is to get; empty where torch makes them."""
-
-    issued_ns: int = 0
-    """When it was issued, in nanoseconds of the Unix epoch."""
-
-    ended_ns: int = 0
-    """When this rank had waited for it; 0 where it had not."""
 
     position: int = 0
     """Position among all of this rank's records in this call, from 0."""

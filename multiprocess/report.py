@@ -1,4 +1,4 @@
-"""A failed world in words: root cause, victims, the rest, output rank by rank.
+"""A failed world in words: output rank by rank, victims, and last the root cause.
 
 Also where the ranks' collectives part, which the flight records of all ranks show.
 """
@@ -17,6 +17,12 @@ _LAST = 3
 _MAX_ALIKE = 16
 """So many ranks of the same fate are shown one by one."""
 
+_HEAD, _TAIL = 10, 40
+"""So many lines of a rank's output are shown; ``RankOutcome.output`` has more."""
+
+_WIDTH = 1000
+"""So many characters of a line."""
+
 # Differs from rank to rank: without it equal stacks are equal, and shown once.
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
@@ -32,7 +38,7 @@ Records = Mapping[int, Sequence[Collective]]
 
 
 def render_failure(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> str:
-    """Return the report of a failed world, root cause first."""
+    """Return the report of a failed world; it ends with the root cause."""
     return "\n".join(_lines(outcomes, root)).rstrip()
 
 
@@ -51,15 +57,15 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
     failed = [o for o in others if not o.ok and o.state is not RankState.VICTIM]
     fine = [o for o in others if o.ok]
     yield f"world of {len(outcomes)}: {root.headline}"
-    yield from _section("root cause", [root])
-    yield from _section("also failed", failed)
-    yield from _section("victim", victims)
+    for outcome in outcomes:
+        yield from _output(outcome)
+    yield from _collectives(outcomes, root)
     if fine:
         yield ""
         yield f"returned normally: rank {', '.join(str(o.rank) for o in fine)}"
-    yield from _collectives(outcomes, root)
-    for outcome in outcomes:
-        yield from _block(f"output of rank {outcome.rank}", outcome.output)
+    yield from _section("victim", victims)
+    yield from _section("also failed", failed)
+    yield from _section("root cause", [root])
 
 
 def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str]:
@@ -118,11 +124,16 @@ def _indent(text: str) -> Iterator[str]:
     return (f"  {line}".rstrip() for line in text.splitlines())
 
 
-def _block(title: str, text: str) -> Iterator[str]:
-    if text:
-        yield ""
-        yield f"--- {title} ---"
-        yield text.rstrip("\n")
+def _output(outcome: RankOutcome) -> Iterator[str]:
+    lines = [line[:_WIDTH] for line in outcome.output.splitlines()]
+    if not lines:
+        return
+    yield ""
+    yield f"--- output of rank {outcome.rank} ---"
+    left_out = len(lines) - _HEAD - _TAIL
+    if left_out > 0:
+        lines[_HEAD:-_TAIL] = [f"[... {left_out} lines left out ...]"]
+    yield from lines
 
 
 def find_desync(records: Records) -> str | None:
@@ -207,12 +218,6 @@ def ended_without(call: Collective, ended: Records) -> int | None:
         if known and max(numbers, default=0) < call.number:
             return rank
     return None
-
-
-def ranks_wait(outcomes: Sequence[RankOutcome]) -> bool:
-    """Whether the collectives of a failed call may say why: a hang, a desync."""
-    hung = any(outcome.state is RankState.HUNG for outcome in outcomes)
-    return hung or find_desync({o.rank: o.collectives for o in outcomes}) is not None
 
 
 def _first_difference(records: Records) -> dict[int, Collective]:

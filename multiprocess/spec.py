@@ -63,10 +63,6 @@ class WorldSpec:
     preload: tuple[str, ...] = ()
     """Modules that the forkserver imports once, before ranks are forked from it."""
 
-    artifacts: str | None = None
-    """Folder for what the failure of a call leaves: the flight records of a hang or of
-    collectives that differ, in a folder of each. Without it nothing is written."""
-
     def __post_init__(self) -> None:
         size = self.world_size
         if isinstance(size, bool) or not isinstance(size, int):

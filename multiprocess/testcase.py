@@ -1,25 +1,20 @@
 """``TestCase``: a unittest class whose tests run on every rank of a world.
 
-It has the names of torch's test classes, so that a class changes its base and little
-else. What they start processes for is done by a ``Cluster`` that stays warm.
+Its settings have the names of torch's test classes. What those start processes for is
+done by a ``Cluster`` that stays warm.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import unittest
 from collections.abc import Callable
 from typing import Any
 
 from .cluster import Cluster
-from .environment import hosts
-from .errors import HarnessError
 from .outcomes import Left, RankOutcome
 from .parent.slots import cpu_slots
 from .rank.unittests import CaseRef, run_case
-from .rank.world import current_world
 from .report import render_output
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
 
@@ -98,11 +93,8 @@ class TestCase(unittest.TestCase):
     """Where the ranks keep their tensors."""
 
     default_group = True
-    """Whether a process group is there when ``setUp`` begins; otherwise ``create_pg``
-    makes one, or the test does, with ``file_name`` for its store."""
-
-    destroy_pg_upon_exit = True
-    """Whether a process group that the test has made is destroyed after it."""
+    """Whether a process group is there when ``setUp`` begins; otherwise the test makes
+    one, with ``current_world().store`` for its store, and destroys it."""
 
     isolation: Isolation = "pool"
     """What a test shares with earlier ones: see ``WorldSpec``."""
@@ -111,86 +103,6 @@ class TestCase(unittest.TestCase):
     """Limit of one test for the whole world."""
 
     rank = MAIN_PROCESS_RANK
-    _file_name = ""
-    _groups = 0
-
-    @property
-    def file_name(self) -> str:
-        """A file that all ranks can use, new for each test.
-
-        Raises:
-            HarnessError: They are on several hosts, which share no file.
-        """
-        if not self._file_name and self.rank != self.MAIN_PROCESS_RANK:
-            raise HarnessError(
-                "file_name is one file for all ranks, and these are on several hosts: "
-                "make the process group with create_pg(), or use current_world().store"
-            )
-        return self._file_name
-
-    @file_name.setter
-    def file_name(self, path: str) -> None:
-        self._file_name = path
-
-    @property
-    def pg(self) -> Any:
-        """The default process group."""
-        import torch.distributed as dist
-
-        return dist.group.WORLD
-
-    @property
-    def is_master(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def init_pg(self, eager_init: bool = False, backend: str | None = None) -> None:
-        """Make the default process group, unless it is there.
-
-        Args:
-            eager_init: As torch's classes have it; bound to its device at once.
-            backend: The class's by default.
-        """
-        import torch
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore
-
-        if not dist.is_initialized():
-            size, device = int(self.world_size), None
-            self._groups += 1  # keys of an earlier one would be taken for this one's
-            if eager_init and str(self.device_type) != "cpu":
-                device = torch.device(str(self.device_type), self.rank)
-            dist.init_process_group(
-                backend or str(self.backend),
-                store=PrefixStore(f"group{self._groups}", current_world().store),
-                rank=self.rank,
-                world_size=size,
-                device_id=device,
-            )
-
-    def create_pg(
-        self, device: str | None = None, world_size: int | None = None
-    ) -> Any:
-        """Return the default process group, made where it is not there.
-
-        Args:
-            device: As torch's classes have it; the class's is used.
-            world_size: Likewise.
-        """
-        self.init_pg()
-        return self.pg
-
-    def destroy_pg(self, device_id: int | None = None) -> None:
-        """Wait for all ranks, and destroy the group if it is not the world's own.
-
-        Args:
-            device_id: As torch's classes have it.
-        """
-        import torch.distributed as dist
-
-        dist.barrier()
-        if not self.default_group:
-            dist.destroy_process_group()
 
     def assertEqual(
         self, first: Any, second: Any, msg: Any = None, **tolerances: Any
@@ -233,33 +145,11 @@ class TestCase(unittest.TestCase):
         if self.rank != self.MAIN_PROCESS_RANK:
             method()
             return
-        case = CaseRef.of(self)
-        if hosts() > 1:
-            run_on_ranks(self._spec(), run_case, case, {})
-            return
-        # One for each test: a FileStore with keys of an earlier test would answer with
-        # them.
-        handle, path = tempfile.mkstemp(prefix="gradparity-")
-        os.close(handle)
-        try:
-            run_on_ranks(self._spec(), run_case, case, {"file_name": path})
-        finally:
-            if os.path.exists(path):  # a FileStore removes its own
-                os.remove(path)
+        run_on_ranks(self._spec(), run_case, CaseRef.of(self))
 
     def _callTearDown(self) -> None:
         if self.rank != self.MAIN_PROCESS_RANK:
-            try:
-                self.tearDown()
-            finally:
-                self._end_group()
-
-    def _end_group(self) -> None:
-        import torch.distributed as dist
-
-        made = not self.default_group and dist.is_initialized()
-        if made and self.destroy_pg_upon_exit:
-            dist.destroy_process_group()
+            self.tearDown()
 
     def _handle_test_skip(self, msg: str) -> None:
         self.skipTest(msg)  # skip_if_lt_x_gpu asks for this name

@@ -230,7 +230,7 @@ MATRIX = {
         bad=prints_much,
         others=nothing,
         states=(OK, RAISED, OK),
-        says=("bytes left out",),
+        says=("lines left out",),
         within_s=10.0,
     ),
 }

@@ -67,7 +67,7 @@ def test_a_forbidden_arrow_would_be_seen(source: str, room: str) -> None:
 # The folders inside multiprocess, and the modules on top of it: who may import whom.
 # What lies on top comes in two kinds: what all folders share, and what a user calls.
 SHARED = {
-    *("environment", "errors", "flight_dumps", "linux", "messages", "outcomes"),
+    *("environment", "errors", "linux", "messages", "outcomes"),
     *("report", "spec"),
 }
 FOLDERS = {
@@ -76,7 +76,6 @@ FOLDERS = {
     "cluster": SHARED | {"parent"},
     "simulated": SHARED | {"cluster", "parent", "rank"},
     "elastic": SHARED | {"cluster", "parent", "rank"},
-    "torchrun": SHARED | {"cluster", "elastic", "parent"},
     "testcase": SHARED | {"cluster", "parent", "rank"},
     "pytest_plugin": SHARED
     | {"cluster", "elastic", "parent", "rank", "simulated", "testcase"},

@@ -28,6 +28,7 @@ DATA = {
     "fixtures/data/LICENSE.digits",
     "fixtures/data/README.md",
     "fixtures/data/digits.csv.gz",
+    "multiprocess/__init__.pyi",
 }
 """Files of the wheel that are neither Python nor templates of a page."""
 

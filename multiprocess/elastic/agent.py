@@ -24,7 +24,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,9 +54,8 @@ _LATENESS_S = 0.3
 
 _GO, _NO = b"go", b"no"
 
-Message = CallRequest | list[Fact] | int
-"""What the leader posts: a call; what came of a call, for programs that all processes
-run; the exit code of every agent, as its last message."""
+Message = CallRequest | int
+"""What the leader posts: a call; as its last message every agent's exit code."""
 
 _numbers = itertools.count()
 """Of the agents that this process has been, one after the other: the same in all."""
@@ -69,19 +68,17 @@ class Ended(BaseException):
 class Agent:
     """This process's part in a run under torchrun; a context manager."""
 
-    def __init__(self, gpus: int = 0, *, patience_s: float = _REPORT_S) -> None:
+    def __init__(self, gpus: int = 0) -> None:
         """Join the other agents.
 
         Args:
             gpus: CUDA devices that this process can see.
-            patience_s: How much later than its own limits an agent may answer.
         """
         env = os.environ
         self.rank = int(env["RANK"])
         self.size = int(env["WORLD_SIZE"])
         self.attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.hosts = int(env.get("GROUP_WORLD_SIZE", "1"))
-        self._patience_s = patience_s
         local_size = int(env.get("LOCAL_WORLD_SIZE", self.size))
         name = f"agent{next(_numbers)}"
         self._meeting = torchrun_store(name)
@@ -120,15 +117,6 @@ class Agent:
         # The process is about to end. torchrun ends all when the first has ended: not
         # before our exit code is out.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    @contextlib.contextmanager
-    def handling_sigterm(self) -> Iterator[None]:
-        """Make SIGTERM end a call in order, in a process that continues afterwards."""
-        before = signal.signal(signal.SIGTERM, self._on_sigterm)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
     def _on_sigterm(self, number: int, frame: object) -> None:
         self._terminated = True  # raised where it is safe, by check()
@@ -192,10 +180,10 @@ class Agent:
         # Keys bear the number of the call: no answer to an earlier one is taken for
         # one to this.
         try:
-            self.post(request)
+            self._post(request)
             spec, options = request.spec, request.options
             own = self._own.start(request, self._others("start"))
-            limit_s = spec.start_timeout_s + self._patience_s
+            limit_s = spec.start_timeout_s + _REPORT_S
             ready = self._gather("start", own, spec.world_size, limit_s)
             going = all(f.reply and f.reply.kind is Kind.READY for f in ready)
             self._let_go(spec, going)
@@ -203,7 +191,7 @@ class Agent:
                 self._own.end(spec)
                 return False, ready
             own = self._own.run(request, self._others("run"))
-            limit_s = options.timeout_s + spec.grace_s + self._patience_s
+            limit_s = options.timeout_s + spec.grace_s + _REPORT_S
             return True, self._gather("fact", own, spec.world_size, limit_s)
         except BaseException:  # also ctrl-C, or a timeout of pytest's
             # Those that can still be reached leave this call for the next request.
@@ -214,7 +202,7 @@ class Agent:
             self._own.end(request.spec)
             raise
 
-    def post(self, message: Message) -> None:
+    def _post(self, message: Message) -> None:
         """Send a message to all followers."""
         self._calls += 1
         if self.size > 1:
@@ -227,7 +215,7 @@ class Agent:
     def finish(self, code: int) -> None:
         """Let the followers go; the leader's last call."""
         try:
-            self.post(code)
+            self._post(code)
         except Ended:
             return  # before all had joined
         # torchrun ends all when the first has failed, and would report -15 for these.
@@ -285,30 +273,19 @@ class Agent:
         Raises:
             Ended: torchrun ended the agents.
         """
-        while True:
-            message = self.follow_call()
-            if isinstance(message, int):
-                return message
-
-    def follow_call(self) -> list[Fact] | int:
-        """Take part until the leader posts what came of a call, or its last message."""
         try:
             while True:
                 message = self._next_message()
                 if isinstance(message, int):
                     self._meeting.set_flag(f"bye/{self.rank}")
-                if not isinstance(message, CallRequest):
                     return message
                 if self.rank < message.spec.world_size:
                     self._serve(message)
         except Exception as error:
-            self.report_error(error)
+            # For the leader to report.
+            text = f"its process raised {type(error).__name__}: {error}"
+            self._membership.report_error(text)
             raise
-
-    def report_error(self, error: BaseException) -> None:
-        """Leave the reason why this process ends, for the leader to report."""
-        text = f"its process raised {type(error).__name__}: {error}"
-        self._membership.report_error(text)
 
     def read_note(self, name: str) -> str:
         """The leader's note, or the empty string."""
@@ -353,7 +330,7 @@ class Agent:
         self._store.put_message(f"start/{self.rank}", self._calls, pack(ready))
         # Longer than the leader waits for any rank: it says no before this agent gives
         # up.
-        limit_s = request.spec.start_timeout_s + 2 * self._patience_s
+        limit_s = request.spec.start_timeout_s + 2 * _REPORT_S
         others = request.spec.world_size - 1
         answer = self._store.take(
             "go", self._calls, limit_s, self.check, author=0, readers=others
@@ -407,11 +384,7 @@ class AgentCluster(BaseCluster):
             HarnessError: An agent cannot be reached any more.
             Ended: torchrun ended the agents.
         """
-        facts = self.observe(options, pickled_call(fn, args, kwargs))
-        return self.judge(options, facts)
-
-    def observe(self, options: CallOptions, payload: bytes) -> list[Fact]:
-        """Make a call; return what was seen of each rank."""
+        payload = pickled_call(fn, args, kwargs)
         warm = self._world > 0 and options.isolation != "process"
         try:
             ready, facts = self._attempt(options, payload, new=not warm)
@@ -420,10 +393,6 @@ class AgentCluster(BaseCluster):
         except BaseException:
             self._world = 0
             raise
-        return facts
-
-    def judge(self, options: CallOptions, facts: list[Fact]) -> tuple[RankOutcome, ...]:
-        """Return the outcomes of a call, or raise its ``WorldError``."""
         replies = [fact.reply for fact in facts]
         self._fresh_group = not all(reply and reply.reusable for reply in replies)
         try:

@@ -195,7 +195,6 @@ class LocalRanks:
         if reply is None:
             self.end(spec)  # a rank that hangs is not used again
         else:
-            processes.preload_for_later(reply.imported)
             reply = replace(reply, ended_at_s=reply.ended_at_s + ahead_s)
         return replace(fact, reply=reply, ended_at_s=fact.ended_at_s + ahead_s)
 

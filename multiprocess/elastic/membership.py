@@ -37,7 +37,7 @@ from ..errors import HarnessError
 from .store import SignedStore, answering, pack, unpack
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 MEET_S = 600.0
 """Seconds that agents wait for each other at the start."""
@@ -250,6 +250,8 @@ class Heartbeat(threading.Thread):
     def stop(self) -> None:
         """Send no more heartbeats."""
         self._over.set()
+        # One that comes back from native code while Python ends aborts the process.
+        self.join(ANSWER_S)
 
 
 class HeartbeatMonitor:

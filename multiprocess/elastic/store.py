@@ -34,7 +34,7 @@ from ..errors import HarnessError
 from ..rank.worker import connect
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 T = TypeVar("T")
 

@@ -15,12 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import linux
@@ -201,7 +199,7 @@ class ForkserverClient:
         self._pending = None  # answered: it must not be awaited again
         if "error" in answer:
             self._imported.difference_update(names)
-            raise ForkserverError(_with_hiding_files(answer["error"]))
+            raise ForkserverError(answer["error"])
 
     def _send(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
         self._serial += 1
@@ -248,8 +246,10 @@ class ForkserverClient:
 
     def _ended(self) -> ForkserverError:
         self._wait()
-        text = f"the forkserver ended with code {self._process.returncode}"
-        return ForkserverError(_with_hiding_files(f"{text}\n{self._errors()}"))
+        code = self._process.returncode
+        return ForkserverError(
+            f"the forkserver ended with code {code}\n{self._errors()}"
+        )
 
 
 _client: ForkserverClient | None = None
@@ -295,30 +295,6 @@ def stop_forkserver() -> None:
 
 def _costly_here() -> tuple[str, ...]:
     return tuple(name for name in COSTLY if name in sys.modules)
-
-
-def _with_hiding_files(text: str) -> str:
-    """Add to the first line of an error which files hide a module of the server's.
-
-    A folder that came to the import path late, as the current one does by a command,
-    hides nothing from the parent, which has imported those modules, but does from the
-    server.
-    """
-    ours = {name.partition(".")[0] for name in (*PRELOAD, *COSTLY)}
-    needed = sys.stdlib_module_names | ours
-    found = []
-    stdlib = sysconfig.get_path("stdlib")
-    # Only a folder before the standard library hides a module of it, or an installed
-    # one, which comes later still.
-    before = sys.path.index(stdlib) if stdlib in sys.path else len(sys.path)
-    for entry in sys.path[:before]:
-        folder = Path(entry).absolute()
-        for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
-            name = file.parent.name if file.stem == "__init__" else file.stem
-            if name in needed:
-                found.append(f"{file} hides the module {name}: rename it")
-    first, _, rest = text.partition("\n")
-    return "\n".join(["; ".join([first, *found[:3]]), rest])
 
 
 atexit.register(stop_forkserver)

@@ -13,7 +13,7 @@ import resource
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from .. import linux, messages
 from ..environment import unsupported
@@ -243,12 +243,6 @@ class RankProcesses:
     def current_collective(self, rank: int) -> Collective | None:
         """Return the collective that one rank is in, if it is in one."""
         return flight_records.read_current(self._records_fd, rank)
-
-    def preload_for_later(self, modules: Iterable[str]) -> None:
-        """Make the forkserver import the modules that these ranks had to import."""
-        found = set(modules)
-        if found:
-            forkserver().preload(sorted(found), self.spec.start_timeout_s)
 
     def intact(self) -> bool:
         """Whether every rank still lives, and is this process's."""

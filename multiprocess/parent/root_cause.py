@@ -126,7 +126,7 @@ def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
         exception = None
         if reply.exception is not None:
             # Its type, text and traceback have come as text.
-            with suppress(BaseException):  # it may exit
+            with suppress(Exception, SystemExit):
                 exception = pickle.loads(reply.exception)
         return replace(
             blank,
@@ -138,7 +138,7 @@ def _answered(blank: RankOutcome, reply: Reply) -> RankOutcome:
         )
     try:
         value = pickle.loads(reply.value) if reply.value else None
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         return replace(
             blank,
             state=RankState.RAISED,

@@ -29,7 +29,7 @@ from ..rank.unittests import (
     run_process_test,
     run_threaded_test,
 )
-from ..spec import CallOptions, Isolation, WorldSpec
+from ..spec import CallOptions, WorldSpec
 from ..testcase import TestCase, run_on_ranks, use
 from .controller import show
 from .runner import Runner, UnsuitableWorld
@@ -41,13 +41,7 @@ _BASES = ("MultiProcessTestCase", "MultiProcContinuousTest", "MultiThreadedTestC
 class Adoption:
     """The part of the plugin for sessions with the option."""
 
-    def __init__(self, isolation: Isolation) -> None:
-        """Prepare.
-
-        Args:
-            isolation: What a test of torch's classes shares with earlier ones.
-        """
-        self._isolation = isolation
+    def __init__(self) -> None:
         self._files: str | None = None
         self._numbers = itertools.count()
         self._replaced: list[tuple[type[Any], str, Any]] = []
@@ -189,7 +183,6 @@ class Adoption:
             # A process of torch's classes begins without one, and makes its own.
             default_group=False,
             timeout_s=float(limit_s),
-            isolation=self._isolation,
         )
         try:
             run_on_ranks(spec, fn, CaseRef.of(test), *args)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -24,29 +22,27 @@ from ..errors import NotSimulatedError, WorldError
 from ..messages import pickled
 from ..outcomes import Left, RankOutcome
 from ..rank.worker import name_of
-from ..report import ranks_wait, render_output
+from ..report import render_output
 from ..spec import CallOptions, WorldSpec
 from .remote import (
-    PER_RANK_FIXTURES,
+    MONKEYPATCH,
     Body,
-    PerRankFixture,
     RankFixture,
     RankRequest,
     WorldArgument,
-    is_async,
     run_body,
 )
-from .runner import PoolRunner, Runner, UnsuitableWorld
-from .trace import merge, profiled, trace_file
+from .runner import Runner, UnsuitableWorld
 
 _FAILURE = pytest.StashKey[WorldError]()
-_COROUTINE: pytest.StashKey[Callable[..., Any]] = pytest.StashKey()
 _RANK_FIXTURES: pytest.StashKey[list[RankFixture]] = pytest.StashKey()
 
-_PARENT_ONLY = frozenset({"request", "pytestconfig", "caplog", "recwarn", "capfd"})
+_PARENT_ONLY = frozenset(
+    {"request", "pytestconfig", "caplog", "recwarn", "capfd", "capsys"}
+)
 """Fixtures of pytest's that mean nothing on a rank."""
 
-_OF_RANKS = (RankFixture, WorldArgument, PerRankFixture)
+_OF_RANKS = (RankFixture, WorldArgument)
 
 
 def prepare(item: pytest.Item) -> None:
@@ -55,16 +51,12 @@ def prepare(item: pytest.Item) -> None:
         pytest.fail(reason, pytrace=False)
     test = getattr(item, "obj", None)
     if inspect.iscoroutinefunction(test):
-        if item.get_closest_marker("asyncio") is None:
-            pytest.fail(
-                "@pytest.mark.world runs a coroutine that is marked for pytest-asyncio "
-                "(@pytest.mark.asyncio, or asyncio_mode = auto): mark it so, or make "
-                "it a plain function that calls asyncio.run(...)",
-                pytrace=False,
-            )
-        # pytest-asyncio replaces it, before the call, by one that needs its own loop.
-        item.stash[_COROUTINE] = test
-    elif type(item) is not pytest.Function:
+        pytest.fail(
+            f"@pytest.mark.world is for plain functions, and {item.name} is a "
+            "coroutine: make it a function that calls asyncio.run(...)",
+            pytrace=False,
+        )
+    if type(item) is not pytest.Function:
         pytest.fail(
             f"@pytest.mark.world is for plain test functions and methods, and "
             f"{item.name} is a {type(item).__name__}: make it a function, or a method "
@@ -95,8 +87,6 @@ def rank_fixture(
     if "request" in values:
         values["request"] = RankRequest(getattr(request, "param", None))
     fn = resolve_fixture_function(fixturedef, request)
-    if is_async(inspect.unwrap(fn)):  # pytest-asyncio has wrapped it
-        fn = inspect.unwrap(fn)
     plan = RankFixture(fixturedef.argname, fn, values)
     # As pytest does with a value: another fixture that asks for it finds the plan.
     fixturedef.cached_result = (plan, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
@@ -133,7 +123,7 @@ def call_on_ranks(item: pytest.Function, spec: WorldSpec, runner: Runner) -> Non
 
         draw_and_call(item.obj, arguments, call)
     else:
-        call(item.stash.get(_COROUTINE, item.obj), (), arguments)
+        call(item.obj, (), arguments)
 
 
 def explain(
@@ -171,61 +161,18 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
     if _FAILURE in item.stash:  # of an earlier example
         del item.stash[_FAILURE]
     try:
-        outcomes = _run(item, spec, options, runner, body)
+        outcomes = runner.run(spec, options, run_body, body)
     except UnsuitableWorld as reason:
         pytest.skip(str(reason))
     except NotSimulatedError as refusal:
         pytest.fail(str(refusal), pytrace=False)
     except WorldError as failure:
         item.stash[_FAILURE] = failure
-        if ranks_wait(failure.outcomes):
-            failure.write_flight_records(artifacts_of(item, spec) / "flight-records")
         raise _for_pytest(failure) from None
     # Into pytest's own capture, as the output of a test in one process.
     sys.stdout.write(render_output(outcomes))
     if isinstance(outcomes[0].value, Left):  # alike on all ranks
         _raise_agreed(outcomes[0].value)
-
-
-def _run(
-    item: pytest.Function,
-    spec: WorldSpec,
-    options: CallOptions,
-    runner: Runner,
-    body: Body,
-) -> tuple[RankOutcome, ...]:
-    folder = item.config.getoption("gradparity_trace")
-    if folder is None:
-        return runner.run(spec, options, run_body, body)
-    if spec.simulated or not isinstance(runner, PoolRunner):
-        where = "under torchrun" if not spec.simulated else "of simulated ranks"
-        pytest.fail(
-            f"--gradparity-trace writes no trace {where}: leave it out, or run this "
-            "test on the ranks of a pool",
-            pytrace=False,
-        )
-    file = trace_file(folder, item.nodeid)
-    parts = file.with_suffix(".ranks")
-    parts.mkdir(parents=True, exist_ok=True)
-    outcomes: tuple[RankOutcome, ...] = ()
-    try:
-        outcomes = runner.run(spec, options, profiled, str(parts), run_body, body)
-        return outcomes
-    except WorldError as failure:
-        outcomes = failure.outcomes
-        raise
-    finally:
-        merge(parts, outcomes, file)
-
-
-def artifacts_of(item: pytest.Function, spec: WorldSpec) -> Path:
-    """Return the folder for a test's files; by default one that pytest prunes."""
-    chosen = item.config.getoption("gradparity_artifacts") or spec.artifacts
-    if chosen is None:
-        parent = item._request.getfixturevalue("tmp_path_factory").getbasetemp()
-    else:
-        parent = Path(item.config.invocation_params.dir, chosen)
-    return Path(parent, re.sub(r"[^\w.-]+", "_", item.nodeid)[-100:])
 
 
 def _raise_agreed(agreed: Left) -> NoReturn:
@@ -257,9 +204,7 @@ def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:
 def _sendable(name: str, value: Any) -> Any:
     if isinstance(value, RankFixture | WorldArgument):
         return value
-    if name in PER_RANK_FIXTURES:
-        return PerRankFixture(name)
-    return value
+    return MONKEYPATCH if name == "monkeypatch" else value
 
 
 def _check_travels(body: Body) -> None:

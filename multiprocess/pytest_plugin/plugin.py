@@ -43,27 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of tests on ranks."""
     group = parser.getgroup("gradparity-world", "tests on ranks (@pytest.mark.world)")
     group.addoption(
-        "--gradparity-artifacts",
-        metavar="DIR",
-        help="write what a failed test leaves, such as the flight records of a hang, "
-        "to DIR (default: a temporary folder that pytest prunes)",
-    )
-    group.addoption(
-        "--gradparity-trace",
-        metavar="DIR",
-        help="write a Chrome trace of each test to DIR, with all ranks on one clock",
-    )
-    group.addoption(
         "--gradparity-adopt",
         action="store_true",
         help="run tests of torch's multi-process classes on ranks that stay warm",
-    )
-    group.addoption(
-        "--gradparity-adopt-isolation",
-        choices=("pool", "process"),
-        default="pool",
-        help="what an adopted test shares with earlier ones: the ranks (pool, the "
-        "default), or nothing (process)",
     )
 
 
@@ -79,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.gradparity_adopt:
         from . import adopt
 
-        adoption = adopt.Adoption(config.option.gradparity_adopt_isolation)
+        adoption = adopt.Adoption()
         config.stash[_ADOPTION] = adoption
         config.pluginmanager.register(adoption)
 
@@ -108,7 +90,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for size in sizes:
             spec_of(size, marker.kwargs)
     except (TypeError, ValueError) as error:
-        pytest.fail(f"{metafunc.definition.nodeid}: {error}", pytrace=False)
+        said = f"{metafunc.definition.nodeid}: {error}"
+        raise pytest.fail.Exception(said, pytrace=False) from None
     if "world" not in metafunc.fixturenames:
         # A test need not take it: its size is a parameter of the test either way.
         metafunc.fixturenames.append("world")

@@ -6,9 +6,7 @@ Runs in the ranks; the values here are also what the parent sends and gets back.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,13 +50,6 @@ class RankRequest:
         )
 
 
-@dataclass(frozen=True)
-class PerRankFixture:
-    """A pytest fixture that is instantiated once per rank."""
-
-    name: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Body:
     """A test's body with all that a rank needs to call it."""
@@ -85,16 +76,9 @@ def run_body(body: Body) -> Any:
                 resolver.value(fixture)
             arguments = {n: resolver.value(v) for n, v in body.arguments.items()}
             value = body.fn(*body.args, **arguments)
-            if is_async(body.fn):
-                value = resolver.loop.run(value)
             return value if body.compared else None
         except _outcome_exceptions() as special:
             return Left(name_of(type(special)), str(special))
-
-
-def is_async(fn: Callable[..., Any]) -> bool:
-    """Whether what it returns needs an event loop."""
-    return inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn)
 
 
 class _Resolver:
@@ -105,107 +89,38 @@ class _Resolver:
         self._stack = stack
         self._made: dict[int, Any] = {}
 
-    @functools.cached_property
-    def loop(self) -> Any:
-        """The event loop of this test, as pytest-asyncio has one for each."""
-        import asyncio
-
-        return self._stack.enter_context(asyncio.Runner())
-
     def value(self, sent: Any) -> Any:
         """Return the argument for one sent value."""
         if isinstance(sent, WorldArgument):
             return self._world
-        if isinstance(sent, PerRankFixture):
-            return self._once(sent, lambda: _PER_RANK_FIXTURES[sent.name](self._stack))
-        if isinstance(sent, RankFixture):
-            return self._once(sent, lambda: self._evaluate(sent))
-        return sent
-
-    def _once(self, sent: Any, make: Callable[[], Any]) -> Any:
+        if not isinstance(sent, RankFixture):
+            return sent
         # By identity, which survives the pickling of one Body: a fixture may override,
         # and ask for, another one of its name.
-        key: Any = sent.name if isinstance(sent, PerRankFixture) else id(sent)
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if id(sent) not in self._made:
+            self._made[id(sent)] = self._evaluate(sent)
+        return self._made[id(sent)]
 
     def _evaluate(self, fixture: RankFixture) -> Any:
         arguments = {n: self.value(v) for n, v in fixture.arguments.items()}
         if isinstance(asked := arguments.get("request"), RankRequest):
             later = self._stack.callback
             arguments["request"] = replace(asked, addfinalizer=later)
-        if inspect.iscoroutinefunction(fixture.fn):
-            return self.loop.run(fixture.fn(**arguments))
-        if inspect.isasyncgenfunction(fixture.fn):
-            opened = contextlib.asynccontextmanager(fixture.fn)(**arguments)
-            value = self.loop.run(opened.__aenter__())
-            self._stack.push(lambda *error: self.loop.run(opened.__aexit__(*error)))
-            return value
         if not inspect.isgeneratorfunction(fixture.fn):
             return fixture.fn(**arguments)
         made = contextlib.contextmanager(fixture.fn)(**arguments)
         return self._stack.enter_context(made)
 
 
-class RankCapture:
-    """What ``capsys`` is on a rank: this rank's own stdout and stderr."""
-
-    def __init__(self) -> None:
-        self._real = sys.stdout, sys.stderr
-        self._fresh()
-
-    def readouterr(self) -> tuple[str, str]:
-        """Return what was written since the last call."""
-        written = self._out.getvalue(), self._err.getvalue()
-        self._fresh()
-        return _Captured(*written)
-
-    def close(self) -> None:
-        """Give the streams back; what nobody read goes to the rank's output."""
-        out, err = self._out.getvalue(), self._err.getvalue()
-        sys.stdout, sys.stderr = self._real
-        sys.stdout.write(out)
-        sys.stderr.write(err)
-
-    def _fresh(self) -> None:
-        self._out, self._err = io.StringIO(), io.StringIO()
-        sys.stdout, sys.stderr = self._out, self._err
-
-
-class _Captured(tuple[str, str]):
-    """``(out, err)``, also by name."""
-
-    def __new__(cls, out: str, err: str) -> _Captured:
-        return super().__new__(cls, (out, err))
-
-    @property
-    def out(self) -> str:
-        """What went to stdout."""
-        return self[0]
-
-    @property
-    def err(self) -> str:
-        """What went to stderr."""
-        return self[1]
-
-
-def _capture(stack: contextlib.ExitStack) -> RankCapture:
-    return stack.enter_context(contextlib.closing(RankCapture()))
-
-
-def _monkeypatch(stack: contextlib.ExitStack) -> Any:
+def _monkeypatch() -> Iterator[Any]:
     import pytest
 
-    return stack.enter_context(pytest.MonkeyPatch.context())
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
 
 
-_PER_RANK_FIXTURES: dict[str, Callable[[contextlib.ExitStack], Any]] = {
-    "capsys": _capture,
-    "monkeypatch": _monkeypatch,
-}
-
-PER_RANK_FIXTURES = frozenset(_PER_RANK_FIXTURES)
+MONKEYPATCH = RankFixture("monkeypatch", _monkeypatch, {})
+"""pytest's fixture: what it patches is the rank's."""
 
 
 @contextlib.contextmanager

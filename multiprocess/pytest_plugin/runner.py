@@ -114,8 +114,8 @@ class PoolRunner:
         self._clusters.clear()
 
     def _cluster(self, kind: WorldSpec) -> Cluster | SimulatedCluster:
-        made = SimulatedCluster if kind.simulated else Cluster
-        cluster = self._clusters.pop(kind, None) or made.of(kind)
+        made = SimulatedCluster if kind.simulated else Cluster.of
+        cluster = self._clusters.pop(kind, None) or made(kind)
         # Warm ranks take memory: those of the kinds used longest ago are ended.
         self._clusters[kind] = cluster  # last in order: latest used
         idle = sum(len(c.pids) for c in self._clusters.values() if c is not cluster)
@@ -136,7 +136,7 @@ def _gpus(spec: WorldSpec) -> AbstractContextManager[tuple[str, ...]]:
 
 def _kind_of(spec: WorldSpec) -> WorldSpec:
     """Return the spec without what may differ between calls on one cluster."""
-    return replace(spec, timeout_s=60.0, isolation="pool", artifacts=None)
+    return replace(spec, timeout_s=60.0, isolation="pool")
 
 
 def lead() -> Agent:

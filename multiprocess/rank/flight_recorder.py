@@ -14,20 +14,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.autograd.graph import _engine_run_backward
-from torch.distributed import _functional_collectives as functional
+from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..outcomes import Place, TensorShape
+from ..outcomes import Place
 from .flight_records import RecordWriter
+from .torch_internals import BACKWARD, NEW_GROUP, functional
 
 METHODS = (
     "_allgather_base",
@@ -55,9 +54,6 @@ METHODS = (
     "send",
 )
 """Of process groups; a group need not have all."""
-
-_IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
-"""Methods that answer in the tensors that they are given."""
 
 _FUNCTIONS = (
     "all_gather_single",
@@ -107,20 +103,17 @@ def install(writer: RecordWriter, *groups: type[dist.ProcessGroup]) -> None:
     # Weak, since much is never waited for; by identity, since tensors compare by
     # element.
     pending = WeakIdKeyDictionary()
-    method = _Kind(_group_of_method, _shapes_of_method)
-    function = _Kind(_group_of_function, _shapes_of_function)
     for owner in (dist.ProcessGroup, *groups):
         _wrap_place(owner, "monitored_barrier", Place.COLLECTIVE)  # waits in the call
         for name in METHODS:
-            _wrap(owner, name, method, pending)
+            _wrap(owner, name, _group_of_method, pending)
     for name in _FUNCTIONS:
-        _wrap(functional, name, function, pending)
+        _wrap(functional, name, _group_of_function, pending)
     _wrap_wait(dist.Work, "wait", pending)
     _wrap_wait(functional, "wait_tensor", pending)
     for name in ("get", "multi_get", "wait"):
         _wrap_place(Store, name, Place.STORE)
-    # Private, but the one place where each kind of group is made.
-    _wrap_place(dist.distributed_c10d, "_new_process_group_helper", Place.JOINING)
+    _wrap_place(*NEW_GROUP, Place.JOINING)
 
 
 def uninstall() -> None:
@@ -184,17 +177,10 @@ _wrapped: list[tuple[Any, str, Any]] = []
 """Owner, name and what was there before."""
 
 
-class _Kind(NamedTuple):
-    """The recorded parts of a call, for methods of a group and for functions."""
-
-    group_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    shapes_of: Callable[[str, tuple[Any, ...]], tuple[list[TensorShape], ...]]
-
-
 def _wrap(
     owner: Any,
     name: str,
-    kind: _Kind,
+    group_of: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     pending: WeakIdKeyDictionary,
 ) -> None:
     # The class's own methods only: an inherited one is wrapped in the base, once.
@@ -212,25 +198,16 @@ def _wrap(
         _thread.inside, _thread.waited = True, False
         before = None
         try:
-            group = _resolved(kind.group_of(args, kwargs))
-            sent, received = kind.shapes_of(name, args)
+            group = _resolved(group_of(args, kwargs))
             # Before the call, which may never return: then it is the last record.
+            caller = _caller(sys._getframe(1))
             record = writer.record(
-                _name(group),
-                name,
-                _tensors(args),
-                _caller(sys._getframe(1)),
-                description=_description(group),
-                ranks=_ranks(group),
-                sent=sent,
-                received=received,
+                _name(group), name, _tensors(args), caller, _ranks(group)
             )
             before = writer.enter(Place.COLLECTIVE, record)
             result = wrapped(*args, **kwargs)
             pends = _what_pends(result, _thread.waited)
-            if pends is None:
-                writer.ended(record)
-            else:
+            if pends is not None:
                 pending[pends] = record
             return result
         finally:
@@ -258,9 +235,7 @@ def _wrap_wait(owner: Any, name: str, pending: WeakIdKeyDictionary) -> None:
         finally:
             writer.leave(before)
         _thread.waited = True
-        if record is not None:
-            pending.pop(args[0], None)
-            writer.ended(record)
+        pending.pop(args[0], None)
         return result
 
     _put(owner, name, waited)
@@ -293,7 +268,7 @@ def _code_of(wrapper: Any) -> CodeType:
     return code
 
 
-_WAITS: set[CodeType] = {_engine_run_backward.__code__}
+_WAITS: set[CodeType] = {BACKWARD}
 """Functions that wait for other ranks in native code."""
 
 
@@ -344,41 +319,14 @@ def _name(group: Any) -> str:
     return str(getattr(group, "group_name", "?"))
 
 
-def _description(group: Any) -> str:
-    return str(getattr(group, "group_desc", ""))
-
-
 def _ranks(group: Any) -> list[int]:
     if not isinstance(group, dist.ProcessGroup):
         return []
     if group is dist.group.WORLD:
         return list(range(group.size()))
-    known = dist.distributed_c10d._world.pg_group_ranks.get(group)
-    return list(known) if known else []
-
-
-def _shapes_of_method(
-    name: str, args: tuple[Any, ...]
-) -> tuple[list[TensorShape], ...]:
-    first, second = (_shapes(a) for a in (*args[1:3], None, None)[:2])
-    return (first, first) if name in _IN_PLACE else (second, first)
-
-
-def _shapes_of_function(
-    name: str, args: tuple[Any, ...]
-) -> tuple[list[TensorShape], ...]:
-    return _shapes(args[0] if args else None), []
-
-
-def _shapes(value: Any) -> list[TensorShape]:
-    found: list[TensorShape] = []
-    for tensor in _flat(value):
-        dtype, sizes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        if found and found[-1][:2] == (dtype, sizes):
-            found[-1] = found[-1]._replace(repeats=found[-1].repeats + 1)
-        else:
-            found.append(TensorShape(dtype, sizes, 1))
-    return found
+    with suppress(KeyError):  # made by a test itself: torch does not know it
+        return dist.get_process_group_ranks(group)
+    return []
 
 
 def _tensors(args: tuple[Any, ...]) -> str:

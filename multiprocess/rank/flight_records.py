@@ -2,37 +2,29 @@
 
 A rank writes, and the parent can read at any time, also from a rank that hangs, was
 killed or stopped. Layout of a rank's region: number of records, the rank's place and
-the record of the collective that it is in, then a ring of records. A record is two
-times, when it was issued and when it had ended, and its text.
+the record of the collective that it is in, then a ring of records.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
 import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 
-from ..outcomes import Collective, Place, TensorShape
+from ..outcomes import Collective, Place
 from ..report import TWO_SIDED
 
 SLOTS = 64
-_SLOT = 1024
+_SLOT = 512
 _COUNT = struct.Struct("!Q")
 _PLACE = struct.Struct("!II")
 _NO_RECORD = 2**32 - 1
-_TIMES = struct.Struct("!QQ")
 _HEAD = _COUNT.size + _PLACE.size
 REGION = _HEAD + SLOTS * _SLOT
-
-_MAX_SHAPES = 6
-"""So many different tensors of one collective are noted on each side; more as one."""
 
 
 def create(size: int) -> int:
@@ -103,50 +95,21 @@ class RecordWriter:
         op: str,
         tensors: str,
         where: str,
-        *,
-        description: str = "",
         ranks: Sequence[int] = (),
-        sent: Sequence[TensorShape] = (),
-        received: Sequence[TensorShape] = (),
     ) -> tuple[int, int]:
-        """Add one collective.
-
-        Returns:
-            What :meth:`ended` wants of it.
-        """
+        """Add one collective; return what :meth:`enter` wants of it."""
         counted = f"{group}, two ranks" if op in TWO_SIDED else group
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         fields = (group[:48], number, op[:40], tensors[:48], where[-80:])
-        more = (
-            description[:48],
-            _as_range(ranks),
-            _bounded(sent),
-            _bounded(received),
-        )
-        text = json.dumps((*fields, *more)).encode()
-        if len(text) > _SLOT - _TIMES.size:  # the ranks of a group without a pattern
-            text = json.dumps(fields).encode()
-        at = self._slot(self._count)
-        _TIMES.pack_into(self._memory, at, time.time_ns(), 0)
-        self._memory[at + _TIMES.size : at + _SLOT] = text.ljust(_SLOT - _TIMES.size)
+        text = json.dumps((*fields, _as_range(ranks))).encode()
+        if len(text) > _SLOT:  # the ranks of a large group without a pattern
+            text = json.dumps((*fields, [])).encode()
+        at = self._start + _HEAD + self._count % SLOTS * _SLOT
+        self._memory[at : at + _SLOT] = text.ljust(_SLOT)
         # The count last: a reader that comes between finds the records before this one.
         self._count += 1
         _COUNT.pack_into(self._memory, self._start, self._count)
         return self._calls, self._count - 1
-
-    def ended(self, record: tuple[int, int]) -> None:
-        """Note that a collective has ended on this rank, unless it is forgotten."""
-        call, index = record
-        # Asynchronous work may end in a later call, or after its slot was used again.
-        if call != self._calls or index < self._count - SLOTS:
-            return
-        at = self._slot(index)
-        issued, ended = _TIMES.unpack_from(self._memory, at)
-        if not ended:
-            _TIMES.pack_into(self._memory, at, issued, time.time_ns())
-
-    def _slot(self, index: int) -> int:
-        return self._start + _HEAD + index % SLOTS * _SLOT
 
 
 def read(fd: int, rank: int) -> tuple[Collective, ...]:
@@ -178,39 +141,9 @@ def read_current(fd: int, rank: int) -> Collective | None:
 
 
 def _collective(slot: bytes, position: int) -> Collective:
-    issued, ended = _TIMES.unpack_from(slot)
-    group, number, op, tensors, where, *more = json.loads(slot[_TIMES.size :])
-    known = Collective(
-        group,
-        number,
-        op,
-        tensors,
-        where,
-        issued_ns=issued,
-        ended_ns=ended,
-        position=position,
-    )
-    if not more:
-        return known
-    description, ranks, sent, received = more
-    return replace(
-        known,
-        description=description,
-        ranks=tuple(range(*ranks) if ranks[2:] else ranks[0]) if ranks else (),
-        sent=_shapes(sent),
-        received=_shapes(received),
-    )
-
-
-def _shapes(found: Sequence[tuple[str, Sequence[int], int]]) -> tuple[TensorShape, ...]:
-    return tuple(TensorShape(dtype, tuple(s), count) for dtype, s, count in found)
-
-
-def _bounded(shapes: Sequence[TensorShape]) -> Sequence[TensorShape]:
-    if len(shapes) <= _MAX_SHAPES:
-        return shapes
-    elements = sum(math.prod(shape.sizes) * shape.repeats for shape in shapes)
-    return [TensorShape(shapes[0].dtype, (elements,), 1)]
+    group, number, op, tensors, where, ranks = json.loads(slot)
+    known = tuple(range(*ranks) if ranks[2:] else ranks[0]) if ranks else ()
+    return Collective(group, number, op, tensors, where, known, position)
 
 
 def _as_range(ranks: Sequence[int]) -> Sequence[object]:

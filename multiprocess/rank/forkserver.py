@@ -167,7 +167,7 @@ class ForkServer:
             self._sock.close()
             _close([exit_w, self._wake_r, self._wake_w, *self._exit_fds.values()])
             code = worker.main(*rank_fds)
-        except BaseException:
+        except BaseException:  # also SystemExit: nothing may leave this frame
             traceback.print_exc()
         finally:
             # No return: the frames below, and what they would end, are the server's.

@@ -102,20 +102,6 @@ def restored_settings() -> Iterator[None]:
                     put(value)
 
 
-def forget_meshes() -> None:
-    """Empty torch's caches whose entries name meshes, and so groups that are gone.
-
-    A later mesh of the same shape and names is equal to the one that an entry was made
-    for, and would be handed the groups of that one.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import _random, debug
-
-    debug._clear_sharding_prop_cache()
-    _random._rng_tracker = None
-
-
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators."""
     random.seed(seed)

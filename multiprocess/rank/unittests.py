@@ -67,19 +67,12 @@ class CaseRef:
         return self.cls
 
 
-def run_case(case: CaseRef, attributes: Mapping[str, Any]) -> Left | None:
-    """Run a test with its setUp, tearDown and cleanups, as unittest does.
-
-    Args:
-        case: The test.
-        attributes: Set on its instance before.
-    """
+def run_case(case: CaseRef) -> Left | None:
+    """Run a test with its setUp, tearDown and cleanups, as unittest does."""
     # An instance of this rank: the parent's holds what pytest put there, and is not
     # sent.
     test = case.find()(case.method)
     test.rank = current_world().rank
-    for name, value in attributes.items():
-        setattr(test, name, value)
     return _leave(lambda: _run_by_unittest(test))
 
 
@@ -255,10 +248,9 @@ def _forget() -> None:
     """Be as a process that has run no test: no groups, and nothing that holds them."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import set_debug_level_from_env
 
     # It imports torch, and the plugin imports this module before the session does.
-    from .global_state import forget_meshes
+    from .torch_internals import forget_meshes
 
     global _prepared
     _prepared = None
@@ -266,9 +258,9 @@ def _forget() -> None:
         with suppress(Exception):  # what a test has broken may not end in order
             dist.destroy_process_group()
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     forget_meshes()
-    set_debug_level_from_env()
+    dist.set_debug_level_from_env()
 
 
 def _patch_run_test() -> None:

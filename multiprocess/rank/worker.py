@@ -22,7 +22,7 @@ from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from . import assert_rewrite, flight_records
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
     from ..spec import WorldSpec
     from .world import World
@@ -50,8 +50,7 @@ COSTLY = (
     "torch.testing._internal.common_fsdp",
     "torch.testing._internal.distributed._tensor.common_dtensor",
 )
-"""What some ranks need and takes long to import: preloaded when the parent has it, or
-when ranks turned out to need it."""
+"""What some ranks need and takes long to import: preloaded when the parent has it."""
 
 ACKNOWLEDGED_S = 15.0
 """So long the host of the store may acknowledge nothing before it counts as cut off."""
@@ -115,7 +114,7 @@ def main(
 
 def connect(host: str, port: int, prefix: str, *, serves: bool = False) -> Store:
     """Connect to torchrun's store at ``host``, or be it."""
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
     limit = datetime.timedelta(seconds=_CONNECT_S)
     # torch does not show the socket of a store: the store's are those that were not
@@ -138,7 +137,6 @@ class _Rank:
     def __init__(self, store_fd: int, records_fd: int) -> None:
         self._store_fd = store_fd
         self._records_fd = records_fd
-        self._known = _costly_modules()
         self._pid = os.getpid()
         self._groups_made = 0
         self._runs = 0
@@ -179,7 +177,6 @@ class _Rank:
             device=_device(
                 spec, message.rank if rendezvous is None else rendezvous.local_rank
             ),
-            seed=spec.seed,
             _make_store=lambda: self._open_store(f"run{self._runs}"),
         )
         world_module._set_current(self._world)
@@ -207,8 +204,7 @@ class _Rank:
         if self._rendezvous is not None:
             meet = self._rendezvous
             return connect(meet.host, meet.port, f"{meet.prefix}/{prefix}")
-        # Public names of torch.distributed, which does not export them to mypy.
-        from torch._C._distributed_c10d import FileStore, PrefixStore
+        from torch.distributed import FileStore, PrefixStore
 
         # A file without a name: nothing to remove, whoever dies.
         store = FileStore(f"/proc/self/fd/{self._store_fd}", self._spec.world_size)
@@ -217,7 +213,7 @@ class _Rank:
     def _make_group(self) -> None:
         import torch.distributed as dist
 
-        from .global_state import forget_meshes
+        from .torch_internals import forget_meshes
 
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -244,6 +240,7 @@ class _Rank:
         import torch.distributed as dist
 
         from .global_state import restored_settings, seed_everything
+        from .torch_internals import process_groups
 
         # Before a fresh group is made: gloo and NCCL read their variables at that
         # moment.
@@ -268,10 +265,9 @@ class _Rank:
         reusable = not self._spec.default_group or (
             dist.is_initialized()
             and dist.group.WORLD is self._group
-            and len(dist.distributed_c10d._world.pg_map) < _MAX_GROUPS
+            and process_groups() < _MAX_GROUPS
         )
-        imported = tuple(sorted(_costly_modules() - self._known))
-        return dataclasses.replace(reply, reusable=reusable, imported=imported)
+        return dataclasses.replace(reply, reusable=reusable)
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:
@@ -292,10 +288,6 @@ def _end_child() -> NoReturn:
     )
     os.write(2, text.encode())
     os._exit(1)
-
-
-def _costly_modules() -> frozenset[str]:
-    return frozenset(name for name in COSTLY if name in sys.modules)
 
 
 def pickled_result(value: object) -> bytes:
@@ -327,11 +319,11 @@ def raised(error: BaseException, reusable: bool) -> Reply:
     try:
         exception = messages.pickled(error)
         pickle.loads(exception)  # many exceptions pickle but do not come back
-    except BaseException:  # it may exit; type, text and traceback go as text
+    except (Exception, SystemExit):  # type, text and traceback go as text
         exception = None
     try:
         text = str(error)
-    except BaseException as worse:
+    except (Exception, SystemExit) as worse:
         text = f"(its text cannot be had: {type(worse).__name__})"
     from .flight_recorder import left_a_wait
 
@@ -372,7 +364,7 @@ def _traceback(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except BaseException:  # its own text raises: only the frames are left
+    except (Exception, SystemExit):  # its own text raises: the frames are left
         return "".join(traceback.format_tb(frames))
 
 

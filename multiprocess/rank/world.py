@@ -13,7 +13,7 @@ from ..outcomes import Place
 
 if TYPE_CHECKING:  # the parent must not pay for torch
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -32,9 +32,6 @@ class World:
 
     device: torch.device
     """Where this rank keeps its tensors."""
-
-    seed: int
-    """What the generators were seeded with."""
 
     _make_store: Callable[[], Store] = field(repr=False)
     """Opens the store of the current call."""
@@ -69,18 +66,6 @@ class World:
                 self.device.type, key[0], mesh_dim_names=key[1]
             )
         return self._meshes[key]
-
-    def generator(self, seed: int | None = None) -> torch.Generator:
-        """Return a new generator on this rank's device, the same on every rank.
-
-        Args:
-            seed: Its seed; the world's own seed by default. Add ``rank`` to it for
-                numbers that differ between ranks.
-        """
-        import torch
-
-        generator = torch.Generator(device=self.device)
-        return generator.manual_seed(self.seed if seed is None else seed)
 
     def _wait_until_all_are_done(self, limit_s: float) -> None:
         """Wait until every rank calls this, or the limit is over."""

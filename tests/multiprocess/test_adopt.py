@@ -1,9 +1,10 @@
-"""Tests written for others: torch's classes, coroutines."""
+"""Tests written for others: torch's classes."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,25 @@ from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
 
 pytest_plugins = ["pytester"]
 __all__ = ["session"]
-needs_torchs_classes = pytest.mark.skipif(
-    importlib.util.find_spec("expecttest") is None, reason="torch's classes need it"
-)
+
+
+@pytest.fixture(scope="module")
+def common() -> Any:
+    """torch's test classes, imported before a session within this process begins.
+
+    pytester removes from ``sys.modules`` what came after its own fixture: the next test
+    would import it again, and torch registers its operators once in a process.
+    """
+    pytest.importorskip("expecttest", reason="torch's classes need it")
+    names = ("common_distributed", "distributed._tensor.common_dtensor")
+    found = [importlib.import_module(f"torch.testing._internal.{n}") for n in names]
+    return found[0]
 
 
 def test_our_class(session: Session) -> None:
     done = session("""
 import unittest
-from gradparity.multiprocess import TestCase
+from gradparity.multiprocess import TestCase, current_world
 
 class TestOurs(TestCase):
     world_size = 2
@@ -36,7 +47,6 @@ class TestOurs(TestCase):
     def test_sum(self):
         dist.all_reduce(self.value)
         self.assertEqual([self.value], [torch.tensor([1.0])])
-        assert self.pg is dist.group.WORLD and os.path.exists(self.file_name)
 
     def test_tensors_differ(self):
         self.assertEqual(self.value, torch.tensor([0.0]))
@@ -70,11 +80,14 @@ class TestOwnGroup(TestCase):
 
     def test_own(self):
         assert not dist.is_initialized()
-        self.create_pg()
+        store = current_world().store
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size)
         value = torch.ones(1)
         dist.all_reduce(value)
         assert value.item() == self.world_size
-        self.destroy_pg()
+        dist.barrier()
+        dist.destroy_process_group()
 
     def test_own_again(self):
         self.test_own()
@@ -116,55 +129,6 @@ unittest.main()
     assert done.returncode == 1
     assert "world of 2: rank 0: raised AssertionError: 0 != 1" in done.stderr
     assert "FAILED (errors=1)" in done.stderr
-
-
-def test_a_coroutine_and_its_fixtures(session: Session) -> None:
-    body = """
-import asyncio, functools
-
-class FakePlugin:  # pytest-asyncio is not installed here: what it does to a test
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item):
-        own, item.obj = item.obj, functools.wraps(item.obj)(lambda **kw: 1 / 0)
-        return (yield)
-
-@pytest.fixture(autouse=True, scope="session")
-def plugin(pytestconfig):
-    pytestconfig.pluginmanager.register(FakePlugin())
-
-@pytest.fixture
-async def scaled(world):
-    await asyncio.sleep(0)
-    yield 5 * world.rank
-    await asyncio.sleep(0)
-    print("closed on", world.rank)
-
-@pytest.fixture
-async def twice(scaled):
-    return 2 * scaled
-
-@pytest.mark.asyncio
-@pytest.mark.world(world_size=2)
-async def test_it(world, twice):
-    work = dist.all_reduce(value := torch.ones(1), async_op=True)
-    await asyncio.get_running_loop().run_in_executor(None, work.wait)
-    assert value.item() == 2 and twice == 10 * world.rank
-
-@pytest.mark.asyncio
-@pytest.mark.world(world_size=2)
-async def test_wrong(world):
-    await asyncio.sleep(0)
-    assert world.rank == 0
-
-@pytest.mark.world(world_size=2)
-async def test_unmarked(world):
-    pass
-"""
-    done = session(body, "-o", "markers=asyncio: of pytest-asyncio")
-    assert "1 failed, 1 passed" in done.stdout and "1 error" in done.stdout
-    assert "closed on 1" in done.stdout
-    assert "world of 2: rank 1: raised AssertionError" in done.stdout
-    assert "marked for pytest-asyncio" in done.stdout
 
 
 def test_fixtures_of_every_scope(session: Session) -> None:
@@ -324,10 +288,9 @@ class TestDTensor(DTensorTestBase):
 
 
 @pytest.mark.slow
-@needs_torchs_classes
-def test_torchs_classes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.testing._internal.common_distributed as common
-
+def test_torchs_classes(
+    common: Any, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(common.TIMEOUT_OVERRIDE, "test_hangs", 8)
     own = {name: vars(getattr(common, name)).copy() for name in adopt._BASES}
     done = session(TORCHS, "--gradparity-adopt")
@@ -381,19 +344,16 @@ NOT_OF_THIS = (
     "returned normally",
     "victim: rank 0",
     "in wait",
-    "bytes left out",
+    "lines left out",
 )
 """What a test returns goes nowhere; its group is made and left in the test, so a rank
 that raises breaks the connections of the others, which raise, too."""
 
 
 @pytest.mark.slow
-@needs_torchs_classes
 def test_the_fault_matrix_on_torchs_class(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    common: Any, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch.testing._internal.common_distributed as common
-
     overrides = dict(common.TIMEOUT_OVERRIDE)
     monkeypatch.setattr(common, "TIMEOUT_OVERRIDE", overrides)
     done = session(FAULTS, "--gradparity-adopt")
@@ -403,7 +363,7 @@ def test_the_fault_matrix_on_torchs_class(
             continue
         assert f"FAILED test_it.py::TestFaults::test_{2 * number:02}" in done.stdout
         report = done.stdout.split(f" TestFaults.test_{2 * number:02} _")[1]
-        report = report.split(" TestFaults.test_")[0]
+        report = report.split("_ TestFaults.test_")[0]  # the next test
         assert "world of 3: rank 1: " in report, name
         for words in fault.says:
             assert words.startswith(NOT_OF_THIS) or words in report, (name, words)

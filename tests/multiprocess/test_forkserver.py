@@ -127,7 +127,4 @@ def test_a_file_that_hides_a_module_is_named(tmp_path: Path, name: str) -> None:
     hiding.write_text("raise RuntimeError('mine')")
     with pytest.raises(ForkserverError) as caught:
         Cluster(1).start()
-    first = str(caught.value).splitlines()[0]
-    module = name.partition("/")[0].removesuffix(".py")
-    assert f"{hiding} hides the module {module}" in first
-    assert "rename it" in first
+    assert f'File "{hiding}", line 1' in str(caught.value)

@@ -1,11 +1,16 @@
 """The leader's monitor: which agents are silent, and which have only been late."""
 
+import threading
 import time
 from typing import Any, cast
 
 import pytest
 
-from gradparity.multiprocess.elastic.membership import SILENCE_S, HeartbeatMonitor
+from gradparity.multiprocess.elastic.membership import (
+    SILENCE_S,
+    Heartbeat,
+    HeartbeatMonitor,
+)
 
 
 class Store:
@@ -78,3 +83,22 @@ def test_a_leader_that_was_suspended_accuses_no_agent(clock: Clock) -> None:
     clock.now += 100.0
     assert clock.monitor.silent() == []
     assert not any(clock.pass_time(1, 2, seconds=LIMIT))
+
+
+def test_no_heartbeat_is_on_its_way_when_the_process_goes_on_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began = threading.Event()
+
+    class SlowStore:
+        def set(self, key: str, value: str) -> None:
+            if value != "0":
+                began.set()
+                time.sleep(0.5)  # in native code, without the interpreter's lock
+
+    monkeypatch.setattr("gradparity.multiprocess.elastic.membership._INTERVAL_S", 0.0)
+    heartbeat = Heartbeat(cast(Any, SlowStore()), 1)
+    heartbeat.start()
+    began.wait()
+    heartbeat.stop()
+    assert not heartbeat.is_alive()

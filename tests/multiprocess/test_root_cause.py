@@ -117,3 +117,18 @@ def test_the_odd_one_of_waiting_ranks_is_the_root(
     assert found == root
     assert outcomes[root].headline.endswith(says)
     assert "root cause: rank" in str(WorldError(outcomes, outcomes[root]))
+
+
+def test_the_root_cause_ends_a_short_report() -> None:
+    text = "".join(f"line {n}\n" for n in range(5000)) + "x" * 10**5
+    outcomes, root = outcomes_of(
+        [replace(ok(0), output=text), raised(1, 1.0), raised(2, 2.0, waited=True)]
+    )
+    assert root == 1
+    lines = str(WorldError(outcomes, outcomes[root])).splitlines()
+    assert len(lines) < 100 and max(map(len, lines)) <= 1000
+    assert lines[0] == "world of 3: rank 1: raised RuntimeError: connection refused"
+    assert lines[-1] == "root cause: rank 1: raised RuntimeError: connection refused"
+    assert "line 9" in lines and "line 10" not in lines and "line 4999" in lines
+    assert "[... 4951 lines left out ...]" in lines
+    assert outcomes[0].output == text

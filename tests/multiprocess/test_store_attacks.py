@@ -97,10 +97,16 @@ if replays and rank == "1":
 elif replays:
     time.sleep(10)  # rank 1 is to find yesterday's messages before today's
 
-from gradparity.multiprocess.torchrun import TorchrunCluster
+from gradparity.multiprocess import WorldSpec
+from gradparity.multiprocess.elastic.agent import Agent, AgentCluster
 
-with TorchrunCluster() as cluster:
-    cluster.run(mine if replays else ran, marker)
+with Agent() as agent:
+    if agent.leads:
+        cluster = AgentCluster(agent, WorldSpec(world_size=2))
+        cluster.run(mine if replays else ran, marker)
+        agent.finish(0)
+    else:
+        agent.follow()
 """
 
 

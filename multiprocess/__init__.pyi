@@ -1,0 +1,13 @@
+from .cluster import Cluster as Cluster
+from .errors import ForkserverError as ForkserverError
+from .errors import HarnessError as HarnessError
+from .errors import NotPicklableError as NotPicklableError
+from .errors import NotSimulatedError as NotSimulatedError
+from .errors import WorldError as WorldError
+from .outcomes import Collective as Collective
+from .outcomes import RankOutcome as RankOutcome
+from .outcomes import RankState as RankState
+from .rank.world import World as World
+from .rank.world import current_world as current_world
+from .spec import WorldSpec as WorldSpec
+from .testcase import TestCase as TestCase
