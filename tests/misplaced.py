@@ -776,3 +776,20 @@ class ReturnsItsShare(ClippedAfterAFault):
 
     def told(self, loss: Tensor) -> float:
         return loss.item() / dist.get_world_size()
+
+
+class KeepsTheLastPass(ClippedAfterAFault):
+    """Each pass begins with no gradients: its ``zero_grad`` is in the wrong loop."""
+
+    clip_norm = 1000.0
+
+    def train_step(self, stack: _Trained, parts: list[Batch], scaler: Any) -> Any:
+        rows, total = sum(len(x) for x, _ in parts), 0.0
+        for x, y in parts:
+            stack.optimizer.zero_grad()
+            loss = self.loss(stack.module(x), y) * (len(x) / rows)
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
+        stack.optimizer.step()
+        return total, norm

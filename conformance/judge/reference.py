@@ -493,6 +493,17 @@ class ReferenceRun:
         with self._new_tensors():
             self._cast(passes)
 
+    def gradients_of(self, parts: Iterable[Batch]) -> dict[str, Doubles]:
+        """The gradients of some micro-batches together, up to a factor."""
+        self.model.zero_grad()
+        for part in parts:
+            # a loss with a count is a sum over elements, any other loss is a mean
+            self.one_pass(part, 1.0 if self.workload.counted else part.elements)
+        named = self.parameters.items()
+        found = self._flat({n: p.grad for n, p in named if p.grad is not None})
+        self.model.zero_grad()
+        return found
+
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""
         own, variant = self.workload.micro_batches, self.variant
