@@ -10,13 +10,14 @@ whatever the layout, so no knowledge of placements is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from ..space.recomputation import Recomputed
 from .modules import modules_in
 from .observe import digest, local_part
 from .torch_internals import in_backward
@@ -58,14 +59,20 @@ class DrawLog:
     again (activation checkpointing).
     """
 
-    def __init__(self, stack: object) -> None:
-        """Take the stack, which is a module or holds modules."""
+    def __init__(self, stack: object, recomputed: Recomputed | None = None) -> None:
+        """Observe a stack.
+
+        Args:
+            stack: a module, or an object that holds modules.
+            recomputed: the parts whose forward the judge makes run again.
+        """
         self.draws: list[Draw] = []
         self.outside = 0
         """How often numbers were drawn in no call of a module that is seen."""
         named = [pair for root in modules_in(stack) for pair in root.named_modules()]
         self._names = {module: _plain(name) for name, module in named}
         self._generators = _generators(self._names)
+        self._recomputed = recomputed
         self._open: list[_Call] = []
         self._hooks = ExitStack()
         self._last = self._states()
@@ -81,6 +88,11 @@ class DrawLog:
                 module.register_forward_hook(self._leave, always_call=True),
             ):
                 self._hooks.callback(hook.remove)
+        if self._recomputed is not None:
+            self._hooks.callback(
+                setattr, self._recomputed, "around", self._recomputed.around
+            )
+            self._recomputed.around = self._part
         self._last = self._states()
         self._seen.update(self._last)
         return self
@@ -103,9 +115,19 @@ class DrawLog:
             call.zeros = given[0] == 0 if given else None
         self._open.append(call)
 
+    @contextmanager
+    def _part(self, module: nn.Module) -> Iterator[None]:
+        """Around the forward of a part, whose hooks do not run again in backward."""
+        self._enter(module, (), {})
+        try:
+            yield
+        finally:
+            self._leave(module, (), None)
+
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self._meet(module)
         self._look()
         # an exception that stops a recomputation may leave several at once
         while self._open:
@@ -127,6 +149,18 @@ class DrawLog:
             recomputed=call.recomputed,
         )
         self.draws.append(draw)
+
+    def _meet(self, module: nn.Module) -> None:
+        """Add the generators that a module has made in its call."""
+        for made in _held_by(module):
+            if not any(made is known for known in self._generators):
+                # its state before the first number that it drew
+                fresh = torch.Generator(made.device).manual_seed(made.initial_seed())
+                state = (digest(fresh.get_state()),)
+                self._generators.append(made)
+                self._last += state
+                for call in self._open:
+                    call.states += state
 
     def _look(self) -> None:
         """If a generator has moved, the innermost call that is open has drawn."""
@@ -151,10 +185,13 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def _held_by(module: nn.Module) -> list[torch.Generator]:
+    return [g for g in vars(module).values() if isinstance(g, torch.Generator)]
+
+
 def _generators(modules: Mapping[nn.Module, str]) -> list[torch.Generator]:
-    held = [g for module in modules for g in vars(module).values()]
-    own = {id(g): g for g in held if isinstance(g, torch.Generator)}
-    # without a GPU in use there are none, and asking for the device would raise
+    own = {id(g): g for module in modules for g in _held_by(module)}
+    # torch has generators for GPUs only after CUDA was initialised
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.default_generator, *cuda, *own.values()]
 
