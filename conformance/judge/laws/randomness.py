@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ...rank.trace import Draw, RankTrace, StepTrace
 from ..law import (
+    ANY_SHARE,
     Evidence,
     Finding,
     Status,
@@ -18,10 +19,8 @@ from ..law import (
     skipped,
 )
 
-ANY_SHARE = 0.0
-"""Least share, for replicas and data. How many draws there are that no layer without
-parameters makes, or that have no partner, only the plan says; each pair that is
-compared shows how its layer seeds. Those that are not compared are counted."""
+# The least share of replicas and data: by the plan a draw may have no partner, and each
+# pair that is compared shows how its layer is seeded.
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
