@@ -149,7 +149,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     return cut
 
 
-# - Afterwards, in the process that judges
+# - Afterwards, on the process of the references
 
 
 def first_bad_step(parity: Parity) -> int | None:
@@ -177,7 +177,7 @@ def locate(
     schedule = demanded_schedule(*phases)
     boundaries = Boundaries(scenario, schedule, step, watched)
     gradients = _Gradients(scenario, phases, schedule, step, parity, boundaries)
-    if first_bad_step(parity) is None:  # what modules hold inside decides nothing
+    if first_bad_step(parity) is None:  # tensors inside modules decide nothing
         inner = boundaries.first_departure(FORWARD)
         inner = inner or boundaries.first_departure(BACKWARD)
         told = f"; {boundaries.agreed}"
@@ -308,7 +308,7 @@ class _Gradients:
         if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
             found.append("a checkpoint was loaded just before this step")
         rows = self.departed["gradient"]
-        # what a sum in bf16 may be off
+        # largest error of a sum in bf16
         small = SAFETY_FACTOR * torch.finfo(torch.bfloat16).eps / 2
         promised = promised_dtype(scenario) is not None
         shared = math.prod(self.facts.axes.values()) > 1

@@ -70,8 +70,8 @@ class ParityRow:
     def compares(self) -> bool:
         """Whether the bound tells a right value from one that is not there.
 
-        Within a bound of the truth's own size zeros would pass, too. Where the truth is
-        zero they are right.
+        With a bound as large as the truth, zeros would pass. Where the truth is zero
+        they are right.
         """
         return self.ratio > 1 or self.bound < (1.0 if self.size else float("inf"))
 

@@ -1,6 +1,6 @@
 """Reference training: the same model and batches on one process, without a scaler.
 
-That process is a rank of its own (``Place.alone``), and never the one that judges.
+References train on a separate rank (``Place.alone``), not in the judge's process.
 
 A reference follows the skip decisions that the *rule* demands (any non-finite gradient
 anywhere skips the step), never those that the judged scaler took. Variants permute the
@@ -183,8 +183,8 @@ def reference_before(
 def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) -> None:
     """Check that references, or a reference and ranks, began with the same weights.
 
-    The distance of two models would else be taken for the noise of one, and a bound
-    made of it lets every gradient pass.
+    Otherwise the distance between two models would be taken for the noise of one, and
+    the bound made of it would let every gradient pass.
 
     Args:
         model: what they train.
@@ -273,9 +273,10 @@ def _train(
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """A user's model or optimizer may compile: what compiles is judged, and not here.
+    """Run the user's model and optimizer without ``torch.compile``.
 
-    The modes of a reference then never meet compiled code either.
+    Compiled code is what is judged. A reference also runs under dispatch modes, which
+    must not meet compiled code.
     """
     with torch.compiler.set_stance("force_eager"):
         yield

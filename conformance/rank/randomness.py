@@ -26,7 +26,7 @@ from .trace import Draw
 __all__ = ["DrawLog"]
 
 VARIED = 64
-"""Values of a tensor that are looked at to say whether it is like no other one."""
+"""Values of a tensor that are read to decide whether it is unique."""
 _WRAPPERS = {
     "module",
     "_fsdp_wrapped_module",
@@ -37,7 +37,7 @@ _WRAPPERS = {
 
 @dataclass(kw_only=True)
 class _Call:
-    """A module's call that has begun."""
+    """A call of a module, while it runs."""
 
     module: nn.Module
     states: tuple[str, ...]

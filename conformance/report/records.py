@@ -250,7 +250,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def findings(self) -> tuple[Verdict, ...]:
-        """Its verdicts and, once, why there are none."""
+        """Add the verdicts of a case, or the reason why it has none."""
         if not self.problem:
             return self.verdicts
         law = self.whose or HARNESS

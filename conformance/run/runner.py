@@ -53,8 +53,8 @@ BEHIND = 3
 """Number of cases whose ranks have ended and that wait to be judged: a case keeps its
 traces in memory until then."""
 CONTROLS = 4
-"""Number of runs without a scaler that are kept: the scalers of a scenario come one
-after another, and scenarios hardly share them (3 of 224 in all presets)."""
+"""Number of runs without a scaler that are kept: the scalers of a scenario run one
+after another, and few scenarios share a control (3 of 224 in all presets)."""
 TRIES = 3
 """How often a run is made until the reference's choices fit it."""
 Phases = tuple[tuple[RankTrace, ...], ...]
@@ -131,7 +131,7 @@ class _Seen:
         """Turn an exception into this case's problem, so that the run continues."""
         try:
             yield
-        # a fault that the reference, or only all ranks together show
+        # a fault that shows only in the reference, or on all ranks together
         except (WorkloadError, AloneError) as error:
             self.problem, self.error = str(error), error
         except WorldError as failure:
@@ -233,7 +233,7 @@ class Runner:
     ) -> None:
         """Judge all ``pairs`` in order; cases are judged while the next ones train.
 
-        References train on a rank beside the worlds: one after the other they would
+        References train on a separate rank: one after the other they would
         leave half of two cores idle. Of one case the ranks take longer and of another
         the references, so the thread that waits for these may be some cases behind.
 
@@ -278,8 +278,8 @@ class Runner:
                     if catch_up(BEHIND):
                         return
                 catch_up(0)
-            except BaseException:
-                # a broken harness, or ctrl-C: cases whose ranks have ended are judged
+            except BaseException:  # Ctrl-C, too
+                # the cases whose ranks have ended are judged before it goes on
                 while behind:
                     case = behind.popleft().result()
                     if case is not None and not stopped:
@@ -359,7 +359,7 @@ class Runner:
             found = self.place.alone(
                 locate, scenario, phases, evidence.parity, step, watched
             )
-        # localisation is extra: without it the verdict stands
+        # the verdict does not depend on localisation
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -473,7 +473,7 @@ class Runner:
         return phases
 
     def _chooses_in_forward(self, model: str) -> bool:
-        # once: that process may train references when the next run asks
+        # cached: that process may be busy with references at the next run
         if model not in self._chooses:
             self._chooses[model] = self.place.alone(chooses_in_forward, model)
         return self._chooses[model]
