@@ -34,7 +34,7 @@ def harmless(text: str, mark: Callable[[str], str] = "{} ".format) -> str:
 
     Args:
         text: lines.
-        mark: what to write for the character with which a command begins.
+        mark: gives the text that replaces the last character of a command's prefix.
     """
     return _COMMAND.sub(lambda found: found[0][:-1] + mark(found[0][-1]), text)
 

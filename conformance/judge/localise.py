@@ -260,7 +260,7 @@ class _Gradients:
             if at.step == step
         ]
         rows = self.departed["gradient"] or self.departed["update"]
-        # the one that departs most first
+        # those that depart most come first
         rows = sorted(rows, key=lambda row: row.ratio, reverse=True)
         self.names = list(dict.fromkeys(row.parameter for row in rows))
         wrong = bool(self.departed["gradient"])
@@ -335,7 +335,7 @@ class _Gradients:
             if self.facts.clip_norm is not None:
                 more += ", as clipping by a norm with it in makes them"
             text = f"{text}; {more}"
-        elif everything:  # the fault is in no one of them
+        elif everything:  # no single parameter is at fault
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
         if not (everything and (self.kept or self.factor is not None)):
             text = (

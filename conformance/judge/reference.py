@@ -188,9 +188,9 @@ def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) ->
 
     Args:
         model: what they train.
-        what: who began, for the message.
-        one: digest of the weights of the first.
-        others: of the others.
+        what: who is compared, for the message.
+        one: digest of the first one's weights.
+        others: digests of the others' weights.
 
     Raises:
         WorkloadError: if one began with other weights.

@@ -81,8 +81,8 @@ class DrawLog:
     def __enter__(self) -> Self:
         """Begin."""
         for module in self._names:
-            # after the stack's own hooks, which lay out what a module is given; the one
-            # that ends a call runs even where forward raises
+            # after the hooks of the stack, which lay out the inputs; a call also ends
+            # if forward raises
             for hook in (
                 module.register_forward_pre_hook(self._enter, with_kwargs=True),
                 module.register_forward_hook(self._leave, always_call=True),
@@ -104,7 +104,7 @@ class DrawLog:
         self._look()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # nothing is added to what is compiled
+        if torch.compiler.is_compiling():  # add nothing to the graph
             return
         self._look()
         again = in_backward()
@@ -136,7 +136,7 @@ class DrawLog:
                 break
         else:
             return
-        # a module that a hook calls in backward is no forward that runs again
+        # without gradients, a hook has called the module in backward
         if not call.drew or (call.recomputed and not torch.is_grad_enabled()):
             return
         draw = Draw(
@@ -170,7 +170,7 @@ class DrawLog:
         }
         if self._open:
             self._open[-1].drew |= moved
-        else:  # checkpointing sets a state that was there before, and draws nothing
+        else:  # an earlier state was restored by checkpointing: nothing was drawn
             self.outside += len({now[n] for n in moved} - self._seen)
         self._seen.update(now)
         self._last = now
@@ -226,8 +226,8 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
 def _by_row(zeros: Tensor | None, output: Tensor | None) -> bool:
     """Whether a layer has set other elements to 0 in one row than in another.
 
-    Else all rows may have one draw on purpose: a layer that is left out as a whole, a
-    mask on features.
+    Otherwise all rows may share one draw on purpose, as a layer that is left out as a
+    whole or a mask on features.
     """
     if zeros is None or output is None or output.shape != zeros.shape or not zeros.ndim:
         return False

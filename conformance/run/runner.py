@@ -234,8 +234,8 @@ class Runner:
         """Judge all ``pairs`` in order; cases are judged while the next ones train.
 
         References train on a separate rank: one after the other they would
-        leave half of two cores idle. Of one case the ranks take longer and of another
-        the references, so the thread that waits for these may be some cases behind.
+        leave half of two cores idle. Ranks take longer in some cases and references in
+        others, so the thread that judges may be some cases behind.
 
         Args:
             pairs: (``module:attribute``, what to train).

@@ -79,7 +79,7 @@ def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
     # because fully_shard replaces the class.
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # what the user compiles stays as it is: the part is then not recomputed
+        # a part that the user compiles is not recomputed
         if torch.compiler.is_compiling():
             return type(self).forward(self, *args, **kwargs)
         runs = 0
