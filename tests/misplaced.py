@@ -610,9 +610,10 @@ class RightContext(Right):
     def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
         x, y = batch
         if "dp" in (mesh.mesh_dim_names or ()):
-            x, y = (t.chunk(2)[mesh.get_local_rank("dp")] for t in (x, y))
-        at = mesh.get_local_rank("cp")
-        return x.chunk(2, 1)[at].contiguous(), y.chunk(2, 1)[at].contiguous()
+            at, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
+            x, y = (t.chunk(parts)[at] for t in (x, y))
+        at, parts = mesh.get_local_rank("cp"), mesh["cp"].size()
+        return x.chunk(parts, 1)[at].contiguous(), y.chunk(parts, 1)[at].contiguous()
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         group = mesh.get_group("cp")
