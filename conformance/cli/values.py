@@ -144,9 +144,10 @@ def _find(module: str) -> ModuleSpec | None:
     found = PathFinder.find_spec(top, [os.getcwd()])
     with suppress(ValueError):  # __main__ has no spec
         found = found or find_spec(top)
-    for number in range(len(inner)):
+    for part in inner:
         if found is None or found.submodule_search_locations is None:
             return None
-        name = ".".join([top, *inner[: number + 1]])
-        found = PathFinder.find_spec(name, found.submodule_search_locations)
+        # by its last name alone: with its whole name, a namespace package would be
+        # looked up in sys.modules, where it is not yet
+        found = PathFinder.find_spec(part, found.submodule_search_locations)
     return found

@@ -31,6 +31,8 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
     [
         (["run", "--scaler", "nosuch:Thing"], "cannot import"),
         (["run", "--scaler", "torch.amp:Nope"], "has no attribute 'Nope'"),
+        # in folders without __init__.py
+        (["run", "--scaler", "gradparity.tests.conformance.no:X"], "cannot import"),
         (["run", "--scaler", "torch"], "is no module:attribute"),
         (["run", "--scaler", "math:pi"], "is not callable"),
         (["run", "--topology", "ring"], "unknown topology 'ring'"),

@@ -219,7 +219,7 @@ class FlatShards(Trains):
 
     def reduce_gradient(self, gradient: Tensor) -> None:
         dist.all_reduce(gradient)
-        gradient /= 2
+        gradient /= dist.get_world_size()
 
 
 class TakesTurns(Trains):
