@@ -31,8 +31,6 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
     [
         (["run", "--scaler", "nosuch:Thing"], "cannot import"),
         (["run", "--scaler", "torch.amp:Nope"], "has no attribute 'Nope'"),
-        # in folders without __init__.py
-        (["run", "--scaler", "gradparity.tests.conformance.no:X"], "cannot import"),
         (["run", "--scaler", "torch"], "is no module:attribute"),
         (["run", "--scaler", "math:pi"], "is not callable"),
         (["run", "--topology", "ring"], "unknown topology 'ring'"),
@@ -108,6 +106,17 @@ def test_bad_usage_is_one_line_and_exit_2(
 def test_list_prints_every_table(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", what]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_a_module_is_found_in_folders_without_init(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "inner" / "mine.py").write_text("class Stack: ...\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--scaler", "outer.inner.mine:Stock"]) == 2
+    told = capsys.readouterr().err
+    assert "has no attribute 'Stock'; did you mean Stack?" in told
 
 
 def test_the_names_that_are_read_without_torch_are_those_of_the_tables() -> None:
