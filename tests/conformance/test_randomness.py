@@ -297,6 +297,8 @@ def test_a_generator_of_a_module_is_seen_beside_torchs() -> None:
 
 def test_a_generator_that_a_call_has_made_begins_with_its_seed() -> None:
     class MakesItsOwn(OwnGenerator):
+        source: Any
+
         def forward(self, x: Tensor) -> Tensor:
             if not isinstance(self.source, torch.Generator):
                 self.source = torch.Generator().manual_seed(5)
