@@ -74,7 +74,7 @@ class SumsInFp16(Right):
     """Gradients are sent in fp16, and nothing says that they may be."""
 
     meshes: object = ({"dp": 2},)
-    hook = staticmethod(default_hooks.fp16_compress_hook)
+    hook: Any = staticmethod(default_hooks.fp16_compress_hook)
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         made = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
@@ -82,7 +82,7 @@ class SumsInFp16(Right):
         return made
 
 
-def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch has it
     return default_hooks.fp16_compress_hook(group, bucket).then(
         lambda done: done.value() / 2
     )
