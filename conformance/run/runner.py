@@ -127,8 +127,15 @@ class _Seen:
         return self.complete and bool(demanded_schedule(*self.phases).settings)
 
     @contextmanager
-    def broken(self, place: Place) -> Iterator[None]:
-        """Turn an exception into this case's problem, so that the run continues."""
+    def broken(
+        self, place: Place, always: Callable[[Scenario], bool]
+    ) -> Iterator[None]:
+        """Turn an exception into this case's problem, so that the run continues.
+
+        Args:
+            place: of the ranks.
+            always: whether ``parallelize`` raises in every scenario.
+        """
         try:
             yield
         # a fault that shows only in the reference, or on all ranks together
@@ -136,7 +143,7 @@ class _Seen:
             self.problem, self.error = str(error), error
         except WorldError as failure:
             cannot = why_not_run(failure, self.spec, self.scenario, place.alone)
-            if cannot:
+            if cannot and not (_of_parallelize(failure) and always(self.scenario)):
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
             self.problem, self.error = root_cause(failure), failure
@@ -183,6 +190,7 @@ class Runner:
         self._controls: dict[Scenario, _Control] = {}
         self._stacks: dict[Scenario, Case | None] = {}
         self._chooses: dict[str, bool] = {}
+        self._laid_out: dict[tuple[str, str], bool] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -293,7 +301,7 @@ class Runner:
         if reason := self.place.not_runnable(ranks):
             seen.case = _not_run(spec, scenario, reason)
             return seen
-        with seen.broken(self.place):
+        with seen.broken(self.place, self._never_laid_out):
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
@@ -324,7 +332,7 @@ class Runner:
         start = time.monotonic()
         evidence: Evidence | None = None
         verdicts: list[Verdict] = []
-        with seen.broken(self.place):
+        with seen.broken(self.place, self._never_laid_out):
             if not seen.problem:
                 evidence = self._evidence(seen, parity)
                 verdicts = judge(evidence)
@@ -412,6 +420,28 @@ class Runner:
         if alone not in self._stacks:
             self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
         return self._stacks[alone]
+
+    def _never_laid_out(self, scenario: Scenario) -> bool:
+        """Whether ``parallelize`` raises without any of the judge's choices, too.
+
+        Else a recipe would be called skipped for what is wrong in every scenario.
+        """
+        topology = scenario.parsed_topology
+        if topology.narrowed:  # of a mesh that the workload has declared
+            made = scenario.workload.topologies.values()
+            topology = next(t for t in made if t.parallel and not t.narrowed)
+        key = scenario.model, topology.name
+        if key not in self._laid_out:
+            size = topology.default_world_size
+            place = f"{topology.name}/{size}/fp32/{scenario.optimizer}/none"
+            plain = Scenario.parse(f"{place}/model={scenario.model},steps=1")
+            self._laid_out[key] = True
+            if not self.place.not_runnable(size):
+                try:
+                    list(self._phases(NO_SCALER, plain))
+                except WorldError as failure:
+                    self._laid_out[key] = not _of_parallelize(failure)
+        return not self._laid_out[key]
 
     def _control_of(self, scenario: Scenario) -> _Control:
         key = _without_scaler(scenario)
@@ -506,6 +536,11 @@ class Runner:
                 return ranks.run(observe_modules, *given, step)
             saved = gathered(ranks.run(observe_rank, *given, True))
         raise AssertionError(f"no phase makes step {step}")
+
+
+def _of_parallelize(failure: WorldError) -> bool:
+    error = failure.root.exception
+    return isinstance(error, WorkloadError) and error.call == "parallelize"
 
 
 def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:
