@@ -70,7 +70,7 @@ specimens: setup-test  ## judge known faults of the field and write docs/specime
 	$(BIN)/python -m gradparity.benchmarks.specimens
 
 right-stacks: setup-test  ## judge every right stack over five seeds: none may be accused
-	$(BIN)/python -m gradparity.benchmarks.right_stacks --seeds $(or $(SEEDS),5)
+	$(BIN)/python -m gradparity.benchmarks.right_stacks --record --seeds $(or $(SEEDS),5)
 
 survey: setup-test  ## judge the parallel plans of transformers; PLAN=ep: one of them, again
 	mkdir -p $(REPORT)/survey

@@ -99,15 +99,20 @@ def _selection(spec: str, seed: int) -> Selection:
     return Selection(workload=spec, no_scaler=True, seed=seed)
 
 
-def accused(runner: Runner, spec: str, seed: int) -> Iterator[str]:
+def accused(runner: Runner, spec: str, seed: int, not_tried: str = "") -> Iterator[str]:
     """Scenarios in which a right workload is accused, or breaks.
 
     Args:
         runner: of the cases.
         spec: the workload.
         seed: of weights and batches.
+        not_tried: a topology, or the beginning of recipes, that is left out.
     """
     for scenario in select("quick", _selection(spec, seed)):
+        if not_tried and (
+            scenario.recipe.startswith(not_tried) or scenario.topology == not_tried
+        ):
+            continue
         case = runner.run(NO_SCALER, scenario)
         if case.status.value in ("fail", "error"):
             laws = [v.law for v in case.verdicts if v.status == "fail"]

@@ -83,7 +83,7 @@ def _main(
 
 
 def _drop_output() -> None:
-    """Give up what standard output did not take: Python flushes it at its end."""
+    """Discard what cannot be written, because Python flushes stdout at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -100,7 +100,7 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
     parsed = parse(arguments)
     parsed.arguments = arguments
     parsed.agent = agent
-    # A caller of main() in a process of its own may hold what a fork must not have.
+    # Another program that calls main() may hold locks or threads, which no fork copies.
     if parsed.command in STARTING_RANKS and is_program:
         _fork_forkserver()
     return COMMANDS[parsed.command](parsed)
@@ -109,15 +109,15 @@ def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) ->
 def _fork_forkserver() -> None:
     """Import what a rank needs, and make the forkserver a fork of this process.
 
-    So torch and the judge, whose references train on a rank, are imported once for
-    both. Later is too late: a process with threads is not forked. Where it is not safe,
-    the first ranks start a separate server.
+    Torch and the judge are then imported once for this process and for the ranks. A
+    process with threads cannot be forked, so this comes first. Where forking is not
+    safe, the first world starts a separate server.
     """
     from ..multiprocess.parent.forkserver_client import fork_forkserver
 
     if unsupported() or "torch" in sys.modules:
         return
-    # NumPy's library starts its threads when it is imported.
+    # OpenBLAS would start threads when NumPy is imported.
     with mock.patch.dict(os.environ, OPENBLAS_NUM_THREADS="1"):
         for name in (*PRELOAD, f"{__package__}.run.session"):
             importlib.import_module(name)
@@ -196,7 +196,7 @@ def _localise(parsed: argparse.Namespace) -> int:
     say(f"run {case.seconds:.1f} s, second run {found.seconds:.1f} s")
     if found.where == "unknown":
         return EXIT_CODES["error"]
-    # the verdict decides: where it begins is a diagnosis
+    # only the verdict decides the exit code
     parity = [v.status for v in case.verdicts if v.law.startswith("parity.")]
     return EXIT_CODES[case_status(parity)]
 
@@ -316,7 +316,7 @@ def _report(parsed: argparse.Namespace) -> int:
     from .report.terminal import print_report
 
     report = read_report(parsed.report)
-    if parsed.format is not None:  # a file for other programs: made or not made
+    if parsed.format is not None:  # a conversion: its exit code says whether it worked
         (entry,) = entry_points(group=FORMATS, name=parsed.format)
         say_file(entry.load()(report))
         return 0

@@ -1,7 +1,7 @@
-"""Files: the one place where commands open what others may have prepared.
+"""Files: the one place where commands open paths that others may control.
 
-Nothing is ever written into a file that exists: a new one is made beside it, under a
-name that nobody can know, and takes its place when it is whole.
+No existing file is written into: the content goes to a new file with a random name in
+the same folder, which then replaces the old one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def read_whole(path: Path) -> bytes:
         UsageError: if it cannot be read, is a symbolic link, pipe or device, or is
             larger than :data:`MOST_BYTES`.
     """
-    # not to wait for the writer of a pipe, which is refused below
+    # O_NONBLOCK: opening a pipe would wait for its writer before it is refused
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         _refuse_kind(path, os.lstat(path).st_mode)
         with open(os.open(path, flags), "rb") as file:
-            # of what was opened: it may have been exchanged since
+            # checked again on the open file: the path may have been replaced
             found = os.fstat(file.fileno())
             _refuse_kind(path, found.st_mode)
             if found.st_size > MOST_BYTES:
@@ -57,19 +57,19 @@ def create(path: Path) -> BinaryIO:
     """Open a new file for writing.
 
     Raises:
-        FileExistsError: if there is anything of this name, be it a link to nowhere.
+        FileExistsError: if the name exists, even as a dangling link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(os.open(path, flags, 0o666), "wb")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all: the old file stays until all is written.
+    """Write a file atomically: the old file stays until all is written.
 
     Raises:
-        UsageError: if there is something other than a file of ours in its place, or
-            no file can be made there.
-        WriteError: if there is no room for it.
+        UsageError: if the path is not a regular file of this user, or no file can be
+            created there.
+        WriteError: if the disk is full.
     """
     raw = content.encode() if isinstance(content, str) else content
     refuse_odd(path)
@@ -83,7 +83,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.write(raw)
             file.flush()
             os.replace(draft, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, must not leave a draft behind
         with suppress(FileNotFoundError):
             draft.unlink()
         raise
@@ -101,7 +101,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def refuse_odd(path: Path) -> None:
-    """Refuse to put a file in the place of anything but a file of our own.
+    """Refuse to replace anything but a regular file of this user.
 
     Raises:
         UsageError: for a link, folder, pipe, device or the file of another user.
@@ -113,7 +113,7 @@ def refuse_odd(path: Path) -> None:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
     _refuse_kind(path, found.st_mode)
-    # in a container, root often works in somebody's checkout
+    # root may: in a container it often works in another user's checkout
     if os.geteuid() not in (0, found.st_uid):
         raise UsageError(
             f"{path}: belongs to user {found.st_uid}: move it away, or choose another "

@@ -1,7 +1,7 @@
-"""Output: the one place where commands print; any log and any terminal can take it.
+"""Output: the one place where commands print, safe for any log and any terminal.
 
-Runners of CI systems look for commands in the log of a job. A report from another
-person must not give any: what would begin one is printed with a blank inside.
+CI systems execute commands that they find in the log of a job. Text from a report must
+not contain any, so a blank is inserted where a command would begin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from .files import writing
 
-if TYPE_CHECKING:  # it takes a while, and most commands print lines alone
+if TYPE_CHECKING:  # importing rich takes a while, and most commands do not need it
     from rich.console import Console
 
 __all__ = ["console", "harmless", "say", "say_file"]
@@ -34,7 +34,7 @@ def harmless(text: str, mark: Callable[[str], str] = "{} ".format) -> str:
 
     Args:
         text: lines.
-        mark: what to write for the character with which a command begins.
+        mark: gives the text that replaces the last character of a command's prefix.
     """
     return _COMMAND.sub(lambda found: found[0][:-1] + mark(found[0][-1]), text)
 
@@ -47,13 +47,13 @@ def say(text: str = "", *, error: bool = False) -> None:
 
 
 def say_file(text: str) -> None:
-    """Print a file that a program reads: as it is, and in UTF-8 on any terminal."""
+    """Print a file for a program: unchanged, and in UTF-8 whatever the terminal."""
     with writing(_NAMES[True]):
         sys.stdout.flush()
         raw = text.encode(errors="backslashreplace")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.buffer.write(raw)
-        else:  # of a test, or of a program that calls us
+        else:  # stdout was replaced, by a test or a calling program
             sys.stdout.write(raw.decode())
         sys.stdout.flush()
 
@@ -70,7 +70,7 @@ _NAMES = {True: "standard output", False: "standard error"}
 
 
 class _Stream(io.TextIOBase):
-    """A stream to which everything can be written, and that begins no command."""
+    """A stream that accepts any text and prints no CI command."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gradparity.tests.stacks import Batch, Right
@@ -100,8 +101,9 @@ class OwnStep(Dropout):
         self, stack: "Engine", micro_batches: list[Batch], scaler: object
     ) -> float:
         stack.optimizer.zero_grad()
+        rows = sum(len(x) for x, _ in micro_batches)
         losses = [
-            self.loss(stack.module(x), y) / len(micro_batches) for x, y in micro_batches
+            self.loss(stack.module(x), y) * len(x) / rows for x, y in micro_batches
         ]
         sum(losses, torch.zeros(())).backward()
         stack.optimizer.step()
@@ -336,6 +338,13 @@ class DropsLayers(Dropout):
 
     def model(self) -> nn.Module:
         return Blocks()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.seed(mesh)
+        # ranks leave out different blocks
+        return DistributedDataParallel(
+            model, process_group=mesh.get_group("dp"), find_unused_parameters=True
+        )
 
 
 class DropsByConfig(Dropout):

@@ -1,4 +1,4 @@
-"""Values that are checked before torch is imported: a misspelt one costs no seconds.
+"""Values that are checked before torch is imported, which takes seconds.
 
 The names are read from the sources of their tables, since importing those imports
 torch. What cannot be read there is checked later, by the tables themselves.
@@ -30,7 +30,7 @@ TABLES = {
 }
 """Option -> the file and the table of its values."""
 _OF_A_WORKLOAD = ("topology", "optimizer")
-"""Options whose values are a workload's, where there is one."""
+"""Options whose values come from the workload, if one is given."""
 
 
 def names_of(what: str) -> list[str]:
@@ -76,10 +76,10 @@ def _text(node: ast.expr | None) -> str:
 
 
 def check_values(parsed: argparse.Namespace) -> None:
-    """Refuse a name that is none, before anything is imported for it.
+    """Refuse an unknown name before anything is imported for it.
 
     Raises:
-        UsageError: names the value and those that there are.
+        UsageError: names the value and the known ones.
     """
     workload = getattr(parsed, "workload", "")
     for what in TABLES:
@@ -102,7 +102,7 @@ def _check(what: str, given: list[str]) -> None:
 
 def _check_id(text: str) -> None:
     parts = text.split("/")
-    # a workload's model has a colon, and topologies and optimizers of its own
+    # a model with a colon is a workload, which defines topologies and optimizers itself
     if len(parts) in (5, 6) and ":" not in "".join(parts[5:]):
         topology, _, precision, optimizer, *_ = parts
         _check("topology", [topology])
@@ -111,7 +111,7 @@ def _check_id(text: str) -> None:
 
 
 def _check_spec(spec: str) -> None:
-    """Refuse a module that is not there, or an attribute that it never mentions."""
+    """Refuse a missing module, or an attribute that its source never mentions."""
     module, _, attribute = spec.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
         return
@@ -121,12 +121,12 @@ def _check_spec(spec: str) -> None:
         if _find(top) is None:
             near = did_you_mean(top, [path.stem for path in here.glob("*.py")])
             raise UsageError(f"cannot import {spec}: there is no module {top}{near}")
-        return  # a package may make its modules as it is imported
+        return  # a package may create modules when it is imported
     if not found.origin or not found.origin.endswith(".py"):
         return
     source = Path(found.origin).read_text(encoding="utf-8", errors="replace")
     words = set(re.findall(r"\w+", source))
-    # a module may make names as it runs
+    # a module may define names dynamically
     if attribute in words or words & _DYNAMIC or "import *" in source:
         return
     raise UsageError(
@@ -139,14 +139,15 @@ _DYNAMIC = {"__getattr__", "__dict__", "exec", "globals", "modules", "setattr", 
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Where a module is, without importing the packages that it is in."""
+    """The spec of a module, found without importing its packages."""
     top, *inner = module.split(".")
     found = PathFinder.find_spec(top, [os.getcwd()])
-    with suppress(ValueError):  # of a module that runs and has no file
+    with suppress(ValueError):  # __main__ has no spec
         found = found or find_spec(top)
-    for number in range(len(inner)):
+    for part in inner:
         if found is None or found.submodule_search_locations is None:
             return None
-        name = ".".join([top, *inner[: number + 1]])
-        found = PathFinder.find_spec(name, found.submodule_search_locations)
+        # by its last name alone: with its whole name, a namespace package would be
+        # looked up in sys.modules, where it is not yet
+        found = PathFinder.find_spec(part, found.submodule_search_locations)
     return found

@@ -123,12 +123,12 @@ class Boundaries:
         self.known: dict[str, dict[Boundary, _Known]] = {}
         self.order: list[Boundary] = []
         self.inside: dict[Call, Call] = {}
-        references = _References(scenario, schedule, step)
+        self.references = _References(scenario, schedule, step)
         for each in watched:
             # ranks that see the same rows share a reference
             if each.rows not in self.known:
-                self.known[each.rows], truth = references.known(each.batches)
-                self.of_whole |= references.of_whole
+                self.known[each.rows], truth = self.references.known(each.batches)
+                self.of_whole |= self.references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
         self.coupled = self._coupled(scenario)
         self.place = {boundary: number for number, boundary in enumerate(self.order)}
@@ -174,6 +174,21 @@ class Boundaries:
             f"{self.compared} activations and their gradients at the boundaries of "
             f"{len(modules)} modules were compared{missed}: all agree"
         )
+
+    def gradients_of_passes(self) -> Iterator[dict[str, Doubles]]:
+        """The true gradients of each micro-batch, over all ranks and up to a factor.
+
+        Empty where a rank has one micro-batch, or where the reference cannot run on
+        the rows of one rank.
+        """
+        shares = list(
+            {each.rows: each.batches for each in self.ranks.values()}.values()
+        )
+        count = len(shares[0])
+        if self.of_whole or self.coupled or {count} != {len(s) for s in shares}:
+            return
+        for number in range(count if count > 1 else 0):
+            yield self.references.truth.gradients_of([s[number] for s in shares])
 
     def first_departure(self, way: Direction) -> Location | None:
         """The first faulty module; see [Note: Whose fault]."""

@@ -13,12 +13,12 @@ norm hides one bad element, an element hides a drift. docs/parity.md derives
 ``SAFETY_FACTOR``.
 
 [Note: Quantisation]
-Values that are rounded to 8 bits are 3 to 12 % off, and by the same error in every
-correct run, whatever the order of its sums. Eight times that is the size of the value,
-so the error that all runs share counts ``SHARED`` times: once because it is there, and
-once for values at a tie, which a run may round to the other side; that moves a result
-by no more than rounding all of them did. What differs between runs (a scale of each
-group of rows) counts ``SAFETY_FACTOR`` times, as all noise does.
+Rounding to 8 bits changes values by 3 to 12 %, and by the same error in every correct
+run, whatever the order of its sums. Eight times that error is as large as the value
+itself. So the error that all runs share counts ``SHARED`` times: once for the rounding,
+and once for values at a tie, which a run may round the other way; that moves a result
+by no more than the rounding of all values did. The part that differs between runs (for
+example through a scale per group of rows) counts ``SAFETY_FACTOR`` times, as all noise.
 
 [Note: Weights of updates]
 Adam and similar optimizers divide a gradient by its own size, so the error of an
@@ -92,7 +92,8 @@ __all__ = [
 
 SAFETY_FACTOR = 8.0
 SHARED = 2.0
-"""For the error of 8 bits that all correct runs share; see [Note: Quantisation]."""
+"""Factor of the 8-bit rounding error that all correct runs share; see [Note:
+Quantisation]."""
 NUDGED = 3
 """Further references for an optimizer that uses whole matrices."""
 Doubles = NDArray[np.float64]
@@ -344,7 +345,7 @@ def _bound(
 def _noise_of(
     values: Sequence[Doubles], truth: Doubles, precision: Precision
 ) -> list[Pair]:
-    """The noise that each of some correct runs shows."""
+    """The noise of each correct run."""
     if not precision.quantises or not values:
         return [sizes(v - truth) for v in values]
     middle: Doubles = np.mean(values, axis=0)

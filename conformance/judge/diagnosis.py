@@ -1,7 +1,7 @@
-"""Diagnosis: what may have caused a departure, after the verdict and beside it.
+"""Diagnosis: possible causes of a departure. No status and no exit code depends on it.
 
-A cause is an account of a number: all that explain it are listed, and where none does
-nothing is said. No status and no exit code depends on it.
+Each cause predicts a factor. All causes that predict the factor found are listed; if
+there is none, nothing is said.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Facts:
     passes: int
     """Backward passes of a rank in this step."""
     scales: Sequence[float] = ()
-    """Of the loss: at this step, and before it at the step before, if there is one."""
+    """Scale of the loss at this step and, if there is one, at the step before."""
     clip_norm: float | None = None
     norm: float = 0.0
     """Of the whole true gradient, before it is clipped."""
@@ -32,8 +32,8 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
     """Everything that multiplies all gradients, or a loss, by ``factor``.
 
     Args:
-        factor: what was found, over what was due.
-        off: by which relative error ``factor`` may be off.
+        factor: the value found, divided by the right one.
+        off: largest relative error of ``factor``.
         facts: of the step.
 
     Returns:
@@ -42,7 +42,7 @@ def causes_of(factor: float, off: float, facts: Facts) -> str:
     found = {
         words: None
         for expected, words in _known(facts)
-        # a cause that changes nothing explains nothing
+        # a cause whose factor is 1 explains no departure
         if abs(expected - 1) > 2 * off and abs(factor - expected) <= off * expected
     }
     return ", or ".join(found)

@@ -1,7 +1,7 @@
-"""Doubts: reasons why the reference, and not the run, may be what departs.
+"""Doubts: reasons why the reference may be wrong, and not the run.
 
-They are data beside the comparisons. One rule of :mod:`.law` makes a departure under a
-doubt inconclusive, in every law that compares with the reference.
+One rule of :mod:`.law` makes a departure under a doubt inconclusive, in every law that
+compares with the reference.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .reference import rows_apart
 __all__ = ["ORDER", "Doubt", "doubts_of"]
 
 ORDER = ("loss", "gradient", "update")
-"""What a step makes, in order."""
+"""What a step computes, in order."""
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt:
-    """From some place on, the reference may rightly differ from the run."""
+    """From this place on, a right run may differ from the reference."""
 
     since_step: int
     since: str = "loss"
     """The first kind of comparison in that step, by :data:`ORDER`."""
     parameters: frozenset[str] = frozenset()
-    """In that step only these may differ, and the loss; later all. Empty: all."""
+    """In that step only the loss and these may differ, later all; empty means all."""
     text: str
     """Why, and the way out, in words."""
 
@@ -39,7 +39,7 @@ class Doubt:
         Args:
             step: at which something departs.
             kind: of the comparison, as in :data:`ORDER`.
-            parameter: whose; None for a value of them all.
+            parameter: its name; None for a value of all parameters.
         """
         if step != self.since_step:
             return step > self.since_step
@@ -73,7 +73,7 @@ def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[D
             "values in other groups, and nothing says which parameter has which: let "
             "weights(stack) give the tensors that the optimizer steps"
         )
-        # what departs before any weight was stepped has another cause
+        # settings change nothing before the first step of an optimizer
         found.append(Doubt(since_step=0, since="update", text=text))
     return found
 

@@ -19,6 +19,7 @@ from .doubts import ORDER
 from .parity import Parity
 
 __all__ = [
+    "ANY_SHARE",
     "LAWS",
     "MOST",
     "Evidence",
@@ -105,6 +106,9 @@ MOST = 0.5
 every step on every rank alike, and nothing says where a fault strikes: below a half it
 is more likely to lie where nobody looked than where somebody did. A law that is right
 to leave more out says so, and why, beside its own constant."""
+ANY_SHARE = 0.0
+"""Least share of a law for which one comparison suffices, because a comparison that
+could not be made was not due for certain. They are counted all the same."""
 STOPPED = "the run stopped before the others"
 Judge = Callable[[Evidence], Finding]
 
@@ -207,11 +211,10 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
         return skipped("a law of scalers, and this run has none")
     finding = law.judge(evidence)
     if finding.status == Status.FAIL and law.chapter in _AGAINST_THE_REFERENCE:
-        if evidence.device != "cpu":
-            known = f"a failure by the noise of the CPU; that of {evidence.device}"
-            message = f"{known} is not known: {finding.message}"
-            return replace(finding, status=Status.INCONCLUSIVE, message=message)
-        return _unless_doubtful(law, finding, evidence)
+        doubt = _doubt_of(law, finding, evidence)
+        message = f"{finding.message}; but {doubt}"
+        doubtful = replace(finding, status=Status.INCONCLUSIVE, message=message)
+        return doubtful if doubt else finding
     return _if_enough(law, finding)
 
 
@@ -229,19 +232,15 @@ def _if_enough(law: Law, finding: Finding) -> Finding:
     )
 
 
-def _unless_doubtful(law: Law, finding: Finding, evidence: Evidence) -> Finding:
-    """A departure from the reference, unless the reference itself is in doubt there."""
+def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
+    """Why the reference may be what departs there, or the empty string."""
+    if evidence.device != "cpu":
+        return f"the noise of {evidence.device} is not known: this bound is the CPU's"
     parity, step = evidence.parity, finding.step
     assert parity is not None and step is not None
     _, _, name = law.id.partition(".")
     doubt = parity.doubt(step, name if name in ORDER else "gradient", finding.parameter)
-    if doubt is None:
-        return finding
-    return replace(
-        finding,
-        status=Status.INCONCLUSIVE,
-        message=f"{finding.message}; but {doubt.text}",
-    )
+    return doubt.text if doubt is not None else ""
 
 
 def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:

@@ -9,7 +9,7 @@ boundary; find the first module that departs (:func:`locate`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -149,7 +149,7 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     return cut
 
 
-# - Afterwards, in the process that judges
+# - Afterwards, on the process of the references
 
 
 def first_bad_step(parity: Parity) -> int | None:
@@ -176,8 +176,8 @@ def locate(
     """
     schedule = demanded_schedule(*phases)
     boundaries = Boundaries(scenario, schedule, step, watched)
-    gradients = _Gradients(scenario, phases, schedule, step, parity, watched)
-    if first_bad_step(parity) is None:  # what modules hold inside decides nothing
+    gradients = _Gradients(scenario, phases, schedule, step, parity, boundaries)
+    if first_bad_step(parity) is None:  # tensors inside modules decide nothing
         inner = boundaries.first_departure(FORWARD)
         inner = inner or boundaries.first_departure(BACKWARD)
         told = f"; {boundaries.agreed}"
@@ -228,7 +228,7 @@ class _Gradients:
         schedule: Schedule,
         step: int,
         parity: Parity,
-        watched: Sequence[Watched],
+        boundaries: Boundaries,
     ) -> None:
         self.scenario = scenario
         self.departed = {
@@ -239,7 +239,7 @@ class _Gradients:
         phase = next(p for p in scenario.phases if step < p.steps)
         self.facts = Facts(
             axes=phase.parsed_topology.mesh_shape(phase.world_size),
-            passes=max(len(each.batches) for each in watched),
+            passes=max(len(each.batches) for each in boundaries.ranks.values()),
             scales=schedule.scales[step::-1][:2],
             clip_norm=parity.clip_norm,
             norm=parity.reference_norm[step],
@@ -260,10 +260,12 @@ class _Gradients:
             if at.step == step
         ]
         rows = self.departed["gradient"] or self.departed["update"]
-        # the one that departs most first
+        # those that depart most come first
         rows = sorted(rows, key=lambda row: row.ratio, reverse=True)
         self.names = list(dict.fromkeys(row.parameter for row in rows))
-        self.factor = self._factor() if self.departed["gradient"] else None
+        wrong = bool(self.departed["gradient"])
+        self.factor = self._factor(self.truth) if wrong else None
+        self.kept = wrong and self.factor is None and self._pass_kept(boundaries)
 
     @property
     def also(self) -> str:
@@ -306,7 +308,7 @@ class _Gradients:
         if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
             found.append("a checkpoint was loaded just before this step")
         rows = self.departed["gradient"]
-        # what a sum in bf16 may be off
+        # largest error of a sum in bf16
         small = SAFETY_FACTOR * torch.finfo(torch.bfloat16).eps / 2
         promised = promised_dtype(scenario) is not None
         shared = math.prod(self.facts.axes.values()) > 1
@@ -325,15 +327,17 @@ class _Gradients:
         ranks = tuple(sorted({row.rank for row in same}))
         text, module = self._all_of_them(), first.parameter.rpartition(".")[0]
         everything = 1 < len(self.names) == self._compared_count()
-        others = self._factor(first.parameter) if self.factor is None else None
+        others = None
+        if self.factor is None and not self.kept:
+            others = self._factor(self.truth, without=first.parameter)
         if everything and others is not None:
             more = f"the others are {_times(others)}"
             if self.facts.clip_norm is not None:
                 more += ", as clipping by a norm with it in makes them"
             text = f"{text}; {more}"
-        elif everything:  # the fault is in no one of them
+        elif everything:  # no single parameter is at fault
             ranks, module = tuple(sorted({row.rank for row in rows})), ""
-        if self.factor is None or not everything:
+        if not (everything and (self.kept or self.factor is not None)):
             text = (
                 f"the gradient of {first.parameter} itself departs on "
                 f"{rank_list(ranks)}, step {self.step}, by {first.error:.2g} (bound "
@@ -410,7 +414,7 @@ class _Gradients:
             name in self.names
             or any(
                 multiple_of(mine, whole)[1] < TELLING
-                for _, mine, whole in self._values(name)
+                for _, mine, whole in self._values(name, self.truth)
             )
             for name in {*self.truth, *self.names}
         )
@@ -419,34 +423,50 @@ class _Gradients:
         count, of = len(self.names), self._compared_count()
         which = f"all {of} gradients" if count == of else f"{count} of {of} gradients"
         listed = "" if count == of else f" ({_some(self.names)})"
+        if self.kept:
+            of_all = f"of the {self.facts.passes} micro-batches of this step"
+            return f"{which}{listed} are those of {self.kept} alone, {of_all}"
         if self.factor is None:
             return f"{which}{listed} depart"
         causes = causes_of(self.factor, self.rest, self.facts)
         why = f", as if {causes}" if causes else ""
         return f"{which}{listed} are {_times(self.factor)}{why}"
 
-    def _values(self, name: str) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
-        """Per rank: its gradient and the right one."""
+    def _values(
+        self, name: str, of: Mapping[str, Doubles]
+    ) -> Iterator[tuple[RankTrace, Doubles, Doubles]]:
+        """Per rank: its gradient of a parameter, and its part of another one."""
         for trace, at in self.seen:
-            if name in trace.index and name in at.gradients and name in self.truth:
-                whole = self.truth[name][trace.places(at, name)]
+            if name in trace.index and name in at.gradients and name in of:
+                whole = of[name][trace.places(at, name)]
                 mine = gradient_of(self.seen, trace, at, name).astype(np.float64)
                 yield trace, mine, whole
 
-    def _factor(self, without: str = "") -> float | None:
-        """The common factor of departing gradients on all ranks, or None."""
+    def _factor(self, of: Mapping[str, Doubles], without: str = "") -> float | None:
+        """The one factor of departing gradients over others on all ranks, or None."""
         found = (
             multiple_of(mine, whole)
             for name in self.names
-            for _, mine, whole in self._values(name)
+            for _, mine, whole in self._values(name, of)
             if whole.any() and name != without
         )
         return _common(found, self.rest)
 
+    def _pass_kept(self, boundaries: Boundaries) -> str:
+        """The micro-batch whose gradients the departing ones are, in words."""
+        values = [v for name in self.names for v in self._values(name, self.truth)]
+        if sum(mine.size for _, mine, _ in values) < 2:
+            return ""  # one number is a multiple of any other
+        for number, alone in enumerate(boundaries.gradients_of_passes(), start=1):
+            if self._factor(alone) is not None:
+                last = number == self.facts.passes
+                return "the last micro-batch" if last else f"micro-batch {number - 1}"
+        return ""
+
     def _unreduced(self, name: str) -> str:
         """Say, if so, that replicas hold parts that were not reduced."""
         replicas: dict[str, list[tuple[RankTrace, Doubles, Doubles]]] = {}
-        for trace, mine, whole in self._values(name):
+        for trace, mine, whole in self._values(name, self.truth):
             replicas.setdefault(trace.shards[name], []).append((trace, mine, whole))
         ratios = [
             (

@@ -70,8 +70,8 @@ class ParityRow:
     def compares(self) -> bool:
         """Whether the bound tells a right value from one that is not there.
 
-        Within a bound of the truth's own size zeros would pass, too. Where the truth is
-        zero they are right.
+        With a bound as large as the truth, zeros would pass. Where the truth is zero
+        they are right.
         """
         return self.ratio > 1 or self.bound < (1.0 if self.size else float("inf"))
 
@@ -142,9 +142,9 @@ class Parity:
 
         Args:
             kind: as in ``ParityRow``.
-            rows: its measures; those that compare nothing are not kept.
-            elements: that were compared, if any measure compares.
-            left_out: elements that were due, and are in no measure.
+            rows: its measures; those that compare nothing are dropped.
+            elements: number of elements compared, if any measure compares.
+            left_out: number of elements that were due and are in no measure.
         """
         known = [row for row in rows if row.compares]
         self.compared += Counter({kind: elements if known else 0})
@@ -170,8 +170,8 @@ class Parity:
     def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
         """The doubt that makes a departure inconclusive, if there is one.
 
-        One that also covers every other departure: what departs before a doubt began
-        has another cause, and so may have what comes after it.
+        Such a doubt covers all other departures, too: what departs before it began has
+        another cause, which may also explain what departs later.
         """
         rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
         places = [(step, kind, parameter)]

@@ -1,6 +1,6 @@
 """Reference training: the same model and batches on one process, without a scaler.
 
-That process is a rank of its own (``Place.alone``), and never the one that judges.
+References train on a separate rank (``Place.alone``), not in the judge's process.
 
 A reference follows the skip decisions that the *rule* demands (any non-finite gradient
 anywhere skips the step), never those that the judged scaler took. Variants permute the
@@ -183,14 +183,14 @@ def reference_before(
 def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) -> None:
     """Check that references, or a reference and ranks, began with the same weights.
 
-    The distance of two models would else be taken for the noise of one, and a bound
-    made of it lets every gradient pass.
+    Otherwise the distance between two models would be taken for the noise of one, and
+    the bound made of it would let every gradient pass.
 
     Args:
         model: what they train.
-        what: who began, for the message.
-        one: digest of the weights of the first.
-        others: of the others.
+        what: who is compared, for the message.
+        one: digest of the first one's weights.
+        others: digests of the others' weights.
 
     Raises:
         WorkloadError: if one began with other weights.
@@ -273,9 +273,10 @@ def _train(
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """A user's model or optimizer may compile: what compiles is judged, and not here.
+    """Run the user's model and optimizer without ``torch.compile``.
 
-    The modes of a reference then never meet compiled code either.
+    Compiled code is what is judged. A reference also runs under dispatch modes, which
+    must not meet compiled code.
     """
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -492,6 +493,17 @@ class ReferenceRun:
 
         with self._new_tensors():
             self._cast(passes)
+
+    def gradients_of(self, parts: Iterable[Batch]) -> dict[str, Doubles]:
+        """The gradients of some micro-batches together, up to a factor."""
+        self.model.zero_grad()
+        for part in parts:
+            # a loss with a count is a sum over elements, any other loss is a mean
+            self.one_pass(part, 1.0 if self.workload.counted else part.elements)
+        named = self.parameters.items()
+        found = self._flat({n: p.grad for n, p in named if p.grad is not None})
+        self.model.zero_grad()
+        return found
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The micro-batches of one step."""

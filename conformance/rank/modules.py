@@ -332,7 +332,7 @@ class _Watch:
             self.depth -= 1
 
     def _ignored(self) -> bool:
-        # while Dynamo traces a hook: it leaves no trace in what is compiled. A forward
+        # while Dynamo traces it, a hook must add nothing to the graph. A forward
         # during backward is a recomputation: it was recorded before
         return (
             torch.compiler.is_compiling()
@@ -357,8 +357,8 @@ class _Watch:
             self._keep(boundary, tensor)
             if not tensor.requires_grad:
                 return tensor
-            # a view per module: gradients that other modules add to the tensor stay
-            # out. Sums are then rounded otherwise: no verdict rests on a watched run
+            # a view per module keeps out the gradients that other modules add to the
+            # tensor. Sums then round differently, so no verdict rests on a watched run
             own = tensor.view_as(tensor)
             self._on_gradient(own, boundary, INPUT_GRADIENT)
             return own

@@ -10,13 +10,14 @@ whatever the layout, so no knowledge of placements is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from ..space.recomputation import Recomputed
 from .modules import modules_in
 from .observe import digest, local_part
 from .torch_internals import in_backward
@@ -25,7 +26,7 @@ from .trace import Draw
 __all__ = ["DrawLog"]
 
 VARIED = 64
-"""Values of a tensor that are looked at to say whether it is like no other one."""
+"""Values of a tensor that are read to decide whether it is unique."""
 _WRAPPERS = {
     "module",
     "_fsdp_wrapped_module",
@@ -36,7 +37,7 @@ _WRAPPERS = {
 
 @dataclass(kw_only=True)
 class _Call:
-    """A module's call that has begun."""
+    """A call of a module, while it runs."""
 
     module: nn.Module
     states: tuple[str, ...]
@@ -58,14 +59,20 @@ class DrawLog:
     again (activation checkpointing).
     """
 
-    def __init__(self, stack: object) -> None:
-        """Take the stack, which is a module or holds modules."""
+    def __init__(self, stack: object, recomputed: Recomputed | None = None) -> None:
+        """Observe a stack.
+
+        Args:
+            stack: a module, or an object that holds modules.
+            recomputed: the parts whose forward the judge makes run again.
+        """
         self.draws: list[Draw] = []
         self.outside = 0
         """How often numbers were drawn in no call of a module that is seen."""
         named = [pair for root in modules_in(stack) for pair in root.named_modules()]
         self._names = {module: _plain(name) for name, module in named}
         self._generators = _generators(self._names)
+        self._recomputed = recomputed
         self._open: list[_Call] = []
         self._hooks = ExitStack()
         self._last = self._states()
@@ -74,13 +81,18 @@ class DrawLog:
     def __enter__(self) -> Self:
         """Begin."""
         for module in self._names:
-            # after the stack's own hooks, which lay out what a module is given; the one
-            # that ends a call runs even where forward raises
+            # after the hooks of the stack, which lay out the inputs; a call also ends
+            # if forward raises
             for hook in (
                 module.register_forward_pre_hook(self._enter, with_kwargs=True),
                 module.register_forward_hook(self._leave, always_call=True),
             ):
                 self._hooks.callback(hook.remove)
+        if self._recomputed is not None:
+            self._hooks.callback(
+                setattr, self._recomputed, "around", self._recomputed.around
+            )
+            self._recomputed.around = self._part
         self._last = self._states()
         self._seen.update(self._last)
         return self
@@ -92,7 +104,7 @@ class DrawLog:
         self._look()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # nothing is added to what is compiled
+        if torch.compiler.is_compiling():  # add nothing to the graph
             return
         self._look()
         again = in_backward()
@@ -103,9 +115,19 @@ class DrawLog:
             call.zeros = given[0] == 0 if given else None
         self._open.append(call)
 
+    @contextmanager
+    def _part(self, module: nn.Module) -> Iterator[None]:
+        """Around the forward of a part, whose hooks do not run again in backward."""
+        self._enter(module, (), {})
+        try:
+            yield
+        finally:
+            self._leave(module, (), None)
+
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self._meet(module)
         self._look()
         # an exception that stops a recomputation may leave several at once
         while self._open:
@@ -114,7 +136,7 @@ class DrawLog:
                 break
         else:
             return
-        # a module that a hook calls in backward is no forward that runs again
+        # without gradients, a hook has called the module in backward
         if not call.drew or (call.recomputed and not torch.is_grad_enabled()):
             return
         draw = Draw(
@@ -128,6 +150,18 @@ class DrawLog:
         )
         self.draws.append(draw)
 
+    def _meet(self, module: nn.Module) -> None:
+        """Add the generators that a module has made in its call."""
+        for made in _held_by(module):
+            if not any(made is known for known in self._generators):
+                # its state before the first number that it drew
+                fresh = torch.Generator(made.device).manual_seed(made.initial_seed())
+                state = (digest(fresh.get_state()),)
+                self._generators.append(made)
+                self._last += state
+                for call in self._open:
+                    call.states += state
+
     def _look(self) -> None:
         """If a generator has moved, the innermost call that is open has drawn."""
         now = self._states()
@@ -136,7 +170,7 @@ class DrawLog:
         }
         if self._open:
             self._open[-1].drew |= moved
-        else:  # checkpointing sets a state that was there before, and draws nothing
+        else:  # an earlier state was restored by checkpointing: nothing was drawn
             self.outside += len({now[n] for n in moved} - self._seen)
         self._seen.update(now)
         self._last = now
@@ -151,10 +185,13 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def _held_by(module: nn.Module) -> list[torch.Generator]:
+    return [g for g in vars(module).values() if isinstance(g, torch.Generator)]
+
+
 def _generators(modules: Mapping[nn.Module, str]) -> list[torch.Generator]:
-    held = [g for module in modules for g in vars(module).values()]
-    own = {id(g): g for g in held if isinstance(g, torch.Generator)}
-    # without a GPU in use there are none, and asking for the device would raise
+    own = {id(g): g for module in modules for g in _held_by(module)}
+    # torch has generators for GPUs only after CUDA was initialised
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.default_generator, *cuda, *own.values()]
 
@@ -189,8 +226,8 @@ def _applied(tensors: list[Tensor]) -> tuple[str, bool]:
 def _by_row(zeros: Tensor | None, output: Tensor | None) -> bool:
     """Whether a layer has set other elements to 0 in one row than in another.
 
-    Else all rows may have one draw on purpose: a layer that is left out as a whole, a
-    mask on features.
+    Otherwise all rows may share one draw on purpose, as a layer that is left out as a
+    whole or a mask on features.
     """
     if zeros is None or output is None or output.shape != zeros.shape or not zeros.ndim:
         return False

@@ -57,7 +57,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Note which random numbers a step's passes draw; choose as the reference did."""
     generator = torch.get_rng_state()
     random = engine.scenario.parsed_recipe.training.random
-    log = DrawLog(engine.module) if random else None
+    log = DrawLog(engine.module, engine.recomputed) if random else None
     choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
     with log or nullcontext(), choices or nullcontext():
         yield

@@ -36,18 +36,18 @@ __all__ = [
 
 
 class Observer(TorchDispatchMode):
-    """A dispatch mode around a user's code, of which ``torch.compile`` must not know.
+    """A dispatch mode around a user's code that ``torch.compile`` ignores.
 
-    Under any other mode Dynamo leaves a function uncompiled, for the life of the
-    process, and raises where the user has asked for one whole graph; and torch refuses
-    higher-order operators, such as flex attention.
+    Under any other mode Dynamo leaves a function uncompiled for the life of the
+    process, and raises with ``fullgraph=True``; torch then also refuses higher-order
+    operators such as flex attention.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled is compiled as without the mode, and then run under it."""
+        """Compile as without the mode, and run the compiled code under it."""
         return True
 
 
@@ -62,7 +62,7 @@ def current_node() -> Any:
 
 
 def nodes_made() -> int:
-    """How many nodes of the autograd graph were made in this thread so far."""
+    """Number of autograd nodes that this thread has created so far."""
     made: int = torch._C._autograd._get_sequence_nr()
     return made
 

@@ -15,18 +15,18 @@ from .observe import digest
 __all__ = ["by_value"]
 
 SHOWN = 8
-"""Elements up to which a tensor is written out; a longer one is a digest."""
+"""Largest number of elements that are written out; more become a digest."""
 
 
 def by_value(value: object, around: tuple[int, ...] = ()) -> str:
-    """``value`` as text, without addresses, and with no part left out.
+    """``value`` as text, without addresses and without truncation.
 
-    Objects are what their ``state_dict()`` gives, or their attributes: two schedulers
-    that were made apart and stand at the same place are equal.
+    An object is written as its ``state_dict()``, or as its attributes, so two
+    schedulers with equal state have equal texts.
 
     Args:
         value: anything.
-        around: identities of the values that hold this one.
+        around: ids of the values that contain this one.
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)

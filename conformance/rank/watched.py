@@ -67,8 +67,8 @@ class OptimizerCalls:
     def is_late(self) -> bool:
         """Whether a forward ran after one has stepped: with other weights.
 
-        A forward makes nodes of the autograd graph; a hook on all modules would be a
-        part of what a user compiles.
+        Seen by the nodes of the autograd graph, which a forward creates: a hook on all
+        modules would be traced into what a user compiles.
         """
         if self._evaluated_again:
             return True

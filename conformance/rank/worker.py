@@ -88,8 +88,8 @@ def observe_rank(
     """
     world = current_world()
     set_deterministic(world.device)
-    # a rank that has run others before compiles anew, as a new process would: graphs of
-    # theirs count against Dynamo's limit, beyond which code runs uncompiled
+    # A warm rank compiles as a new process would: graphs of earlier runs count against
+    # Dynamo's limit, beyond which code runs uncompiled.
     torch._dynamo.reset()
     factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
@@ -211,9 +211,9 @@ def checked_collective(
 ) -> tuple[float, float]:
     """All-reduce with a known sum; a stray collective would pair with it.
 
-    A rank whose peers are late waits for them, up to the limit of the run. It is lost,
-    and nan, where it failed, or where another rank got a wrong sum, so that this one
-    may have no partner.
+    A rank waits for late peers up to the time limit of the run. The result is nan if
+    the all-reduce failed, or if another rank got a wrong sum, since this one may then
+    have no partner.
     """
     ranks = dist.get_world_size()
     value = torch.tensor([(rank + 1.0) * (step + 1.0)], device=device)

@@ -179,7 +179,7 @@ def _mark(chapter: str, records: Sequence[CaseRecord]) -> Mark:
         (v.status, record)
         for record in records
         for v in record.findings
-        # where something broke there are no verdicts: every chapter is marked
+        # a case that broke has no verdicts: every chapter is marked
         if record.problem or v.law.partition(".")[0] == chapter
     ]
     status = worst_of(s for s, _ in found)

@@ -250,7 +250,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def findings(self) -> tuple[Verdict, ...]:
-        """Its verdicts and, once, why there are none."""
+        """Add the verdicts of a case, or the reason why it has none."""
         if not self.problem:
             return self.verdicts
         law = self.whose or HARNESS
@@ -379,7 +379,7 @@ class ReportWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            with writing(self.path):  # what a full disk did not take is tried again
+            with writing(self.path):  # closing retries what a full disk did not take
                 self._file.close()
         finally:
             self._lock.release()
@@ -412,7 +412,7 @@ class ReportWriter:
     def _write(self, line: Line) -> None:
         with writing(self.path):
             self._file.write(_ENCODER.encode(line) + b"\n")
-            # a killed run leaves every finished case
+            # so that a killed run leaves every finished case
             self._file.flush()
 
 
@@ -478,7 +478,7 @@ def _read_lines(path: Path) -> list[Line]:
         raise ReportError(str(error)) from error
     # bytes after the last newline are an unfinished line of a killed run
     lines = raw.split(b"\n")[:-1] or [b""]
-    # the version first: another one may have other fields and values
+    # the version first: another version may have other fields
     version = _decoded(path, 1, lines[0], _VERSION).schema
     if version != SCHEMA_VERSION:
         raise ReportError(

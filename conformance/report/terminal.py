@@ -148,7 +148,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
     """Chapter, what makes causes alike, and the words of what is wrong in a run."""
     if record.failures:
-        # later ones may follow from the earliest: a wrong update gives wrong gradients
+        # a later cause may follow from the first: a wrong update gives wrong gradients
         first = min(record.failures, key=lambda v: -1 if v.step is None else v.step)
         chapter = first.law.partition(".")[0]
         return chapter, first.cause or first.law, first.message

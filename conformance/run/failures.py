@@ -150,7 +150,7 @@ def why_not_run(
         failure: of the world.
         spec: the judged scaler, or ``none``.
         scenario: what the world was to train.
-        alone: calls a function on one process.
+        alone: calls a function on the process of the references.
     """
     error, recipe = failure.root.exception, scenario.parsed_recipe
     frozen = recipe.training.frozen

@@ -1,10 +1,10 @@
 """Place: the source of ranks, the pool of this process or torchrun's processes.
 
 [Note: One process]
-What trains, draws or seeds on one process (references, checks of a workload) runs on a
-rank of its own beside the worlds, and never in the process that judges: torch's global
-generator, default dtype and autocast are one for all threads of a process, and user
-code may crash. That rank is warm, so it keeps what is cached.
+Code that trains, draws or seeds on one process (references, checks of a workload) runs
+on a separate rank, and never in the judge's process: torch's global generator, default
+dtype and autocast are shared by all threads of a process, and user code may crash. That
+rank stays warm, so its caches survive.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["AloneError", "Place", "Pool", "Torchrun", "place_of"]
 
 T = TypeVar("T")
 TRAININGS = 16
-"""A call on one process may take so many times the limit of a scenario: a case has up
-to 11 references, and each trains what all ranks train together."""
+"""Time limit of a call on one process, in limits of a scenario: a case has up to 11
+references, and each does the work of all ranks."""
 
 
 class AloneError(Exception):
-    """The rank beside the worlds did not answer: it crashed, or took too long."""
+    """The separate rank did not answer: it crashed, or exceeded its time limit."""
 
 
 class Place:

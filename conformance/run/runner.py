@@ -53,8 +53,8 @@ BEHIND = 3
 """Number of cases whose ranks have ended and that wait to be judged: a case keeps its
 traces in memory until then."""
 CONTROLS = 4
-"""Number of runs without a scaler that are kept: the scalers of a scenario come one
-after another, and scenarios hardly share them (3 of 224 in all presets)."""
+"""Number of runs without a scaler that are kept: the scalers of a scenario run one
+after another, and few scenarios share a control (3 of 224 in all presets)."""
 TRIES = 3
 """How often a run is made until the reference's choices fit it."""
 Phases = tuple[tuple[RankTrace, ...], ...]
@@ -127,16 +127,23 @@ class _Seen:
         return self.complete and bool(demanded_schedule(*self.phases).settings)
 
     @contextmanager
-    def broken(self, place: Place) -> Iterator[None]:
-        """Turn an exception into this case's problem, so that the run continues."""
+    def broken(
+        self, place: Place, always: Callable[[Scenario], bool]
+    ) -> Iterator[None]:
+        """Turn an exception into this case's problem, so that the run continues.
+
+        Args:
+            place: of the ranks.
+            always: whether ``parallelize`` raises in every scenario.
+        """
         try:
             yield
-        # a fault that the reference, or only all ranks together show
+        # a fault that shows only in the reference, or on all ranks together
         except (WorkloadError, AloneError) as error:
             self.problem, self.error = str(error), error
         except WorldError as failure:
             cannot = why_not_run(failure, self.spec, self.scenario, place.alone)
-            if cannot:
+            if cannot and not (_of_parallelize(failure) and always(self.scenario)):
                 not_run = _not_run(self.spec, self.scenario, cannot)
                 self.case = replace(not_run, skipped=True)
             self.problem, self.error = root_cause(failure), failure
@@ -183,6 +190,7 @@ class Runner:
         self._controls: dict[Scenario, _Control] = {}
         self._stacks: dict[Scenario, Case | None] = {}
         self._chooses: dict[str, bool] = {}
+        self._laid_out: dict[tuple[str, str], bool] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -233,9 +241,9 @@ class Runner:
     ) -> None:
         """Judge all ``pairs`` in order; cases are judged while the next ones train.
 
-        References train on a rank beside the worlds: one after the other they would
-        leave half of two cores idle. Of one case the ranks take longer and of another
-        the references, so the thread that waits for these may be some cases behind.
+        References train on a separate rank: one after the other they would
+        leave half of two cores idle. Ranks take longer in some cases and references in
+        others, so the thread that judges may be some cases behind.
 
         Args:
             pairs: (``module:attribute``, what to train).
@@ -278,8 +286,8 @@ class Runner:
                     if catch_up(BEHIND):
                         return
                 catch_up(0)
-            except BaseException:
-                # a broken harness, or ctrl-C: cases whose ranks have ended are judged
+            except BaseException:  # Ctrl-C, too
+                # the cases whose ranks have ended are judged before it goes on
                 while behind:
                     case = behind.popleft().result()
                     if case is not None and not stopped:
@@ -293,7 +301,7 @@ class Runner:
         if reason := self.place.not_runnable(ranks):
             seen.case = _not_run(spec, scenario, reason)
             return seen
-        with seen.broken(self.place):
+        with seen.broken(self.place, self._never_laid_out):
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
@@ -324,7 +332,7 @@ class Runner:
         start = time.monotonic()
         evidence: Evidence | None = None
         verdicts: list[Verdict] = []
-        with seen.broken(self.place):
+        with seen.broken(self.place, self._never_laid_out):
             if not seen.problem:
                 evidence = self._evidence(seen, parity)
                 verdicts = judge(evidence)
@@ -359,7 +367,7 @@ class Runner:
             found = self.place.alone(
                 locate, scenario, phases, evidence.parity, step, watched
             )
-        # localisation is extra: without it the verdict stands
+        # the verdict does not depend on localisation
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -412,6 +420,28 @@ class Runner:
         if alone not in self._stacks:
             self._stacks[alone] = _unjudged(self.run(NO_SCALER, alone))
         return self._stacks[alone]
+
+    def _never_laid_out(self, scenario: Scenario) -> bool:
+        """Whether ``parallelize`` raises without any of the judge's choices, too.
+
+        Else a recipe would be called skipped for what is wrong in every scenario.
+        """
+        topology = scenario.parsed_topology
+        if topology.narrowed:  # of a mesh that the workload has declared
+            made = scenario.workload.topologies.values()
+            topology = next(t for t in made if t.parallel and not t.narrowed)
+        key = scenario.model, topology.name
+        if key not in self._laid_out:
+            size = topology.default_world_size
+            place = f"{topology.name}/{size}/fp32/{scenario.optimizer}/none"
+            plain = Scenario.parse(f"{place}/model={scenario.model},steps=1")
+            self._laid_out[key] = True
+            if not self.place.not_runnable(size):
+                try:
+                    list(self._phases(NO_SCALER, plain))
+                except WorldError as failure:
+                    self._laid_out[key] = not _of_parallelize(failure)
+        return not self._laid_out[key]
 
     def _control_of(self, scenario: Scenario) -> _Control:
         key = _without_scaler(scenario)
@@ -473,7 +503,7 @@ class Runner:
         return phases
 
     def _chooses_in_forward(self, model: str) -> bool:
-        # once: that process may train references when the next run asks
+        # cached: that process may be busy with references at the next run
         if model not in self._chooses:
             self._chooses[model] = self.place.alone(chooses_in_forward, model)
         return self._chooses[model]
@@ -506,6 +536,11 @@ class Runner:
                 return ranks.run(observe_modules, *given, step)
             saved = gathered(ranks.run(observe_rank, *given, True))
         raise AssertionError(f"no phase makes step {step}")
+
+
+def _of_parallelize(failure: WorldError) -> bool:
+    error = failure.root.exception
+    return isinstance(error, WorkloadError) and error.call == "parallelize"
 
 
 def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:

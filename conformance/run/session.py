@@ -83,7 +83,7 @@ class RunSettings:
         """The scenarios to run.
 
         Args:
-            place: has the process on which workloads are tried.
+            place: runs the checks of workloads.
 
         Raises:
             UsageError: for unknown names or ids, parts that do not go together, or a

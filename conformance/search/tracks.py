@@ -324,7 +324,7 @@ class TidyTorch(AgreedTorch):
         """As torch's."""
         try:
             return super().step(optimizer, *args, **kwargs)
-        except Exception:
+        except Exception:  # any that a hook of the optimizer raises; it is raised again
             for name in ("grad_scale", "found_inf"):
                 if hasattr(optimizer, name):
                     delattr(optimizer, name)

@@ -382,7 +382,7 @@ def _extremes(selection: Selection) -> Iterator[Scenario]:
 
 WITH_EVERY_MESH = ("accumulate", "accumulate-no-sync", "accumulate-uneven", "clip-norm")
 """Recipes that each mesh of a workload runs with: most wrong gradients show there, and
-code that depends on the size of an axis is mostly there."""
+most code that depends on the size of an axis is there."""
 
 
 def _narrowed(selection: Selection) -> Iterator[Scenario]:

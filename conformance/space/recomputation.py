@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
 from types import MethodType
@@ -29,6 +30,10 @@ _ROUNDING = 1024 * 2.0**-24
 """Relative to the largest element: far above rounding, far below a wrong pass."""
 
 
+def _nothing(_: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(kw_only=True)
 class Recomputed:
     """The parts of one model that are computed again."""
@@ -37,6 +42,9 @@ class Recomputed:
     """By their names in the full model."""
     again: int = 0
     """Forwards that ran a second time."""
+    around: Callable[[nn.Module], AbstractContextManager[None]] = _nothing
+    """Entered around every forward of a part, the first one and those that follow:
+    the hooks of the part itself run only once."""
 
     def add(self, name: str, part: nn.Module) -> None:
         """Make one part drop its activations."""
@@ -71,7 +79,7 @@ def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
     # because fully_shard replaces the class.
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # what the user compiles stays as it is: the part is then not recomputed
+        # a part that the user compiles is not recomputed
         if torch.compiler.is_compiling():
             return type(self).forward(self, *args, **kwargs)
         runs = 0
@@ -80,7 +88,8 @@ def _checkpointed(kind: type[nn.Module], counted: Recomputed) -> Any:
             nonlocal runs
             counted.again += runs > 0
             runs += 1
-            return type(self).forward(self, *args, **kwargs)
+            with counted.around(self):
+                return type(self).forward(self, *args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 

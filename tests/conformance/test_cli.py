@@ -108,6 +108,17 @@ def test_list_prints_every_table(what: str, capsys: pytest.CaptureFixture[str]) 
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
+def test_a_module_is_found_in_folders_without_init(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "inner" / "mine.py").write_text("class Stack: ...\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--scaler", "outer.inner.mine:Stock"]) == 2
+    told = capsys.readouterr().err
+    assert "has no attribute 'Stock'; did you mean Stack?" in told
+
+
 def test_the_names_that_are_read_without_torch_are_those_of_the_tables() -> None:
     tables: dict[str, Iterable[str]] = {
         "topology": fixtures.TOPOLOGIES,

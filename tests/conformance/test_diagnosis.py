@@ -1,8 +1,20 @@
 """Diagnosis: every cause that explains a factor is listed, and no other."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.judge.diagnosis import Facts, causes_of
+from gradparity.tests.stacks import Right
+
+HERE = "gradparity.tests.conformance.test_diagnosis"
 
 PLAIN = Facts(axes={"dp": 2, "tp": 4}, passes=2, scales=(1024.0, 512.0))
 CLIPPED = Facts(axes={"dp": 1}, passes=1, scales=(8.0,), clip_norm=0.5, norm=2.0)
@@ -53,3 +65,93 @@ def test_all_causes_of_a_factor_are_listed(
     facts: Facts, factor: float, causes: list[str]
 ) -> None:
     assert causes_of(factor, 1e-3, facts) == ", or ".join(causes)
+
+
+# - Circumstances of a departure
+
+
+class SumsInFp16(Right):
+    """Gradients are sent in fp16, and nothing says that they may be."""
+
+    meshes: object = ({"dp": 2},)
+    hook: Any = staticmethod(default_hooks.fp16_compress_hook)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+        made.register_comm_hook(mesh.get_group("dp"), self.hook)
+        return made
+
+
+def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch has it
+    return default_hooks.fp16_compress_hook(group, bucket).then(
+        lambda done: done.value() / 2
+    )
+
+
+class SumsAndHalves(SumsInFp16):
+    """As above; and the gradients are half of what they are to be."""
+
+    hook = staticmethod(halved)
+
+
+@pytest.mark.parametrize(
+    ("stack", "told"),
+    [
+        (f"{HERE}:SumsInFp16", "promise it with reduce_dtype"),
+        (f"{HERE}:SumsAndHalves", ""),
+        (
+            "gradparity.fixtures.faulty.steps:ForgetsTheOptimizer,recipe=resume",
+            "a checkpoint was loaded just before this step",
+        ),
+        ("gradparity.fixtures.faulty.steps:ClipsEachTensorBySize,recipe=clip-norm", ""),
+    ],
+)
+def test_what_may_have_to_do_with_a_departure_is_told(
+    runner: Runner, stack: str, told: str
+) -> None:
+    case = runner.run(
+        "none", Scenario.parse(f"dp2/2/fp32/own/none/model={stack},steps=4")
+    )
+    found = runner.localise(case)
+    assert (case.status, case.problem) == ("fail", "") and found is not None
+    assert told in found.text
+    assert ("checkpoint" in found.text) == ("checkpoint" in told)
+    assert ("reduce_dtype" in found.text) == ("reduce_dtype" in told)
+
+
+class OffBeforeANorm(Right):
+    """A bias that the next layer's mean takes out has a gradient all the same."""
+
+    meshes: object = ({"tp": 2},)
+    off = 1.0
+
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(8, track_running_stats=False)
+        return nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 4))
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        model.get_parameter("0.bias").register_post_accumulate_grad_hook(self.spoil)
+        return model
+
+    def spoil(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad += self.off
+
+
+class RightBeforeANorm(OffBeforeANorm):
+    """The gradient is left as it is: rounding, and no more."""
+
+    off = 0.0
+
+
+def test_a_gradient_that_is_truly_0_is_told_in_words(runner: Runner) -> None:
+    """Relative to its size the error is 1e16."""
+    place = f"tp2/2/fp32/own/none/model={HERE}"
+    case = runner.run("none", Scenario.parse(f"{place}:OffBeforeANorm,steps=2"))
+    (told,) = (v.message for v in case.verdicts if v.law == "parity.gradient")
+    assert "the gradient of 0.bias" in told
+    assert "its true value is 0 but for rounding" in told
+    assert "here it is off by 2.83" in told  # the norm of eight ones
+    assert "e+" not in told
+    right = runner.run("none", Scenario.parse(f"{place}:RightBeforeANorm,steps=2"))
+    assert right.status == "pass", right.problem

@@ -274,6 +274,18 @@ def test_the_gradient_that_departs_most_is_named(runner: Runner) -> None:
     assert "x the truth, as clipping by a norm with it in makes them" in found.text
 
 
+@pytest.mark.parametrize("recipe", ["accumulate", "accumulate-uneven"])
+def test_that_only_the_last_pass_was_kept_is_told(runner: Runner, recipe: str) -> None:
+    more = f"steps=2,recipe={recipe}"
+    found = located(runner, own(misplaced.KeepsTheLastPass, "dp2/2/fp32", more))
+    assert found.where == "gradient"
+    told = "all 36 gradients are those of the last micro-batch alone, of the "
+    assert found.text.startswith(told)
+    assert found.module == ""
+    wrong = located(runner, own(misplaced.NeverAveraged, "dp2/2/fp32", more))
+    assert "alone" not in wrong.text
+
+
 def test_a_share_of_the_loss_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.ReturnsItsShare, "dp2/2/fp32"))
     assert found.where == "loss" and found.factor == pytest.approx(0.5)

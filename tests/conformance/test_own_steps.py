@@ -98,6 +98,38 @@ def test_a_step_that_needs_two_ranks_is_not_tried_on_one(runner: Runner) -> None
     )
 
 
+class NeverLaidOut(OneProcess):
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        raise ValueError("no plan")
+
+
+class NotOnOneRank(Steps):
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Stepped:
+        if mesh.size() == 1:
+            raise ValueError("no plan")
+        return super().parallelize(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("workload", "where", "status"),
+    [
+        (NeverLaidOut, "dp2/2/fp32", Status.ERROR),
+        # a scenario of the judge's own choice is skipped only if others can run
+        (NeverLaidOut, "dp1/1/fp32", Status.ERROR),
+        (NeverLaidOut, "dp2/2/fp32,recipe=frozen", Status.ERROR),
+        (NeverLaidOut, "dp2/2/fp32,recipe=recompute", Status.ERROR),
+        (NotOnOneRank, "dp1/1/fp32", Status.SKIPPED),
+    ],
+)
+def test_a_layout_that_always_raises_is_an_error_in_every_recipe(
+    runner: Runner, workload: type, where: str, status: Status
+) -> None:
+    case = runner.run("none", at(workload, where))
+    assert case.status is status
+    told = case.problem or case.verdicts[0].message
+    assert "parallelize: raised ValueError: no plan" in told
+
+
 @pytest.mark.parametrize(
     ("workload", "spec", "where", "tried"),
     [

@@ -159,6 +159,15 @@ def test_presets_try_every_layout_with_random_layers_on(preset: str) -> None:
     assert "random" not in {s.recipe for s in other}
 
 
+def test_draws_that_no_module_shows_in_backward_are_told(runner: Runner) -> None:
+    """What the user checkpoints is a method, and its generator one of its own."""
+    case = runner.run("none", scenario(stacks.ForgetsItsOwnGenerator, "dp2/2/fp32"))
+    (told,) = (v for v in case.verdicts if v.law == "random.recompute")
+    assert told.status == "skipped" and told.not_compared == 8  # 2 ranks x 4 steps
+    assert told.message.startswith("no draw was seen in a forward that ran again")
+    assert "8 draws could not be: they are in modules with parameters" in told.message
+
+
 def test_no_script_is_made_that_would_compare_random_numbers() -> None:
     with pytest.raises(UsageError, match="random layers"):
         standalone_script(scenario(stacks.Dropout, "dp2/2/fp32", "plain"), "none")
@@ -284,6 +293,24 @@ def test_a_generator_of_a_module_is_seen_beside_torchs() -> None:
         (seen,) = draws(layer)
         states.append(seen.state)
     assert states[0] == states[1]
+
+
+def test_a_generator_that_a_call_has_made_begins_with_its_seed() -> None:
+    class MakesItsOwn(OwnGenerator):
+        source: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(self.source, torch.Generator):
+                self.source = torch.Generator().manual_seed(5)
+            return super().forward(x)
+
+    late, early = MakesItsOwn(), OwnGenerator()
+    late.source = None
+    early.source.manual_seed(5)
+    ((first,), (other,)) = draws(late), draws(early)
+    (second,) = draws(late)
+    # torch's generator is not used, so both logs hold one state
+    assert first.state == other.state != second.state
 
 
 def test_modules_are_named_as_they_are_called_and_hooks_end_with_the_log() -> None:

@@ -298,10 +298,12 @@ class PreparesFirst(optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 gradient = p.grad
+                if gradient is None:
+                    continue
                 if p.ndim == 2 and "left" in self.state[p]:
                     gradient = self.state[p]["left"] @ gradient
                 elif p.ndim == 2:
-                    self.state[p]["left"] = p.grad @ p.grad.T
+                    self.state[p]["left"] = gradient @ gradient.T
                     continue
                 p.sub_(gradient, alpha=group["lr"])
 

@@ -101,9 +101,9 @@ class MixesTokens(Right):
         return x, x.abs()[:, :, :4]
 
     def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
-        first = mesh.get_local_rank("cp") * 2
-        x, y = batch
-        return x[:, first : first + 2], y[:, first : first + 2]
+        at, parts = mesh.get_local_rank("cp"), mesh["cp"].size()
+        x, y = (t.chunk(parts, 1)[at] for t in batch)
+        return x, y
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         assert isinstance(model, Mixes)
@@ -218,7 +218,7 @@ class UsesHalfSharded(UsesHalf):
 
 def zeros_where_none(module: nn.Module, _: Any) -> None:
     for parameter in module.parameters():
-        if parameter.grad is None:
+        if parameter.grad is None and parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
 
 

@@ -174,7 +174,8 @@ class FlatShards(Trains):
         return engine
 
     def ends(self, count: int) -> tuple[int, int]:
-        return rank() * count // 2, (rank() + 1) * count // 2
+        ranks = dist.get_world_size()
+        return rank() * count // ranks, (rank() + 1) * count // ranks
 
     def weights(self, stack: Engine) -> Any:
         whole = dict(stack.module.named_parameters())
@@ -218,7 +219,7 @@ class FlatShards(Trains):
 
     def reduce_gradient(self, gradient: Tensor) -> None:
         dist.all_reduce(gradient)
-        gradient /= 2
+        gradient /= dist.get_world_size()
 
 
 class TakesTurns(Trains):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from ...rank.trace import Decision, StepTrace
 from ..law import (
+    ANY_SHARE,
     Evidence,
     Finding,
     Status,
@@ -105,16 +106,12 @@ def growth(evidence: Evidence) -> Finding:
     return _disagreement(evidence, "growth tracker", lambda s: s.growth_after)
 
 
-ANY_SHARE = 0.0
-"""Least share, for skips. A decision that can move nothing, as in a warm-up that begins
-at a rate of 0, shows no effect on any rank; those that are not compared are counted."""
-
-
 @law(
     "agreement.skip",
     "At every step either all ranks step or all ranks skip.",
     DRIFT,
     of_stack=True,
+    # a warm-up begins at a rate of 0: such a decision moves nothing on any rank
     least=ANY_SHARE,
 )
 def skip(evidence: Evidence) -> Finding:

@@ -63,7 +63,7 @@ def reported(evidence: Evidence) -> Finding:
         # weights that have departed have another gradient, and a right norm of it
         # "not <=" instead of ">": a nan norm is wrong, too
         wrong = {r: n for r, n in reported.items() if not abs(n - due) <= bound}
-        # within a bound of its own size a norm of 0 would pass, too
+        # with a bound as large as the norm, a norm of 0 would pass
         blind = not wrong and not bound < (due or math.inf)
         if _has_departed(parity, step) or not math.isfinite(bound) or blind:
             missed += len(report)

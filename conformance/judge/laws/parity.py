@@ -29,7 +29,7 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         return skipped("every step had a bad gradient: none was used")
     status, message = Status.PASS, "nothing was compared"
     if worst is not None:
-        # of the loss no rank and no parameter says more
+        # a loss has no rank and no parameter to name
         where = f"{worst.parameter}, step {worst.step}, rank {worst.rank}"
         message = f"worst {kind} at {worst.ratio:.2g} of its bound "
         message += f"({where}, {worst.measure})"
@@ -38,7 +38,7 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         found = _departed(first)
     schedule = parity.stack_schedule
     differs = schedule.differs
-    # of updates that agree: too little to show
+    # updates that agree so closely show nothing
     if differs is not None and (
         differs[0] <= first.step if first is not None else kind == "update"
     ):
@@ -77,7 +77,7 @@ def _by_how_much(row: ParityRow) -> str:
             f"relative {row.measure} of the error {row.error:.3g}, bound "
             f"{row.bound:.3g}"
         )
-    # a bias before a normalisation: relative to its size a number would say nothing
+    # a bias before a normalisation: an error relative to 0 would say nothing
     return (
         f"its true value is 0 but for rounding ({row.measure} {row.size:.2g}), and "
         f"here it is off by {row.absolute:.3g}, bound {row.bound * row.size:.2g}"

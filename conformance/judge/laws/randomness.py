@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ...rank.trace import Draw, RankTrace, StepTrace
 from ..law import (
+    ANY_SHARE,
     Evidence,
     Finding,
     Status,
@@ -18,10 +19,8 @@ from ..law import (
     skipped,
 )
 
-ANY_SHARE = 0.0
-"""Least share, for replicas and data. How many draws there are that no layer without
-parameters makes, or that have no partner, only the plan says; each pair that is
-compared shows how its layer seeds. Those that are not compared are counted."""
+# The least share of replicas and data: by the plan a draw may have no partner, and each
+# pair that is compared shows how its layer is seeded.
 
 
 def _undecided(evidence: Evidence) -> Finding | None:
@@ -189,9 +188,10 @@ def recompute(evidence: Evidence) -> Finding:
     undecided = _undecided(evidence)
     if undecided is not None:
         return undecided
-    compared = missed = 0
+    compared = missed = outside = 0
     for step, seen in evidence.steps():
         for trace, s in zip(evidence.ranks, seen, strict=True):
+            outside += s.drawn_outside  # some may be of a forward that ran again
             for draw in s.draws:
                 before = _first_runs(draw, s) if draw.recomputed else []
                 compared += bool(before)
@@ -206,9 +206,9 @@ def recompute(evidence: Evidence) -> Finding:
     return _judged(
         evidence,
         compared,
-        missed,
+        missed if compared else missed + outside,
         "recomputed draws equal to those of forward",
-        "no forward with random layers ran again in backward",
+        "no draw was seen in a forward that ran again in backward",
     )
 
 
