@@ -176,7 +176,7 @@ class Comparison(_Part, frozen=True, kw_only=True):
     def is_zero(self) -> bool:
         """Whether the reference's tensor is 0 but for rounding: correct runs err more.
 
-        Such a gradient is a bias's before a normalisation. Relative numbers say nothing.
+        Such as the gradient of a bias before a normalisation.
         """
         return 1.0 < float(self.bound) < float("inf") and self.ratio <= 1.0
 
