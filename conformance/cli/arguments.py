@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
         # what is handed on to another program is required by none
-        raise UsageError(f"{self.prog}: {message.removesuffix(', ...')}")
+        raise UsageError(message.removesuffix(", ..."))
 
     def check_options(self, arguments: Sequence[str]) -> None:
         """Refuse an unknown option, and suggest a known one: argparse does neither.
