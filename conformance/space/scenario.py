@@ -141,7 +141,7 @@ class Scenario:
 
     @property
     def id(self) -> str:
-        """The printable id, from which :meth:`parse` builds the scenario again."""
+        """The printable id, from which `parse` builds the scenario again."""
         head = [
             self.topology,
             str(self.world_size),
