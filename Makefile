@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Two a core of a small machine: tests wait for half of their time.
 WORKERS ?= 4
 
-.PHONY: parity test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
+.PHONY: parity site test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
   survey-scalers specimens right-stacks survey torch-versions wild relock clean setup \
   setup-test mutants
 
@@ -92,6 +92,9 @@ report: setup  ## render the last report again
 
 docs: setup  ## write the pages that are made from code
 	$(BIN)/python -m gradparity.benchmarks.laws_page
+
+site: setup-test  ## the documentation as a site: $(REPORT)/site/index.html
+	$(BIN)/python -m gradparity.benchmarks.site $(REPORT)/site
 
 mutants: setup  ## judge the judge: every faulty scaler against every law
 	$(BIN)/gradparity mutants --preset quick $(MUTANTS) --out $(REPORT)/mutants

@@ -134,7 +134,7 @@ def _provenance(report: Report) -> Iterator[str]:
         f"Python {header.python}",
         header.platform,
         f"{header.backend} on {header.device}",
-        f"commit {header.commit}",
+        *([f"commit {header.commit}"] if header.commit else []),
     )
     yield escape(", ".join(facts))
     yield f"\n<pre>{escape(header.command)}</pre>"

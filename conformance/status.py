@@ -34,6 +34,7 @@ __all__ = [
     "case_status",
     "counted",
     "did_you_mean",
+    "id_parts",
     "is_worse",
     "plain",
     "rank_list",
@@ -169,6 +170,21 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A clause for an error that names the known word nearest to ``word``, if any."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def id_parts(text: str) -> list[str]:
+    """The parts of a scenario id.
+
+    Raises:
+        UsageError: if ``text`` has not the form of one.
+    """
+    parts = text.split("/")
+    if len(parts) not in (5, 6) or not parts[1].isdecimal():
+        raise UsageError(
+            f"{text!r} is no scenario id: expected topology/world/precision/"
+            "optimizer/faults[/key=value,...], for example fsdp/2/fp32/sgd/none"
+        )
+    return parts
 
 
 def counted(number: int, noun: str) -> str:

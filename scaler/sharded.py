@@ -17,7 +17,7 @@ _GeneralMultiDeviceReplicator = _torch._GeneralMultiDeviceReplicator
 class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
     """A drop-in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
-    It differs from :class:`GradScaler` in four habits that callers of torch's class may
+    It differs from `GradScaler` in four habits that callers of torch's class may
     rely on: the order of the positional arguments, fp16 gradients are accepted, scaled
     losses keep their dtype, and a step in which no rank has a gradient is no error. It
     also works in a single process, without a process group.

@@ -89,7 +89,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
-        raise UsageError(message)
+        # what is handed on to another program is required by none
+        raise UsageError(message.removesuffix(", ..."))
 
     def check_options(self, arguments: Sequence[str]) -> None:
         """Refuse an unknown option, and suggest a known one: argparse does neither.
@@ -103,9 +104,9 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return
             if word.startswith("--") and name not in known:
+                others = f"; {self.prog} --help lists those there are"
                 raise UsageError(
-                    f"unknown option {name}{did_you_mean(name, known)}: "
-                    f"{self.prog} --help lists them"
+                    f"unknown option {name}{did_you_mean(name, known) or others}"
                 )
 
 
@@ -486,6 +487,15 @@ def _specs(text: str) -> list[str]:
     return specs
 
 
+def _workload(text: str) -> str:
+    """A workload, ``module:attribute``, or nothing."""
+    if text and not all(text.partition(":")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no module:attribute, such as mypackage.stack:Workload"
+        )
+    return text
+
+
 def repeated(
     metavar: str, text: str, names: Callable[[str], list[str]] = _names
 ) -> dict[str, Any]:
@@ -529,6 +539,7 @@ _SELECTION: Options = {
     },
     "workload": {
         "default": "",
+        "type": _workload,
         "metavar": "SPEC",
         "help": "module:attribute of your workload (docs/workload.md)",
     },

@@ -11,7 +11,6 @@ from ..judge.law import LAWS
 from ..space.catalogue import PRESETS, Selection, select
 from ..space.recipes import WORKLOAD_RECIPES
 from ..space.scenario import Scenario
-from ..status import UsageError, did_you_mean
 
 __all__ = ["explain", "listing"]
 
@@ -78,20 +77,14 @@ def explain(what: str) -> str:
     """A law, a chapter of laws or a scenario in words.
 
     Raises:
-        UsageError: if ``what`` is none of them.
+        UsageError: if ``what`` is none of them: names of laws are checked before
+            (``values.check_values``).
     """
     # laws before scenarios: only an id has a slash
     found = [law for law in LAWS.values() if what in (law.id, law.chapter)]
     if found:
         return "\n\n".join(f"{x.id}\n\n{x.text}\n\nWhy: {x.reason}" for x in found)
-    if "/" in what:
-        return _explain_scenario(Scenario.parse(what))
-    chapters = list(dict.fromkeys(law.chapter for law in LAWS.values()))
-    raise UsageError(
-        f"{what!r} is neither a law (see gradparity list laws), a chapter of them "
-        f"({', '.join(chapters)}), a scenario id nor report.jsonl"
-        f"{did_you_mean(what, [*LAWS, *chapters])}"
-    )
+    return _explain_scenario(Scenario.parse(what))
 
 
 def _explain_scenario(s: Scenario) -> str:

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..status import UsageError, did_you_mean, unknown
+from ..status import UsageError, did_you_mean, id_parts, unknown
 
 __all__ = ["TABLES", "check_values", "names_of"]
 
@@ -29,6 +29,7 @@ TABLES = {
     "preset": ("conformance/space/catalogue.py", "PRESETS"),
 }
 """Option -> the file and the table of its values."""
+_LAWS = _ROOT / "conformance" / "judge" / "laws"
 _OF_A_WORKLOAD = ("topology", "optimizer")
 """Options whose values come from the workload, if one is given."""
 
@@ -88,6 +89,8 @@ def check_values(parsed: argparse.Namespace) -> None:
             _check(what, [given] if isinstance(given, str) else list(given))
     for text in getattr(parsed, "scenario", ()):
         _check_id(text)
+    if parsed.command == "explain" and "/" not in parsed.what:
+        _check_law(parsed.what)
     for spec in [workload, *(getattr(parsed, "scaler", None) or ())]:
         if ":" in spec:
             _check_spec(spec)
@@ -100,10 +103,26 @@ def _check(what: str, given: list[str]) -> None:
             raise UsageError(unknown(what, name, known))
 
 
+def _check_law(name: str) -> None:
+    laws = [law for chapter in sorted(_LAWS.glob("*.py")) for law in _laws_of(chapter)]
+    chapters = list(dict.fromkeys(law.partition(".")[0] for law in laws))
+    if name not in (*laws, *chapters, "report.jsonl"):
+        raise UsageError(
+            f"{name!r} is neither a law (see gradparity list laws), a chapter of them "
+            f"({', '.join(chapters)}), a scenario id nor report.jsonl"
+            f"{did_you_mean(name, [*laws, *chapters])}"
+        )
+
+
+def _laws_of(chapter: Path) -> list[str]:
+    """The first arguments of the decorators ``@law("chapter.name", ...)``."""
+    return re.findall(r'^@law\(\s*"([^"]+)"', chapter.read_text(encoding="utf-8"), re.M)
+
+
 def _check_id(text: str) -> None:
-    parts = text.split("/")
+    parts = id_parts(text)
     # a model with a colon is a workload, which defines topologies and optimizers itself
-    if len(parts) in (5, 6) and ":" not in "".join(parts[5:]):
+    if ":" not in "".join(parts[5:]):
         topology, _, precision, optimizer, *_ = parts
         _check("topology", [topology])
         _check("precision", [precision])

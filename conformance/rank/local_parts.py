@@ -119,7 +119,7 @@ def by_full_name(
         name = full_name(str(key), whole)
         if name not in whole:
             raise workload.refuse(
-                call, f"gave {key!r}, {_unknown(workload, name, whole)}"
+                call, f"gave {key!r}, {_unknown(workload, name, whole, given)}"
             )
         if name in found:
             raise workload.refuse(call, f"gave {name} twice")
@@ -127,14 +127,25 @@ def by_full_name(
     return found
 
 
-def _unknown(workload: ResolvedWorkload, name: str, whole: Mapping[str, Tensor]) -> str:
+def _unknown(
+    workload: ResolvedWorkload,
+    name: str,
+    whole: Mapping[str, Tensor],
+    given: Mapping[str, Any],
+) -> str:
     with torch.random.fork_rng(devices=[]):
         model = workload.model()
     held = dict(model.named_parameters(remove_duplicate=False))
     first = {p: n for n, p in model.named_parameters()}
     if (tied := held.get(full_name(name, held))) is not None:
-        text = f"which is tied to {first[tied]} in model(): give it by that name"
-        return f"{text}, on every rank"
+        text = f"which is tied to {first[tied]} in model()"
+        if first[tied] not in {full_name(str(key), whole) for key in given}:
+            return f"{text}: give it by that name, on every rank"
+        return (
+            f"{text}, beside {first[tied]} itself: if the layout has made two "
+            "parameters of them, tie them again in parallelize; if they are still one, "
+            "give that name alone"
+        )
     text = "which is not in the model: expected names of model(), such as"
     return f"{text} {', '.join([*whole][:4])}"
 

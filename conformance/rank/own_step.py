@@ -102,6 +102,15 @@ def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None
 _CHECKPOINT = ("save_checkpoint", "load_checkpoint")
 
 
+def _is_of_none(error: BaseException | None) -> bool:
+    """Whether an attribute of None was asked for, as of a scaler that is not there."""
+    while error is not None:
+        if isinstance(error, AttributeError) and error.name and error.obj is None:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @contextmanager
 def _scaler_at_fault() -> Iterator[None]:
     """Inside a workload's call: what a call of the scaler raised is the scaler's."""
@@ -299,7 +308,7 @@ class OwnStep:
                     judged.construct(judged.factory)
                 load()
         except WorkloadError as error:
-            if judged.scaler is None and error.call in _CHECKPOINT:
+            if error.call in _CHECKPOINT and _is_of_none(error):
                 raise CannotError(f"without a scaler: {error}") from error
             raise
         engine.find_parameters()

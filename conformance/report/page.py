@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ..files import write_whole
-from ..status import RANKING, Verdict, as_usage, worst_of
+from ..status import RANKING, Verdict, as_usage, counted, worst_of
 from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
 from .records import CaseRecord, Report
-from .terminal import cell, coverage, facts, plain, scaler_name, worst_status
+from .table import render as render_table
+from .terminal import cell, coverage, facts, places, plain, scaler_name, worst_status
 
 __all__ = ["render_page", "write_page"]
 
@@ -48,6 +49,7 @@ def render_page(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["lines"] = _lines
     stories = _stories(report)
     chapters = _chapters(report)
     idle = _idle_chapters(report, chapters)
@@ -63,6 +65,11 @@ def render_page(report: Report) -> str:
         worst=worst_status,
         anchor=_anchor,
         rows=_rows(report, chapters),
+        subject=_subject(report),
+        places=places(report),
+        counted=counted,
+        table=render_table(report),
+        widest=max((len(plain(t)) for t in report.topologies), default=0),
         tallies=_tallies(report),
         filters=_filters(stories),
         undrawn=sum(story.undrawn for story in stories),
@@ -94,6 +101,18 @@ def _printable(value: object) -> object:
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value)
     return value
+
+
+def _lines(text: str) -> Markup:
+    """Escaped text that keeps its lines and their indentation: a script, a table."""
+    kept = (c if c.isprintable() or c == "\n" else " " for c in text)
+    return escape("".join(kept))
+
+
+def _subject(report: Report) -> str:
+    """What was trained: the workload, or models of the catalogue."""
+    first, *others = [*dict.fromkeys(case.model for case in report.cases)] or [""]
+    return f"{first} and {counted(len(others), 'more model')}" if others else first
 
 
 def _more_facts(verdict: Verdict) -> list[str]:

@@ -28,9 +28,11 @@ from ..status import Number, Verdict, counted, plain, rank_list, worst_of
 from .records import CaseRecord, Report
 
 __all__ = [
+    "PLACES",
     "cell",
     "coverage",
     "facts",
+    "places",
     "plain",
     "print_report",
     "progress",
@@ -200,34 +202,33 @@ def print_report(console: Console, report: Report) -> None:
     console.print(_matrix(report))
     if text := _left_out(report):
         console.print(Text(plain(text), style="dim"), soft_wrap=True)
-    places = _places(report)
-    for first, *others in places[:PLACES]:
+    found = places(report)
+    for first, *others in found[:PLACES]:
         assert first.location is not None
         where = Text(f"where {plain(first.scenario)}: ", style="bold")
         text = plain(first.location.text)
-        runs = "run" if len(others) == 1 else "runs"
-        text += f" (and in {len(others)} more {runs})" if others else ""
+        text += f" (and in {counted(len(others), 'more run')})" if others else ""
         console.print(where.append(text, style="not bold"), soft_wrap=True)
-    if len(places) > PLACES:
-        console.print(f"where: {len(places) - PLACES} more are on the page")
+    if len(found) > PLACES:
+        console.print(f"where: {len(found) - PLACES} more are on the page")
     if report.incomplete:
         line = f"INCOMPLETE: {plain(report.incomplete)}"
         console.print(Text(line, style="bold magenta"), soft_wrap=True)
 
 
-def _places(report: Report) -> list[list[CaseRecord]]:
+def places(report: Report) -> list[list[CaseRecord]]:
     """The cases that were localised, together where they depart in one place.
 
     A factor belongs to the place: gradients that are halved and gradients that are
     doubled have two causes.
     """
-    places: dict[tuple[str, ...], list[CaseRecord]] = {}
+    grouped: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:
         if (found := case.location) is not None:
             factor = "" if found.factor is None else f"{float(found.factor):.3g}"
             place = (case.scaler, found.where, found.module, found.inside, factor)
-            places.setdefault(place, []).append(case)
-    return list(places.values())
+            grouped.setdefault(place, []).append(case)
+    return list(grouped.values())
 
 
 def _matrix(report: Report) -> Table:

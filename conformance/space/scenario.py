@@ -29,7 +29,7 @@ from ...fixtures import (
     parse_faults,
     resolve_workload,
 )
-from ..status import UsageError, as_usage, unknown
+from ..status import UsageError, as_usage, id_parts, unknown
 from .constraints import resharded_world, why_not
 from .recipes import CONTROL_RECIPES, Recipe, recipes_of
 
@@ -141,7 +141,7 @@ class Scenario:
 
     @property
     def id(self) -> str:
-        """The printable id, from which :meth:`parse` builds the scenario again."""
+        """The printable id, from which `parse` builds the scenario again."""
         head = [
             self.topology,
             str(self.world_size),
@@ -169,12 +169,7 @@ class Scenario:
         Raises:
             UsageError: if ``text`` is no id; says what was got and what was expected.
         """
-        parts = text.split("/")
-        if len(parts) not in (5, 6) or not parts[1].isdecimal():
-            raise UsageError(
-                f"{text!r} is no scenario id: expected topology/world/precision/"
-                "optimizer/faults[/key=value,...], for example fsdp/2/fp32/sgd/none"
-            )
+        parts = id_parts(text)
         extra = _parse_settings(parts[5]) if len(parts) == 6 else {}
         with as_usage(ValueError):  # too many digits
             world_size = int(parts[1])

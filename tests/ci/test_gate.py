@@ -446,6 +446,26 @@ def test_a_case_that_could_not_run_is_no_pass(
     )
 
 
+def test_a_scenario_that_a_workload_cannot_run_closes_no_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless it ran before: then something was lost."""
+    ran = case("dp2/2/fp32/own/none")
+    laws = tuple(verdict(v.law, "skipped", "it has no no_sync()") for v in ran.verdicts)
+    skipped = replace(ran, verdicts=laws, status="skipped", curves=None)
+    report = report_of([*sample().cases, skipped])
+    assert gate(report, tmp_path, capsys, "--strict")[0] == 0
+    path = tmp_path / "ran.jsonl"
+    for before, code in ((ran, 1), (skipped, 0)):
+        write_baseline(path, make_baseline([report_of([*sample().cases, before])]))
+        assert gate(report, tmp_path, capsys, "--baseline", str(path))[0] == code
+    write_baseline(path, make_baseline([report]))
+    painted = replace(ran, status="skipped")
+    report = report_of([*sample().cases, painted])
+    code, told = gate(report, tmp_path, capsys)
+    assert code == 3 and "the case says skipped, its verdicts come to pass" in told
+
+
 def test_a_reason_names_law_topology_step_and_is_in_json(
     tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,4 +133,5 @@ def test_templates_name_only_what_there_is(name: str) -> None:
     assert used and set(used) <= formats
     for command in ("gradparity run", "gradparity gate", "gradparity hunt"):
         assert command in text
-    assert "sh ci/gate.sh" in text
+    assert re.search(r"sh ci/gate\.sh|uses: OWNER/gradparity@", text)
+    assert "mypackage.stack:Workload" in text  # a gate for a workload, too

@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from gradparity.conformance.report.page import write_page
-from gradparity.conformance.report.records import Report
+from gradparity.conformance.report.records import Location, Report
+from gradparity.conformance.report.table import render
 from gradparity.conformance.status import Verdict
 from gradparity.tests.conformance.test_report import HOSTILE
 
@@ -149,13 +150,15 @@ def any_page(request: pytest.FixtureRequest) -> Path:
 
 def test_a_failing_run_tells_its_story(failing: Path, visit: Visitor) -> None:
     page = visit(failing)
-    assert page.title() == "fail: gradparity report"
+    assert page.title() == "fail: digits · gradparity report"
+    assert page.locator("h1").inner_text() == "gradparity report: digits"
+    assert "gradparity" in page.locator("header pre").inner_text()
     tallies = page.locator(".tallies li").all_inner_texts()
     assert tallies[0].endswith("gradparity.scaler:GradScaler")
     assert tallies[0].startswith("2 pass")
     assert tallies[1].startswith("1 fail") and "1 pass" in tallies[1]
-    heading = page.locator("main h2").first
-    assert heading.inner_text() == "Topology, precision and law"
+    headings = page.locator("main h2").all_inner_texts()
+    assert headings[:2] == ["First evidence", "Topology, precision and law"]
     story = page.locator(".story[data-verdict=fail]")
     assert story.count() == 1
     told = story.inner_text()
@@ -175,9 +178,62 @@ def test_a_failing_run_tells_its_story(failing: Path, visit: Visitor) -> None:
 
 def test_a_passing_run_is_short(passing: Path, visit: Visitor) -> None:
     page = visit(passing)
-    assert page.title() == "pass: gradparity report"
+    assert page.title() == "pass: digits · gradparity report"
     assert page.locator("details[open]").count() == 0
     assert page.locator("main .fail").count() == 0
+
+
+def test_where_it_begins_comes_first(
+    real: Report, tmp_path: Path, visit: Visitor
+) -> None:
+    """With a link to the run; equal places are one."""
+    text = "forward of up departs on rank 1"
+    (bad,) = (c for c in real.cases if c.status == "fail")
+    where = Location(where="forward", module="up", text=text)
+    cases = [
+        replace(bad, location=where, scenario=name) for name in (bad.scenario, "x")
+    ]
+    page = visit(write_page(replace(real, cases=tuple(cases)), tmp_path))
+    assert page.locator("main h2").first.inner_text() == "Where it begins"
+    (place,) = page.locator(".begins li").all()
+    assert text in place.inner_text() and "(and in 1 more run)" in place.inner_text()
+    place.locator("a").click()
+    assert page.locator(".story:has(:target) .where").first.is_visible()
+
+
+def test_a_wide_layout_keeps_its_line(
+    real: Report, tmp_path: Path, visit: Visitor
+) -> None:
+    wide = "dp_replicate2-dp_shard2-cp2-tp2"
+    cases = tuple(replace(c, topology=wide) for c in real.cases)
+    page = visit(write_page(replace(real, cases=cases), tmp_path), script=True)
+    for place in (".matrix tbody th", ".marks tbody th >> nth=0"):
+        box = page.locator(place).first.bounding_box()
+        line = page.evaluate("parseFloat(getComputedStyle(document.body).lineHeight)")
+        assert box is not None
+        heights = page.locator(place).first.evaluate(LINES)
+        assert heights == 1, place
+        assert box["height"] >= line
+
+
+LINES = """e => { const r = document.createRange(); r.selectNodeContents(e);
+    return new Set([...r.getClientRects()].map(b => Math.round(b.top))).size }"""
+
+
+def test_the_table_can_be_copied(failing: Path, real: Report, visit: Visitor) -> None:
+    page = visit(failing)
+    page.locator("summary", has_text="in Markdown").click()
+    assert page.locator(".paste").inner_text().strip() == render(real).strip()
+
+
+def test_a_script_keeps_its_lines(real: Report, tmp_path: Path, visit: Visitor) -> None:
+    script = "import torch\n\nif torch:\n    print('<b>')\n"
+    bad = next(c for c in real.cases if c.status == "fail")
+    changed = replace(real, cases=(replace(bad, script=script),))
+    page = visit(write_page(changed, tmp_path))
+    page.locator("summary", has_text="torch alone").click()
+    shown = page.get_by_label("script for a bug report").inner_text()
+    assert shown.strip() == script.strip()
 
 
 def test_every_link_leads_somewhere(any_page: Path, visit: Visitor) -> None:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, clear lines, nothing left over."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,9 +16,11 @@ from gradparity import __version__, fixtures
 from gradparity.ci import gate
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.cli import listing
-from gradparity.conformance.cli.values import TABLES, names_of
+from gradparity.conformance.cli.values import TABLES, check_values, names_of
+from gradparity.conformance.judge.law import LAWS
 from gradparity.conformance.report.records import ReportWriter, read_report
 from gradparity.conformance.space.catalogue import PRESETS
+from gradparity.conformance.status import UsageError
 from gradparity.tests.conformance.test_report import case, header, write
 
 PROGRAM = [sys.executable, "-m", "gradparity.conformance"]
@@ -46,7 +49,9 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["run", "--scenario", "what"], "is no scenario id"),
         (["run", "--timeout-s", "0"], "must be positive"),
         (["run", "--require", "a:B"], "is not judged"),
-        (["run", "--nosuch"], "unknown option --nosuch"),
+        (["run", "--zzz"], "--zzz; gradparity run --help lists"),
+        (["run", "--workload", "stack.py"], "is no module:attribute"),
+        (["survey"], "are required: scalers|transformers\n"),
         (["run", "--topolgy", "ddp"], "--topolgy; did you mean --topology?"),
         (["run", "--topo", "ddp"], "unknown option --topo"),
         (["report", "--hmtl=x"], "did you mean --html?"),
@@ -130,6 +135,17 @@ def test_the_names_that_are_read_without_torch_are_those_of_the_tables() -> None
     assert {what: names_of(what) for what in TABLES} == {
         what: list(table) for what, table in tables.items()
     }
+
+
+def test_the_laws_that_are_read_without_torch_are_those_there_are() -> None:
+    with pytest.raises(UsageError, match="a chapter of them"):
+        explained("nosuch")
+    for name in (*LAWS, *(law.chapter for law in LAWS.values())):
+        explained(name)
+
+
+def explained(what: str) -> None:
+    check_values(argparse.Namespace(command="explain", what=what))
 
 
 def test_a_plugged_command_takes_options_first(

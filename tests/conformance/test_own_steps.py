@@ -275,6 +275,9 @@ def test_a_second_name_of_a_tied_weight_is_refused_with_its_first() -> None:
     told = "gave 'module.1.weight', which is tied to 0.weight in model()"
     with pytest.raises(WorkloadError, match=re.escape(told)):
         read_local_parts(workload, "weights", {"module.1.weight": whole}, whole)
+    both = {"0.weight": whole["0.weight"], "1.weight": whole["0.weight"].clone()}
+    with pytest.raises(WorkloadError, match="tie them again in parallelize"):
+        read_local_parts(workload, "weights", both, whole)
     with pytest.raises(WorkloadError, match=r"'head', which is not in the model"):
         read_local_parts(workload, "weights", {"head": whole}, whole)
 

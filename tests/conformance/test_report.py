@@ -405,7 +405,8 @@ def test_a_broken_harness_is_reported_once(place: Pool) -> None:
     assert (record.status, record.verdicts) == ("error", ())
     assert [(v.law, v.status) for v in record.findings] == [(HARNESS, "error")]
     report = report_of(record)
-    assert render_page(report).count("rank 1: gone") == 2  # evidence and its run
+    # evidence, its run, the table
+    assert render_page(report).count("rank 1: gone") == 3
     words = "ERROR (harness, 1 of 2 runs) digits: rank 1: gone"
     assert cell([case(), record]) == words
     (test,) = ET.fromstring(junit.render(report)).findall("testsuite[1]/testcase")

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
@@ -205,6 +207,24 @@ def test_a_save_that_changes_the_weights_is_an_error(runner: Runner) -> None:
     case = runner.run("none", here(LeavesTheAverageIn, "resume"))
     assert case.status is Status.ERROR
     assert "save_checkpoint: changed the weights that it saves" in case.problem
+
+
+class LacksAKey(steps.Trains):
+    """Loads what it has not saved."""
+
+    def load_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
+        load({"nosuch": torch.zeros(2)}, checkpoint_id=folder)
+
+    def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
+        save({"weights": torch.zeros(2)}, checkpoint_id=folder)
+
+
+def test_a_load_that_raises_is_an_error_of_the_stack(runner: Runner) -> None:
+    """A skip would hide it: only what fails for want of a scaler is none of its own."""
+    case = runner.run("none", here(LacksAKey, "resume"))
+    assert case.status is Status.ERROR, case.verdicts[:1]
+    assert "load_checkpoint: raised CheckpointException" in case.problem
+    assert "Missing key in checkpoint state_dict: nosuch" in case.problem
 
 
 @pytest.mark.slow

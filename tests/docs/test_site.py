@@ -1,0 +1,121 @@
+"""The site: built strictly, whole, and asking nothing of another host."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from gradparity import conformance, multiprocess, scaler
+from gradparity.tests.docs_blocks import PAGES, ROOT
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page is called by, what it links to, and what it loads."""
+
+    ids: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value for name, value in attrs if value}
+        self.ids |= {found[name] for name in ("id", "name") if name in found}
+        if "src" in found or tag == "link":
+            self.loads.append(found.get("src") or found["href"])
+        elif "href" in found:
+            self.links.append(found["href"])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "gradparity.benchmarks.site", str(folder)],
+        env=os.environ | {"COLUMNS": "88"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_whole(built: Path) -> None:
+    pages: dict[Path, Page] = {}
+    for file in built.rglob("*.html"):
+        if file.name != "404.html":  # its links begin at the root of a server
+            pages[file] = Page()
+            pages[file].feed(file.read_text())
+    lost, outside = set(), set()
+    for file, page in pages.items():
+        for link in [*page.links, *page.loads]:
+            if re.match(r"[a-z]+:", link):
+                outside |= {link} if link in page.loads else set()
+                continue
+            name, _, anchor = link.partition("#")
+            target = (file.parent / unquote(name)).resolve() if name else file
+            if target.is_dir():
+                target /= "index.html"
+            there = target.is_file()
+            if there and anchor and target.suffix == ".html":
+                there = unquote(anchor) in pages[target].ids
+            lost |= set() if there else {(str(file.relative_to(built)), link)}
+    assert lost == set()
+    assert {link for link in outside if not link.startswith("data:")} == set()
+    assert "https://fonts" not in (built / "index.html").read_text()
+    made = {file.relative_to(built).with_suffix(".md") for file in pages}
+    missed = {page.relative_to(ROOT) for page in PAGES} - made
+    assert {page.name for page in missed} <= {"README.md"}  # those are index.html
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_public_name_and_the_search_finds_it(
+    built: Path,
+) -> None:
+    index = json.loads((built / "search" / "search_index.json").read_text())
+    places = {entry["location"] for entry in index["docs"]}
+    for package in (scaler, multiprocess, conformance):
+        page = f"reference/{package.__name__.rpartition('.')[2]}.html"
+        text = (built / page).read_text()
+        for name in package.__all__:
+            assert f"{page}#{package.__name__}.{name}" in places, name
+        # docstrings were read as docstrings, and refer to nothing in other markup
+        assert "Source code in" in text and ".typing" not in text
+        assert not re.search(r":(class|meth|func|attr|data|mod):", text)
+    assert "Raises:" in text
+    told = (built / "reference" / "command.html").read_text()
+    assert "gradparity localise" in told and "--share-gpus" in told
+
+
+@pytest.mark.slow
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+    """As in a copy of the tree with one such link."""
+    broken = (
+        "import sys, logging\n"
+        "logging.basicConfig(level=logging.WARNING)\n"
+        "from pathlib import Path\n"
+        "from gradparity.benchmarks import site\n"
+        "gather = site.gather\n"
+        "def broken(staged):\n"
+        "    gather(staged)\n"
+        "    for page in staged.glob('reference/*.md'): page.write_text('# page')\n"
+        "    page = staged / 'docs' / 'gpu.md'\n"
+        "    page.write_text(page.read_text() + '\\n[lost](nowhere.md)\\n')\n"
+        "site.gather = broken\n"
+        "site.build_site(Path(sys.argv[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", broken, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "nowhere.md" in done.stderr
