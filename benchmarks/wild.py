@@ -99,7 +99,8 @@ def told_by_page(page: Path) -> dict[str, str]:
 def frame() -> str:
     """The lines that all scripts share, with their two marks."""
     (found,) = _FRAME.findall((Path(__file__).parent / "wild_frame.py").read_text())
-    return str(found)
+    lines = str(found).splitlines(keepends=True)
+    return "".join(re.sub("  # type: ignore.*", "", line) for line in lines)
 
 
 def with_frame(script: str) -> str:
@@ -139,7 +140,8 @@ def run_script(script: Path) -> tuple[dict[str, str], list[str]]:
         ScriptError: if it came to no verdict.
     """
     code, out, err = ran(script)
-    lines = out.splitlines()
+    # packages log, too
+    lines = [line for line in out.splitlines() if not line.startswith("[")]
     told = dict(line.split(": ", 1) for line in lines if line.startswith(PRINTED))
     verdict = told.get("verdict", "none")
     if EXIT_CODES.get(verdict) != code or {*told} != {*PRINTED}:
