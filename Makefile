@@ -76,7 +76,7 @@ survey: setup-test  ## judge the parallel plans of transformers; PLAN=ep: one of
 	mkdir -p $(REPORT)/survey
 	test -z "$(PLAN)" || test -e $(REPORT)/survey/survey.jsonl || grep -v '"plan":"$(PLAN)"' \
 	  benchmarks/results/survey-transformers.jsonl > $(REPORT)/survey/survey.jsonl
-	$(BIN)/gradparity survey transformers $(PLAN:%=--plan %) --out $(REPORT)/survey || \
+	$(BIN)/python -m gradparity.benchmarks.survey $(PLAN:%=--plan %) --out $(REPORT)/survey || \
 	  case $$? in 1|3|4) ;; *) exit 1;; esac  # some wrong, without verdict, undecided
 	cp $(REPORT)/survey/survey.jsonl benchmarks/results/survey-transformers.jsonl
 	cp $(REPORT)/survey/transformers.md docs/wild/
@@ -100,7 +100,7 @@ mutants: setup  ## judge the judge: every faulty scaler against every law
 	$(BIN)/gradparity mutants --preset quick $(MUTANTS) --out $(REPORT)/mutants
 
 survey-scalers: setup-test  ## judge known scalers and write docs/known-scalers.md
-	$(BIN)/gradparity survey scalers --preset $(or $(PRESET),quick)
+	$(BIN)/python -m gradparity.benchmarks.survey_scalers --preset $(or $(PRESET),quick)
 
 torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate.md
 	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))

@@ -1,4 +1,7 @@
-"""``gradparity survey scalers``: judge them, write ``docs/known-scalers.md``."""
+"""Judge scalers that people use, and write ``docs/known-scalers.md``.
+
+python -m gradparity.benchmarks.survey_scalers --preset quick
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Judge, or only render, and write the page.
 
     Args:
-        argv: arguments after ``gradparity survey scalers``.
+        argv: arguments those of the command line.
 
     Returns:
         0 written, 2 bad usage; what the scalers did does not matter.
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_whole(parsed.out, render(_record(parsed)))
     except (UsageError, ReportError, OSError) as error:
         line = " ".join(str(error).split())
-        print(f"gradparity survey scalers: {line}", file=sys.stderr)
+        print(f"survey_scalers: {line}", file=sys.stderr)
         return 2
     except SystemExit as done:  # --help, or a usage error that argparse has printed
         return int(done.code or 0)
@@ -83,7 +86,7 @@ def _record(parsed: argparse.Namespace) -> Record:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gradparity survey scalers",
+        prog="python -m gradparity.benchmarks.survey_scalers",
         description="Judge the known scalers and write the page of the results.",
         allow_abbrev=False,
     )
@@ -174,3 +177,7 @@ def _story(name: str, record: Record) -> Iterator[str]:
 def _seen(verdict: Verdict) -> str:
     text = " ".join(verdict.message.split())
     return legible(text if len(text) <= 200 else text[:197] + "...")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

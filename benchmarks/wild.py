@@ -7,6 +7,9 @@ torch and the package, ``docs/wild/NAME.md`` tells it to a maintainer, and
 ``benchmarks/results/wild/NAME.json`` is the record. This program writes the record,
 the sentence of the page that depends on it, and the table of docs/wild/README.md. What
 the survey of transformers wrote is run and listed, and left as it is.
+
+Each script runs alone, so each holds the frame of ``wild_frame.py``: ``--frame`` copies
+it there after a change.
 """
 
 from __future__ import annotations
@@ -34,8 +37,12 @@ __all__ = [
     "README",
     "RECORDS",
     "SURVEYED",
+    "ScriptError",
+    "frame",
     "package_of",
+    "run_script",
     "told_by_page",
+    "with_frame",
     "write_pages",
 ]
 
@@ -56,9 +63,13 @@ PACKAGES = {
 BESIDE = {"peft": ("transformers",)}
 """What a package requires and a script for it may use, too."""
 SURVEYED = "transformers"
-"""Findings whose script, page and record ``gradparity survey transformers`` writes."""
+"""Findings whose script, page and record the survey writes: see ``survey/``."""
 PRINTED = ("parameter", "relative error", "reference", "verdict")
 """What each script prints as ``key: value``, besides other lines."""
+EXIT_CODES = {"bug": 1, "no bug": 0}
+"""Of a script by its verdict; one without verdict has another, for example 3."""
+_FRAME = re.compile(r"# - The frame\b.*?\n# - The finding\n", re.DOTALL)
+"""What is the same in all scripts."""
 
 
 class ScriptError(Exception):
@@ -80,6 +91,24 @@ def told_by_page(page: Path) -> dict[str, str]:
             raise ValueError(f"{page.name} has no paragraph '{key.title()}: ...'")
         told[key] = " ".join(found[1].split())
     return told
+
+
+# - The frame
+
+
+def frame() -> str:
+    """The lines that all scripts share, with their two marks."""
+    (found,) = _FRAME.findall((Path(__file__).parent / "wild_frame.py").read_text())
+    lines = str(found).splitlines(keepends=True)
+    return "".join(re.sub("  # type: ignore.*", "", line) for line in lines)
+
+
+def with_frame(script: str) -> str:
+    """The text of a script with today's frame in the place of the one that it has."""
+    new, count = _FRAME.subn(lambda _: frame(), script)
+    if count != 1:
+        raise ValueError(f"expected one frame between its two marks, found {count}")
+    return new
 
 
 # - Running
@@ -104,30 +133,39 @@ def ran(script: Path) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def run_script(name: str) -> dict[str, Any]:
-    """The record of one finding, from its script and its page."""
-    script = PAGES / f"{name}.py"
-    started, clock = datetime.now(UTC), time.monotonic()
+def run_script(script: Path) -> tuple[dict[str, str], list[str]]:
+    """Run a script alone: its result by :data:`PRINTED`, and all that it printed.
+
+    Raises:
+        ScriptError: if it came to no verdict.
+    """
     code, out, err = ran(script)
-    printed = dict(
-        line.split(": ", 1) for line in out.splitlines() if line.startswith(PRINTED)
-    )
-    verdict = printed.get("verdict", "none")
-    if (verdict, code) not in {("bug", 1), ("no bug", 0)}:
+    # packages log, too
+    lines = [line for line in out.splitlines() if not line.startswith("[")]
+    told = dict(line.split(": ", 1) for line in lines if line.startswith(PRINTED))
+    verdict = told.get("verdict", "none")
+    if EXIT_CODES.get(verdict) != code or {*told} != {*PRINTED}:
         raise ScriptError(
             f"{script.name}: verdict {verdict!r} and exit code {code}, "
             f"expected 'bug' and 1 or 'no bug' and 0\n{out}{err[-2000:]}"
         )
+    return told, lines
+
+
+def record_of(name: str) -> dict[str, Any]:
+    """The record of one finding, from its script and its page."""
+    started, clock = datetime.now(UTC), time.monotonic()
+    told, lines = run_script(PAGES / f"{name}.py")
     package = package_of(name)
     return {
         "id": name,
         "package": package,
         "version": version(package),
         **told_by_page(PAGES / f"{name}.md"),
-        "parameter": printed["parameter"],
-        "relative_error": printed["relative error"],
-        "reference": printed["reference"],
-        "verdict": verdict,
+        "parameter": told["parameter"],
+        "relative_error": told["relative error"],
+        "reference": told["reference"],
+        "verdict": told["verdict"],
         "script": f"docs/wild/{name}.py",
         "command": f"python docs/wild/{name}.py",
         "date": f"{started:%Y-%m-%d}",
@@ -138,7 +176,7 @@ def run_script(name: str) -> dict[str, Any]:
             **{p: version(p) for p in (package, *BESIDE.get(package, ()))},
         },
         "machine": "2 cores, CPU, gloo",
-        "output": out.splitlines(),
+        "output": lines,
     }
 
 
@@ -186,37 +224,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pages", action="store_true", help="run nothing: after an edit of the pages"
     )
+    parser.add_argument(
+        "--frame", action="store_true", help="write the frame anew, and run nothing"
+    )
     options = parser.parse_args(arguments)
     chosen = options.name or names
     if unknown := set(chosen) - set(names):
         parser.error(f"no such finding: {', '.join(sorted(unknown))}")
+    if options.frame:
+        for name in chosen:
+            script = PAGES / f"{name}.py"
+            script.write_text(with_frame(script.read_text()))
+        return 0
     RECORDS.mkdir(parents=True, exist_ok=True)
-    bad = 0
-    for name in chosen:
-        file = RECORDS / f"{name}.json"
-        if name.startswith(SURVEYED):
-            if not options.pages:
-                code, *_ = ran(PAGES / f"{name}.py")
-                print(f"{name}: exit code {code}", flush=True)
-                bad += code != 1
-            continue
-        try:
-            if options.pages:
-                told = told_by_page(PAGES / f"{name}.md")
-                record = json.loads(file.read_text()) | told
-            else:
-                record = run_script(name)
-        except ScriptError as problem:
-            print(problem, file=sys.stderr, flush=True)
-            bad += 1
-            continue  # its record stays as it was
-        bad += record["verdict"] != "bug"
-        print(f"{name}: {record['verdict']}, {record['seconds']} s", flush=True)
+    shown = [_shows(name, run=not options.pages) for name in chosen]
+    write_pages()
+    return int(not all(shown))
+
+
+def _shows(name: str, *, run: bool) -> bool:
+    """Whether a finding is one, and its record if it is no survey's."""
+    surveyed = name.startswith(SURVEYED)
+    file = RECORDS / f"{name}.json"
+    try:
+        if surveyed and run:
+            told, _ = run_script(PAGES / f"{name}.py")
+            record = json.loads(file.read_text()) | told
+        elif run:
+            record = record_of(name)
+        else:
+            record = json.loads(file.read_text())
+            record |= {} if surveyed else told_by_page(PAGES / f"{name}.md")
+    except ScriptError as problem:
+        print(problem, file=sys.stderr, flush=True)
+        return False  # its record stays as it was
+    print(f"{name}: {record['verdict']}", flush=True)
+    if not surveyed:
         new = file.with_suffix(".new")
         new.write_text(json.dumps(record, indent=1) + "\n")
         new.replace(file)
-    write_pages()
-    return int(bad > 0)
+    return bool(record["verdict"] == "bug")
 
 
 if __name__ == "__main__":

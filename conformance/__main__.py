@@ -93,6 +93,12 @@ def _drop_output() -> None:
 def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) -> int:
     if arguments and arguments[0] in TOOLS:
         return _tool(TOOLS[arguments[0]], arguments[1:])
+    if arguments and arguments[0] == "survey":
+        raise UsageError(
+            "survey is no command of the package: in a checkout of its repository run "
+            "python -m gradparity.benchmarks.survey (the models of transformers) or "
+            "gradparity.benchmarks.survey_scalers"
+        )
     # before parse, which does not know the options of these commands
     plugged = entry_points(group=GROUP, name=arguments[0]) if arguments else ()
     for entry in plugged:  # it parses its own options, --help among them
@@ -378,14 +384,6 @@ def _diff(parsed: argparse.Namespace) -> int:
     return diff(settings, say)
 
 
-def _survey(parsed: argparse.Namespace) -> int:
-    if parsed.what == "scalers":
-        return _tool("survey_scalers", parsed.rest)
-    from .survey.command import main as survey
-
-    return survey(parsed.rest)
-
-
 def _bench(parsed: argparse.Namespace) -> int:
     return _tool(parsed.what, parsed.rest)
 
@@ -411,7 +409,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "table": _table,
     "compare": _compare,
     "diff": _diff,
-    "survey": _survey,
     "bench": _bench,
 }
 

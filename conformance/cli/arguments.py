@@ -52,7 +52,6 @@ _TOOLS_HELP = {
 }
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
-SURVEYS = ("scalers", "transformers")
 _BENCHMARKS = ("scaler", "harness", "scale")
 LISTS = (
     "laws",
@@ -119,7 +118,7 @@ def _check_words(arguments: Sequence[str], parser: Parser, commands: Commands) -
         return
     if name not in commands.choices:
         raise UsageError(unknown("command", name, commands.choices))
-    if name not in ("bench", "survey"):  # they hand on options of other programs
+    if name != "bench":  # it hands on options of other programs
         commands.choices[name].check_options(others)
 
 
@@ -368,21 +367,6 @@ def _add_small(commands: Commands) -> None:
     compare = _command(commands, "compare", "show what changed between two reports")
     compare.add_argument("before", **_REPORT | {"metavar": "BEFORE"})
     compare.add_argument("after", **_REPORT | {"metavar": "AFTER"})
-    survey = _command(
-        commands, "survey", "judge other people's scalers, or every model of a package"
-    )
-    survey.add_argument(
-        "what",
-        type=one_of("survey", SURVEYS),
-        metavar="|".join(SURVEYS),
-        help="what to judge",
-    )
-    survey.add_argument(
-        "rest",
-        nargs=argparse.REMAINDER,
-        metavar="...",
-        help="its own options: survey scalers --help, survey transformers --help",
-    )
 
 
 def _add_tools(commands: Commands) -> None:

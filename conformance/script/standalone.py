@@ -1,49 +1,44 @@
-"""Standalone: a violation as a short script for a bug report, without a harness.
+"""Standalone: a violation as a script for a bug report, without a harness.
 
 The script needs torch and the judged scaler's package alone, and the workload's module
-where that is the user's own. It consists of functions of ``runtime`` and of the data of
-a scenario: a model of the same kind (or that model) with the same layout, precision,
-recipe and faults. It checks agreement, skips, the scale rule, the unscaled gradients
-and stray collectives by itself, or, without a scaler, the gradients and the updates of
-a workload. It does not check finer laws and prints that with exit code 0.
+where that is the user's own. It is ``template.py`` with the workload (the user's class,
+or the built-in model and layout as their source has them) and, where a scaler is
+judged, ``scaled.py``. It compares the gradients of each step, and the weights after it,
+with one process in fp64, and the scaler with its documented rule: exit code 1 and one
+line for each departure. Finer laws are beyond it; then it ends with 0.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from ...fixtures import (
-    LOSS,
+    MODELS,
     OPTIMIZERS,
     PARAM_ORDERS,
-    PLACES,
-    Fault,
+    dataset_of,
     is_workload,
+    loss,
     named,
     parse_faults,
-    split_names,
     without_gradient_sync,
 )
 from ..files import write_whole
 from ..rank.scaler_spec import NO_SCALER
 from ..space.random_layers import draws_in_forward
-from ..space.recipes import LR_DECAY, Recipe
+from ..space.recipes import CLIP_NORM, Recipe, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import needs_wide_tensors
 from ..status import UsageError
+from . import pieces
 from .bundle import Bundle, Code
-from .runtime import models, passes, scaler, stack
-from .runtime.ranks import Phase, Stack
-from .runtime.resharding import Resharded
+from .scaled import Scaled
+from .template import Run, main
 
 __all__ = ["standalone_script", "write_standalone"]
 
@@ -61,29 +56,28 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     refusal = _refusal(scenario, scaler_spec)
     if refusal:
         raise UsageError(f"no standalone script for {refusal}")
-    trained = _stack(scenario)
-    program: Callable[[Any, Any], int] = stack.main
-    if not _of_the_stack(scenario, scaler_spec):
-        trained, program = _scaled(scenario, scaler_spec, trained), scaler.main
-    phases = tuple(map(_phase, scenario.phases, (0, scenario.resume_step)))
-    settings = {"stack": [trained], "phase": phases}
-    bundle = Bundle(program.__module__, program.__name__, settings)
-    data = [bundle.expression(value) for value in (trained, phases)]
-    own = is_workload(scenario.model)
-    made = f"workload = {bundle.expression(_own(scenario.model))}\n" if own else ""
+    own, bundle = is_workload(scenario.model), Bundle()
+    bundle.need(main.__module__, main.__name__)
+    values: dict[str, Any] = {
+        "RUN": _run(scenario),
+        "WORKLOAD": _own(scenario.model) if own else _built_in(scenario),
+    }
+    if scaler_spec != NO_SCALER:
+        values["SCALED"] = _scaled(scenario, scaler_spec)
+    # twice: a name that is imported must not be one of a definition
+    for _ in range(2):
+        lines = [f"{key} = {bundle.expression(each)}" for key, each in values.items()]
     specs = [s for s in (scaler_spec, scenario.model) if is_workload(s)]
     packages = dict.fromkeys(["torch", *(re.split("[.:]", s)[0] for s in specs)])
-    places = [f"{p.topology}, {p.world_size} ranks" for p in scenario.phases]
     text = _SCRIPT.format(
         judged="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
-        place=", then ".join(places),
+        place=f"{scenario.topology}, {scenario.world_size} ranks",
         id=scenario.id,
         packages=" and ".join(packages),
-        trained=_OWN.format(scenario.model) if own else _OF_ITS_KIND,
+        trained=_OWN.format(scenario.model) if own else _BUILT_IN,
         definitions=bundle.text(),
-        made=made,
-        stack=data[0],
-        phases=data[1],
+        values="\n".join(lines),
+        names=", ".join(values),
     )
     # a text that is no Python fails here and not at the reader
     compile(text, "standalone", "exec")
@@ -91,7 +85,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
 
 
 _OWN = "Model, data, layout and optimizer are those of {}."
-_OF_ITS_KIND = "The model is of the same kind as the scenario's; the data are random."
+_BUILT_IN = "Model and layout are the scenario's; digits are random."
 _SCRIPT = '''\
 """{judged} on {place}: a failure without a harness.
 
@@ -105,11 +99,10 @@ from __future__ import annotations
 {definitions}
 
 
-{made}STACK = {stack}
-PHASES = {phases}
+{values}
 
 if __name__ == "__main__":
-    sys.exit(main(STACK, PHASES))
+    sys.exit(main({names}))
 '''
 
 
@@ -132,19 +125,26 @@ def _refusal(scenario: Scenario, spec: str) -> str:
         return f"scaler {spec!r}"
     if scenario.parsed_precision.convert is not None:
         return f"precision {scenario.precision!r}, which converts the model"
-    if scenario.parsed_recipe.clips_and_steps:
-        return f"recipe {scenario.recipe!r}, which not all scalers have"
-    if is_workload(scenario.model):
-        return _refusal_of_own(scenario, spec)
-    for name, table in (("model", models.MODELS), ("topology", models.LAYOUTS)):
-        value = getattr(scenario, name)
-        if value not in table:
-            return f"{name} {value!r}: it is made for {', '.join(table)}"
-    known = {LOSS, *PLACES, *_names(models.MODELS[scenario.model])}
-    for fault in map(_fault, parse_faults(scenario.faults)):
-        if fault.parameter not in known:
-            return f"the fault {fault}"
-    return ""
+    if spec == NO_SCALER and scenario.faults != "none":
+        return "planted faults without a scaler"
+    recipe = scenario.parsed_recipe
+    if not _is_simple(recipe) or (recipe.training.clip and spec == NO_SCALER):
+        return f"recipe {scenario.recipe!r}, which needs gradparity's own loop"
+    return _refusal_of_own(scenario, spec) if is_workload(scenario.model) else ""
+
+
+def _is_simple(recipe: Recipe) -> bool:
+    """Whether the template's loop is that of the recipe."""
+    plain = replace(
+        recipe,
+        text="",
+        parts=1,
+        uneven=False,
+        defer_sync=False,
+        unscale=False,
+        primed=False,
+    )
+    return plain in (Recipe(text=""), Recipe(text="", training=Training(clip="norm")))
 
 
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
@@ -155,75 +155,50 @@ def _refusal_of_own(scenario: Scenario, spec: str) -> str:
             f"{scenario.model}: its forward makes new tensors without a dtype, and the "
             "script trains in fp64, too: make them in the dtype of the inputs"
         )
-    recipe = scenario.parsed_recipe
-    if recipe.training.frozen or recipe.recompute:
-        return (
-            f"{scenario.model}: recipe {scenario.recipe!r} needs gradparity's own loop"
-        )
     methods = [n for n in _OF_A_STEP if getattr(scenario.workload, n) is not None]
-    if methods and not _of_the_stack(scenario, spec):
+    if methods and not (spec == NO_SCALER and scenario.parsed_precision.is_full):
         return (
             f"{scenario.model}: {', '.join(methods)} needs gradparity's own loop, but "
-            "with --scaler none, in fp32 and without faults; give its replay command"
+            "with --scaler none, in fp32; give its replay command"
         )
     return ""
 
 
-def _of_the_stack(scenario: Scenario, spec: str) -> bool:
-    """Whether the script tests the stack alone, in a loop of plain steps."""
-    recipe = scenario.parsed_recipe
-    # equal to the plain recipe but for its passes, which a train_step is given
-    passes_alone = replace(recipe, text="", parts=1, uneven=False, defer_sync=False)
-    return (
-        is_workload(scenario.model)
-        and spec == NO_SCALER
-        and scenario.faults == "none"
-        and scenario.parsed_precision.is_full
-        and passes_alone == Recipe(text="")
-    )
-
-
-def _stack(scenario: Scenario) -> Stack:
-    """The stack and its passes."""
+def _run(scenario: Scenario) -> Run:
     recipe, workload = scenario.parsed_recipe, scenario.workload
-    trained: Any
-    if is_workload(scenario.model):
-        trained = Code("", "workload")
-        frozen = []
-    else:
-        trained = models.Kind(
-            model=models.MODELS[scenario.model],
-            batch=models.BATCHES[scenario.dataset],
-            loss=models.cross_entropy,
-            optimizer=OPTIMIZERS[scenario.optimizer],
-        )
-        # the second half, as ``frozen_names`` chooses it in the scenario's model
-        frozen = [n for n in _names(trained.model) if n.startswith(("down.", "head."))]
-    parallel = scenario.parsed_topology.parallel
-    of_layouts = ("train_step", "shard", "weights", "gradients") if parallel else ()
-    methods = {
-        name: Code("", f"workload.{name}")
-        for name in (*of_layouts, "micro_batches")
-        if getattr(workload, name) is not None
+    precision, topology = scenario.parsed_precision, scenario.parsed_topology
+    mesh = topology.mesh_shape(scenario.world_size)
+    takes_policy = not is_workload(scenario.model) or topology.fully_shards
+    passes: Callable[..., None] = pieces.micro_batches
+    if topology.pipelined:
+        passes = pieces.pipeline
+    if recipe.defer_sync:
+        passes = partial(passes, unsynced=without_gradient_sync)
+    if workload.counted:
+        passes = partial(passes, counted=True)
+    given: dict[str, Any] = {
+        "parts": _PARTS[recipe.parts] if not workload.micro_batches else None,
+        "placed": pieces.placed if workload.weights or workload.gradients else None,
+        "clip_norm": CLIP_NORM if recipe.training.clip else None,
+        # what correct runs in half precision stay below
+        "limit": None if precision.is_full else 0.1,
     }
-    cut = None if workload.micro_batches else _CUTS[recipe.parts]
-    return Stack(
-        **methods,
-        workload=trained,
-        clip_norm=workload.clip_norm,
+    return Run(
+        mesh=mesh,
+        data_axes=tuple(axis for axis in mesh if axis in topology.data_axes),
+        steps=scenario.steps,
+        passes=passes,
         seed=scenario.seed,
+        policy=(precision.policy(),) * takes_policy,
         loss_factor=scenario.loss_factor,
-        own=is_workload(scenario.model),
-        context=nullcontext
-        if scenario.parsed_precision.autocast_dtype is None
-        else partial(torch.autocast, "cpu", scenario.parsed_precision.autocast_dtype),
-        counted=workload.counted,
-        cut=cut,
-        unsynced=without_gradient_sync if recipe.defer_sync else None,
-        frozen=tuple(frozen) if recipe.training.frozen else (),
-        recomputed=recipe.recompute,
-        compiled=recipe.compile,
+        autocast=precision.autocast_dtype,
+        order=PARAM_ORDERS[scenario.param_order],
+        **{name: value for name, value in given.items() if value is not None},
     )
+
+
+_PARTS = {1: None, 2: pieces.halves, 3: pieces.three_unequal}
+"""Micro-batches of a recipe -> the function that cuts them."""
 
 
 def _own(spec: str) -> Code:
@@ -233,88 +208,34 @@ def _own(spec: str) -> Code:
     return Code(module, f"{name}()" if isinstance(found, type) else name, late=True)
 
 
-_CUTS = {1: None, 2: passes.halves, 3: passes.three_unequal}
-"""Micro-batches of a recipe -> the function that cuts the rows."""
+def _built_in(scenario: Scenario) -> pieces.BuiltIn:
+    return pieces.BuiltIn(
+        model=MODELS[scenario.model].make,
+        batch=pieces.BATCHES[dataset_of(scenario.model)],
+        loss=loss,
+        optimizer=OPTIMIZERS[scenario.optimizer],
+        layout=scenario.parsed_topology.apply,
+    )
 
 
-def _passes(scenario: Scenario) -> Callable[..., None] | None:
-    recipe, workload = scenario.parsed_recipe, scenario.workload
-    if workload.train_step is not None:
-        return None
-    if scenario.parsed_topology.pipelined:
-        return passes.pipeline
-    if recipe.training.losses == 2:
-        return passes.two_losses
-    cut = workload.shard or workload.micro_batches or workload.counted
-    return passes.micro_batches if cut or recipe.parts > 1 else passes.one_pass
-
-
-def _names(make: Callable[[], nn.Module]) -> list[str]:
-    """The parameters of a model."""
-    with torch.random.fork_rng(devices=[]):
-        return [name for name, _ in make().named_parameters()]
-
-
-def _scaled(scenario: Scenario, spec: str, trained: Stack) -> scaler.ScaledStack:
-    """The stack with a scaler, and the calls of the scaler."""
-    recipe, first = scenario.parsed_recipe, parse_faults(scenario.faults)
+def _scaled(scenario: Scenario, spec: str) -> partial[Any]:
     module, _, name = spec.partition(":")
-    judged: Any = scaler.NoScaler if spec == NO_SCALER else Code(module, name)
-    return scaler.ScaledStack(
-        **vars(trained),
-        scaler=judged,
-        init_scale=scenario.init_scale,
-        growth=scenario.growth_factor,
-        backoff=scenario.backoff_factor,
-        interval=scenario.growth_interval,
-        enabled=recipe.enabled and spec != NO_SCALER,
-        primed=recipe.primed,
-        manual=recipe.new_scale,
-        resume_step=scenario.resume_step if recipe.resume else 0,
-        resumes=recipe.resume and not recipe.resharded,
-        reshard=Resharded if recipe.resharded else None,
+    recipe = scenario.parsed_recipe
+    settings = {
+        "init_scale": scenario.init_scale,
+        "growth_factor": scenario.growth_factor,
+        "backoff_factor": scenario.backoff_factor,
+        "growth_interval": scenario.growth_interval,
+        "enabled": True,
+    }
+    clip = {"clip_norm": CLIP_NORM} if recipe.training.clip else {}
+    kind: Any = Scaled  # its first argument is the name of a class
+    return partial(
+        kind,
+        Code(module, name),
+        settings,
         unscale=recipe.unscale,
-        clip=_CLIPPING[recipe.training.clip],
-        split=split_names if recipe.optimizers == 2 else None,
-        order=PARAM_ORDERS[scenario.param_order],
-        decay=LR_DECAY if recipe.training.decay else 0.0,
-        # the gradients of step 0 are compared: no fault may be due there
-        parity=is_workload(scenario.model)
-        and scenario.parsed_precision.is_full
-        and all(fault.step for fault in first),
+        primed=recipe.primed,
+        faults=parse_faults(scenario.faults),
+        **clip,
     )
-
-
-_CLIPPING = {"": None, "value": scaler.clip_value, "norm": scaler.clip_norm}
-
-
-def _phase(scenario: Scenario, begin: int) -> Phase:
-    """One run on one world."""
-    topology, faults = scenario.parsed_topology, parse_faults(scenario.faults)
-    mesh = topology.mesh_shape(scenario.world_size)
-    layout: Any
-    if is_workload(scenario.model):
-        layout = Code("", "workload.parallelize") if topology.parallel else None
-    else:
-        layout = models.LAYOUTS[scenario.topology]
-        if layout is models.fsdp_tp and scenario.dataset == "text":
-            layout = models.fsdp_tp_sp
-        faults = tuple(map(_fault, faults))
-    return Phase(
-        mesh=mesh,
-        data_axes=tuple(axis for axis in mesh if axis in topology.data_axes),
-        steps=range(begin, scenario.steps),
-        passes=_passes(scenario),
-        parallelize=layout,
-        further=(scenario.parsed_precision.policy(),) * topology.fully_shards,
-        faults=faults,
-    )
-
-
-def _fault(fault: Fault) -> Fault:
-    """The fault at a parameter of the script's model."""
-    if fault.parameter in (LOSS, *PLACES):
-        return fault
-    *_, layer, kind = ("", *fault.parameter.split("."))
-    name = f"{models.LIKENESS.get(layer, layer)}.{kind}"
-    return replace(fault, parameter=name)

@@ -3,20 +3,67 @@
 python deepspeed-autotp-noncontiguous.py; exit code 1 where the bug shows.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
 import os
 import sys
 import tempfile
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
+import deepspeed
 from deepspeed.module_inject.layers import LinearLayer, set_autotp_mode
 from torch import Tensor, nn
 
-RANKS, TOKENS, WIDTH, OUT = 2, 6, 4, 8
+TOKENS, WIDTH, OUT = 6, 4, 8
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
 
 
@@ -36,41 +83,28 @@ def gradient(tokens: Tensor, below: Any, mix: Any, transposed: bool) -> Tensor:
     return found
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
+def rank_main(rank: int) -> list[Tensor]:
     """The gradient with this rank's rows of the mixing weight."""
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{RANKS}"}
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     deepspeed.init_distributed("gloo")
     set_autotp_mode(training=True)
     found = []
     for transposed in (True, False):
         tokens, below, mix = modules(torch.float32)
         split = LinearLayer(mix, dist.group.WORLD)
-        found.append(gradient(tokens, below, split, transposed).tolist())
-    results.put((rank, *found))
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, results), RANKS)
-        found = sorted(results.get() for _ in range(RANKS))
-    exact = gradient(*modules(torch.float64), True)
-    noise = (gradient(*modules(torch.float32), True) - exact).norm() / exact.norm()
-    bad, good = (
-        max(float((torch.tensor(f[i]) - exact).norm() / exact.norm()) for f in found)
-        for i in (1, 2)
-    )
-    print("versions: deepspeed", version("deepspeed"), "torch", torch.__version__)
-    print(f"with hidden.contiguous(): off by {good:.0e}")
-    print(f"parameter: below.weight\nrelative error: {bad:.2e}, on the worse rank")
-    print(f"reference: one process, fp64; fp32 is off by {noise:.0e}")
-    print("verdict:", "bug" if bad > 1e-3 else "no bug")
-    return int(bad > 1e-3)
+        found.append(gradient(tokens, below, split, transposed))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exact = gradient(*modules(torch.float64), True)
+    noise = off(gradient(*modules(torch.float32), True), exact)
+    errors = [[off(each, exact) for each in found] for found in on_ranks(rank_main)]
+    bad, good = map(max, zip(*errors))
+    print(f"with hidden.contiguous(): off by {good:.0e}")
+    tell(
+        not bad < 1e-3,
+        "deepspeed",
+        parameter="below.weight",
+        relative_error=f"{bad:.2e}, on the worse rank",
+        reference=f"one process, fp64; fp32 is off by {noise:.0e}",
+    )

@@ -3,19 +3,67 @@
 python megatron-core-noncontiguous-reduce.py; exit code 1 where the bug shows.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-TOKENS, ROWS, WIDTH, RANKS = 5, 3, 8, 2
+TOKENS, ROWS, WIDTH = 5, 3, 8
 
 
 def weights(dtype: torch.dtype) -> list[Tensor]:
@@ -25,7 +73,7 @@ def weights(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(s, generator=seeded).to(dtype) for s in shapes]
 
 
-def gradient(hidden: Tensor, below: Tensor, head: Tensor, split: bool) -> Tensor:
+def gradient(hidden: Tensor, below: Tensor, head: Tensor, split: bool) -> Any:
     """Of the projection below a head that may be split by columns."""
     below.requires_grad_()
     states = (hidden @ below).tanh()
@@ -33,46 +81,27 @@ def gradient(hidden: Tensor, below: Tensor, head: Tensor, split: bool) -> Tensor
         states = copy_to_tensor_model_parallel_region(states)
     # from (tokens, rows, width) to (rows, tokens, width), as losses want it
     (states.transpose(0, 1) @ head).square().sum().backward()
-    assert below.grad is not None
     return below.grad
 
 
-def reference(dtype: torch.dtype) -> Tensor:
-    """The gradient on one process."""
-    return gradient(*weights(dtype), split=False)
-
-
-def rank_main(rank: int, store: str, results: Any) -> None:
+def rank_main(rank: int) -> Tensor:
     """The gradient of a replicated projection, with this rank's columns of the head."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
-    )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     hidden, below, head = weights(torch.float32)
-    found = gradient(hidden, below, head.chunk(RANKS, 1)[rank], split=True)
-    results.put((rank, found.tolist()))
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.spawn(rank_main, (f"{folder}/store", results), RANKS, join=False)
-        found = sorted(results.get() for _ in range(RANKS))
-        ranks.join()
-    exact, fp32 = reference(torch.float64), reference(torch.float32)
-    errors = [float((torch.tensor(g) - exact).norm() / exact.norm()) for _, g in found]
-    noise = float((fp32 - exact).norm() / exact.norm())
-    print(
-        "versions: megatron-core", version("megatron-core"), "torch", torch.__version__
-    )
-    print("parameter: below, which is replicated")
-    print("relative error: {:.2e} on rank 0, {:.2e} on rank 1".format(*errors))
-    print(f"reference: one process, fp64; fp32 without ranks is off by {noise:.0e}")
-    print("verdict:", "bug" if max(errors) > 1e-3 else "no bug")
-    return int(max(errors) > 1e-3)
+    return gradient(hidden, below, head.chunk(2, 1)[rank], split=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    found = on_ranks(rank_main)
+    exact, fp32 = (
+        gradient(*weights(dtype), split=False)
+        for dtype in (torch.float64, torch.float32)
+    )
+    errors, noise = [off(each, exact) for each in found], off(fp32, exact)
+    tell(
+        not max(errors) < 1e-3,
+        "megatron-core",
+        parameter="below, which is replicated",
+        relative_error="{:.2e} on rank 0, {:.2e} on rank 1".format(*errors),
+        reference=f"one process, fp64; fp32 without ranks is off by {noise:.0e}",
+    )

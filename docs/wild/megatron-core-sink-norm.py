@@ -3,15 +3,64 @@
 python megatron-core-sink-norm.py; exit code 1 where the bug shows.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
-from contextlib import nullcontext
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
+from contextlib import nullcontext
+
 from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -21,21 +70,19 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-RANKS, HEADS, SINKS = 2, 4, torch.tensor([0.1, 0.2, 3.0, 4.0])
+HEADS, SINKS = 4, torch.tensor([0.1, 0.2, 3.0, 4.0])
 
 
 def on_cpu(function: Any) -> Any:  # Megatron-Core names CUDA
     return lambda *a, device=None, **k: function(*a, **k)
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
+def rank_main(rank: int) -> tuple[float, torch.Tensor]:
     """The norm that Megatron's optimizer reports for the gradients of the sinks."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     config = TransformerConfig(
         num_layers=1, hidden_size=16, num_attention_heads=HEADS, attention_dropout=0.0,
-        tensor_model_parallel_size=RANKS, softmax_type="learnable",
+        tensor_model_parallel_size=2, softmax_type="learnable",
     )  # fmt: skip
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # dropout is off
@@ -51,28 +98,18 @@ def rank_main(rank: int, folder: str, results: Any) -> None:
     optimizer = FP32Optimizer(sgd, OptimizerConfig(), lambda *_: None)
     counted = optimizer.get_main_grads_for_grad_norm()
     norm = clip_grads.get_grad_norm_fp32(counted, 2, dist.group.WORLD)
-    results.put((rank, float(norm), layer.softmax_offset.grad.tolist()))
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, results), RANKS)
-        (_, norm, first), (_, _, second) = sorted(results.get() for _ in range(RANKS))
-    exact = torch.tensor(first + second, dtype=torch.float64).norm()
-    error = float(abs(norm - exact) / exact)
-    print(
-        "versions: megatron-core", version("megatron-core"), "torch", torch.__version__
-    )
-    print(f"norm: {norm:.6f} is reported, {float(exact):.6f} is right")
-    print("parameter: softmax_offset")
-    print(f"relative error: {error:.2e} of the norm")
-    print("reference: the fp64 norm of both ranks' gradients, each of its own heads")
-    print("verdict:", "bug" if error > 1e-3 else "no bug")
-    return int(error > 1e-3)
+    return float(norm), layer.softmax_offset.grad
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    (norm, first), (_, second) = on_ranks(rank_main)
+    exact = torch.cat([first, second]).double().norm()
+    error = off(norm, exact)
+    print(f"norm: {norm:.6f} is reported, {exact:.6f} is right")
+    tell(
+        not error < 1e-3,
+        "megatron-core",
+        parameter="softmax_offset",
+        relative_error=f"{error:.2e} of the norm",
+        reference="the fp64 norm of both ranks' gradients, each of its own heads",
+    )

@@ -5,20 +5,67 @@ python peft-modules-to-save-plan.py; exit code 1 where the bug shows.
 LoRA on a tiny Llama of random weights; its head and last norm are to be trained whole.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
 import os
 import sys
 import tempfile
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-RANKS = 2
 NAMES = {n: f"{n}.modules_to_save.default.weight" for n in ("lm_head", "norm")}
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -37,43 +84,28 @@ def trained(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
     return {name: named[full].grad for name, full in NAMES.items()}
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
+def rank_main(rank: int, folder: str) -> dict[str, Tensor | None]:
     """Of the model under its own plan."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", f"file://{folder}/s", rank=rank, world_size=RANKS)
-    plan = DistributedConfig(tp_size=RANKS)
-    model = LlamaForCausalLM.from_pretrained(f"{folder}/model", distributed_config=plan)
-    found = trained(model, torch.float32)
-    if rank == 0:
-        results.put({n: None if g is None else g.tolist() for n, g in found.items()})
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG)
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(f"{folder}/model")
-        mp.spawn(rank_main, (folder, results), RANKS)
-        found = results.get()
-    off = {}
-    for name, right in trained(model, torch.float64).items():
-        assert right is not None
-        grad = torch.zeros(1) if found[name] is None else torch.tensor(found[name])
-        off[name] = float((grad - right).norm() / right.norm())
-        none = ", there is none" if found[name] is None else ""
-        print(f"the gradient of {NAMES[name]} is off by {off[name]:.1e}{none}")
-    print(f"parameter: {NAMES['lm_head']}")
-    print(f"relative error: {off['lm_head']:.2e}")
-    print(
-        f"reference: one process, fp64; norm, outside the plan, {off['norm']:.0e} off"
-    )
-    print("verdict:", "bug" if off["lm_head"] > 1e-3 else "no bug")
-    return int(off["lm_head"] > 1e-3)
+    plan = DistributedConfig(tp_size=2)
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
+    return trained(model, torch.float32)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        found = on_ranks(rank_main, folder)[0]
+    exact = trained(model, torch.float64)
+    errors = {name: off(found[name], right) for name, right in exact.items()}
+    for name, error in errors.items():
+        none = ", there is none" if found[name] is None else ""
+        print(f"the gradient of {NAMES[name]} is off by {error:.1e}{none}")
+    tell(
+        not errors["lm_head"] < 1e-3,
+        "peft",
+        parameter=NAMES["lm_head"],
+        relative_error=f"{errors['lm_head']:.2e}",
+        reference=f"one process, fp64; norm, outside the plan: {errors['norm']:.0e}",
+    )

@@ -3,18 +3,66 @@
 python torch-amax-gradient.py; exit code 1 where the bug shows.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-RANKS = 2
 WEIGHT = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]  # the largest element lies on rank 1
 CALLS = {
     "amax": lambda x: x.amax(),
@@ -26,47 +74,31 @@ CALLS = {
 
 def gradients(weight: Tensor) -> dict[str, Tensor]:
     """Of each call for the same weight."""
-    found = {}
-    for name, call in CALLS.items():
-        leaf = weight.detach().requires_grad_()
-        call(leaf).backward()
-        assert leaf.grad is not None
-        found[name] = leaf.grad
-    return found
+    leaves = {name: weight.detach().requires_grad_() for name in CALLS}
+    for name, leaf in leaves.items():
+        CALLS[name](leaf).backward()
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
+def rank_main(rank: int) -> tuple[str, dict[str, Tensor]]:
     """The gradients of a weight whose rows are split over the ranks."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.tensor(WEIGHT), mesh, [Shard(0)])
-    found = {n: g.full_tensor().tolist() for n, g in gradients(weight).items()}
-    found["sum"] = f"{weight.sum(dim=[]).placements}"
-    if rank == 0:
-        results.put(found)
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, results), RANKS)
-        found = results.get()
-    exact = gradients(torch.tensor(WEIGHT, dtype=torch.float64))
-    errors = {n: float((torch.tensor(found[n]) - g).norm()) for n, g in exact.items()}
-    print("versions: torch", torch.__version__)
-    for name, gradient in exact.items():
-        print(f"{name}: {found[name]}, should be {gradient.tolist()}")
-    print("sum(dim=[]), of all dimensions, is", found["sum"], "and not Partial")
-    bug = not max(errors.values()) < 1e-6  # also where it is NaN
-    print("parameter: weight")
-    print(f"relative error: {errors['amax']}: the reference has norm 1")
-    print("reference: the same call on a plain tensor, fp64")
-    print("verdict:", "bug" if bug else "no bug")
-    return int(bug)
+    found = {name: g.full_tensor() for name, g in gradients(weight).items()}
+    return f"{weight.sum(dim=[]).placements}", found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    placements, found = on_ranks(rank_main)[0]
+    exact = gradients(torch.tensor(WEIGHT, dtype=torch.float64))
+    for name, right in exact.items():
+        print(f"{name}: {found[name].tolist()}, should be {right.tolist()}")
+    print("sum(dim=[]), of all dimensions, is", placements, "and not Partial")
+    error = off(found["amax"], exact["amax"])
+    tell(
+        not all(off(found[name], right) < 1e-6 for name, right in exact.items()),
+        "torch",
+        parameter="weight",
+        relative_error=f"{error}: the reference has norm 1",
+        reference="the same call on a plain tensor, fp64",
+    )

@@ -3,18 +3,68 @@
 python torch-embedding-frequency.py; exit code 1 where the bug shows.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import embedding
 
-RANKS, VOCABULARY, WIDTH = 2, 5, 3
+VOCABULARY, WIDTH = 5, 3
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,49 +76,31 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return table.to(dtype), tokens, target.to(dtype)
 
 
-def gradient(table: Tensor, tokens: Tensor, target: Tensor, by: bool) -> Tensor:
+def gradient(table: Tensor, tokens: Tensor, target: Tensor, by: bool) -> Any:
     """Of the table."""
     leaf = table.detach().requires_grad_()
-    found = torch.nn.functional.embedding(tokens, leaf, scale_grad_by_freq=by)
-    (found - target).square().sum().backward()
-    assert leaf.grad is not None
+    (embedding(tokens, leaf, scale_grad_by_freq=by) - target).square().sum().backward()
     return leaf.grad
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
+def rank_main(rank: int) -> list[Tensor]:
     """The rows of the batch are split over the ranks; the table is replicated."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (2,))
     placements = Replicate(), Shard(0), Shard(0)
     whole = inputs(torch.float32)
     parts = [distribute_tensor(t, mesh, [p]) for t, p in zip(whole, placements)]
-    found = [gradient(*parts, by).full_tensor().tolist() for by in (False, True)]
-    if rank == 0:
-        results.put(found)
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, results), RANKS)
-        plain, scaled = results.get()
-
-    def off(found: Any, by: bool) -> float:
-        exact = gradient(*inputs(torch.float64), by)
-        return float((torch.as_tensor(found) - exact).norm() / exact.norm())
-
-    noise = off(gradient(*inputs(torch.float32), True), True)
-    print("versions: torch", torch.__version__)
-    print(f"without scale_grad_by_freq: off by {off(plain, False):.0e}")
-    print("parameter: table")
-    print(f"relative error: {off(scaled, True):.2e}")
-    print(f"reference: plain tensors, fp64; fp32 is off by {noise:.0e}")
-    print("verdict:", "bug" if off(scaled, True) > 1e-3 else "no bug")
-    return int(off(scaled, True) > 1e-3)
+    return [gradient(*parts, by).full_tensor() for by in (False, True)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    plain, scaled = on_ranks(rank_main)[0]
+    exact = {by: gradient(*inputs(torch.float64), by) for by in (False, True)}
+    noise = off(gradient(*inputs(torch.float32), True), exact[True])
+    print(f"without scale_grad_by_freq: off by {off(plain, exact[False]):.0e}")
+    tell(
+        not off(scaled, exact[True]) < 1e-3,
+        "torch",
+        parameter="table",
+        relative_error=f"{off(scaled, exact[True]):.2e}",
+        reference=f"plain tensors, fp64; fp32 is off by {noise:.0e}",
+    )

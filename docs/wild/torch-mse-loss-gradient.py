@@ -3,19 +3,68 @@
 python torch-mse-loss-gradient.py; exit code 1 where the bug shows.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear, mse_loss, smooth_l1_loss
 
-RANKS, SHAPES = 2, ((3, 4), (8, 4), (8, 3))
+SHAPES = (3, 4), (8, 4), (8, 3)
 LOSSES = {
     "mse_loss": mse_loss,
     "smooth_l1_loss": smooth_l1_loss,
@@ -26,7 +75,7 @@ LOSSES = {
 def inputs(dtype: torch.dtype) -> list[Tensor]:
     """A weight, rows and targets, the same on all ranks; the ranks share the rows."""
     seeded = torch.Generator().manual_seed(0)
-    return [torch.randn(n, m, generator=seeded).to(dtype) for n, m in SHAPES]
+    return [torch.randn(shape, generator=seeded).to(dtype) for shape in SHAPES]
 
 
 def gradients(weight: Tensor, rows: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -40,41 +89,28 @@ def gradients(weight: Tensor, rows: Tensor, targets: Tensor) -> dict[str, Any]:
     return found
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
+def rank_main(rank: int) -> dict[str, list[Tensor]]:
     """The rows of the batch are split over the ranks; the weight is replicated."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (2,))
     placements = Replicate(), Shard(0), Shard(0)
     tensors = zip(inputs(torch.float32), placements)
     found = gradients(*(distribute_tensor(t, mesh, [p]) for t, p in tensors))
-    whole = {n: [t.full_tensor().tolist() for t in both] for n, both in found.items()}
-    results.put(whole)  # the same on both ranks
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, results), RANKS)
-        found = results.get()
-    exact, fp32 = gradients(*inputs(torch.float64)), gradients(*inputs(torch.float32))
-
-    def off(value: Any, right: Tensor) -> float:
-        return float((torch.as_tensor(value) - right).norm() / right.norm())
-
-    print("versions: torch", torch.__version__)
-    for name, both in exact.items():
-        errors = [off(v, right) for v, right in zip(found[name], both)]
-        print("{}: loss off by {:.0e}, gradient by {:.0e}".format(name, *errors))
-    error = off(found["mse_loss"][1], exact["mse_loss"][1])
-    print(f"parameter: weight\nrelative error: {error:.2e}")
-    noise = off(fp32["mse_loss"][1], exact["mse_loss"][1])
-    print(f"reference: plain tensors, fp64; fp32 is off by {noise:.0e}")
-    print("verdict:", "bug" if error > 1e-3 else "no bug")
-    return int(error > 1e-3)
+    return {name: [t.full_tensor() for t in both] for name, both in found.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    found = on_ranks(rank_main)[0]
+    exact, fp32 = gradients(*inputs(torch.float64)), gradients(*inputs(torch.float32))
+    for name, both in exact.items():
+        errors = map(off, found[name], both)
+        print("{}: loss off by {:.0e}, gradient by {:.0e}".format(name, *errors))
+    error, noise = (
+        off(each["mse_loss"][1], exact["mse_loss"][1]) for each in (found, fp32)
+    )
+    tell(
+        not error < 1e-3,
+        "torch",
+        parameter="weight",
+        relative_error=f"{error:.2e}",
+        reference=f"plain tensors, fp64; fp32 is off by {noise:.0e}",
+    )

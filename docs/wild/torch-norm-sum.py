@@ -5,18 +5,65 @@ python torch-norm-sum.py; exit code 1 where the bug shows.
 A group lasso: the squared sum of the norms of a weight's columns, rows on the ranks.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-RANKS = 2
 
 
 def weight(dtype: torch.dtype) -> Tensor:
@@ -24,47 +71,30 @@ def weight(dtype: torch.dtype) -> Tensor:
     return torch.randn(4, 6, generator=torch.manual_seed(0)).to(dtype)
 
 
-def penalty(leaf: Tensor) -> tuple[Tensor, Tensor]:
+def penalty(leaf: Tensor) -> tuple[Any, Any]:
     """The sum of the norms of the columns, and the gradient of its square."""
     leaf.requires_grad_()
     total = torch.linalg.vector_norm(leaf, dim=0).sum()
     total.square().backward()
-    assert leaf.grad is not None
     return total.detach(), leaf.grad
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
+def rank_main(rank: int) -> list[Tensor]:
     """Of a weight whose rows are split over the ranks."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(weight(torch.float32), mesh, [Shard(0)])
-    found = [t.full_tensor().tolist() for t in penalty(sharded)]
-    if rank == 0:
-        results.put(found)
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, results), RANKS)
-        total, gradient = results.get()
-    exact, right = penalty(weight(torch.float64))
-    fp32 = penalty(weight(torch.float32))[1]
-
-    def off(found: Any) -> float:
-        return float((torch.as_tensor(found) - right).norm() / right.norm())
-
-    print("versions: torch", torch.__version__)
-    print(f"sum of norms: {total:.6f}, should be {float(exact):.6f}")
-    print("parameter: weight")
-    print(f"relative error: {off(gradient):.2e}")
-    print(f"reference: a plain tensor, fp64; fp32 is off by {off(fp32):.0e}")
-    print("verdict:", "bug" if off(gradient) > 1e-3 else "no bug")
-    return int(off(gradient) > 1e-3)
+    return [found.full_tensor() for found in penalty(sharded)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    total, gradient = on_ranks(rank_main)[0]
+    right, exact = penalty(weight(torch.float64))
+    noise = off(penalty(weight(torch.float32))[1], exact)
+    print(f"sum of norms: {total:.6f}, should be {right:.6f}")
+    tell(
+        not off(gradient, exact) < 1e-3,
+        "torch",
+        parameter="weight",
+        relative_error=f"{off(gradient, exact):.2e}",
+        reference=f"a plain tensor, fp64; fp32 is off by {noise:.0e}",
+    )

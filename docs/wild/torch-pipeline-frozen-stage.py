@@ -5,23 +5,72 @@ python torch-pipeline-frozen-stage.py; exit code 1 where the bug shows.
 Four linear layers are four stages on two ranks; the first one is frozen.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.functional import mse_loss
 
-RANKS, CPU = 2, torch.device("cpu")
-KINDS = ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
-         "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]  # fmt: skip
+CPU = torch.device("cpu")
+V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
+KINDS = "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", *V_SHAPED
 
 
-def problem(dtype: torch.dtype) -> tuple[nn.Sequential, Tensor, Tensor]:
+def problem(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
     """The same model, features and targets on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -29,51 +78,40 @@ def problem(dtype: torch.dtype) -> tuple[nn.Sequential, Tensor, Tensor]:
     return model.to(dtype), torch.randn(16, 4).to(dtype), torch.randn(16, 4).to(dtype)
 
 
-def rank_main(rank: int, folder: str, results: Any) -> None:
-    """One step of each schedule; the gradients of this rank's stages."""
-    dist.init_process_group("gloo", f"file://{folder}/s", rank=rank, world_size=RANKS)
+def rank_main(rank: int) -> dict[str, Tensor | None]:
+    """One step of each schedule; the gradient of stage 1, where this rank has it."""
+    found = {}
     for kind in KINDS:
         model, x, y = problem(torch.float32)
-        v_shaped = kind in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-        mine = [rank, 3 - rank] if v_shaped else [rank, rank + 2]
+        mine = [rank, 3 - rank] if kind in V_SHAPED else [rank, rank + 2]
         stages = [PipelineStage(model[s : s + 1], s, 4, CPU) for s in mine]
         schedule = getattr(schedules, kind)(stages, 4, loss_fn=mse_loss)
         # no inputs where the first stage is not, no targets where the last is not
         schedule.step(*([x] if 0 in mine else []), target=y if 3 in mine else None)
-        for stage in mine:
-            grad = model[stage].weight.grad
-            results.put((kind, stage, None if grad is None else grad.tolist()))
-    dist.barrier()
-    dist.destroy_process_group()
+        if 1 in mine:
+            found[kind] = model[1].weight.grad
+    return found
 
 
-def main() -> int:
-    """Print what was found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, results), RANKS)
-        found = [results.get() for _ in range(4 * len(KINDS))]
-    exact = {}
-    for dtype in (torch.float64, torch.float32):
-        model, x, y = problem(dtype)
-        mse_loss(model(x), y).backward()
-        exact[dtype] = model[1].weight.grad.double()
-    right, worst = exact[torch.float64], 0.0
-    print("versions: torch", torch.__version__)
-    for kind, stage, grad in found:
-        if stage == 1:
-            gradient = torch.zeros(4, 4) if grad is None else torch.tensor(grad)
-            off = float((gradient - right).norm() / right.norm())
-            none = ", there is none" if grad is None else ""
-            print(f"{kind}: the gradient of stage 1 is off by {off:.1e}{none}")
-            worst = max(worst, off)
-    print("parameter: 1.weight, the stage after the frozen one")
-    print(f"relative error: {worst:.2e}")
-    fp32 = float((exact[torch.float32] - right).norm() / right.norm())
-    print(f"reference: one process, fp64; fp32 is off by {fp32:.0e}")
-    print("verdict:", "bug" if worst > 1e-3 else "no bug")
-    return int(worst > 1e-3)
+def reference(dtype: torch.dtype) -> Tensor:
+    """The gradient of stage 1 on one process."""
+    model, x, y = problem(dtype)
+    mse_loss(model(x), y).backward()
+    return model[1].weight.grad
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    first, second = on_ranks(rank_main)
+    found, exact = first | second, reference(torch.float64)
+    errors = {kind: off(found[kind], exact) for kind in KINDS}
+    for kind, error in errors.items():
+        none = ", there is none" if found[kind] is None else ""
+        print(f"{kind}: the gradient of stage 1 is off by {error:.1e}{none}")
+    worst, noise = max(errors.values()), off(reference(torch.float32), exact)
+    tell(
+        not worst < 1e-3,
+        "torch",
+        parameter="1.weight, the stage after the frozen one",
+        relative_error=f"{worst:.2e}",
+        reference=f"one process, fp64; fp32 is off by {noise:.0e}",
+    )

@@ -1,15 +1,65 @@
 """weights loaded wrong under the tp plan.
 
-Needs torch and transformers alone: random weights, no download. Exits 1 while it shows.
+Random weights, no download; exit code 1 where the bug shows.
 Made by gradparity's survey on 2026-11-23: transformers 5.23.0, torch 2.13.0+cpu.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from transformers.distributed import DistributedConfig
 from transformers.models.hrm_text.configuration_hrm_text import HrmTextConfig
 from transformers.models.hrm_text.modeling_hrm_text import HrmTextForCausalLM
@@ -19,43 +69,44 @@ CONFIG = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 32,
     "head_dim": 8, "use_cache": False}
 PLAN = DistributedConfig(tp_size=2)
 PARAMETER = "model.H_module.layers.0.self_attn.k_proj.weight"
-torch.manual_seed(0)
-tokens = torch.randint(24, 64, (8, 9))
+ROWS = torch.randint(24, 64, (8, 9), generator=torch.manual_seed(0))
 
 
-def seen(model, whole=lambda parameter: parameter):
-    """The parameter, and what the model makes of the tokens."""
-    with torch.no_grad():
-        parameter = whole(model.get_parameter(PARAMETER)).detach().clone()
-        return parameter, model(input_ids=tokens[:, :-1]).logits
-
-
-def run_rank(rank, folder):
-    """Load the model under its plan."""
-    dist.init_process_group("gloo", f"file://{folder}/s", rank=rank, world_size=2)
-    model = HrmTextForCausalLM.from_pretrained(folder, distributed_config=PLAN)
-    found = seen(model, lambda parameter: parameter.full_tensor())
-    torch.save(found, f"{folder}/{rank}.pt")
-
-
-def main():
-    """Print the errors of weight and output."""
-    torch.set_num_threads(1)  # threads do not survive a fork
+def drawn_model():
+    """Without zeros and ones in its weights, which hide errors."""
     model = HrmTextForCausalLM(HrmTextConfig(**CONFIG)).eval()
-    for p in model.parameters():  # no zeros and ones, which hide errors
+    for p in model.parameters():
         drawn = torch.randn(p.shape)
         p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
+    return model
+
+
+def seen(model, tokens=ROWS):
+    """The parameter, and what the model makes of the tokens."""
+    with torch.no_grad():
+        parameter = model.get_parameter(PARAMETER).detach()
+        whole = getattr(parameter, "full_tensor", parameter.clone)()
+        return whole, model(input_ids=tokens[:, :-1]).logits
+
+
+def rank_main(rank, folder):
+    """Of the model loaded under its plan."""
+    return seen(HrmTextForCausalLM.from_pretrained(folder, distributed_config=PLAN))
+
+
+if __name__ == "__main__":
+    model = drawn_model()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         again = HrmTextForCausalLM.from_pretrained(folder)  # on one process all is well
         assert all(map(torch.equal, model.parameters(), again.parameters()))
-        mp.start_processes(run_rank, (folder,), 2, start_method="fork")
-        found = torch.load(f"{folder}/0.pt")
-        errors = [(f - t).norm() / t.norm() for f, t in zip(found, seen(model))]
-        print(f"{PARAMETER}: relative error {errors[0]:.2g}")
-        print(f"output of the model: relative error {errors[1]:.2g}")
-    return int(min(errors) > 0.01)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        found = on_ranks(rank_main, folder, ranks=2)[0]
+    weight, output = map(off, found, seen(model))
+    print(f"the output of the model is off by {output:.2g}")
+    tell(
+        not (weight < 0.01 or output < 0.01),
+        "transformers",
+        parameter=PARAMETER,
+        relative_error=f"{weight:.2g}",
+        reference="what was saved, which loads right on one process",
+    )

@@ -1,15 +1,65 @@
 """gradient of experts.gate_up_proj wrong under the tp plan.
 
-Needs torch and transformers alone: random weights, no download. Exits 1 while it shows.
+Random weights, no download; exit code 1 where the bug shows.
 Made by gradparity's survey on 2026-11-23: transformers 5.23.0, torch 2.13.0+cpu.
 """
 
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
 import sys
 import tempfile
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
 from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
 from transformers.models.inkling.configuration_inkling import InklingTextConfig
@@ -31,10 +81,21 @@ PARAMETER = "model.layers.0.mlp.experts.gate_up_proj"
 ROWS = torch.randint(24, 64, (8, 9), generator=torch.manual_seed(0))
 
 
+def drawn_model():
+    """Without zeros and ones in its weights, which hide errors."""
+    model = InklingForCausalLM(InklingTextConfig(**CONFIG)).eval()
+    for p in model.parameters():
+        drawn = torch.randn(p.shape)
+        p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
+    return model
+
+
 def gradient(model, rows):
     """Of the mean over all rows, accumulated over the micro-batches."""
+    model.set_experts_implementation("eager")  # grouped ones take no fp64
     for tokens in rows.chunk(1):
-        output = model(input_ids=tokens[:, :-1]).logits.flatten(0, -2)
+        output = model(input_ids=tokens[:, :-1]).logits
+        output = output.flatten(0, -2)
         targets = tokens[:, 1:].flatten() % output.shape[-1]
         (cross_entropy(output, targets) * len(tokens) / len(rows)).backward()
     found = model.get_parameter(PARAMETER).grad
@@ -42,39 +103,31 @@ def gradient(model, rows):
     return getattr(found, "full_tensor", found.clone)()  # where it is a DTensor
 
 
-def run_rank(rank, folder):
-    """Load the model under its plan, and take the gradient."""
-    dist.init_process_group("gloo", f"file://{folder}/s", rank=rank, world_size=2)
-    for dtype in (torch.float32, torch.float64):
-        load = InklingForCausalLM.from_pretrained
-        model = load(folder, dtype=dtype, distributed_config=PLAN)
-        model.set_experts_implementation("eager")  # grouped ones take no fp64
-        found = gradient(model, ROWS)
-        torch.save(found, f"{folder}/{dtype}-{rank}.pt")
+def rank_main(rank, folder):
+    """In fp32 and fp64, of the model loaded under its plan."""
+    load = InklingForCausalLM.from_pretrained
+    models = (load(folder, dtype=d, distributed_config=PLAN) for d in DTYPES)
+    return [gradient(model, ROWS) for model in models]
 
 
-def main():
-    """Print the gradient's error in fp32 and in fp64."""
-    torch.set_num_threads(1)  # threads do not survive a fork
-    model = InklingForCausalLM(InklingTextConfig(**CONFIG)).eval()
-    for p in model.parameters():  # no zeros and ones, which hide errors
-        drawn = torch.randn(p.shape)
-        p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
-    shows = True
+DTYPES = torch.float32, torch.float64  # rounding in fp32 is no error in fp64 either
+if __name__ == "__main__":
+    model = drawn_model()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        mp.start_processes(run_rank, (folder,), 2, start_method="fork")
-        for dtype in (torch.float32, torch.float64):
-            model.set_experts_implementation("eager")  # grouped ones take no fp64
-            model.to(dtype)
-            true, again = gradient(model, ROWS), gradient(model, ROWS.flip(0))
-            found = torch.load(f"{folder}/{dtype}-0.pt")
-            error, noise = ((x - true).norm() / true.norm() for x in (found, again))
-            print(f"{PARAMETER}, {dtype}: relative error {error:.2g}, rounding "
-                  f"{noise:.1g}; norm {found.norm():.4g}, true {true.norm():.4g}")
-            shows &= bool(error > 8 * max(noise, torch.finfo(torch.float32).eps))
-    return int(shows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        gradients = on_ranks(rank_main, folder, ranks=2)[0]
+    shows = True
+    for dtype, found in zip(DTYPES, gradients):
+        model.to(dtype)
+        exact = gradient(model, ROWS)
+        error, noise = off(found, exact), off(gradient(model, ROWS.flip(0)), exact)
+        print(f"{dtype}: off by {error:.2g}, rounding {noise:.1g}; norm "
+              f"{found.norm():.4g}, should be {exact.norm():.4g}")
+        shows &= not error < 8 * max(noise, torch.finfo(torch.float32).eps)
+    tell(
+        shows,
+        "transformers",
+        parameter=PARAMETER,
+        relative_error=f"{error:.2g}",
+        reference="the same model on one process in fp64",
+    )

@@ -16,7 +16,10 @@ from gradparity.benchmarks.wild import (
     README,
     RECORDS,
     SURVEYED,
+    ScriptError,
+    frame,
     package_of,
+    run_script,
     told_by_page,
     write_pages,
 )
@@ -24,6 +27,7 @@ from gradparity.benchmarks.wild import (
 SCRIPTS = sorted(PAGES.glob("*.py"))
 OWN = [script for script in SCRIPTS if not script.stem.startswith(SURVEYED)]
 LINES = 80
+"""Of a script beside the frame that all have."""
 KEYS = {
     "id", "package", "version", "what", "parameter", "relative_error", "reference",
     "where", "thread", "script", "date", "command",
@@ -60,7 +64,8 @@ def test_a_finding_is_a_script_a_page_and_a_record() -> None:
 def test_a_script_is_short_and_needs_torch_and_the_package_alone(script: Path) -> None:
     source = script.read_text()
     tree = ast.parse(source)
-    assert len(source.splitlines()) <= LINES
+    assert source.count(frame()) == 1, "python -m gradparity.benchmarks.wild --frame"
+    assert len(source.replace(frame(), "").splitlines()) <= LINES
     package = package_of(script.stem)
     allowed = {"torch", PACKAGES[package], *BESIDE.get(package, ())}
     assert imported(tree) <= allowed | sys.stdlib_module_names
@@ -89,8 +94,67 @@ def test_the_pages_show_the_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["torch-norm-sum", "megatron-core-label-smoothing"])
 def test_a_script_shows_its_bug(name: str) -> None:
     script = PAGES / f"{name}.py"
+    told, lines = run_script(script)
+    assert told["verdict"] == "bug"
+    assert lines[-1] == "verdict: bug"
+
+
+CRASHES = {
+    "an import": "import no_such_package_anywhere",
+    "a rank that raises": """
+def rank_main(rank):
+    if rank == 1:
+        raise ValueError("no verdict")
+    dist.barrier()
+
+if __name__ == "__main__":
+    on_ranks(rank_main)
+""",
+    "a rank that dies": """
+def rank_main(rank):
+    os.abort() if rank == 1 else dist.barrier()
+
+if __name__ == "__main__":
+    on_ranks(rank_main)
+""",
+}
+
+
+@pytest.mark.parametrize("crash", CRASHES)
+def test_exit_code_1_is_a_verdict_and_no_crash(crash: str, tmp_path: Path) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(frame() + CRASHES[crash])
     ended = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 1, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "verdict: bug"
+    assert ended.returncode == 3, ended.stderr
+    assert "Traceback" in ended.stderr and not ended.stdout
+    with pytest.raises(ScriptError, match="exit code 3"):
+        run_script(script)
+
+
+SEEN = """
+def rank_main(rank, by):
+    whole = torch.full((2,), float(rank))
+    dist.all_reduce(whole)
+    return {"sum": whole, "none": None, "text": "x" * by}
+
+if __name__ == "__main__":
+    first, second, third = on_ranks(rank_main, 2, ranks=3)
+    assert first["sum"].tolist() == third["sum"].tolist() == [3.0, 3.0]
+    assert second["text"] == "xx" and off(second["none"], torch.ones(3)) == 1.0
+    tell(BUG, "torch", parameter="a", relative_error="1", reference="b")
+"""
+
+
+@pytest.mark.parametrize(("bug", "verdict"), [(True, "bug"), (False, "no bug")])
+def test_a_script_tells_its_verdict(bug: bool, verdict: str, tmp_path: Path) -> None:
+    script = tmp_path / "seen.py"
+    script.write_text(frame() + SEEN.replace("BUG", str(bug)))
+    told, _ = run_script(script)
+    assert told == {
+        "parameter": "a",
+        "relative error": "1",
+        "reference": "b",
+        "verdict": verdict,
+    }

@@ -58,7 +58,7 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["gate", "R", "--basline", "b"], "did you mean --baseline?"),
         (["--verison"], "did you mean --version?"),
         (["list", "law"], "did you mean laws?"),
-        (["survey", "scaler"], "did you mean scalers?"),
+        (["survey", "--plan", "tp"], "python -m gradparity.benchmarks.survey"),
         (["run", "--device", "cdua"], "did you mean cuda?"),
         (["run", "--preset", "quik"], "did you mean quick?"),
         (["hunt", "--family", "gan"], "about call histories: add --calls"),

@@ -357,7 +357,7 @@ def place() -> Iterator[Pool]:
     [
         "fsdp/2/fp32/sgd/none",
         "ep/2/fp32/sgd/none/model=digits-experts",
-        "fsdp/2/fp32/sgd/none/steps=2,recipe=resume-resharded",
+        "fsdp/2/fp32/sgd/none/steps=2,recipe=accumulate",
     ],
 )
 def test_a_violation_comes_with_a_script(place: Pool, scenario: str) -> None:

@@ -24,14 +24,16 @@ EXAMPLE = "model=gradparity.examples.workload:Stack,steps=3"
 @pytest.mark.parametrize(
     ("stack", "words"),
     [
-        (stacks.ForgetsOneBias, "step 0: replicas differ: 2.bias"),
-        (stacks.SumsForMean, "gradients are not those of one process: ['0.weight', "),
-        (stacks.SlightlyOff, "gradients are not those of one process: ['0.weight'];"),
-        (stacks.BiasOnOneRank, "step 0: replicas differ: 2.bias"),
-        (stacks.StrayCollective, "step 0: rank 1 raised RuntimeError"),
+        (stacks.ForgetsOneBias, "gradient of 2.bias: relative error"),
+        (stacks.SumsForMean, "gradient of 0.weight: relative error 1; reference: one"),
+        (stacks.SlightlyOff, "gradient of 0.weight: relative error 0.00"),
+        (stacks.BiasOnOneRank, "weight of 2.bias: relative error"),
+        pytest.param(  # the ranks wait for each other for two minutes
+            stacks.StrayCollective, "rank 1 raised RuntimeError", marks=pytest.mark.slow
+        ),
         (
             stacks.RaisesOnRank1,
-            "rank 1 raised RuntimeError: no such layer (parallelize, line ",
+            "rank 1 raised RuntimeError: no such layer",
         ),
     ],
 )
@@ -58,7 +60,7 @@ def test_a_wrong_stack_is_shown_without_a_scaler(
         ("none", f"dp2/2/fp32/own/none/model={SCHEDULES}:TwoRates,steps=4"),
         ("none", f"dp2/2/fp32/own/none/model={SCHEDULES}:CyclesMomentum,steps=4"),
         (OURS, BAD),
-        (OURS, f"{BAD},recipe=two-optimizers,param-order=reversed"),
+        (OURS, f"{BAD},recipe=accumulate,param-order=reversed"),
         (
             OURS,
             f"single/1/bf16-autocast/own/nan@r0s*:loss/model={MODULE}:Right,steps=3",
@@ -78,7 +80,7 @@ def test_scripts_of_right_runs_find_no_violation(
 def test_a_wrong_gradient_is_shown_however_it_is_laid_out(scripts: Scripts) -> None:
     scenario = f"tp2/2/fp32/own/none/model={LAYOUTS}:ShardsSwapped,steps=2"
     code, output = scripts("none", scenario)
-    assert (code, "not those of one process" in output) == (1, True), output
+    assert (code, "reference: one process in fp64" in output) == (1, True), output
 
 
 def test_a_wrong_scaler_is_shown(scripts: Scripts) -> None:
@@ -98,27 +100,7 @@ def test_the_workload_is_looked_for_where_the_script_runs(
     place = "dp2/2/fp32/own/none/steps=2,model=stack_of_mine"
     assert alone(tmp_path, "none", f"{place}:right") == (0, "no violation\n")
     code, output = scripts(OURS, f"{place}:SumsForMean")
-    assert (code, "not those of one process" in output) == (1, True), output
-
-
-@pytest.mark.parametrize(
-    ("change", "there"),
-    [
-        ("fp32/own/none", True),
-        ("fp32/own/inf@r0s1:last", True),
-        ("fp32/own/inf@r0s0:last", False),
-        ("fp32/own/inf@r0s*:loss", False),
-        ("bf16-autocast/own/none", False),
-    ],
-)
-def test_gradients_are_compared_where_nothing_spoils_them(
-    change: str, there: bool
-) -> None:
-    text = standalone_script(
-        Scenario.parse(f"dp2/2/{change}/model={MODULE}:Right"), OURS
-    )
-    assert ("def departures" in text) == there
-    assert "Needs torch and gradparity. Exit" in text
+    assert (code, "reference: one process in fp64" in output) == (1, True), output
 
 
 @pytest.mark.parametrize(
@@ -134,11 +116,11 @@ def test_a_script_of_a_workload_with_train_step_is_refused(
 
 
 SPECIMENS = {
-    "W01": ("tp2/2/fp32/own/none/steps=2,recipe=accumulate", "gradients are not those"),
-    "W17": ("dp2/2/fp32/own/none/steps=2", "gradients are not those"),
-    "W15": ("tp2/2/fp32/own/none/steps=2", "norms are not those"),
-    "W08": ("cp2/2/fp32/own/none/steps=2", "gradients are not those"),
-    "U01": ("dp2/2/fp32/own/none/steps=2", "gradients are not those"),
+    "W01": ("tp2/2/fp32/own/none/steps=2,recipe=accumulate", "gradient of "),
+    "W17": ("dp2/2/fp32/own/none/steps=2", "gradient of "),
+    "W15": ("tp2/2/fp32/own/none/steps=2", "norm of all gradients: relative error"),
+    "W08": ("cp2/2/fp32/own/none/steps=2", "gradient of "),
+    "U01": ("dp2/2/fp32/own/none/steps=2", "gradient of "),
 }
 """Micro-batches, a ``train_step`` with hidden gradients, a norm, tokens, counts."""
 

@@ -9,10 +9,7 @@ of it must be confirmed by its own script.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -21,10 +18,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ..files import write_whole
-from ..status import plain
-from .catalogue import PLANS, model_types
-from .records import (
+from gradparity.benchmarks.survey.catalogue import PLANS, model_types
+from gradparity.benchmarks.survey.records import (
     ODD_HEADS,
     Header,
     ModelRecord,
@@ -35,18 +30,23 @@ from .records import (
     append,
     wildcards,
 )
-from .script import MICRO_BATCHES, script_of
+from gradparity.benchmarks.survey.script import MICRO_BATCHES, script_of
+from gradparity.benchmarks.survey.templating import filled
+from gradparity.benchmarks.wild import ScriptError, run_script
+from gradparity.conformance.files import write_whole
+from gradparity.conformance.status import plain
 
 __all__ = [
+    "COMMAND",
     "Family",
     "FindingRecord",
     "confirm_all",
+    "confirmed",
     "families",
     "write_finding",
 ]
 
-SCRIPT_S = 600.0
-"""Time limit of a script, with room for a busy machine."""
+COMMAND = "python -m gradparity.benchmarks.survey"
 THREADS: Mapping[str, str] = {
     "transformers-tp-checkpoint-conversion": (
         "no thread found for `Chunk` and `Concatenate`; "
@@ -216,7 +216,12 @@ def _leaf(name: str) -> str:
 
 def script(failure: Failure, title: str, header: Header) -> str:
     """The text of a model's script; imports transformers."""
-    from .zoo import WRITTEN_INPUTS, Stack, config_class, model_class
+    from gradparity.benchmarks.survey.zoo import (
+        WRITTEN_INPUTS,
+        Stack,
+        config_class,
+        model_class,
+    )
 
     kind = model_types()[failure.model.model]
     odd = failure.run.name == ODD_HEADS
@@ -275,7 +280,7 @@ def confirm_all(
             file = folder / f"{family.id}-{plan}-{name}.py"
             text = script(failure, what(family, plan), survey.headers[-1])
             file.write_text(text, encoding="utf-8")
-            running[pool.submit(run_script, file)] = (family.id, plan, name)
+            running[pool.submit(confirmed, file)] = (family.id, plan, name)
         for done in as_completed(running):
             (finding, plan, name), (shows, printed) = running[done], done.result()
             record = ScriptRecord(
@@ -292,87 +297,13 @@ def confirm_all(
     return msgspec.structs.replace(survey, scripts=tuple(known.values()))
 
 
-def run_script(file: Path) -> tuple[bool, str]:
+def confirmed(file: Path) -> tuple[bool, str]:
     """Run a script alone; whether it shows its finding, and what it printed."""
-    # as a maintainer would run it: nothing of this project on the path
-    away = ("PYTHONPATH", "PYTHONWARNINGS")
-    environment = {k: v for k, v in os.environ.items() if k not in away}
-    environment |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
-        done = subprocess.run(
-            [sys.executable, str(file)],
-            capture_output=True,
-            text=True,
-            timeout=SCRIPT_S,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"not done within {SCRIPT_S:g} s"
-    # a script that raises also exits with 1, but prints no finding; one that shows it
-    # prints a line in fp32 and one in fp64, or one of the weight and one of the output
-    shows = done.returncode == 1 and done.stdout.count("relative error") == 2
-    if done.returncode and not shows:
-        return False, done.stderr[-300:].strip()
-    lines = done.stdout.splitlines()  # packages print, too
-    return shows, "\n".join(line for line in lines if "relative error" in line)
-
-
-_ISSUE = """\
-# {what}
-
-Package: transformers {version} (torch {torch}), {date}. Found by
-`{command}`,
-confirmed by [{script}]({script}), which needs torch and transformers alone.
-
-## Text for an issue
-
-{text}
-
-## What the script prints
-
-{printed}
-
-## Models
-
-{models}
-
-## Where it departs first
-
-{where}
-
-Public thread: {thread}.
-"""
-_WHY = {
-    ("colwise", False): (
-        "The forward of the experts cuts the product with `gate_up_proj` in two, gate "
-        "and up; a contiguous shard of its rows has rows of one of them alone. Other "
-        "models have the rule `packed_colwise` for it. "
-    ),
-    ("replicated_with_grad_allreduce", True): (
-        "The hook is a post-accumulate-grad hook and all-reduces `param.grad`, which "
-        "already holds the sum over the ranks of earlier micro-batches: with n ranks "
-        "these are multiplied by n once more in each further backward. What is to be "
-        "reduced is what a backward adds, for example by a hook on the gradient "
-        "(`param.register_hook`) in place of one on the accumulated sum. "
-    ),
-}
-"""Style of a plan, and whether micro-batches are accumulated -> what goes wrong."""
-_LOADER = (
-    "Under `DistributedConfig({sizes})` `from_pretrained` gives `{parameter}` of "
-    "`{model}` other values than on one process, and raises or warns of nothing: the "
-    "relative error is {error:.2g}; {count} parameters are wrong. Its checkpoints hold "
-    "it in another form, which a `WeightConverter` of `conversion_mapping.py` brings "
-    "into the model's. Where the parameter is a DTensor, each rank takes its slice of "
-    "the tensor of the checkpoint, by the placement of the converted one ({where}), "
-    "and converts the slice. `Chunk` and `Concatenate` along the sharded dimension "
-    "then give a rank rows of another part, or in another order; all shapes fit. FSDP2 "
-    "shards parameters that the tensor-parallel plan leaves whole, too. The "
-    'docstring of `Split` warns of this ("not TP-safe, a sharded fused tensor needs '
-    "each target's local slice\"); those two have no such warning, and the model "
-    "ships the plan. What helps is to convert before the shard is taken. Seen with "
-    "transformers {version}; the attached script exits 1 while it shows.{more}"
-)
-"""Text for an issue, where weights are loaded wrong."""
+        told, lines = run_script(file)
+    except ScriptError as problem:
+        return False, str(problem)[-300:]
+    return told["verdict"] == "bug", "\n".join(lines)
 
 
 def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord | None:
@@ -406,8 +337,7 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         script=f"docs/wild/{name}",
         date=header.started[:10],
         command=f"python docs/wild/{name}",
-        found_by=f"gradparity survey transformers --plan {first.plan} --model "
-        f"{first.model.model}",
+        found_by=f"{COMMAND} --plan {first.plan} --model {first.model.model}",
         versions={"torch": header.torch, "python": header.python},
         machine=header.machine,
         output=tuple(said[first.model.key].text.splitlines()),
@@ -415,29 +345,19 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         confirmed=tuple(map(family.name_of, shown)),
     )
     write_whole(folder / name, script(first, record.what, header))
-    rows = [
-        f"| `{f.model.model}` | {f.plan} | `{f.parameter}` | {f.run.name} | "
-        f"{f.error:.2g} | {'yes' if f.model.key in said else 'not confirmed'} |"
-        for f in family.failures
-    ]
-    table = [
-        "| model type | plan | parameter | run | relative error | script |",
-        "|---" * 6 + "|",
-    ]
-    text = _ISSUE.format(
-        what=record.what,
-        version=header.version,
-        torch=header.torch,
-        date=record.date,
-        command=record.found_by,
-        script=name,
-        text=_issue_text(family, first, record),
-        printed="\n".join(
-            f"    {line}" for line in said[first.model.key].text.splitlines()
-        ),
-        models="\n".join([*table, *rows]),
-        where=first.run.where.replace("net.", "") or "not looked for",
-        thread=record.thread,
+    text = filled(
+        "finding.md.j2",
+        record=record,
+        first=first,
+        failures=family.failures,
+        shown=shown,
+        others=[n for n in record.confirmed if n != family.name_of(first)],
+        sizes=", ".join(f"{n}={size}" for n, size in PLANS[first.plan].sizes.items()),
+        rule=family.rule,
+        accumulates=family.accumulates,
+        misloads=family.misloads,
+        micro_batches=MICRO_BATCHES[first.run.name],
+        departed=len(first.run.departed),
     )
     write_whole(folder / f"{family.id}.md", text)
     write_whole(
@@ -445,44 +365,3 @@ def write_finding(family: Family, survey: Survey, folder: Path) -> FindingRecord
         msgspec.json.format(msgspec.json.encode(record)).decode() + "\n",
     )
     return record
-
-
-def _issue_text(family: Family, first: Failure, record: FindingRecord) -> str:
-    others = [n for n in record.confirmed if n != family.name_of(first)]
-    more = f" The same shows in {', '.join(others)}." if others else ""
-    if family.misloads:
-        return _LOADER.format(
-            sizes=_sizes(first.plan),
-            parameter=first.parameter,
-            model=first.model.model,
-            error=first.error,
-            count=len(first.run.departed),
-            where=family.rule.where,
-            version=record.version,
-            more=more,
-        )
-    whole = ", ".join(f"`{name}`" for name in first.model.replaced)
-    kept = f" {whole} are kept whole, as the plan raises otherwise." if whole else ""
-    rule = f"rule `{family.rule.style}`" if family.rule.style else "no rule"
-    count = MICRO_BATCHES[first.run.name]
-    how = (
-        f"in {count} backward passes before a step, while one backward is right"
-        if family.accumulates
-        else "in a single backward"
-    )
-    count_all = len(first.run.departed)
-    rest = f"{count_all} gradients depart; the others agree to rounding. "
-    if first.run.forward:
-        rest = f"The output of `{first.run.forward}` departs before. "
-    why = _WHY.get((family.rule.style, family.accumulates), "")
-    return (
-        f"Under `DistributedConfig({_sizes(first.plan)})` the gradient of "
-        f"`{first.parameter}` of `{first.model.model}` is not that of the model on one "
-        f"process: the relative error is {first.error:.2g} {how}. {rest}The plan has "
-        f"{rule} for it; the code is {family.rule.where}. {why}Seen with transformers "
-        f"{record.version}; the attached script exits 1 while it shows.{kept}{more}"
-    )
-
-
-def _sizes(plan: str) -> str:
-    return ", ".join(f"{name}={size}" for name, size in PLANS[plan].sizes.items())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..status import UsageError
+from gradparity.conformance.status import UsageError
 
 __all__ = [
     "LOADED",

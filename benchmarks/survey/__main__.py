@@ -1,21 +1,37 @@
-"""``gradparity survey transformers``: judge every model type that ships a plan."""
+"""Judge each model type of transformers that ships a plan.
+
+python -m gradparity.benchmarks.survey --plan tp --model qwen3
+"""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from ..cli.arguments import folder
-from ..files import write_whole
-from ..status import EXIT_CODES, case_status
-from .catalogue import PLANS
-from .findings import confirm_all, families, write_finding
-from .page import print_survey, render
-from .survey import SurveySettings, conduct, writing
+from gradparity.benchmarks.survey.catalogue import PLANS
+from gradparity.benchmarks.survey.findings import (
+    COMMAND,
+    confirm_all,
+    families,
+    write_finding,
+)
+from gradparity.benchmarks.survey.page import print_survey, render
+from gradparity.benchmarks.survey.survey import SurveySettings, conduct, writing
+from gradparity.conformance.cli.arguments import folder
+from gradparity.conformance.files import write_whole
+from gradparity.conformance.status import (
+    EXIT_CODES,
+    INTERRUPTED,
+    USAGE,
+    UsageError,
+    case_status,
+    plain,
+)
 
 __all__ = ["main"]
 
@@ -23,16 +39,27 @@ STATUSES = {"right": "pass", "wrong": "fail", "undecided": "inconclusive"}
 """Verdict on a model -> status; all others are errors."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the survey, write its records and its page, and print the table.
 
     Args:
-        arguments: after ``survey transformers``.
+        arguments: those of the command line; None takes the process's own.
 
     Returns:
-        As the other commands': 0 all right, 1 some are wrong, 3 some have no verdict,
-        4 nothing could be compared for some.
+        As the other commands': 0 all right, 1 some are wrong, 2 bad usage, 3 some have
+        no verdict, 4 nothing could be compared for some.
     """
+    try:
+        return _conduct(list(sys.argv[1:] if arguments is None else arguments))
+    except UsageError as error:
+        print(f"survey: {plain(str(error))}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("survey: interrupted; the same command continues", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _conduct(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     settings = SurveySettings(
         plans=tuple(dict.fromkeys(parsed.plan or PLANS)),
@@ -41,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         limit_s=parsed.limit,
         jobs=parsed.jobs,
         quiet=parsed.quiet,
-        command=shlex.join(["gradparity", "survey", "transformers", *arguments]),
+        command=shlex.join([*COMMAND.split(), *arguments]),
     )
     # unknown names are reported before any file is written
     asked = {(plan, kind.name) for plan, kind in settings.chosen()}
@@ -67,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gradparity survey transformers",
+        prog=COMMAND,
         description=(
             "Judge every model type of the installed transformers that ships a "
             "parallel plan: tiny, of random weights, with no download. A survey that "
@@ -100,3 +127,7 @@ def _limit(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
     return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -40,10 +40,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ... import __version__
-from ..status import UsageError, plain
-from .catalogue import PLANS, ModelType, chosen_types
-from .records import Header, ModelRecord, Survey, append, read_survey
+from gradparity import __version__
+from gradparity.benchmarks.survey.catalogue import PLANS, ModelType, chosen_types
+from gradparity.benchmarks.survey.records import (
+    Header,
+    ModelRecord,
+    Survey,
+    append,
+    read_survey,
+)
+from gradparity.conformance.status import UsageError, plain
 
 __all__ = ["Judging", "SurveySettings", "conduct", "finished", "writing"]
 
@@ -343,7 +349,7 @@ def _serve(pipe: Connection, log: str, limit_s: float) -> None:
             # by descriptor: native code and ranks print there, too
             os.dup2(file.fileno(), fd)
     # imported only in the child: it imports torch and transformers
-    from .judging import judge_model, ranks
+    from gradparity.benchmarks.survey.judging import judge_model, ranks
 
     with ranks(limit_s) as place:
         pipe.send_bytes(READY)

@@ -9,33 +9,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..report.table import legible, row
-from ..status import plain
-from .catalogue import PLANS, chosen_types
-from .findings import FindingRecord
-from .records import ModelRecord, Survey
+from gradparity.benchmarks.survey.catalogue import PLANS, chosen_types
+from gradparity.benchmarks.survey.findings import COMMAND, FindingRecord
+from gradparity.benchmarks.survey.records import ModelRecord, Survey
+from gradparity.benchmarks.survey.templating import filled
+from gradparity.conformance.report.table import legible, row
+from gradparity.conformance.status import plain
 
 __all__ = ["print_survey", "render"]
-
-_TEXT = """\
-# transformers {version} under its own parallel plans
-
-Made by `{command}`; nothing here is written by hand.
-
-{provenance}
-
-Every model type whose configuration class ships a plan is built tiny from that class,
-with random weights, saved to a folder and loaded from it with `DistributedConfig`, as
-users do. It trains {steps} steps of SGD on random tokens. Gradients, updates and losses
-are held against the same model on one process in fp64; the bound is 8 times the error
-that correct runs in fp32 have, measured for this model ([parity](../parity.md)).
-*raises* and *not built* say nothing about gradients: the tiny settings may be the
-reason. A plan may refuse 3 heads over 2 ranks (*skipped*); where it takes them, they
-must be right. Where a plan raises in every forward pass for a few of its rules, these
-modules are kept whole by `DistributedConfig(tp_plan=...)`, and the rest is judged.
-
-{summary}
-"""
 
 
 def print_survey(models: Sequence[ModelRecord], console: Console) -> None:
@@ -108,21 +89,17 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _head(survey: Survey) -> str:
-    header = survey.headers[-1]
-    from .judging import STEPS  # here, because it imports torch
+    from gradparity.benchmarks.survey.judging import STEPS  # here: it imports torch
 
-    seconds = sum(m.seconds for m in survey.models)
-    return _TEXT.format(
-        version=header.version,
-        command="gradparity survey transformers "
-        + " ".join(f"--plan {plan}" for plan, _ in _counts(survey.models)),
+    plans = " ".join(f"--plan {plan}" for plan, _ in _counts(survey.models))
+    return filled(
+        "page.md.j2",
+        header=survey.headers[-1],
+        command=f"{COMMAND} {plans}",
+        models=len(survey.models),
+        minutes=f"{sum(m.seconds for m in survey.models) / 60:.0f}",
+        calls=len(survey.headers),
         steps=STEPS,
-        provenance=(
-            f"Recorded {header.started[:10]}: transformers {header.version}, torch "
-            f"{header.torch}, Python {header.python}, {header.machine}, gradparity "
-            f"{header.gradparity}; {len(survey.models)} models in {seconds / 60:.0f} "
-            f"minutes of judging, in {len(survey.headers)} call(s)."
-        ),
         summary="\n".join(_summary(survey)),
     )
 

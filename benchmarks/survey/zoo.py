@@ -1,6 +1,6 @@
 """Zoo: each model type of transformers that ships a parallel plan, as a workload.
 
-``gradparity.conformance.survey.zoo:types.qwen3`` is a workload (docs/workload.md): a
+``gradparity.benchmarks.survey.zoo:types.qwen3`` is a workload (docs/workload.md): a
 tiny model of random weights, made from its own configuration class, saved to a
 temporary folder and loaded from there under its own plan, as users do. Nothing is
 downloaded. Its meshes are those of all plans: what does not depend on the plan, such as
@@ -38,9 +38,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from .catalogue import PLANS, ModelType, Plan, model_types
-from .records import Rule, wildcards
-from .tiny import FIRST_TOKEN, HIDDEN, VOCAB, shrink, with_odd_heads
+from gradparity.benchmarks.survey.catalogue import PLANS, ModelType, Plan, model_types
+from gradparity.benchmarks.survey.records import Rule, wildcards
+from gradparity.benchmarks.survey.tiny import (
+    FIRST_TOKEN,
+    HIDDEN,
+    VOCAB,
+    shrink,
+    with_odd_heads,
+)
 
 __all__ = ["WRITTEN_INPUTS", "Net", "Stack", "odd", "types"]
 

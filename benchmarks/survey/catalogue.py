@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..status import UsageError
+from gradparity.conformance.status import UsageError
 
 __all__ = ["PLANS", "ModelType", "Plan", "chosen_types", "model_types"]
 

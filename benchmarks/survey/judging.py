@@ -11,16 +11,8 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from ...multiprocess import Cluster, RankState, WorldError
-from ...multiprocess.cluster import BaseCluster
-from ..rank.devices import Devices
-from ..rank.scaler_spec import NO_SCALER
-from ..run.launcher import Place, Pool
-from ..run.runner import Case, Runner
-from ..space.scenario import Scenario
-from ..status import plain
-from .catalogue import PLANS, ModelType, model_types
-from .records import (
+from gradparity.benchmarks.survey.catalogue import PLANS, ModelType, model_types
+from gradparity.benchmarks.survey.records import (
     LOADED,
     ODD_HEADS,
     WEIGHTS,
@@ -29,19 +21,27 @@ from .records import (
     Run,
     wildcards,
 )
-from .zoo import (
+from gradparity.benchmarks.survey.zoo import (
     Stack,
     misloaded,
     replaced_rules,
     rule_of,
     rule_of_loader,
 )
+from gradparity.conformance.rank.devices import Devices
+from gradparity.conformance.rank.scaler_spec import NO_SCALER
+from gradparity.conformance.run.launcher import Place, Pool
+from gradparity.conformance.run.runner import Case, Runner
+from gradparity.conformance.space.scenario import Scenario
+from gradparity.conformance.status import plain
+from gradparity.multiprocess import Cluster, RankState, WorldError
+from gradparity.multiprocess.cluster import BaseCluster
 
 __all__ = ["judge_model", "ranks"]
 
 STEPS = 2
 """The second one shows what an update or a leftover of the first did wrong."""
-ZOO = "gradparity.conformance.survey.zoo"
+ZOO = "gradparity.benchmarks.survey.zoo"
 _RUNS = {
     "tp": ("plain", "accumulate", "accumulate-uneven", "clip-norm"),
     "ep": ("plain", "accumulate", "clip-norm"),

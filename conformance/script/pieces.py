@@ -1,0 +1,175 @@
+"""What only some standalone scripts need: functions that a run or a workload names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from ...fixtures import mapped
+from ...fixtures.datasets import corpus
+from ..rank.local_parts import full_name
+from .template import Training
+
+__all__ = [
+    "BATCHES",
+    "BuiltIn",
+    "halves",
+    "micro_batches",
+    "pipeline",
+    "placed",
+    "three_unequal",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """A built-in model as a workload."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int], tuple[Tensor, Tensor]]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    layout: Callable[..., nn.Module]
+
+    def parallelize(
+        self, model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    ) -> nn.Module:
+        """The model laid out."""
+        return self.layout(model, mesh, policy)
+
+
+def digits_batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random pixels and labels."""
+    source = torch.Generator().manual_seed(1000 * seed + step)
+    pixels = torch.randn(32, 64, generator=source)
+    return pixels, torch.randint(10, (32,), generator=source)
+
+
+def text_batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Eight pieces of the text, and the byte that follows each byte."""
+    text = torch.from_numpy(corpus().copy())
+    starts = np.random.default_rng([seed, step]).integers(0, len(text) - 33, 8)
+    rows = torch.stack([text[start : start + 33] for start in starts])
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+BATCHES = {"digits": digits_batch, "text": text_batch}
+"""Data set -> its batches; the digits, which a script has not, are random ones."""
+
+
+def halves(batch: Any) -> list[Any]:
+    """Two micro-batches of equal size."""
+    return [mapped(batch, partial(_half, number=n)) for n in range(2)]
+
+
+def _half(rows: Tensor, number: int) -> Tensor:
+    return rows.chunk(2)[number]
+
+
+def three_unequal(batch: Any) -> list[Any]:
+    """Three micro-batches of unequal sizes."""
+    return [mapped(batch, partial(_third, number=n)) for n in range(3)]
+
+
+def _third(rows: Tensor, number: int) -> Tensor:
+    first, last = (len(rows) + 1) // 2, max(1, len(rows) // 6)
+    found: Tensor = rows.split([first, len(rows) - first - last, last])[number]
+    return found
+
+
+def elements(pair: Any) -> float:
+    """Of the targets, or else of the inputs: what a mean over a part counts."""
+    found: list[int] = []
+    for tree in pair[::-1]:
+        if not found:
+            mapped(tree, lambda t: found.append(t.numel()))
+    return float(sum(found))
+
+
+def micro_batches(
+    training: Training,
+    step: int,
+    start: Callable[..., Any],
+    *,
+    unsynced: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
+    counted: bool = False,
+) -> None:
+    """A backward from each start(loss, index, how many there are).
+
+    Args:
+        training: on this rank.
+        step: its number.
+        start: scales a loss.
+        unsynced: context of all but the last.
+        counted: whether the loss is (sum, count).
+    """
+    run, work, module = training.run, training.work, training.module
+    parts = training.micro_batches(step)
+    counts = [elements(part) for part in parts]
+    total = elements(work.batch(step, run.seed))
+    if counted:
+        with torch.no_grad():
+            counts = [float(work.loss(module(x), y)[1]) for x, y in parts]
+        of_all = torch.tensor(sum(counts), dtype=torch.float64)
+        for axis in run.data_axes if training.mesh else ():
+            dist.all_reduce(of_all, group=training.mesh.get_group(axis))
+        total = float(of_all)
+    for index, ((x, y), count) in enumerate(zip(parts, counts, strict=True)):
+        with nullcontext() if index == len(parts) - 1 else unsynced(module):
+            with training.autocast():
+                loss = work.loss(module(x), y)
+            # gradients are averaged over the ranks that see different rows
+            weight = run.loss_factor * training.shares / total
+            loss = loss[0] * weight if counted else loss * (weight * count)
+            start(loss, index, len(parts)).backward()
+
+
+def pipeline(training: Training, step: int, start: Callable[..., Any]) -> None:
+    """GPipe with two micro-batches, before which one call infers the shapes."""
+    if not training.mesh:
+        micro_batches(training, step, start)
+        return
+    run, pp, calls = training.run, training.mesh["pp"], [-1]
+
+    def loss(output: Tensor, y: Tensor) -> Any:
+        value = training.work.loss(output, y) * run.loss_factor
+        calls.append(calls[-1] + 1)
+        return start(value, calls[-2], 2)
+
+    rank, cpu, group = pp.get_local_rank(), torch.device("cpu"), pp.get_group()
+    stage = PipelineStage(training.module, rank, pp.size(), cpu, group=group)
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss)
+    ((x, y),) = training.micro_batches(step)
+    with training.autocast():
+        schedule.step(*([x] if rank == 0 else []), target=y)
+
+
+def placed(
+    values: Mapping[str, Any], shapes: Mapping[str, torch.Size]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What ``weights`` or ``gradients`` gives, with the places of its elements."""
+    found = {}
+    for key, value in values.items():
+        name = full_name(key, shapes)
+        numbers = torch.arange(shapes[name].numel())
+        if isinstance(value, tuple | list):
+            value, at = value
+            at = (at,) if isinstance(at, slice) else tuple(at)
+            # one slice may be of the flat tensor
+            if len(at) > 1 or numbers[at].numel() != value.numel():
+                numbers = numbers.view(shapes[name])
+            numbers = numbers[at].flatten()
+        if value is not None:
+            found[name] = value, numbers
+    return found

@@ -1,0 +1,160 @@
+"""What a standalone script adds to the template where a scaler is judged."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...fixtures import LOSS, PLACES, Fault, local
+from .template import Training, gathered
+
+__all__ = ["Scaled"]
+
+State = tuple[float, int | None]  # scale, and good steps since its last growth
+
+
+class Scaled:
+    """The calls of a scaler around the passes of a step, and what they must do."""
+
+    skips = False  # whether the last step was one to skip
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        settings: dict[str, Any],
+        *,
+        unscale: bool = False,  # call it before the step
+        clip_norm: float | None = None,
+        primed: bool = False,  # scale() is called once before the first step
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        self.make, self.settings, self.primed = make, settings, primed
+        self.unscale, self.clip_norm, self.faults = unscale, clip_norm, faults
+        self.left: list[State] = []
+        self.good = 0  # good steps since the last growth
+
+    def begin(self, training: Training) -> None:
+        """Construct the scaler, and find who holds which elements."""
+        self.scaler = self.make(device="cpu", **self.settings)
+        if self.primed:
+            self.scaler.scale(torch.zeros(()))
+        numbers = training.named(training.build(numbered=True))
+        self.held = {n: bits([p]) for n, p in numbers.items() if local(p).numel()}
+        self.holdings = gathered(self.held | {LOSS: training.share})
+
+    def state(self) -> State:
+        """Scale and growth tracker."""
+        tracker = self.scaler.state_dict().get("_growth_tracker")
+        return float(self.scaler.get_scale()), tracker
+
+    def step(self, training: Training, number: int) -> dict[str, Any]:
+        """One step on this rank; what it did."""
+        if not number:
+            self.begin(training)
+        optimizer, params = training.optimizer, training.params
+        start = self.state()
+        due = [*self.due(dist.get_rank(), number)]
+
+        def scale(loss: Tensor, index: int, count: int) -> Any:
+            for fault, name in due:
+                if name == LOSS and PLACES[fault.place](count) == index:
+                    loss = loss * float(fault.kind)
+            return self.scaler.scale(loss)
+
+        optimizer.zero_grad()
+        training.run.passes(training, number, scale)
+        grads = {n: local(p.grad) for n, p in params.items() if p.grad is not None}
+        for fault, name in due:
+            if name in grads:
+                at = torch.tensor(PLACES[fault.place](grads[name].numel()))
+                grads[name][torch.unravel_index(at, grads[name].shape)] = float(
+                    fault.kind
+                )
+        bad = [name for name, g in grads.items() if not g.isfinite().all()]
+        before = self.effects(training)
+        if self.unscale:
+            self.scaler.unscale_(optimizer)
+        if self.clip_norm:
+            parts = {
+                (n, self.held[n]): float(g.double().norm()) for n, g in grads.items()
+            }
+            once = {key: norm for rank in gathered(parts) for key, norm in rank.items()}
+            norm = float(torch.tensor([*once.values()]).norm())
+            for gradient in grads.values():
+                gradient.mul_(min(1.0, self.clip_norm / (norm + 1e-6)))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        moved = self.effects(training) != before if self.held else None
+        return {"start": start, "bad": bad, "moved": moved, "after": self.state()}
+
+    def effects(self, training: Training) -> int:
+        """Checksum of this rank's weights and of the optimizer's state."""
+        states = [s for p in training.optimizer.state.values() for s in p.values()]
+        kept = [s for s in states if torch.is_tensor(s) and local(s).count_nonzero()]
+        return bits([*training.params.values(), *kept])
+
+    def due(self, me: int, step: int) -> Iterator[tuple[Fault, str]]:
+        """Planted faults of this rank; replicas of a tensor overflow together."""
+        for fault in self.faults:
+            ranks = range(len(self.holdings)) if fault.rank is None else [fault.rank]
+            for held in [
+                self.holdings[rank] for rank in ranks if fault.step in (None, step)
+            ]:
+                names = [name for name in held if name != LOSS]
+                name = fault.parameter
+                if name in PLACES and names:
+                    name = names[PLACES[name](len(names))]
+                same = name in held and held[name] == self.holdings[me].get(name)
+                if same and (held is self.holdings[me] or not fault.alone):
+                    yield fault, name
+
+    def violations(self, step: int, ranks: list[dict[str, Any]]) -> list[str]:
+        """What the ranks did otherwise than documented."""
+        bad = {rank: row["bad"][0] for rank, row in enumerate(ranks) if row["bad"]}
+        begin, end = f"step {step}: ", f"; not finite: {bad or 'nothing'}"
+        self.skips, found = bool(bad), []
+        after = dict(enumerate(row["after"] for row in ranks))
+        if len({*after.values()}) > 1:
+            found.append(f"ranks disagree on (scale, growth tracker): {after}")
+        moved = {
+            r: row["moved"] for r, row in enumerate(ranks) if row["moved"] is not None
+        }
+        if any(moved.values()) if bad else not all(moved.values()):
+            found.append(f"each rank stepped or not: {moved}")
+        scale, good = self.ruled(ranks[0]["start"][0], bool(bad))
+        for rank, row in enumerate(ranks):
+            if self.left and row["start"] != self.left[rank]:
+                text = f"starts with {row['start']}, {self.left[rank]} was left"
+                found.append(f"rank {rank}: {text}")
+            if not 0 < row["after"][0] < float("inf"):
+                found.append(f"rank {rank}: scale {row['after'][0]}")
+            # below the smallest normal number there may be a floor
+            elif scale >= 2.0**-126 and row["after"] not in (
+                (scale, good),
+                (scale, None),
+            ):
+                text = f"scale, growth tracker {row['after']}"
+                found.append(f"rank {rank}: {text}, the rule says {(scale, good)}")
+        self.left = [row["after"] for row in ranks]
+        return [begin + text + end for text in found]
+
+    def ruled(self, scale: float, bad: bool) -> tuple[float, int]:
+        """What an update makes of the state, as documented."""
+        settings = self.settings
+        self.good = 0 if bad else (self.good + 1) % settings["growth_interval"]
+        if bad:
+            return scale * settings["backoff_factor"], 0
+        grown = scale * (1.0 if self.good else settings["growth_factor"])
+        # fp32 does not hold 2**128: torch then leaves the scale as it is
+        return grown if grown < 2.0**128 else scale, self.good
+
+
+def bits(tensors: Sequence[Tensor]) -> int:
+    """Checksum of the elements on this rank."""
+    parts = (local(t).detach().contiguous().view(-1).view(torch.uint8) for t in tensors)
+    return zlib.crc32(b"".join(part.numpy().tobytes() for part in parts))

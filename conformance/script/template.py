@@ -1,0 +1,248 @@
+"""The fixed text of a standalone script: training on ranks beside one process in fp64.
+
+``standalone.py`` adds a workload, a :class:`Run` with the functions that it names, a
+:class:`Scaled` where a scaler is judged, and a call of :func:`main`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...fixtures import mapped
+from ..rank.local_parts import full_name
+
+LIMIT = timedelta(seconds=120)  # for which ranks wait for each other
+Key = tuple[str, str]  # ("gradient", name of the parameter)
+Values = dict[Key, tuple[Tensor, Any]]  # elements and their places in the tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained, and how."""
+
+    mesh: dict[str, int]
+    data_axes: tuple[str, ...]  # ranks along them see different rows
+    steps: int
+    passes: Callable[..., None]  # forward and backward of a step
+    seed: int = 0
+    policy: tuple[Any, ...] = ()  # further arguments of parallelize
+    loss_factor: float = 1.0
+    autocast: torch.dtype | None = None  # of the forward pass
+    limit: float = 1e-4  # of relative errors: far above the rounding of correct runs
+    parts: Callable[[Any], list[Any]] = lambda batch: [batch]  # its micro-batches
+    placed: Callable[..., Any] | None = None  # reads weights() and gradients()
+    clip_norm: float = math.inf
+    order: Callable[[Any], Any] = list  # of an optimizer's parameters
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements that the ranks of its mesh hold, partial sums added up."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().double().flatten().clone()
+
+
+class Training:
+    """A workload laid out over a mesh; without one on one process, in fp64."""
+
+    def __init__(self, run: Run, work: Any, mesh: Any) -> None:
+        self.run, self.work, self.mesh = run, work, mesh
+        self.share, self.shares = 0, 1  # which rows this rank sees, of how many parts
+        for axis in run.data_axes if mesh else ():
+            self.share = self.share * run.mesh[axis] + mesh.get_local_rank(axis)
+            self.shares *= run.mesh[axis]
+        self.module = self.build()
+        if mesh and run.placed:
+            found = run.placed(work.weights(self.module), self.shapes)
+        else:  # a twin's elements are their own numbers
+            twin = self.named(self.build(numbered=True))
+            found = {
+                n: (p, flat(twin[n]).long()) for n, p in self.named(self.module).items()
+            }
+        self.params = {name: tensor for name, (tensor, _) in found.items()}
+        self.places = {name: places for name, (_, places) in found.items()}
+        pairs = [(n, p) for n, p in self.params.items() if p.requires_grad]
+        self.own = hasattr(work, "train_step")
+        if not (mesh and self.own):
+            self.optimizer = work.optimizer(run.order(pairs))
+
+    def build(self, numbered: bool = False) -> Any:
+        """The model, laid out; if numbered, elements are their own numbers."""
+        torch.manual_seed(self.run.seed)
+        model = self.work.model() if self.mesh else self.work.model().double()
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        for p in model.parameters() if numbered else ():
+            p.data.copy_(torch.arange(float(p.numel())).view_as(p))
+        if not self.mesh:
+            return model
+        return self.work.parallelize(model, self.mesh, *self.run.policy)
+
+    def named(self, module: Any) -> dict[str, Any]:
+        """Its parameters by their names in the model, which wrappers have changed."""
+        found: Any = getattr(module, "named_parameters", dict)()
+        return {full_name(n, self.shapes): p for n, p in dict(found).items()}
+
+    def micro_batches(self, step: int) -> list[Any]:
+        """Those of this rank, each (inputs, targets)."""
+        batch = self.work.batch(step, self.run.seed)
+        if not self.mesh:
+            batch = mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
+        elif hasattr(self.work, "shard"):
+            batch = self.work.shard(batch, self.mesh)
+        else:
+            batch = mapped(batch, lambda t: t.chunk(self.shares)[self.share])
+        if hasattr(self.work, "micro_batches"):
+            return [*self.work.micro_batches(batch)]
+        return self.run.parts(batch) if self.mesh else [batch]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around each forward pass."""
+        dtype = self.run.autocast if self.mesh else None
+        return torch.autocast("cpu", dtype) if dtype else nullcontext()
+
+    def step(self, number: int) -> Any:
+        """One step without a scaler; the norm of the gradients before clipping."""
+        if self.mesh and self.own:
+            step = self.work.train_step
+            found = step(self.module, self.micro_batches(number), None)
+            return found[1] if isinstance(found, tuple) else None
+        self.optimizer.zero_grad()
+        self.run.passes(self, number, lambda loss, *_: loss)
+        bound = getattr(self.work, "clip_norm", None) or self.run.clip_norm
+        norm = None if self.mesh else clip_grad_norm_(self.params.values(), bound)
+        self.optimizer.step()
+        return norm
+
+    def placed(self, kind: str, tensors: dict[str, Tensor]) -> Values:
+        """Weights or gradients with the places of their elements."""
+        given = getattr(self.work, f"{kind}s", None)  # the workload's own method
+        if self.mesh and self.run.placed and given:
+            found = self.run.placed(given(self.module), self.shapes)
+        else:
+            found = {name: (t, self.places[name]) for name, t in tensors.items()}
+        return {(kind, name): (flat(t), at) for name, (t, at) in found.items()}
+
+    def reference(self, number: int, weights: list[Values]) -> dict[Key, Tensor]:
+        """On one process: what a step from the ranks' weights makes."""
+        for held in weights:
+            for (_, name), (values, at) in held.items():
+                self.params[name].data.view(-1)[at] = values
+        norm = self.step(number)
+        grads = {n: p.grad for n, p in self.params.items() if p.grad is not None}
+        found = self.placed("gradient", grads)
+        found["norm", "all gradients"] = flat(norm), slice(None)
+        # other optimizers divide by what may be only rounding; a train_step may have
+        # a schedule
+        if type(self.optimizer) is torch.optim.SGD and not self.own:
+            found |= self.placed("weight", self.params)
+        return {key: values for key, (values, _) in found.items()}
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each rank has."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def departures(run: Run, rows: list[Values], exact: dict[Key, Tensor]) -> Iterator[str]:
+    """What ranks have otherwise than one process, a line each."""
+    for key, true in exact.items():
+        size = float(true.norm()) or 1.0
+        # one that is small beside the others may be only rounding
+        least = max(float(t.norm()) for k, t in exact.items() if k[0] == key[0]) / 10
+        for rank, row in enumerate(rows):
+            values, places = row.get(key, (true, slice(None)))
+            error = float((values - true[places]).norm())
+            if not error <= run.limit * max(size, least):
+                text = f"rank {rank}: {' of '.join(key)}: relative error"
+                yield f"{text} {error / size:.2g}; reference: one process in fp64"
+
+
+def train(run: Run, work: Any, scaled: Any) -> list[str]:
+    """What departs in the first step in which anything does."""
+    axes, sizes = zip(*run.mesh.items(), strict=True)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    training, alone, compared = Training(run, work, mesh), Training(run, work, None), 0
+    handed: dict[str, Tensor] = {}
+
+    def look(optimizer: Any, *_: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # fused ones divide by it
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in training.params.items():
+            if id(p) in used and p.grad is not None:
+                handed[name] = p.grad.detach() / (1.0 if scale is None else scale)
+
+    register_optimizer_step_pre_hook(look)
+    for step in range(run.steps):
+        handed.clear()
+        before = training.placed("weight", training.params)
+        facts = scaled.step(training, step) if scaled else training.step(step)
+        total = torch.ones(())
+        dist.all_reduce(total)  # a stray collective of the step would pair with it
+        if total != mesh.size():
+            return [f"step {step}: a later all-reduce of ones gave {total:g}"]
+        if wrong := scaled.violations(step, gathered(facts)) if scaled else []:
+            return wrong
+        if scaled and scaled.skips:
+            compared += 1  # by its rule
+            continue
+        found = training.placed("gradient", handed)
+        compared += len(found)
+        if not scaled and facts is not None:
+            norm = torch.as_tensor(facts, dtype=torch.float64)
+            found["norm", "all gradients"] = flat(norm), slice(None)
+        rows = gathered(found | training.placed("weight", training.params))
+        weights = gathered(before)
+        if wrong := [*departures(run, rows, alone.reference(step, weights))]:
+            return [f"step {step}: {text}" for text in wrong]
+    return [] if compared else ["nothing was compared: no optimizer got a gradient"]
+
+
+def on_rank(rank: int, run: Run, work: Any, scaled: Any, folder: str) -> None:
+    """One rank: exit code 1 where anything departs or raises."""
+    warnings.simplefilter("ignore")  # fully_shard warns of views
+    store, world = f"file://{folder}/store", math.prod(run.mesh.values())
+    dist.init_process_group("gloo", store, LIMIT, rank=rank, world_size=world)
+    try:
+        found = train(run, work, scaled())
+        dist.barrier()
+    except Exception as error:
+        print(f"rank {rank} raised {type(error).__name__}: {error}", flush=True)
+        sys.exit(1)
+    if rank == 0:
+        print("\n".join(found) or "no violation", flush=True)
+    dist.destroy_process_group()
+    sys.exit(bool(found))
+
+
+def main(run: Run, work: Any, scaled: Any = lambda: None) -> int:
+    """Exit code 1 where anything departs, raises or hangs, 0 where nothing does."""
+    world = math.prod(run.mesh.values())
+    with tempfile.TemporaryDirectory() as folder:
+        logging.disable(logging.WARNING)
+        given = run, work, scaled, folder
+        try:
+            mp.start_processes(on_rank, given, world, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
+        except mp.ProcessExitedException as end:  # type: ignore[attr-defined]
+            if end.exit_code != 1:
+                print(end)
+            return 1
+    return 0

@@ -1,1 +1,0 @@
-"""Surveys: what other people's packages train, judged model by model."""
