@@ -82,7 +82,7 @@ class SumsInFp16(Right):
         return made
 
 
-def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch has it
+def halved(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return default_hooks.fp16_compress_hook(group, bucket).then(
         lambda done: done.value() / 2
     )
