@@ -23,7 +23,7 @@ from ..space.workload_checks import clip_norm_of, counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
 from .doubts import Doubt, doubts_of
 from .reference import Idle, Reference, Schedule, check_equal_start
-from .settings import StackSchedule, stack_schedule
+from .settings import StackSchedule, against_planned, stack_schedule
 
 __all__ = [
     "SAFETY_FACTOR",
@@ -246,6 +246,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     _check_counts(scenario, phases, parity_bounds.truth)
     steps = [*_steps(phases)]
     moved_by_stack = stack_schedule(steps)
+    if planned := parity_bounds.truth.settings:
+        moved_by_stack = against_planned(moved_by_stack, steps, planned)
     parity = Parity(
         per_step=[0.0] * scenario.steps,
         reference_loss=list(parity_bounds.truth.losses),

@@ -22,9 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...fixtures import PRECISIONS, Batch, Precision, resolve_workload
+from ...fixtures import (
+    PRECISIONS,
+    Batch,
+    Precision,
+    ResolvedWorkload,
+    resolve_workload,
+)
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import digest_of_weights, initial_model
+from ..rank.observe import scheduled
 from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
@@ -36,7 +43,7 @@ from ..space.workload_checks import (
     clip_norm_of,
     new_tensors_in_fp64,
 )
-from .settings import Settings
+from .settings import INITIAL_RATE, Settings
 
 __all__ = [
     "Idle",
@@ -108,6 +115,8 @@ class Reference:
     """Per step: the choices of learned routers, by kind of call."""
     errors: tuple[dict[str, float], ...] = ()
     """Per step: the largest error of the routers' scores."""
+    settings: tuple[Settings, ...] = ()
+    """Per step: what the workload's ``scheduler`` has set; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +277,7 @@ def _train(
         counts=tuple(run.counts),
         choices=tuple(run.choices),
         errors=tuple(run.errors),
+        settings=tuple(run.settings),
     )
 
 
@@ -304,6 +314,7 @@ class ReferenceRun:
             for name, parameter in self.parameters.items()
             if parameter.requires_grad  # an optimizer may leave frozen ones out
         }
+        self.planned = _Planned.of(self.workload, key.optimizer, self.parameters)
         self.start = self._flat(self.parameters)
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
@@ -319,6 +330,7 @@ class ReferenceRun:
         """Per step: the choices that routers must make; empty: their own."""
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
+        self.settings: list[Settings] = []
 
     @_uncompiled()
     def step(
@@ -357,6 +369,9 @@ class ReferenceRun:
         )
         # after recording: the gradients of this step are compared unflipped
         self._flip_signs(named, step)
+        if self.planned is not None:
+            settings = self.planned.settings()
+            self.settings.append(settings)
         for name, key, setting in settings:
             # a parameter that the recipe froze has no optimizer
             optimizer = self.optimizers.get(name)
@@ -372,6 +387,8 @@ class ReferenceRun:
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
                     group["lr"] *= LR_DECAY
+        if self.planned is not None and not skipped.issuperset(self.optimizers):
+            self.planned.advance()
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
 
@@ -563,6 +580,52 @@ def _in_the_form_of(held: Any, value: Setting) -> Any:
     """A value for a param group that holds a number or a tensor."""
     # a new tensor: the workload may give all its optimizers one and the same
     return torch.full_like(held, value) if isinstance(held, Tensor) else value  # type: ignore[arg-type]  # no tensor of betas
+
+
+class _Planned:
+    """The settings that the workload's own ``scheduler`` gives, step by step.
+
+    Its optimizer has all parameters, as the stack's has: groups keep their order. They
+    are copies without gradients, so its step changes nothing.
+    """
+
+    def __init__(
+        self, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
+    ) -> None:
+        copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
+        self.names = {parameter: name for name, parameter in copies.items()}
+        self.workload = workload
+        self.optimizer = workload.optimizers[optimizer]([*copies.items()])
+        assert workload.scheduler is not None
+        self.scheduler = workload.scheduler(self.optimizer)
+        if not callable(getattr(self.scheduler, "step", None)):
+            text = f"returned {self.scheduler!r}, expected torch's scheduler"
+            raise workload.refuse("scheduler", text)
+
+    @classmethod
+    def of(
+        cls, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
+    ) -> _Planned | None:
+        """None if the workload has no ``scheduler``."""
+        trained = {n: p for n, p in named.items() if p.requires_grad}
+        return workload.scheduler and cls(workload, optimizer, trained)
+
+    def settings(self) -> Settings:
+        """What the next step is taken with."""
+        return tuple(
+            (self.names[parameter], key, value)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            for key, value in scheduled(group).items()
+            if key != INITIAL_RATE
+        )
+
+    def advance(self) -> None:
+        """A step was taken."""
+        with self.workload.calling("optimizer"):
+            self.optimizer.step()  # torch's schedulers warn where it was not called
+        with self.workload.calling("scheduler"):
+            self.scheduler.step()
 
 
 class _Calls(nn.Module):

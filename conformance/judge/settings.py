@@ -1,9 +1,11 @@
 """Settings of optimizers that a stack's own schedules move.
 
 A ``train_step`` may move the learning rate, and with it betas, momentum or weight
-decay. Only the stack knows what they should be, so the reference takes the values that
-the ranks step with: they are believed, and all that is made of them is judged. A value
-that never moves is not taken: it must be that of the workload's ``optimizer``.
+decay. With the workload's ``scheduler`` the reference takes what that sets, and the
+stack's values are judged like all else. Without one only the stack knows what they
+should be, so the reference takes the values that the ranks step with: they are
+believed, and all that is made of them is judged. A value that never moves is not taken:
+it must be that of the workload's ``optimizer``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ import numpy as np
 
 from ..rank.trace import RankTrace, Setting, StepTrace
 
-__all__ = ["Settings", "StackSchedule", "other_setting", "stack_schedule"]
+__all__ = [
+    "INITIAL_RATE",
+    "Settings",
+    "StackSchedule",
+    "against_planned",
+    "other_setting",
+    "stack_schedule",
+]
 
 Settings = tuple[tuple[str, str, Setting], ...]
 """Of one step: (parameter, key of its param group, value)."""
@@ -24,7 +33,7 @@ _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
 _ROUNDING = 1e-6
 """Relative: a schedule may be computed step by step or at once, and be kept in fp32."""
-_INITIAL = "initial_lr"
+INITIAL_RATE = "initial_lr"
 """What torch's schedulers call the rate from which they began."""
 
 
@@ -67,9 +76,9 @@ def stack_schedule(
     words: dict[str, str] = {}
     for (name, key), values in known.items():
         led = {step: at[min(at)] for step, at in values.items()}
-        began = [*known.get((name, _INITIAL), {}).values()] if key == "lr" else []
+        began = [*known.get((name, INITIAL_RATE), {}).values()] if key == "lr" else []
         before = [at[min(at)] for at in began[:1]]
-        if key == _INITIAL or len({*before, *led.values()}) == 1:
+        if key == INITIAL_RATE or len({*before, *led.values()}) == 1:
             continue
         words.setdefault(key, f"{key} ({name}: {_told(led, before)})")
         for step, value in led.items():
@@ -81,6 +90,35 @@ def stack_schedule(
         differs=min(_differences(known), key=lambda found: found[0], default=None),
         unclear=unclear,
     )
+
+
+def against_planned(
+    schedule: StackSchedule,
+    steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
+    planned: Sequence[Settings],
+) -> StackSchedule:
+    """What the ranks have moved, if the reference takes ``planned`` settings.
+
+    It then follows nothing, and says where ranks step with other values.
+    """
+    for step, (seen, settings) in enumerate(zip(steps, planned, strict=False)):
+        for name, key, want in settings:
+            for trace, at in seen:
+                value = at.settings.get(name, {}).get(key, want)
+                if not _equal(value, want):
+                    text = (
+                        f"{key} of {name} is {_plain(value)} on rank {trace.rank} at "
+                        f"step {step}, and {_plain(want)} by the workload's scheduler"
+                    )
+                    return StackSchedule(differs=(step, text))
+    return StackSchedule(differs=schedule.differs)
+
+
+def _equal(value: Setting, want: Setting) -> bool:
+    # other classes have betas in other numbers
+    if np.shape(value) != np.shape(want):
+        return False
+    return np.allclose(value, want, rtol=_ROUNDING, atol=0.0, equal_nan=True)
 
 
 def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
@@ -95,7 +133,7 @@ def other_setting(at: StepTrace, whole: StepTrace) -> tuple[int, str]:
         if (name, key) not in there:
             continue
         want = there[name, key]
-        if not np.allclose(value, want, rtol=_ROUNDING, atol=0.0, equal_nan=True):
+        if not _equal(value, want):
             return compared, f"{key} of {name} is {_plain(value)}, and {_plain(want)}"
         compared += 1
     return compared, ""
@@ -109,7 +147,7 @@ def _stepped_with(at: StepTrace) -> dict[tuple[str, str], Setting]:
         (name, key): value
         for name, held in [*at.settings.items(), *groups.items()]
         for key, value in held.items()
-        if key != _INITIAL
+        if key != INITIAL_RATE
     }
 
 
@@ -144,7 +182,7 @@ def _of_copies(
             continue
         for rank in {rank for at in held.values() for rank in at}:
             own = {step: at[rank] for step, at in held.items() if rank in at}
-            if key != _INITIAL and len({*map(tuple, own.values())}) > 1:
+            if key != INITIAL_RATE and len({*map(tuple, own.values())}) > 1:
                 first = {step: values[0] for step, values in own.items()}
                 unclear = unclear or f"{key} ({_told(first, ())})"
     return shared, unclear
@@ -154,7 +192,7 @@ def _differences(
     known: Mapping[tuple[str, str], _Values],
 ) -> Iterator[tuple[int, str]]:
     for (name, key), values in known.items():
-        for step, at in values.items() if key != _INITIAL else ():
+        for step, at in values.items() if key != INITIAL_RATE else ():
             first = min(at)
             other = next((rank for rank in sorted(at) if at[rank] != at[first]), None)
             if other is not None:

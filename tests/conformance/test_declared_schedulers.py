@@ -1,0 +1,244 @@
+"""``scheduler(optimizer)``: the reference steps it, so a stack's rates are judged."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import lr_scheduler
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.fixtures import WorkloadError, resolve_workload
+from gradparity.tests.conformance.test_stack_schedules import (
+    PLAIN,
+    BeganElsewhere,
+    BeginsAgain,
+    Cosine,
+    CyclesBetas,
+    CyclesMomentum,
+    MovesInEachPass,
+    OfCopiesInTwoGroups,
+    OnTwoAxes,
+    Piped,
+    TwoRates,
+    WarmsUp,
+    update,
+    warm_up,
+)
+from gradparity.tests.conformance.test_workload_steps import (
+    Engine,
+    MicroBatches,
+    Pipeline,
+    Trains,
+    TrainsOnTwoAxes,
+    failed,
+)
+from gradparity.tests.stacks import Named
+
+MODULE = "gradparity.tests.conformance.test_declared_schedulers"
+
+
+class Declares:
+    """The schedule that the stack keeps is the one that is asked for."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.schedule(optimizer)  # type: ignore[attr-defined]  # of a stack
+
+
+# - Right stacks
+
+
+class DeclaredWarmUp(Declares, WarmsUp):
+    pass
+
+
+class DeclaredCosine(Declares, Cosine):
+    pass
+
+
+class DeclaredPipeline(Declares, Piped):
+    pass
+
+
+class DeclaredOnTwoAxes(Declares, OnTwoAxes):
+    pass
+
+
+class DeclaredMomentum(Declares, CyclesMomentum):
+    pass
+
+
+class DeclaredBetas(Declares, CyclesBetas):
+    pass
+
+
+class DeclaredFromTheStart(Declares, BeganElsewhere):
+    pass
+
+
+class DeclaredTwoRates(Declares, TwoRates):
+    """Each group has its own schedule, which needs the optimizer of all parameters."""
+
+    def move(self, stack: Engine) -> None:
+        stack.kept["scheduler"].step()
+
+
+class DeclaredOfCopies(Declares, OfCopiesInTwoGroups):
+    """Which parameter has which rate follows from the workload's own optimizer."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        mine = [p for _, p in parameters]
+        made = [{"params": mine[n::2]} for n in range(2) if mine[n::2]]
+        return torch.optim.AdamW(made, lr=1e-2)
+
+
+# - Faults of the schedule itself, which are believed where nothing is declared
+
+
+class DeclaredInEachPass(Declares, MovesInEachPass):
+    """It moves once a micro-batch."""
+
+
+class WarmsUpTwiceAsLong(WarmsUp):
+    """Each rank counts the steps of one half of the run."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: warm_up(2 * step))
+
+
+class MovesOnSkips(Declares, Cosine):
+    """It moves, whether the step was taken or not."""
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        found = Trains.train_step(self, stack, micro_batches, scaler)  # type: ignore[arg-type]  # one of its bases
+        self.move(stack)
+        return found
+
+
+class DeclaredBeginsAgain(Declares, BeginsAgain):
+    """A checkpoint loses it."""
+
+
+class ForgetsIt(Trains):
+    """The stack has no schedule at all."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.LambdaLR(optimizer, warm_up)
+
+
+def case(runner: Runner, stack: type, scaler: str = "none", **more: str) -> Case:
+    place = "pp2/2" if issubclass(stack, Pipeline) else "dp2/2"
+    place = "dp2-tp2/4" if issubclass(stack, TrainsOnTwoAxes) else place
+    faults, precision = more.get("faults", "none"), more.get("precision", "fp32")
+    recipe = more.get("recipe", "plain")
+    settings = f"recipe={recipe},steps=5,model={MODULE}:{stack.__name__},scale=1024"
+    text = f"{place}/{precision}/own/{faults}/{settings}"
+    return runner.run(scaler, Scenario.parse(text))
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        DeclaredWarmUp,
+        DeclaredCosine,
+        DeclaredPipeline,
+        DeclaredOnTwoAxes,
+        DeclaredMomentum,
+        DeclaredBetas,
+        DeclaredFromTheStart,
+        DeclaredTwoRates,
+        DeclaredOfCopies,
+    ],
+)
+def test_a_stack_that_keeps_its_schedule_passes(runner: Runner, stack: type) -> None:
+    found = case(runner, stack)
+    assert found.status == "pass", (found.problem, failed(found), update(found))
+    assert "the reference follows" not in update(found)
+
+
+@pytest.mark.parametrize("stack", [DeclaredWarmUp, DeclaredMomentum])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"faults": "inf@r1s2:0.bias"},
+        {"recipe": "resume"},
+        {"faults": "nan@r0s1:loss", "precision": "bf16-autocast"},
+    ],
+)
+def test_it_waits_for_skips_and_goes_on_after_a_load(
+    runner: Runner, stack: type, more: dict[str, str]
+) -> None:
+    found = case(runner, stack, PLAIN, **more)
+    assert found.status == "pass", (found.problem, failed(found), update(found))
+
+
+@pytest.mark.parametrize(
+    ("stack", "more", "words"),
+    [
+        (
+            DeclaredInEachPass,
+            {"recipe": "accumulate"},
+            "lr of 0.weight is 0.00333333 on rank 0 at step 0, and 0 by the",
+        ),
+        (
+            WarmsUpTwiceAsLong,
+            {},
+            "is 0.00333333 on rank 0 at step 1, and 0.00666667 by the workload's",
+        ),
+        (
+            MovesOnSkips,
+            {"faults": "inf@r1s2:0.bias"},
+            "is 0.00146447 on rank 0 at step 3, and 0.005 by the workload's",
+        ),
+        (
+            DeclaredBeginsAgain,
+            {"recipe": "resume"},
+            "is 0.00125 on rank 0 at step 4, and 0 by the workload's",
+        ),
+        (ForgetsIt, {}, "lr of 0.weight is 0.01 on rank 0 at step 0, and 0 by the"),
+    ],
+)
+def test_a_stack_with_another_schedule_fails(
+    runner: Runner, stack: type, more: dict[str, str], words: str
+) -> None:
+    found = case(runner, stack, PLAIN if "faults" in more else "none", **more)
+    assert found.status == "fail", (found.problem, update(found))
+    assert words in failed(found)["parity.update"]
+
+
+class WithoutSteps(Trains):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return None
+
+
+class WithoutTrainStep:
+    meshes = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def batch(self, step: int, seed: int) -> Any:
+        return torch.ones(2, 2), torch.ones(2, 2)
+
+    def loss(self, output: Any, targets: Any) -> Any:
+        return (output - targets).square().mean()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        return model
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in parameters], lr=0.1)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.ConstantLR(optimizer)
+
+
+def test_what_is_no_scheduler_is_refused(runner: Runner) -> None:
+    found = case(runner, WithoutSteps)
+    assert found.status == "error"
+    assert "scheduler: returned None, expected torch's scheduler" in str(found.problem)
+    with pytest.raises(WorkloadError, match="scheduler: needs train_step"):
+        resolve_workload(f"{MODULE}:{WithoutTrainStep.__name__}")
