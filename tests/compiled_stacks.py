@@ -124,6 +124,33 @@ class OwnStep(Blocks):
         return float(sum(losses))
 
 
+class Coded(Tensor):
+    """As a state of torchao's: two tensors, and few operators."""
+
+    mantissa: Tensor
+    exponent: Tensor
+
+    @staticmethod
+    def __new__(cls, mantissa: Tensor, exponent: Tensor) -> "Coded":
+        shape, dtype = mantissa.shape, mantissa.dtype
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.mantissa, made.exponent = mantissa, exponent
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["mantissa", "exponent"], None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # untyped in torch
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            return Coded(
+                *(getattr(args[0], n).clone() for n in ("mantissa", "exponent"))
+            )
+        raise NotImplementedError(f"{func} of a coded tensor")
+
+
 class EightBit(torch.optim.Optimizer):
     """As torchao's: compiles, in ``step``, what it does to each parameter."""
 
@@ -142,8 +169,12 @@ class EightBit(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                state.setdefault("exp_avg", torch.zeros_like(parameter))
-                state["exp_avg"], moved = update(state["exp_avg"], parameter.grad)
+                known = state.get("exp_avg")
+                before = torch.zeros_like(parameter)
+                if known is not None:
+                    before = torch.ldexp(known.mantissa, known.exponent)
+                after, moved = update(before, parameter.grad)
+                state["exp_avg"] = Coded(*torch.frexp(after))
                 parameter.add_(moved)
 
 

@@ -74,10 +74,26 @@ def optimizer_digest(optimizer: Optimizer) -> str:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if not _is_zero(value):
-                parts.append(f"{number} {key}".encode())
-                parts.append(_bits(value))
+            for held in _held(value):
+                if not _is_zero(held):
+                    parts.append(f"{number} {key}".encode())
+                    parts.append(_bits(held))
     return _hash(parts)
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """The plain tensors in a value of a subclass, such as codes and their scales.
+
+    An optimizer of 8 bits has its state in a subclass that supports few operators.
+    """
+    part = local_part(value) if isinstance(value, Tensor) else value
+    flatten = getattr(part, "__tensor_flatten__", None)
+    if flatten is None:
+        yield part
+        return
+    names, _ = flatten()
+    for name in names:
+        yield from _held(getattr(part, name))
 
 
 NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()

@@ -11,6 +11,7 @@ from gradparity.conformance.rank.observe import CallLog, optimizer_digest
 from gradparity.conformance.rank.trace import Collective
 from gradparity.conformance.run import runner
 from gradparity.multiprocess import Cluster
+from gradparity.tests.compiled_stacks import Coded
 
 
 def test_zeros_are_no_optimizer_state_and_anything_else_is() -> None:
@@ -32,6 +33,17 @@ def test_state_of_another_parameter_is_another_state() -> None:
     digest = optimizer_digest(optimizer)
     optimizer.state[second] = optimizer.state.pop(first)
     assert optimizer_digest(optimizer) != digest
+
+
+def test_the_state_of_a_subclass_is_what_it_holds() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    fresh, seen = optimizer_digest(optimizer), set()
+    for value in (0.0, 1.0, 2.0, 1.5):
+        coded = Coded(*torch.frexp(torch.full((3,), value)))
+        optimizer.state[weight] = {"exp_avg": coded}
+        seen.add(optimizer_digest(optimizer))
+    assert fresh in seen and len(seen) == 4
 
 
 def test_an_error_of_the_judge_is_reported_and_ends_no_run(
