@@ -38,7 +38,8 @@ def test_the_size_of_each_preset(name: str, preset: str) -> None:
 )
 def test_the_space_names_all_there_is(row: str, names: dict[str, object]) -> None:
     told = re.sub(r"\([^)]*\)", "", row_of("docs/catalogue.md", row)[1])
-    assert {each.strip() for each in told.split(",")} == set(names)
+    found = {each.strip() for each in told.split(",")}
+    assert found == set(names), f"row {row} of docs/catalogue.md: {found ^ set(names)}"
 
 
 def test_the_main_job_of_the_readme() -> None:
