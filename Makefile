@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Two a core of a small machine: tests wait for half of their time.
 WORKERS ?= 4
 
-.PHONY: parity site test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
+.PHONY: dist parity site test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
   survey-scalers specimens right-stacks survey torch-versions wild relock clean setup \
   setup-test mutants
 
@@ -105,11 +105,14 @@ survey-scalers: setup-test  ## judge known scalers and write docs/known-scalers.
 torch-versions: setup  ## one baseline over the torch of VENVS="DIR ...": docs/gate.md
 	$(BIN)/python -m gradparity.benchmarks.torch_versions $(addprefix --venv ,$(VENVS))
 
+dist:  ## sdist and wheel in dist/, each installed into an empty environment and tried
+	sh .ci/dist "$(PYTHON)"
+
 relock: ## renew constraints.txt from pyproject.toml in a throw-away environment
 	TITAN="$(TITAN)" sh .ci/relock "$(PYTHON)"
 
 clean:
-	rm -rf $(VENV) $(REPORT) parity-peers build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REPORT) parity-peers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 

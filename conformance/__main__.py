@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; None takes the process's own.
 
     Returns:
-        0 conformant, 1 violations, 2 usage, 3 harness failure, 4 inconclusive.
+        0 conformant, 1 violations, 2 usage, 3 no verdict, 4 inconclusive.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if needs_agent():

@@ -83,7 +83,7 @@ class Status(StrEnum):
     INCONCLUSIVE = "inconclusive"
     """Nothing could be compared; never a pass."""
     ERROR = "error"
-    """The harness broke; nothing is said about the scaler."""
+    """A call of the stack raised, or the harness broke: there is no verdict."""
     SKIPPED = "skipped"
     """The law does not apply here; the message says why."""
 

@@ -72,8 +72,9 @@ examples:
   gradparity run --scaler mypackage.amp:MyScaler     judge another one
   gradparity report parity-report/report.jsonl       show what the last run found
 
-exit codes: 0 conformant, 1 violations, 2 usage, 3 harness failure or incomplete
-report, 4 inconclusive. docs/start.md takes five minutes.
+exit codes: 0 conformant, 1 violations, 2 usage, 3 no verdict (a call of your stack
+raised, the harness broke, the report is incomplete), 4 inconclusive. docs/start.md
+takes five minutes.
 """
 
 

@@ -172,20 +172,6 @@ class Comparison(_Part, frozen=True, kw_only=True):
             return 0.0
         return error / bound if bound else float("inf")
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether the reference's tensor is 0 but for rounding: correct runs err more.
-
-        Such as the gradient of a bias before a normalisation.
-        """
-        return 1.0 < float(self.bound) < float("inf") and self.ratio <= 1.0
-
-    @property
-    def absolute_bound(self) -> float:
-        """Bound of the absolute error."""
-        ratio = self.ratio
-        return float(self.absolute) / ratio if ratio else 0.0
-
 
 class Location(_Part, frozen=True, kw_only=True):
     """The place where a run first departs from the reference, found by a second run."""

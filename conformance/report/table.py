@@ -131,11 +131,6 @@ def _cells(cases: Sequence[CaseRecord]) -> Iterator[str]:
         return
     worst = max(found, key=lambda comparison: comparison.ratio)
     yield escape(_short(_tensor(worst), _CELL))
-    if worst.is_zero:
-        yield "- (the truth is 0)"
-        yield _number(worst.absolute)
-        yield f"{_number(worst.absolute_bound)} absolute"
-        return
     yield _number(worst.error)
     yield _number(worst.absolute)
     yield _number(worst.bound)

@@ -84,8 +84,9 @@ def test_default_tries_most_choices_soon_and_what_takes_long_later() -> None:
         ("param_order", PARAM_ORDERS),
         ("recipe", RECIPES),
     ):
-        soon = {getattr(s, field) for s in chosen[:SOON]}
-        assert set(table) - soon <= {"tp+sp", "compiled"}
+        late = set(table) - {getattr(s, field) for s in chosen[:SOON]}
+        # one that costs much, or goes with few others, may come later
+        assert len(late) <= max(1, 0.1 * len(table)), f"{field}: {late} come late"
     for _, settings in catalogue.LIMITS.values():
         assert settings["init_scale"] in [s.init_scale for s in chosen[:SOON]]
     assert all(s.steps < catalogue.LONG for s in chosen[: 3 * SOON])

@@ -49,18 +49,6 @@ def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_a_tensor_that_is_0_but_for_rounding_has_no_relative_error() -> None:
-    none = compared(error=8.4e8, bound=5.9e9, absolute=2e-9, measure="norm")
-    fine = replace(case("ddp/2/fp32/sgd/none"), worst=(none,))
-    assert rows(render(report_of([fine])))[0][5:] == [
-        "- (the truth is 0)",
-        "2e-09",
-        "1.4e-08 absolute",
-    ]
-    wrong = replace(fine, worst=(replace(none, error=1e10),))
-    assert rows(render(report_of([wrong])))[0][5] == "1e+10"
-
-
 def test_a_row_has_verdict_worst_tensor_errors_and_bound() -> None:
     fine = replace(case("ddp/2/fp32/sgd/none"), worst=(compared(error=1e-7),))
     bad = [failed("tp/2/fp32/sgd/none"), case("tp/2/fp32/sgd/none/steps=3")]
