@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import msgspec
+
 from ..multiprocess.environment import needs_agent, unsupported
+from .chosen import Chosen
 from .cli.arguments import COMMANDS as GROUP
 from .cli.arguments import DEFAULT_SCALER, FORMATS, TOOLS, TOOLS_FOLDER, parse
 from .output import console, say, say_file
@@ -281,19 +284,9 @@ def _hunt_calls(parsed: argparse.Namespace) -> int:
 
 
 def _selection(parsed: argparse.Namespace) -> Selection:
-    from .rank.scaler_spec import NO_SCALER
     from .space.catalogue import Selection
 
-    return Selection(
-        topologies=getattr(parsed, "topology", ()),
-        models=getattr(parsed, "model", ()),
-        precisions=getattr(parsed, "precision", ()),
-        optimizers=getattr(parsed, "optimizer", ()),
-        world_size=getattr(parsed, "world_size", None),
-        seed=getattr(parsed, "seed", 0),
-        workload=getattr(parsed, "workload", ""),
-        no_scaler=getattr(parsed, "scaler", []) == [NO_SCALER],
-    )
+    return Selection.of(Chosen.of(vars(parsed)))
 
 
 def _list(parsed: argparse.Namespace) -> int:
@@ -357,23 +350,10 @@ def _diff(parsed: argparse.Namespace) -> int:
     from .diff.command import DiffSettings, diff
     from .diff.recording import Request
 
-    scaler, *more = parsed.scaler or ["none"]
-    if more:
+    if len(parsed.scaler) > 1:
         raise UsageError("both sides train with one scaler: give --scaler once")
-    request = Request(
-        out="",
-        scaler=scaler,
-        preset=parsed.preset,
-        scenarios=tuple(parsed.scenario),
-        workload=parsed.workload,
-        topologies=tuple(parsed.topology),
-        models=tuple(parsed.model),
-        precisions=tuple(parsed.precision),
-        optimizers=tuple(parsed.optimizer),
-        world_size=parsed.world_size,
-        seed=parsed.seed,
-        timeout_s=parsed.timeout_s,
-    )
+    parsed.scaler = parsed.scaler or ["none"]
+    request = Request(out="", **msgspec.structs.asdict(Chosen.of(vars(parsed))))
     settings = DiffSettings(
         sides=parsed.sides,
         request=request,

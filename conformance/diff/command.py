@@ -397,25 +397,9 @@ def _write_json(
                 "compared": found.compared,
                 "equal": found.equal,
                 "not_compared": found.not_compared,
-                "first": [
-                    {
-                        "kind": each.kind,
-                        "step": each.step,
-                        "parameter": each.parameter,
-                        "rank": each.rank,
-                        "measure": each.measure,
-                        "absolute": _finite(each.absolute),
-                        "relative": _finite(each.relative),
-                        "allowed": [_finite(x) for x in each.allowed],
-                    }
-                    for each in found.first
-                ],
+                "first": found.first,
             }
             for found in outcomes
         ],
     }
     write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-
-
-def _finite(value: float) -> float | str:
-    return value if abs(value) < float("inf") else str(value)

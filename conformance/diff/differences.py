@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..status import rank_list
+from ..report.records import Comparison
+from ..status import Number, as_number, rank_list
 from .recording import ArraysOf, Part, Run, Step, Tensor
 
 __all__ = ["ENOUGH", "RESULTS", "Difference", "Outcome", "compare_runs"]
@@ -38,34 +39,15 @@ _MEASURES = ("norm", "largest element")
 Values = NDArray[Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """One tensor on one rank that both sides have."""
+class Difference(Comparison, frozen=True, kw_only=True):
+    """A tensor of B against that of A on one rank; ``error`` is what they differ by.
 
-    kind: str
-    """``initial value``, ``loss``, ``gradient``, ``norm`` or ``update``."""
-    step: int
-    parameter: str
-    rank: int
-    measure: str
-    absolute: float
-    size: float
-    """Of the tensor, or 1 where it is 0: what the difference is divided by."""
-    allowed: tuple[float, float]
-    """The absolute errors against the reference that A and B may have."""
+    ``bound`` is the sum of what both may miss the reference by. A kind may also be
+    ``initial value`` or ``norm``.
+    """
 
-    @property
-    def relative(self) -> float:
-        """The difference, relative to the size of the tensor."""
-        return self.absolute / self.size
-
-    @property
-    def ratio(self) -> float:
-        """Difference over what is allowed; above 1 it is beyond the noise."""
-        if self.absolute == 0.0:
-            return 0.0
-        allowed = sum(self.allowed)
-        return self.absolute / allowed if allowed else float("inf")
+    allowed: tuple[Number, Number]
+    """The relative errors that A and B may have."""
 
     @property
     def text(self) -> str:
@@ -73,10 +55,10 @@ class Difference:
         of = "" if self.kind in ("loss", "norm") else f" of {self.parameter}"
         where = "" if self.kind == "loss" else f" on rank {self.rank}"
         when = "" if self.kind == "initial value" else f"step {self.step}: "
-        a, b = (allowed / self.size for allowed in self.allowed)
+        error, a, b = map(float, (self.error, *self.allowed))
         measure = self.kind if self.kind in ("loss", "norm") else self.measure
         return (
-            f"{when}the {self.kind}{of}{where} differs by {self.relative:.3g} of the "
+            f"{when}the {self.kind}{of}{where} differs by {error:.3g} of the "
             f"{measure}; the noise of A explains {a:.3g}, that of B {b:.3g}"
         )
 
@@ -400,27 +382,41 @@ def _measured(
     size: tuple[float, float],
     allowed: Any,
 ) -> list[Difference]:
-    kind, step, name, rank = where
     a, b = (v.astype(np.float64) for v in values)
     if np.array_equal(a, b, equal_nan=True):
         apart = (0.0, 0.0)
     else:
         apart = _sizes(b - a)
     return [
-        Difference(
-            kind=kind,
-            step=step,
-            parameter=name,
-            rank=rank,
-            measure=measure,
-            absolute=float("inf") if np.isnan(distance) else distance,
-            size=unit if 0 < unit < float("inf") else 1.0,
-            allowed=(float(bounds[0]), float(bounds[1])),
-        )
+        _difference(where, measure, distance, unit, bounds)
         for measure, distance, unit, bounds in zip(
             _MEASURES, apart, size, allowed, strict=True
         )
     ]
+
+
+def _difference(
+    where: tuple[str, int, str, int],
+    measure: str,
+    distance: float,
+    unit: float,
+    bounds: Sequence[float],
+) -> Difference:
+    kind, step, name, rank = where
+    size = unit if 0 < unit < np.inf else 1.0
+    absolute = np.inf if np.isnan(distance) else distance
+    shares = [float(bound) / size for bound in bounds]
+    return Difference(
+        kind=kind,
+        step=step,
+        parameter=name,
+        rank=rank,
+        measure=measure,
+        absolute=as_number(absolute),
+        error=as_number(absolute / size),
+        bound=as_number(sum(shares)),
+        allowed=(as_number(shares[0]), as_number(shares[1])),
+    )
 
 
 def _counted(rows: list[Difference], tally: Outcome) -> list[Difference]:
@@ -429,7 +425,7 @@ def _counted(rows: list[Difference], tally: Outcome) -> list[Difference]:
     if all(row.absolute == 0.0 for row in rows):
         tally.compared += 1
         return rows
-    known = [row for row in rows if np.isfinite(sum(row.allowed))]
+    known = [row for row in rows if np.isfinite(float(row.bound))]
     tally.compared += bool(known)
     tally.not_compared += not known
     return known

@@ -87,17 +87,8 @@ def record(request: Request) -> None:
     """
     folder = os.getcwd()
     settings = RunSettings(
-        scalers=[request.scaler],
-        selection=Selection(
-            topologies=request.topologies,
-            models=request.models,
-            precisions=request.precisions,
-            optimizers=request.optimizers,
-            world_size=request.world_size,
-            seed=request.seed,
-            workload=request.workload,
-            no_scaler=request.scaler == "none",
-        ),
+        scalers=request.scalers,
+        selection=Selection.of(request),
         preset=request.preset,
         scenarios=request.scenarios,
     )

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chosen import Chosen
 from ..files import write_whole
 from ..status import Number, UsageError
 
@@ -48,23 +49,17 @@ class RecordingError(UsageError):
     """A side wrote a recording that cannot be read."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one side."""
+class Request(Chosen, frozen=True, kw_only=True):
+    """What one side runs; it has one scaler."""
 
     out: str
     """Folder for the recording."""
-    scaler: str
-    preset: str
-    scenarios: tuple[str, ...] = ()
-    """Ids to run instead of a preset."""
-    workload: str = ""
-    topologies: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()
-    world_size: int | None = None
-    seed: int = 0
-    timeout_s: float = 120.0
+
+    @property
+    def scaler(self) -> str:
+        """The scaler with which it trains, or ``none``."""
+        (scaler,) = self.scalers
+        return scaler
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from ..files import write_whole
 from ..status import RANKING, Verdict, as_usage, counted, worst_of
-from .plots import distance_chart, error_bars, loss_chart, scale_chart, skip_strip
+from .plots import distance_chart, error_bars, scale_chart, skip_strip
 from .records import CaseRecord, Report
 from .table import render as render_table
 from .terminal import cell, coverage, facts, places, plain, scaler_name, worst_status
@@ -74,7 +74,7 @@ def render_page(report: Report) -> str:
         filters=_filters(stories),
         undrawn=sum(story.undrawn for story in stories),
         named=scaler_name,
-        groups={t: _of_topology(t, stories) for t in report.topologies},
+        groups=_groups(stories),
     )
 
 
@@ -253,10 +253,11 @@ def _capped(stories: Sequence[Story]) -> list[Story]:
     return [kept[story.id] for story in stories]
 
 
-def _of_topology(topology: str, stories: Sequence[Story]) -> list[Story]:
-    """The stories of a topology, the worst first: a reader looks for what is wrong."""
-    found = [story for story in stories if story.topology == topology]
-    return sorted(found, key=lambda story: -RANKING.index(story.status))
+def _groups(stories: Sequence[Story]) -> dict[str, list[Story]]:
+    """The stories by topology, the worst first: a reader looks for what is wrong."""
+    order = sorted(stories, key=lambda story: -RANKING.index(story.status))
+    worst = dict.fromkeys(story.topology for story in order)
+    return {name: [s for s in order if s.topology == name] for name in worst}
 
 
 def _story(records: Sequence[CaseRecord]) -> Story:
@@ -266,8 +267,8 @@ def _story(records: Sequence[CaseRecord]) -> Story:
         anchor=_anchor(first),
         topology=first.topology,
         status=status,
-        plots=_drawn(loss_chart(records), distance_chart(records)),
-        records=[(record, _plots(record, status)) for record in records],
+        plots=_drawn(distance_chart(records)) if _broken(records) & _VALUES else [],
+        records=[(record, _plots(record)) for record in records],
         traits={
             "verdict": status,
             "topology": first.topology,
@@ -278,18 +279,28 @@ def _story(records: Sequence[CaseRecord]) -> Story:
     )
 
 
-def _plots(record: CaseRecord, story: str) -> list[Markup]:
-    """A record's own plots; if no scaler failed, only the scale."""
-    curves = record.curves
-    if curves is None or (record.status == "pass" and story != "pass"):
+_DECISIONS = {"agreement", "skip", "scale"}
+"""Chapters whose violations the scale and the decisions of each rank show."""
+_VALUES = {"parity", "transparency"}
+"""Those that errors of gradients and losses show."""
+
+
+def _broken(records: Sequence[CaseRecord]) -> set[str]:
+    """Chapters of the laws that any of them breaks."""
+    return {v.law.partition(".")[0] for record in records for v in record.failures}
+
+
+def _plots(record: CaseRecord) -> list[Markup]:
+    """The plots that show what a record breaks; one that passes has none."""
+    curves, broken = record.curves, _broken([record])
+    if curves is None:
         return []
-    if record.status == "pass":
-        return _drawn(scale_chart(record, curves))
-    return _drawn(
-        scale_chart(record, curves),
-        skip_strip(record, curves),
-        error_bars(record, curves),
-    )
+    found = []
+    if broken & _DECISIONS:
+        found += [scale_chart(record, curves), skip_strip(record, curves)]
+    if broken & _VALUES:
+        found.append(error_bars(record, curves))
+    return _drawn(*found)
 
 
 def _drawn(*plots: Markup) -> list[Markup]:

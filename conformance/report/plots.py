@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -24,7 +24,6 @@ __all__ = [
     "distance_chart",
     "error_bars",
     "line_chart",
-    "loss_chart",
     "scale_chart",
     "skip_strip",
 ]
@@ -48,38 +47,19 @@ class Series:
     style: str
 
 
-def loss_chart(records: Sequence[CaseRecord]) -> Markup:
-    """Loss of every scaler and of the fp64 reference."""
-    reference = Series(label="fp64", values=_reference(records), style="ref")
-    lines = _scalers(records, lambda loss, _: loss)
-    return line_chart("loss against the fp64 reference", [reference, *lines])
-
-
 def distance_chart(records: Sequence[CaseRecord]) -> Markup:
     """How far the loss of every scaler is from the reference, as powers of ten."""
-    lines = _scalers(records, lambda loss, truth: _log(abs(loss - truth), 10))
+    known = [r for r in records if r.curves is not None]
+    losses = (r.curves.reference_loss for r in known if r.curves is not None)
+    truth = floats(next((each for each in losses if each), []))
+    lines = []
+    for number, record in enumerate(known):
+        assert record.curves is not None
+        pairs = zip_longest(floats(record.curves.loss), truth, fillvalue=NAN)
+        distances = [_log(abs(loss - true), 10) for loss, true in pairs]
+        style = f"s{number % STYLES}"
+        lines.append(Series(label=record.scaler, values=distances, style=style))
     return line_chart("log10 of |loss - fp64|", lines)
-
-
-def _reference(records: Sequence[CaseRecord]) -> list[float]:
-    known = (r.curves.reference_loss for r in records if r.curves is not None)
-    return floats(next((each for each in known if each), []))
-
-
-def _scalers(
-    records: Sequence[CaseRecord], value: Callable[[float, float], float]
-) -> list[Series]:
-    """One line a scaler: ``value(its loss, that of the reference)`` at each step."""
-    truth = _reference(records)
-    known = [(r.scaler, floats(r.curves.loss)) for r in records if r.curves is not None]
-    return [
-        Series(
-            label=scaler,
-            values=[value(x, y) for x, y in zip_longest(loss, truth, fillvalue=NAN)],
-            style=f"s{number % STYLES}",
-        )
-        for number, (scaler, loss) in enumerate(known)
-    ]
 
 
 def scale_chart(record: CaseRecord, curves: Curves) -> Markup:

@@ -18,9 +18,10 @@ import msgspec
 import pytest
 
 from ...multiprocess.environment import on_torchrun
+from ..chosen import Chosen
 from ..output import harmless
 from ..rank.devices import Devices
-from ..rank.scaler_spec import NO_SCALER, load_scaler, refuse_unfit
+from ..rank.scaler_spec import load_scaler, refuse_unfit
 from ..report.page import write_page
 from ..report.records import CaseRecord, ReportWriter, read_report
 from ..report.terminal import facts
@@ -170,23 +171,15 @@ class Suite:
 
 def _settings(options: Mapping[str, Any]) -> RunSettings:
     out, report = options["out"], options["report"]
+    chosen = Chosen.of(options)
     return RunSettings(
-        scalers=options["scaler"],
-        selection=Selection(
-            topologies=options["topology"],
-            models=options["model"],
-            precisions=options["precision"],
-            optimizers=options["optimizer"],
-            world_size=options["world-size"],
-            seed=options["seed"],
-            workload=options["workload"],
-            no_scaler=options["scaler"] == [NO_SCALER],
-        ),
-        preset=options["preset"],
-        scenarios=options["scenario"],
+        scalers=chosen.scalers,
+        selection=Selection.of(chosen),
+        preset=chosen.preset,
+        scenarios=chosen.scenarios,
         out=Path(out) if out else None,
         report=Path(report) if report else None,
-        timeout_s=options["timeout-s"],
+        timeout_s=chosen.timeout_s,
         devices=Devices(
             device=options["device"],
             share=options["share-gpus"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from ...fixtures import (
     MODELS,
@@ -12,6 +13,7 @@ from ...fixtures import (
     is_workload,
     resolve_workload,
 )
+from ..chosen import Chosen
 from ..status import UsageError, as_usage, unknown
 from .scenario import Scenario
 
@@ -50,6 +52,20 @@ class Selection:
         check_names("model", self.models, MODELS)
         check_names("precision", self.precisions, PRECISIONS)
         check_names("optimizer", self.optimizers, self.resolved.optimizers)
+
+    @classmethod
+    def of(cls, chosen: Chosen) -> Self:
+        """The scenarios that options choose."""
+        return cls(
+            topologies=chosen.topologies,
+            models=chosen.models,
+            precisions=chosen.precisions,
+            optimizers=chosen.optimizers,
+            world_size=chosen.world_size,
+            seed=chosen.seed,
+            workload=chosen.workload,
+            no_scaler=chosen.scalers == ("none",),
+        )
 
     @property
     def resolved(self) -> ResolvedWorkload:

@@ -1,0 +1,55 @@
+"""Chosen: what options choose, in the words of the command line; nothing is checked.
+
+The command line, the pytest plugin and the sides of a diff, which run in interpreters
+of their own, have these options in common. It needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+__all__ = ["Chosen"]
+
+_PLURALS = {
+    "scaler": "scalers",
+    "scenario": "scenarios",
+    "topology": "topologies",
+    "model": "models",
+    "precision": "precisions",
+    "optimizer": "optimizers",
+}
+"""Option that may be repeated -> the field that holds all of its values."""
+_LISTS = {*_PLURALS.values()}
+
+
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """Scalers and scenarios; an empty field means everything, or the default."""
+
+    scalers: tuple[str, ...] = ()
+    preset: str = "default"
+    scenarios: tuple[str, ...] = ()
+    """Ids to run instead of a preset."""
+    workload: str = ""
+    topologies: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    world_size: int | None = None
+    seed: int = 0
+    timeout_s: float = 120.0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """From options by their names; a command need not have all of them."""
+        named = {name.replace("-", "_"): value for name, value in options.items()}
+        given = {_PLURALS.get(name, name): value for name, value in named.items()}
+        found: dict[str, Any] = {
+            field: given[field]
+            for field in cls.__struct_fields__
+            if given.get(field) is not None
+        }
+        lists = {name: tuple(found[name]) for name in found.keys() & _LISTS}
+        return cls(**found | lists)
