@@ -113,7 +113,7 @@ class MovesOnSkips(Declares, Cosine):
     def train_step(
         self, stack: Engine, micro_batches: MicroBatches, scaler: Any
     ) -> Any:
-        found = Trains.train_step(self, stack, micro_batches, scaler)  # type: ignore[arg-type]  # one of its bases
+        found = Trains.train_step(self, stack, micro_batches, scaler)
         self.move(stack)
         return found
 
