@@ -779,6 +779,26 @@ class ReturnsItsShare(ClippedAfterAFault):
         return loss.item() / dist.get_world_size()
 
 
+class ReturnsWhatBackwardStartsFrom(ClippedAfterAFault):
+    """Gradients are right; the loss is the sum times the ranks over the whole count."""
+
+    def loss(self, output: Any, targets: Tensor) -> Any:
+        squares = (output - targets).square().flatten(1).mean(1)
+        weights = targets.flatten(1).abs().mean(1)
+        return (squares * weights).sum(), weights.sum()
+
+    def train_step(self, stack: _Trained, parts: list[Batch], scaler: Any) -> Any:
+        stack.optimizer.zero_grad()
+        ((x, y),) = parts
+        total, count = self.loss(stack.module(x), y)
+        dist.all_reduce(count)
+        loss = total * dist.get_world_size() / count
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
+        stack.optimizer.step()
+        return loss.item(), norm
+
+
 class KeepsTheLastPass(ClippedAfterAFault):
     """Each pass begins with no gradients: its ``zero_grad`` is in the wrong loop."""
 

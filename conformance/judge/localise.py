@@ -290,15 +290,24 @@ class _Gradients:
         )
 
     def _share(self, factor: float) -> str:
-        """Say, if so, that each rank or pass returned its part of the loss."""
+        """Say, if so, that each rank or pass returned another part of the loss."""
+        due = (
+            "Return the mean of what was counted here (sum / count of this rank), or "
+            "of the whole batch on every rank"
+        )
+        if self.scenario.workload.counted and abs(factor - 1) <= self.rest:
+            return (
+                " on the mean of all ranks, and not on each: what backward starts from "
+                "(sum x ranks / count of the whole batch) is no mean of what was "
+                f"counted here. {due}"
+            )
         axes = [n for n in self.facts.axes.values() if n > 1]
         parts = {*axes, math.prod(axes), self.facts.passes} - {1}
         if not any(abs(factor * n - 1) <= self.rest for n in parts):
             return ""
         return (
             ": a share of it, as if the sum were divided by the count of the whole "
-            "batch. Return the mean of what was counted here (sum / count of this "
-            "rank), or of the whole batch on every rank"
+            f"batch. {due}"
         )
 
     @property

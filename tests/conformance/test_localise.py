@@ -290,6 +290,9 @@ def test_a_share_of_the_loss_is_told(runner: Runner) -> None:
     found = located(runner, own(misplaced.ReturnsItsShare, "dp2/2/fp32"))
     assert found.where == "loss" and found.factor == pytest.approx(0.5)
     assert "it is 0.500 x the truth: a share of it" in found.text
+    found = located(runner, own(misplaced.ReturnsWhatBackwardStartsFrom, "dp2/2/fp32"))
+    assert found.where == "loss" and found.factor == pytest.approx(1.0)
+    assert "on the mean of all ranks, and not on each: what backward" in found.text
 
 
 def test_a_run_localises_once_for_a_topology_and_recipe() -> None:
