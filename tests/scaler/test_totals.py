@@ -5,10 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from gradparity.scaler.global_norm import MESHES, _norm_on_device, global_norm
+from gradparity.scaler.global_norm import (
+    MESHES,
+    AmbiguousError,
+    _norm_on_device,
+    global_norm,
+)
 
 Norm = Callable[[torch.Tensor, float], float]
 KINDS = {0.0: 0.0, 1.0: 7.0, 2.0: 7.0, 3.0: 8.0, 4.0: 8.0}
@@ -38,8 +43,12 @@ def test_host_and_device_count_alike(
     rows: list[list[tuple[float, float, float]]], order: float
 ) -> None:
     table = torch.tensor(rows, dtype=torch.float64)
+    try:
+        host = on_host(table, order)
+    except AmbiguousError:  # the bits of the gradients decide, which no table has
+        reject()
     torch.testing.assert_close(
-        on_host(table, order),
+        host,
         on_device(table, order),
         rtol=ROUNDING,
         atol=0,
