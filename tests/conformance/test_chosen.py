@@ -1,0 +1,39 @@
+"""What options choose is one record, however the options are spelt."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gradparity.conformance.chosen import Chosen
+from gradparity.conformance.cli.arguments import SUITE, parse
+from gradparity.conformance.diff.recording import Request
+
+WORDS = [
+    *("run", "--scaler", "none", "--topology", "ddp,fsdp", "--world-size", "2"),
+    *("--seed", "3", "--timeout-s", "9", "--quick"),
+]
+
+
+def test_the_command_line_and_pytest_choose_alike() -> None:
+    parsed = vars(parse(WORDS))
+    names = [n for n, how in SUITE.items() if "dest" not in how]
+    of_pytest: dict[str, Any] = {n: parsed[n.replace("-", "_")] for n in names}
+    found = Chosen.of(parsed)
+    assert found == Chosen.of(of_pytest)
+    assert (found.scalers, found.topologies) == (("none",), ("ddp", "fsdp"))
+    assert (found.world_size, found.seed, found.timeout_s) == (2, 3, 9.0)
+    assert found.preset == "quick"
+
+
+def test_a_command_without_an_option_has_its_default() -> None:
+    assert Chosen.of({"scaler": None, "out": "x"}) == Chosen()
+
+
+def test_a_side_of_a_diff_gets_it_whole_and_has_one_scaler() -> None:
+    chosen = Chosen.of({"scaler": ["none"], "model": ["text"], "seed": 4})
+    made = Request(out="there", **msgspec.structs.asdict(chosen))
+    there = msgspec.json.decode(msgspec.json.encode(made), type=Request)
+    assert (there, there.scaler, there.models) == (made, "none", ("text",))
+    with pytest.raises(ValueError):
+        _ = msgspec.structs.replace(made, scalers=("a", "b")).scaler
