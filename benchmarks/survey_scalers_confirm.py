@@ -126,7 +126,7 @@ def _outcome(path: Path) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"no end after {TIMEOUT_S:g} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    if done.returncode == 1 and lines:
+    # a script that ends by an exception of its own has told nothing
+    if done.returncode == 1 and (lines := done.stdout.splitlines()):
         return True, lines[0]
     return False, (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
