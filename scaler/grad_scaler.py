@@ -637,13 +637,12 @@ class GradScaler(_TorchGradScaler):
         result = None if held is None else held[1].result
         if result is not None and result.is_deferred:
             # The message has been on its way to the host since the sync.
-            if result.read().found_inf:
-                return None
+            skips = result.read().found_inf
         else:
+            skips = False
             for found_inf in optimizer_state["found_inf_per_device"].values():
-                if number_in(found_inf):
-                    return None
-        return optimizer.step(*args, **kwargs)
+                skips = skips or bool(number_in(found_inf))
+        return None if skips else optimizer.step(*args, **kwargs)
 
     def _step_fused(
         self,

@@ -316,7 +316,8 @@ class Replica:
         if call.kind == "scalers-cross" and not self.ever_stepped:
             return False  # there was no order yet
         if call.kind in ("fail", "lone-clip", "two-scalers", "scalers-cross"):
-            return which in self.fresh - self.looked - self.stepped
+            # of an iteration that has begun, a failure leaves nothing
+            return which in self.fresh - self.looked - self.clipped - self.stepped
         if call.kind == "cross" and not self.fresh & self.ordered >= {0, 1}:
             return False  # there was no order yet
         if call.kind in STEPS and which not in self.fresh | self.stepped:
