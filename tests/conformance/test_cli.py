@@ -51,7 +51,6 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["run", "--require", "a:B"], "is not judged"),
         (["run", "--zzz"], "--zzz; gradparity run --help lists"),
         (["run", "--workload", "stack.py"], "is no module:attribute"),
-        (["survey"], "are required: scalers|transformers\n"),
         (["run", "--topolgy", "ddp"], "--topolgy; did you mean --topology?"),
         (["run", "--topo", "ddp"], "unknown option --topo"),
         (["report", "--hmtl=x"], "did you mean --html?"),
