@@ -121,7 +121,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("crash", CRASHES)
-def test_exit_code_1_is_a_verdict_and_no_crash(crash: str, tmp_path: Path) -> None:
+def test_exit_code_1_is_a_verdict_and_no_crash(
+    crash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torch leaves a file of each error
     script = tmp_path / "crash.py"
     script.write_text(frame() + CRASHES[crash])
     ended = subprocess.run(
