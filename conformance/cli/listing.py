@@ -9,7 +9,7 @@ from ...fixtures.peers import PEERS
 from ..judge import laws as laws
 from ..judge.law import LAWS
 from ..space.catalogue import PRESETS, Selection, select
-from ..space.recipes import WORKLOAD_RECIPES
+from ..space.recipes import RECIPES
 from ..space.scenario import Scenario
 
 __all__ = ["explain", "listing"]
@@ -46,7 +46,7 @@ def _models() -> Iterator[str]:
 
 
 def _recipes() -> Iterator[str]:
-    return (f"{name:18} {recipe.text}" for name, recipe in WORKLOAD_RECIPES.items())
+    return (f"{name:18} {recipe.text}" for name, recipe in RECIPES.items())
 
 
 def _faults() -> Iterator[str]:

@@ -46,6 +46,7 @@ from ..rank.modules import (
     watch_modules,
 )
 from ..report.records import Location
+from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .bounds import SAFETY_FACTOR, sizes
@@ -136,7 +137,7 @@ class Boundaries:
         for boundary in self.order:
             self.sides.setdefault((boundary.of, boundary.kind), []).append(boundary)
         self.groups = list(_groups(watched))
-        self.one_factor = self.of_whole or scenario.workload.counted
+        self.one_factor = self.of_whole or facts_of(scenario.workload.name).counted
         """Whether the reference's objective is normalised alike for all ranks."""
         self.factors = self._factors()
         self.found = {

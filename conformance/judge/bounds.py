@@ -66,7 +66,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import Precision
+from ...fixtures import OfWorkload, Precision
 from ..rank.elementwise import not_elementwise
 from ..rank.routing import Choices
 from ..space.scenario import Scenario
@@ -204,7 +204,7 @@ def _noisy_runs(
         other = Variant(sign_flip=_noise(gradient))
         runs.append(train_reference(scenario, schedule, other))
         gradient = bounds()
-    if adaptive and not half and scenario.workload.train_step is not None:
+    if adaptive and not half and OfWorkload.LOOP not in scenario.workload.has:
         # see [Note: Bias corrections]
         other = Variant(double=True, bias_errors=1 / SAFETY_FACTOR)
         runs.append(train_reference(scenario, schedule, other))

@@ -33,6 +33,7 @@ from ..rank.recording import promised_dtype
 from ..rank.trace import RankTrace, Saved
 from ..rank.worker import observe_rank
 from ..report.records import Location
+from ..space.facts import WorkloadFacts, facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .boundaries import BACKWARD, FORWARD, Boundaries, multiple_of
@@ -56,7 +57,12 @@ NAMED = 4
 
 
 def observe_modules(
-    scenario: Scenario, spec: str, folder: str, saved: Saved | None, step: int
+    scenario: Scenario,
+    spec: str,
+    folder: str,
+    saved: Saved | None,
+    step: int,
+    facts: WorkloadFacts,
 ) -> Watched:
     """Train on this rank up to ``step``, and watch the modules in that step.
 
@@ -66,6 +72,7 @@ def observe_modules(
         folder: import path of the scaler and of the workload.
         saved: what another world came to at the resume, to go on from there.
         step: the last one.
+        facts: of the workload.
     """
     found: list[Watched] = []
 
@@ -104,7 +111,9 @@ def observe_modules(
     def around(engine: Engine, at: int) -> AbstractContextManager[None]:
         return watching(engine) if at == step else nullcontext()
 
-    trace = observe_rank(scenario, spec, folder, saved, around=around, last=step)
+    trace = observe_rank(
+        scenario, spec, folder, saved, around=around, last=step, facts=facts
+    )
     return replace(found[0], rank=trace.rank, coordinate=trace.coordinate)
 
 
@@ -295,7 +304,10 @@ class _Gradients:
             "Return the mean of what was counted here (sum / count of this rank), or "
             "of the whole batch on every rank"
         )
-        if self.scenario.workload.counted and abs(factor - 1) <= self.rest:
+        if (
+            facts_of(self.scenario.workload.name).counted
+            and abs(factor - 1) <= self.rest
+        ):
             return (
                 " on the mean of all ranks, and not on each: what backward starts from "
                 "(sum x ranks / count of the whole batch) is no mean of what was "

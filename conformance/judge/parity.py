@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...fixtures import is_workload
+from ...fixtures import OfWorkload
 from ..rank.trace import RankTrace, StepTrace
+from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
-from ..space.workload_checks import clip_norm_of, counts_equal
+from ..space.workload_checks import counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
 from .doubts import Doubt, doubts_of
 from .reference import Idle, Reference, Schedule, check_equal_start
@@ -225,7 +226,7 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
         phases: one trace a rank for each world that the run was on, in order.
     """
     schedule = demanded_schedule(*phases)
-    if is_workload(scenario.model):
+    if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(phases))
         schedule = replace(schedule, idle=idle)
     return schedule

@@ -35,14 +35,10 @@ from ..rank.observe import scheduled
 from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
+from ..space.facts import FP32_INSIDE, clip_norm_of, facts_of, new_tensors_in_fp64
 from ..space.recipes import CLIP_VALUE, LR_DECAY, Training
 from ..space.scenario import Scenario
-from ..space.workload_checks import (
-    FP32_INSIDE,
-    ROUNDING,
-    clip_norm_of,
-    new_tensors_in_fp64,
-)
+from ..space.workload_checks import ROUNDING
 from .settings import INITIAL_RATE, Settings
 
 __all__ = [
@@ -514,9 +510,10 @@ class ReferenceRun:
     def gradients_of(self, parts: Iterable[Batch]) -> dict[str, Doubles]:
         """The gradients of some micro-batches together, up to a factor."""
         self.model.zero_grad()
+        counted = facts_of(self.key.model).counted
         for part in parts:
             # a loss with a count is a sum over elements, any other loss is a mean
-            self.one_pass(part, 1.0 if self.workload.counted else part.elements)
+            self.one_pass(part, 1.0 if counted else part.elements)
         named = self.parameters.items()
         found = self._flat({n: p.grad for n, p in named if p.grad is not None})
         self.model.zero_grad()

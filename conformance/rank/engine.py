@@ -31,9 +31,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from ...fixtures import (
     Batch,
     CannotError,
+    OfWorkload,
     WorkloadError,
     defers_gradient_sync,
-    is_workload,
     local,
     loss,
     order_parameters,
@@ -41,11 +41,11 @@ from ...fixtures import (
     split_names,
     without_gradient_sync,
 )
+from ..space.facts import facts_of
 from ..space.random_layers import turn_off_random_layers
 from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
-from ..space.workload_checks import differentiates_in_forward
 from .layout_checks import check_layout, check_share, same_everywhere
 from .local_parts import LocalPart, check_values, full_name, read_local_parts
 from .modules import modules_in
@@ -154,7 +154,7 @@ class Engine:
                 return batch.shard(*self._data_coordinate())
         share = workload.shard(batch, self.mesh)
         # else the counts are checked: they do not include padding
-        if not workload.counted:
+        if not facts_of(workload.name).counted:
             groups = [self.mesh.get_group(axis) for axis in self._data_axes]
             check_share(workload, batch, share, groups)
         return share
@@ -233,7 +233,7 @@ class Engine:
         matter.
         """
         workload = self.scenario.workload
-        if not workload.counted:
+        if not facts_of(workload.name).counted:
             return float(sum(part.elements for part in parts))
         count = 0.0
         with torch.random.fork_rng(devices=[]):
@@ -255,10 +255,10 @@ class Engine:
         one micro-batch none is needed.
         """
         workload = self.scenario.workload
-        if not workload.counted:
+        if not facts_of(workload.name).counted:
             return None
         count = 0.0
-        needed = differentiates_in_forward(workload.name)
+        needed = facts_of(workload.name).differentiates
         with torch.set_grad_enabled(needed), torch.random.fork_rng(devices=[]):
             for part in parts:
                 count += self._objective(part)[1] or 0.0
@@ -458,7 +458,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
     """Lay the scenario's model out over ``mesh`` and make its optimizer."""
     workload, training = scenario.workload, scenario.parsed_recipe.training
     model = initial_model(scenario.model, scenario.seed, training).to(device)
-    if is_workload(scenario.model):
+    if OfWorkload.JUDGED in workload.has:
         same_everywhere(workload, "model", dict(model.named_parameters()))
     # clones: element numbers overwrite the parameters below
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -488,8 +488,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         index = {n: part.places for n, part in parts.items()}
         _check_trainable(scenario, module, parameters)
     else:
-        if is_workload(scenario.model):
-            check_layout(workload, module, values, tied)
+        check_layout(workload, module, values, tied)
         parameters = {full_name(n, values): p for n, p in module.named_parameters()}
         index = {n: _read_element_numbers(p) for n, p in parameters.items()}
         for name, parameter in parameters.items():
@@ -499,7 +498,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         module.compile(backend="aot_eager")
     if training.frozen:
         _check_frozen(parameters, trained)
-    own_step = workload.train_step is not None
+    own_step = OfWorkload.LOOP not in workload.has
     engine = Engine(
         scenario=scenario,
         module=module,
@@ -524,7 +523,7 @@ def _check_trainable(
 ) -> None:
     """Check that the judge's own loop can call the module and step its weights."""
     workload = scenario.workload
-    if workload.train_step is not None:
+    if OfWorkload.LOOP not in workload.has:
         return
     if not callable(module):
         text = f"returned {type(module).__name__}, which cannot be called: write a"

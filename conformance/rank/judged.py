@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...fixtures import CannotError, WorkloadError
+from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ..space.recipes import CLIP_NORM, MANUAL_STEP
 from .engine import Engine
 from .observe import digest
@@ -184,7 +184,7 @@ class Judged:
         if (
             self.scaler is None
             or scenario.recipe != "plain"
-            or scenario.workload.train_step
+            or OfWorkload.LOOP not in scenario.workload.has
         ):
             return []
         # A new backward: the last step's gradients carry its scale, which update() has

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...fixtures import Batch, ResolvedWorkload, is_workload, local
+from ...fixtures import Batch, OfWorkload, ResolvedWorkload, local
 from ..space.scenario import Scenario
 from .local_parts import FP32, full_name
 from .observe import digest
@@ -69,7 +69,7 @@ def check_layout(
     """
     if not isinstance(module, nn.Module):
         text = f"returned {type(module).__name__}, expected the module to call"
-        if workload.train_step is not None:
+        if OfWorkload.LOOP not in workload.has:
             text += ": a stack of another type needs weights(stack)"
         raise workload.refuse("parallelize", text)
     held = {full_name(n, whole): p for n, p in module.named_parameters()}
@@ -161,12 +161,12 @@ def _content(batch: Batch) -> int:
 
 
 def check_whole(scenario: Scenario, traces: Sequence[RankTrace]) -> None:
-    """Check that the ranks together hold every element of a user's model.
+    """Check that the ranks together hold every element of the model.
 
     Raises:
         WorkloadError: names the parameter with missing elements.
     """
-    if not is_workload(scenario.model) or not all(t.index for t in traces):
+    if not all(t.index for t in traces):
         return
     for name, parameter in scenario.workload.model().named_parameters():
         parts = [t.index[name] for t in traces if name in t.index]

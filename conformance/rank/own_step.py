@@ -32,8 +32,8 @@ from ...fixtures import (
     inject_loss,
     local,
 )
+from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
-from ..space.workload_checks import clip_norm_of
 from .engine import Engine
 from .judged import Judged, JudgedError
 from .local_parts import by_full_name, read_local_parts
@@ -72,7 +72,7 @@ def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
     """
     workload, training = scenario.workload, scenario.parsed_recipe.training
     norm = clip_norm_of(workload, training) if training.clip == "norm" else None
-    if workload.train_step is None or workload.clipping_to is None or norm is None:
+    if workload.clipping_to is None or norm is None:
         yield
         return
     with workload.clipping_to(norm) as reads:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...fixtures import Batch, is_workload, local
+from ...fixtures import Batch, OfWorkload, local
 from ..space.scenario import Scenario
 from .engine import Engine
 from .layout_checks import same_everywhere
@@ -105,7 +105,7 @@ def global_batch(engine: Engine, step: int) -> Batch:
     """The global batch of a step, on the engine's device."""
     workload = engine.scenario.workload
     batch = workload.batch(step, engine.scenario.seed)
-    if is_workload(workload.name):
+    if OfWorkload.JUDGED in workload.has:
         tensors = {f"tensor {i}": t for i, t in enumerate(batch.tensors)}
         same_everywhere(workload, "batch", tensors)
     return batch.to(engine.device)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...fixtures import WorkloadError, is_workload, resolve_workload
+from ...fixtures import WorkloadError, resolve_workload
 from .torch_internals import AsyncCollectiveTensor, Observer, arguments_of
 
 __all__ = ["ChoiceLog", "Choices", "chooses_in_forward"]
@@ -156,12 +156,10 @@ def _arguments(
 
 @cache
 def chooses_in_forward(name: str) -> bool:
-    """Whether the model of a user's own workload chooses by its scores.
+    """Whether the model of a workload chooses by its scores.
 
     False where it cannot be called: ``check_workload`` has the words for that.
     """
-    if not is_workload(name):
-        return False
     workload = resolve_workload(name)
     with torch.random.fork_rng(devices=[]), suppress(WorkloadError):
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...fixtures import (
     LOSS,
+    OfWorkload,
     ResolvedFault,
     inject,
     inject_loss,
@@ -27,6 +28,7 @@ from ...fixtures import (
     resolve_faults,
 )
 from ...multiprocess import current_world
+from ..space.facts import WorkloadFacts, remember
 from ..space.scenario import Scenario
 from .devices import set_deterministic
 from .engine import Engine, build_engine, shard_id
@@ -70,6 +72,7 @@ def observe_rank(
     choices: Sequence[Mapping[str, Choices]] = (),
     around: Around | None = None,
     last: int | None = None,
+    facts: WorkloadFacts | None = None,
 ) -> RankTrace:
     """Train ``scenario`` on this rank and return what was seen.
 
@@ -82,12 +85,15 @@ def observe_rank(
         choices: per step what learned routers are to choose.
         around: (engine, step) -> a context in which the step is made.
         last: the step to end with, and no wrong calls after it.
+        facts: of the workload; None: to be found out here.
 
     Raises:
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
     """
     world = current_world()
     set_deterministic(world.device)
+    if facts is not None:
+        remember(scenario.model, facts)
     # A warm rank compiles as a new process would: graphs of earlier runs count against
     # Dynamo's limit, beyond which code runs uncompiled.
     torch._dynamo.reset()
@@ -109,7 +115,11 @@ def observe_rank(
         trace.reduce_dtype = str(promised_dtype(scenario) or "").removeprefix("torch.")
         engine.choices = choices
         judged = Judged(engine, trace)
-        own = OwnStep(engine, judged) if engine.scenario.workload.train_step else None
+        own = (
+            None
+            if OfWorkload.LOOP in scenario.workload.has
+            else OwnStep(engine, judged)
+        )
         faults = _resolved_faults(engine, trace)
         if factory is not None:
             judged.construct(factory)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...fixtures import CannotError, WorkloadError
+from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ...multiprocess import RankOutcome, RankState, WorldError
 from ..judge.reference import Schedule, Variant, reference_before
 from ..rank.scaler_spec import NO_SCALER
@@ -159,7 +159,7 @@ def why_not_run(
     text = " ".join(str(error).split())[:600]
     if isinstance(error, CannotError):
         return text
-    own_step = spec == NO_SCALER and scenario.workload.train_step is not None
+    own_step = spec == NO_SCALER and OfWorkload.LOOP not in scenario.workload.has
     if narrowed and own_step and failure.root.state is RankState.HUNG:
         return f"its train_step: {root_cause(failure)}"
     if not isinstance(error, WorkloadError):

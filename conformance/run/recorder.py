@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from ... import __version__
-from ...fixtures import DATASETS, WorkloadError, is_workload, resolve_workload
+from ...fixtures import DATASETS, WorkloadError, resolve_workload
 from ...multiprocess import WorldError
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
@@ -104,7 +104,7 @@ def make_header(
 
 def _fingerprint(name: str) -> str:
     """Hash of a data set, or of a workload's first batch."""
-    if not is_workload(name):
+    if name in DATASETS:
         return DATASETS[name].fingerprint()
     tensors = resolve_workload(name).batch(0, 0).tensors
     return "-".join(digest(tensor) for tensor in tensors)

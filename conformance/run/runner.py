@@ -18,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from ...fixtures import WorkloadError, is_workload
+from ...fixtures import OfWorkload, WorkloadError
 from ...multiprocess import WorldError
 from ..judge import laws as laws
 from ..judge.bounds import expected_choices
@@ -41,6 +41,7 @@ from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import Decision, RankTrace, Saved
 from ..rank.worker import observe_rank
 from ..report.records import Location
+from ..space.facts import WorkloadFacts, facts_of, remember
 from ..space.scenario import Scenario
 from ..status import Status, Verdict, case_status
 from .failures import ran_out_of_time, root_cause, traces_of, why_not_run
@@ -122,7 +123,7 @@ class _Seen:
     def may_lose_settings(self) -> bool:
         """Whether a stack that moves settings has loaded its own checkpoint."""
         recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
-        if not recipe.resume or recipe.resharded or workload.train_step is None:
+        if not recipe.resume or recipe.resharded or OfWorkload.LOOP in workload.has:
             return False
         return self.complete and bool(demanded_schedule(*self.phases).settings)
 
@@ -190,6 +191,7 @@ class Runner:
         self._controls: dict[Scenario, _Control] = {}
         self._stacks: dict[Scenario, Case | None] = {}
         self._chooses: dict[str, bool] = {}
+        self._known: dict[str, WorkloadFacts] = {}
         self._laid_out: dict[tuple[str, str], bool] = {}
 
     def __enter__(self) -> Self:
@@ -302,6 +304,7 @@ class Runner:
             seen.case = _not_run(spec, scenario, reason)
             return seen
         with seen.broken(self.place, self._never_laid_out):
+            self._facts(scenario.model)
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
@@ -414,7 +417,7 @@ class Runner:
 
         A scaler is not accused of faults that its stack has without it.
         """
-        if spec == NO_SCALER or not is_workload(scenario.model):
+        if spec == NO_SCALER or OfWorkload.JUDGED not in scenario.workload.has:
             return None
         alone = _without_scaler(scenario)
         if alone not in self._stacks:
@@ -508,6 +511,13 @@ class Runner:
             self._chooses[model] = self.place.alone(chooses_in_forward, model)
         return self._chooses[model]
 
+    def _facts(self, model: str) -> WorkloadFacts:
+        """The facts of a workload, found once on the process of the references."""
+        if model not in self._known:
+            self._known[model] = self.place.alone(facts_of, model)
+            remember(model, self._known[model])
+        return self._known[model]
+
     def _phases(
         self,
         spec: str,
@@ -518,7 +528,14 @@ class Runner:
         for phase in scenario.phases:
             more = phase != scenario
             results = self.place.ranks(phase.world_size).run(
-                observe_rank, phase, spec, self.folder, saved, more, choices
+                observe_rank,
+                phase,
+                spec,
+                self.folder,
+                saved,
+                more,
+                choices,
+                facts=self._facts(phase.model),
             )
             _align(results)
             saved = gathered(results) if more else None
@@ -527,14 +544,15 @@ class Runner:
     def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
         """The watched ``step`` of each rank of the world that trained it."""
         saved: Saved | None = None
+        facts = self._facts(scenario.model)
         for phase in scenario.phases:
             ranks, given = (
                 self.place.ranks(phase.world_size),
                 (phase, spec, self.folder, saved),
             )
             if step < phase.steps:
-                return ranks.run(observe_modules, *given, step)
-            saved = gathered(ranks.run(observe_rank, *given, True))
+                return ranks.run(observe_modules, *given, step, facts)
+            saved = gathered(ranks.run(observe_rank, *given, True, facts=facts))
         raise AssertionError(f"no phase makes step {step}")
 
 

@@ -21,8 +21,8 @@ from ...fixtures import (
     MODELS,
     OPTIMIZERS,
     PARAM_ORDERS,
+    OfWorkload,
     dataset_of,
-    is_workload,
     loss,
     named,
     parse_faults,
@@ -30,10 +30,9 @@ from ...fixtures import (
 )
 from ..files import write_whole
 from ..rank.scaler_spec import NO_SCALER
-from ..space.random_layers import draws_in_forward
+from ..space.facts import facts_of
 from ..space.recipes import CLIP_NORM, Recipe, Training
 from ..space.scenario import Scenario
-from ..space.workload_checks import needs_wide_tensors
 from ..status import UsageError
 from . import pieces
 from .bundle import Bundle, Code
@@ -56,7 +55,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     refusal = _refusal(scenario, scaler_spec)
     if refusal:
         raise UsageError(f"no standalone script for {refusal}")
-    own, bundle = is_workload(scenario.model), Bundle()
+    own, bundle = OfWorkload.JUDGED in scenario.workload.has, Bundle()
     bundle.need(main.__module__, main.__name__)
     values: dict[str, Any] = {
         "RUN": _run(scenario),
@@ -67,7 +66,7 @@ def standalone_script(scenario: Scenario, scaler_spec: str) -> str:
     # twice: a name that is imported must not be one of a definition
     for _ in range(2):
         lines = [f"{key} = {bundle.expression(each)}" for key, each in values.items()]
-    specs = [s for s in (scaler_spec, scenario.model) if is_workload(s)]
+    specs = [s for s in (scaler_spec, scenario.model) if ":" in s]
     packages = dict.fromkeys(["torch", *(re.split("[.:]", s)[0] for s in specs)])
     text = _SCRIPT.format(
         judged="no scaler" if scaler_spec == NO_SCALER else scaler_spec,
@@ -130,7 +129,7 @@ def _refusal(scenario: Scenario, spec: str) -> str:
     recipe = scenario.parsed_recipe
     if not _is_simple(recipe) or (recipe.training.clip and spec == NO_SCALER):
         return f"recipe {scenario.recipe!r}, which needs gradparity's own loop"
-    return _refusal_of_own(scenario, spec) if is_workload(scenario.model) else ""
+    return _refusal_of_own(scenario, spec)
 
 
 def _is_simple(recipe: Recipe) -> bool:
@@ -148,9 +147,9 @@ def _is_simple(recipe: Recipe) -> bool:
 
 
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
-    if draws_in_forward(scenario.model):
+    if facts_of(scenario.model).draws:
         return "a workload with random layers"
-    if needs_wide_tensors(scenario.model):
+    if facts_of(scenario.model).widens:
         return (
             f"{scenario.model}: its forward makes new tensors without a dtype, and the "
             "script trains in fp64, too: make them in the dtype of the inputs"
@@ -168,13 +167,14 @@ def _run(scenario: Scenario) -> Run:
     recipe, workload = scenario.parsed_recipe, scenario.workload
     precision, topology = scenario.parsed_precision, scenario.parsed_topology
     mesh = topology.mesh_shape(scenario.world_size)
-    takes_policy = not is_workload(scenario.model) or topology.fully_shards
+    judged = OfWorkload.JUDGED in workload.has
+    takes_policy = topology.fully_shards or not judged
     passes: Callable[..., None] = pieces.micro_batches
     if topology.pipelined:
         passes = pieces.pipeline
     if recipe.defer_sync:
         passes = partial(passes, unsynced=without_gradient_sync)
-    if workload.counted:
+    if facts_of(workload.name).counted:
         passes = partial(passes, counted=True)
     given: dict[str, Any] = {
         "parts": _PARTS[recipe.parts] if not workload.micro_batches else None,

@@ -34,7 +34,7 @@ from ..space.catalogue import (
     split_parameter,
     to_scenario,
 )
-from ..space.recipes import WORKLOAD_RECIPES
+from ..space.recipes import RECIPES
 from ..space.scenario import Scenario
 from ..status import Status, UsageError
 from .call_histories import CallSearchSettings, Departure, search_histories
@@ -109,7 +109,7 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
         open_ = [v for v in values if fits(row | {column: v}, selection.workload)]
         if column not in row:
             row[column] = draw(st.sampled_from(open_))
-    fewest = 2 if WORKLOAD_RECIPES[row["recipe"]].resharded else 1  # one on each world
+    fewest = 2 if RECIPES[row["recipe"]].resharded else 1  # one on each world
     steps = draw(st.integers(fewest, MAX_STEPS))
     scenario = to_scenario(
         row,

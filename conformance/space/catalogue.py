@@ -31,16 +31,16 @@ from ...fixtures import (
     PARAM_ORDERS,
     PRECISIONS,
     TOPOLOGIES,
+    OfWorkload,
     Topology,
     WorkloadError,
-    is_workload,
     resolve_workload,
 )
 from ..status import UsageError, as_usage
 from .constraints import PAIRS, why_not
 from .covering import cover, most_new_first, subsets
-from .random_layers import draws_in_forward
-from .recipes import CONTROL_RECIPES, WORKLOAD_RECIPES, recipes_of
+from .facts import facts_of
+from .recipes import CONTROL_RECIPES, RECIPES
 from .scenario import Scenario
 from .selection import MAIN_TOPOLOGIES, Selection, check_names
 from .workload_checks import check_workload
@@ -115,7 +115,9 @@ def _parity(selection: Selection) -> Iterator[Scenario]:
 def _random_runs(selection: Selection) -> Iterator[Scenario]:
     """Each layout of a workload with its random layers on, where it has any."""
     model = selection.workload
-    for name in selection.main_topologies() if draws_in_forward(model) else ():
+    if not model or not facts_of(model).draws:
+        return
+    for name in selection.main_topologies():
         topology = selection.resolved.topologies[name]
         yield Scenario(
             topology=name,
@@ -219,8 +221,9 @@ def columns(selection: Selection) -> dict[str, list[str]]:
         "model": selection.model_names,
         "recipe": [
             name
-            for name in recipes_of(resolved)
-            if name in CONTROL_RECIPES or not selection.no_scaler
+            for name, recipe in RECIPES.items()
+            if (name in CONTROL_RECIPES or not selection.no_scaler)
+            and (own or OfWorkload.JUDGED not in recipe.needs)
         ],
         "when": list(WHEN),
         "precision": list(selection.precisions or PRECISIONS),
@@ -279,7 +282,7 @@ _PLANTED = tuple(when for when, steps in WHEN.items() if steps)
 _SENSIBLE: dict[tuple[str, str], Callable[[str, str], bool]] = {
     ("precision", "when"): lambda p, w: w != "natural" or PRECISIONS[p].overflows,
     # a disabled scaler has no answer to bad gradients
-    ("recipe", "when"): lambda r, when: WORKLOAD_RECIPES[r].enabled or when == "never",
+    ("recipe", "when"): lambda r, when: RECIPES[r].enabled or when == "never",
     # the columns of a planted fault apply only if one is planted
     ("when", "target"): _where_planted,
     ("when", "ranks"): _where_planted,
@@ -305,7 +308,7 @@ def to_scenario(row: Row, selection: Selection, **settings: Any) -> Scenario:
     world_size = selection.world_size or _world_size(topology, model)
     made: dict[str, Any] = {"steps": 5, "init_scale": 1024.0, "growth_interval": 2}
     if row["when"] == "natural":
-        made = OVERFLOWS_OF_ITSELF[is_workload(model)]
+        made = OVERFLOWS_OF_ITSELF[bool(selection.workload)]
     return Scenario(
         topology=topology.name,
         world_size=world_size,
@@ -427,7 +430,10 @@ def not_tried(selection: Selection) -> list[str]:
     recipes: dict[str, dict[str, None]] = {}
     for recipe in names["recipe"]:
         for topology in [*names["topology"], *narrowed]:
-            text = why_not(resolved, {"topology": topology, "recipe": recipe})
+            text = why_not(
+                resolved,
+                {"topology": topology, "recipe": recipe, "model": selection.workload},
+            )
             recipes.setdefault(text.partition(": ")[2], {})[recipe] = None
     told = [f"{', '.join(of)}: {why}" for why, of in recipes.items() if why]
     if narrowed:

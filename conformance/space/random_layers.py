@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...fixtures import WorkloadError, is_workload, resolve_workload
-
-__all__ = ["draws_in_forward", "equal_outputs", "turn_off_random_layers"]
+__all__ = ["equal_outputs", "turn_off_random_layers"]
 
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -50,28 +46,6 @@ def _attributes(module: nn.Module) -> dict[str, object]:
     for kind in reversed(type(module).__mro__):
         found |= vars(kind)
     return found | vars(module)
-
-
-@cache
-def draws_in_forward(name: str) -> bool:
-    """Whether the model of a user's own workload draws random numbers in training.
-
-    False where it cannot be called: ``check_workload`` has the words for that.
-    """
-    if not is_workload(name):
-        return False
-    workload = resolve_workload(name)
-    with torch.random.fork_rng(devices=[]), suppress(WorkloadError):
-        torch.manual_seed(0)
-        model, batch = workload.model(), workload.batch(0, 0)
-        before = torch.get_rng_state()
-        with workload.calling("forward"):
-            first = model(batch.inputs)
-            if not torch.equal(before, torch.get_rng_state()):
-                return True
-            # a generator of the model's own leaves torch's as it is
-            return not equal_outputs(first, model(batch.inputs))
-    return False
 
 
 def equal_outputs(one: Any, other: Any) -> bool:

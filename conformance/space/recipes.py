@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...fixtures import MODELS, CannotError, ResolvedWorkload, Topology, is_workload
+from ...fixtures import CannotError, OfTopology, OfWorkload, ResolvedWorkload
 
 __all__ = [
     "CLIP_NORM",
@@ -21,11 +21,9 @@ __all__ = [
     "LR_DECAY",
     "MANUAL_STEP",
     "RECIPES",
-    "WORKLOAD_RECIPES",
     "Recipe",
     "Training",
     "frozen_names",
-    "recipes_of",
 ]
 
 CLIP_VALUE = 2.0**-8
@@ -101,6 +99,8 @@ class Recipe:
     """The model is compiled (without code generation, which is not under test)."""
     recompute: bool = False
     """Parts of the model drop their activations and run again in backward."""
+    of_stacks: bool = False
+    """It tests the layout of a user's workload; those of the fixtures are known."""
 
     def sizes(self, rows: int) -> list[int]:
         """Number of a rank's rows in each backward pass.
@@ -122,15 +122,43 @@ class Recipe:
             raise CannotError(text)
         return sizes
 
-    def refuses(self, topology: Topology) -> str:
-        """Why it cannot run on ``topology``, or the empty string."""
-        if topology.pipelined and (self.parts > 1 or self.training.losses > 1):
-            return "a pipeline's schedule runs the passes: choose another recipe"
-        if topology.pipelined and self.compile:
-            return "a stage is compiled by its own call, not by the schedule's"
-        if self.defer_sync and not topology.defers_sync:
-            return f"topology {topology.name!r} synchronises in every backward"
-        return ""
+    @property
+    def needs_of_topology(self) -> frozenset[OfTopology]:
+        """What it needs of a topology."""
+        known = {
+            OfTopology.CLIPPING: self.training.clip,
+            OfTopology.COMPILATION: self.compile,
+            OfTopology.PASSES: self.parts > 1 or self.training.losses > 1,
+            OfTopology.NO_SYNC: self.defer_sync,
+        }
+        return frozenset(need for need, there in known.items() if there)
+
+    @property
+    def needs(self) -> frozenset[OfWorkload]:
+        """What it needs of a workload."""
+        training = self.training
+        of_norm = training.clip == "norm" and not self.clips_and_steps
+        known = {
+            OfWorkload.LOGITS: training.losses > 1,
+            OfWorkload.COMPILED: self.compile,
+            OfWorkload.OTHER_WORLDS: self.resharded,
+            OfWorkload.JUDGED: self.of_stacks,
+            # a train_step that clips by the norm unscales as it likes
+            OfWorkload.UNSCALES: self.unscale and not training.clip,
+            OfWorkload.CLIPS_VALUES: training.clip == "value",
+            OfWorkload.CLIPS_AND_STEPS: self.clips_and_steps,
+            OfWorkload.SYNCS_LAST: self.defer_sync,
+            OfWorkload.TWO_OPTIMIZERS: self.optimizers > 1,
+            OfWorkload.SCHEDULES: training.decay,
+            OfWorkload.CLIPS_NORMS: of_norm,
+            OfWorkload.CHECKPOINTS: self.resume,
+            OfWorkload.RANDOM_LAYERS: training.random,
+            OfWorkload.RECOMPUTED: self.recompute,
+            # cut, even where they are not reduced in each pass, by micro_batches
+            OfWorkload.ROWS: self.parts > 1 and not self.defer_sync,
+            OfWorkload.TWO_KINDS: self.optimizers > 1,
+        }
+        return frozenset(need for need, there in known.items() if there)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -198,33 +226,31 @@ RECIPES: dict[str, Recipe] = {
         text="activation checkpointing: blocks of the model run again in backward",
         recompute=True,
     ),
-}
-"""Training recipes by name."""
-
-WORKLOAD_RECIPES: dict[str, Recipe] = {
-    **RECIPES,
     "accumulate-uneven": Recipe(
         text="three backward passes a step, of unequal numbers of rows",
         parts=3,
         uneven=True,
+        of_stacks=True,
     ),
     "random": Recipe(
         text="random layers are on, and what they draw is compared; in every other "
         "recipe they are off, and gradients are compared",
         training=Training(random=True),
+        of_stacks=True,
     ),
     "random-recompute": Recipe(
         text="as random, with activation checkpointing: what runs again in backward "
         "draws the same numbers again",
         training=Training(random=True),
         recompute=True,
+        of_stacks=True,
     ),
 }
-"""Recipes of a user's workload."""
+"""Training recipes by name."""
 
 CONTROL_RECIPES = tuple(
     name
-    for name, recipe in WORKLOAD_RECIPES.items()
+    for name, recipe in RECIPES.items()
     if recipe.enabled
     and recipe.new_scale is None
     and not recipe.primed
@@ -238,11 +264,6 @@ MANUAL_STEP = 2
 """The step, from 0, at which a recipe passes a scale to ``update``."""
 
 
-def recipes_of(workload: ResolvedWorkload) -> dict[str, Recipe]:
-    """The recipes of a workload, built in or a user's."""
-    return WORKLOAD_RECIPES if is_workload(workload.name) else RECIPES
-
-
 def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:
     """The parameters of the second half of a model.
 
@@ -250,6 +271,6 @@ def frozen_names(workload: ResolvedWorkload, names: Sequence[str]) -> set[str]:
         workload: what is trained.
         names: of all parameters, in the model's order.
     """
-    if is_workload(workload.name):
+    if not workload.frozen:
         return {*names[(len(names) + 1) // 2 :]}
-    return {n for n in names if n.startswith(MODELS[workload.name].frozen)}
+    return {n for n in names if n.startswith(workload.frozen)}

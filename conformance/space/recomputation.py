@@ -5,29 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...fixtures import (
-    Batch,
-    ResolvedWorkload,
-    WorkloadError,
-    is_workload,
-    resolve_workload,
-)
-from .random_layers import turn_off_random_layers
-
-__all__ = ["Recomputed", "recompute_in_backward", "why_not_recomputed"]
+__all__ = ["Recomputed", "recompute_in_backward"]
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-_ROUNDING = 1024 * 2.0**-24
-"""Relative to the largest element: far above rounding, far below a wrong pass."""
 
 
 def _nothing(_: nn.Module) -> AbstractContextManager[None]:
@@ -105,75 +93,3 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _parts(child)
-
-
-@cache
-def why_not_recomputed(name: str) -> str:
-    """Why a user's own model cannot run again in backward, or the empty string.
-
-    Tested on one process, so that an error on ranks is the layout's. Also the empty
-    string if the model cannot be called: ``check_workload`` reports that.
-    """
-    if not is_workload(name):
-        return ""
-    workload, calls = resolve_workload(name), 0
-
-    def call(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    try:
-        part, model = _first_pass(workload)
-        value = _objective(workload, model, part)
-        hook = register_module_forward_pre_hook(call)
-        try:
-            plain = _gradients(workload, model, value)
-        finally:
-            hook.remove()
-    except WorkloadError:
-        return ""
-    if calls:
-        return "its model recomputes by itself, in every recipe"
-    part, model = _first_pass(workload)
-    counted = recompute_in_backward(model)
-    try:
-        found = _gradients(workload, model, _objective(workload, model, part))
-    except WorkloadError as error:
-        return f"on one process its model cannot run again in backward: {error}"
-    if not counted.again:
-        return "its model calls no module of its own that has parameters"
-    sizes = (float(g.abs().max()) for g in plain.values() if g.numel())
-    largest = max(sizes, default=0.0)
-    for parameter, gradient in plain.items():
-        again = found.get(parameter)
-        off = gradient if again is None else gradient - again
-        if not bool((off.abs() <= _ROUNDING * largest).all()):
-            return (
-                f"on one process the gradient of {parameter} is another one where "
-                "forward runs again: it depends on more than its inputs"
-            )
-    return ""
-
-
-def _first_pass(workload: ResolvedWorkload) -> tuple[Batch, nn.Module]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = workload.model()
-    turn_off_random_layers(model)
-    batch, own = workload.batch(0, 0), workload.micro_batches
-    return (batch if own is None else own(batch)[0]), model
-
-
-def _objective(workload: ResolvedWorkload, model: nn.Module, part: Batch) -> Tensor:
-    with workload.calling("forward"):
-        output = model(part.inputs)
-    return workload.objective(output, part.targets)[0]
-
-
-def _gradients(
-    workload: ResolvedWorkload, model: nn.Module, value: Tensor
-) -> dict[str, Tensor]:
-    with workload.calling("backward"):
-        value.backward()
-    named = model.named_parameters()
-    return {name: p.grad.to_dense() for name, p in named if p.grad is not None}

@@ -31,7 +31,7 @@ from ...fixtures import (
 )
 from ..status import UsageError, as_usage, id_parts, unknown
 from .constraints import resharded_world, why_not
-from .recipes import CONTROL_RECIPES, Recipe, recipes_of
+from .recipes import CONTROL_RECIPES, RECIPES, Recipe
 
 __all__ = ["Scenario"]
 
@@ -78,7 +78,7 @@ class Scenario:
     param_order: str = field(default="model", metadata={"key": "param-order"})
     """A key of ``fixtures.PARAM_ORDERS``: how parameters reach the optimizer."""
     recipe: str = field(default="plain", metadata={"key": "recipe"})
-    """A key of ``RECIPES``, or of ``WORKLOAD_RECIPES`` for a user's workload."""
+    """A key of ``RECIPES``."""
     loss_factor: float = field(default=1.0, metadata={"key": "loss-factor"})
     """Factor of the loss: makes tiny or huge gradients; a power of two is exact."""
     init_scale: float = field(default=1024.0, metadata={"key": "scale"})
@@ -137,7 +137,7 @@ class Scenario:
     @property
     def parsed_recipe(self) -> Recipe:
         """The recipe itself."""
-        return recipes_of(self.workload)[self.recipe]
+        return RECIPES[self.recipe]
 
     @property
     def id(self) -> str:
@@ -232,7 +232,7 @@ class Scenario:
             "precision": PRECISIONS,
             "optimizer": self.workload.optimizers,
             "param_order": PARAM_ORDERS,
-            "recipe": recipes_of(self.workload),
+            "recipe": RECIPES,
         }
 
 

@@ -10,7 +10,6 @@ from ...fixtures import (
     MODELS,
     PRECISIONS,
     ResolvedWorkload,
-    is_workload,
     resolve_workload,
 )
 from ..chosen import Chosen
@@ -43,7 +42,7 @@ class Selection:
     def __post_init__(self) -> None:
         if self.workload and self.models:
             raise UsageError("a workload has its own model: give no --model beside it")
-        if self.workload and not is_workload(self.workload):
+        if self.workload and ":" not in self.workload:
             raise UsageError(
                 f"workload {self.workload!r} is no module:attribute, such as "
                 "mypackage.stack:Workload"

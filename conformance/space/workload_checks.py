@@ -8,41 +8,40 @@ be a mean over rows or a sum with its count; the optimizer must take all paramet
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from ...fixtures import (
     OWN,
     Batch,
+    OfWorkload,
     ResolvedWorkload,
     WorkloadError,
-    is_workload,
     resolve_workload,
 )
-from .random_layers import equal_outputs, turn_off_random_layers
-from .recipes import CLIP_NORM, Training
+from .facts import (
+    FP32_INSIDE,
+    facts_of,
+    new_tensors_in_fp64,
+    objective_of,
+    seeded_model,
+    wide,
+)
+from .random_layers import equal_outputs
 from .scenario import Scenario
 
 __all__ = [
-    "FP32_INSIDE",
     "PARTS",
     "ROUNDING",
     "check_workload",
     "check_workloads",
-    "clip_norm_of",
-    "clips_by_norm",
     "counts_equal",
-    "differentiates_in_forward",
-    "needs_wide_tensors",
-    "new_tensors_in_fp64",
 ]
 
 MAX_ELEMENTS = 2**24
@@ -51,113 +50,6 @@ PARTS = 4
 """Number of parts of a batch in the check that parts make up the whole."""
 ROUNDING = 2.0**-30
 """Relative: far above fp64 rounding, far below the error of a loss that is no mean."""
-FP32_INSIDE = 1024 * 2.0**-24
-"""Relative: permitted difference of fp64 runs of a model or loss that computes in fp32
-inside. Rounding stays below it with models of this size; cutting a layer over all rows
-changes far more."""
-
-
-def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
-    """A context for the passes of a workload's model in fp64.
-
-    A state of zeros that a forward creates, or weights of classes that the workload
-    keeps, are in fp32, beside parameters in fp64: most layers raise. Where this one
-    does, the context widens such tensors.
-    """
-    return _NewTensorsInFp64() if needs_wide_tensors(name) else nullcontext()
-
-
-@cache
-def needs_wide_tensors(name: str) -> bool:
-    """Whether a user's own workload creates or keeps tensors that must be fp64.
-
-    Args:
-        name: a model of a scenario.
-    """
-    if not is_workload(name):
-        return False
-    workload = resolve_workload(name)
-    batch = _wide(workload.batch(0, 0))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = workload.model().double()
-        for widened in (False, True):
-            with suppress(WorkloadError):
-                with _NewTensorsInFp64() if widened else nullcontext():
-                    _objective(workload, model, [batch])
-                return widened
-    return False
-
-
-@cache
-def differentiates_in_forward(name: str) -> bool:
-    """Whether the forward or the loss of a user's own workload needs autograd itself.
-
-    Forces are gradients of the inputs, an inner step needs those of the parameters.
-    """
-    if not is_workload(name):
-        return False
-    workload = resolve_workload(name)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        try:
-            _objective(workload, workload.model(), [workload.batch(0, 0)])
-        except WorkloadError:
-            return True
-    return False
-
-
-def _wide(batch: Batch) -> Batch:
-    return batch.map(lambda t: t.double() if t.is_floating_point() else t)
-
-
-class _NewTensorsInFp64(TorchFunctionMode):
-    """Makes tensors that are created without a dtype fp64 and not fp32.
-
-    Not ``torch.set_default_dtype``, which acts on all threads. A call that refuses fp32
-    beside fp64 is repeated with all of its tensors in fp64.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run ``func``, and widen what it made, or what it was given."""
-        kwargs = kwargs or {}
-        try:
-            found = func(*args, **kwargs)
-        except RuntimeError:
-            given = Batch(inputs=args, targets=kwargs)
-            mixed = {torch.float32, torch.float64} <= {t.dtype for t in given.tensors}
-            # what writes into a tensor would write into the copy
-            if not mixed or _writes(func, kwargs):
-                raise
-            args, kwargs = given.map(_widened).pair
-            found = func(*args, **kwargs)
-        if func not in _CREATE or kwargs.get("dtype") is not None:
-            return found
-        return _widened(found)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype == torch.float32 else tensor
-
-
-def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call writes into a tensor that it is given."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith(("__i", "__setitem__"))
-    return name.endswith("_") or kwargs.get("out") is not None
-
-
-_CREATE = {
-    *(torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.tensor),
-    *(torch.arange, torch.linspace, torch.logspace),
-}
 
 
 def check_workloads(scenarios: Iterable[Scenario]) -> None:
@@ -167,7 +59,7 @@ def check_workloads(scenarios: Iterable[Scenario]) -> None:
         WorkloadError: says which call gave what, and what was expected.
     """
     for name in dict.fromkeys(s.model for s in scenarios):
-        if is_workload(name):
+        if OfWorkload.JUDGED in resolve_workload(name).has:
             check_workload(name)
 
 
@@ -188,7 +80,7 @@ def check_workload(spec: str) -> None:
 
 def _model(workload: ResolvedWorkload) -> nn.Module:
     # made twice: ranks and references make it separately and must get the same values
-    model, again = (_seeded(workload) for _ in range(2))
+    model, again = (seeded_model(workload) for _ in range(2))
     if not isinstance(model, nn.Module):
         raise workload.refuse(
             "model", f"returned {type(model).__name__}, expected a module"
@@ -222,14 +114,6 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
     return model
 
 
-def _seeded(workload: ResolvedWorkload) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = workload.model()
-    turn_off_random_layers(model)
-    return model
-
-
 def _batch(workload: ResolvedWorkload) -> Batch:
     batch, again = (workload.batch(0, 0) for _ in range(2))
     if not all(map(_same_bits, batch.tensors, again.tensors)):
@@ -252,10 +136,10 @@ def _batch(workload: ResolvedWorkload) -> Batch:
 
 def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
-    value, count = _objective(workload, model, [batch])
+    value, count = objective_of(workload, model, [batch])
     now = dict(model.named_buffers())
     moved = [n for n, b in before.items() if n in now and not _same_bits(b, now[n])]
-    again = _objective(workload, model, [batch])
+    again = objective_of(workload, model, [batch])
     if not bool(torch.isfinite(value)):
         raise workload.refuse("loss", f"is {value.item()} on the first batch")
     if count == 0:
@@ -322,38 +206,6 @@ def _calls(
     return calls
 
 
-def _objective(
-    workload: ResolvedWorkload, model: nn.Module, parts: Iterable[Batch]
-) -> tuple[Tensor, float | None]:
-    """The mean of means, weighted by rows, and None; or sum and count of them all."""
-    found, parts = [], [*parts]
-    for part in parts:
-        try:
-            with workload.calling("forward"):
-                output = model(part.inputs)
-        except WorkloadError as error:
-            if isinstance(part.inputs, Tensor) or not _is_of_call(error.__cause__):
-                raise
-            text = str(error).partition("forward: ")[2]
-            raise workload.refuse(
-                "forward",
-                f"{text}; the model is called with the inputs of batch() as its one "
-                f"argument, here a {type(part.inputs).__name__}: let forward unpack it",
-            ) from error
-        found.append(workload.objective(output, part.targets))
-    counts = [count for _, count in found if count is not None]
-    if counts:
-        return torch.stack([value for value, _ in found]).sum(), sum(counts)
-    weights = [part.elements for part in parts]
-    values = [v * w for (v, _), w in zip(found, weights, strict=True)]
-    return torch.stack(values).sum() / sum(weights), None
-
-
-def _is_of_call(error: BaseException | None) -> bool:
-    """Whether an error is that of a call with other arguments than were expected."""
-    return isinstance(error, TypeError) and "argument" in str(error)
-
-
 def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
     """Check that a gradient is not zero: some parameters may be unused, but not all."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -373,24 +225,24 @@ def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
 def _check_mean(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
     """Check that the losses of parts make up the loss of the whole batch."""
     # in fp64, where rounding cannot hide a loss that is no mean
-    wide = _wide(batch)
+    whole = wide(batch)
     model = model.double()
     own = workload.micro_batches
     if own is not None:
-        parts = own(wide)
+        parts = own(whole)
         elements = sum(part.elements for part in parts)
-        if not workload.counted and elements != wide.elements:
+        if not facts_of(workload.name).counted and elements != whole.elements:
             raise workload.refuse(
                 "micro_batches",
                 f"leave out rows or repeat them: together they have {elements} "
-                f"elements of the targets, the batch has {wide.elements}; where "
+                f"elements of the targets, the batch has {whole.elements}; where "
                 "some are padding, let the loss be (sum, count)",
             )
         # else the objective is that of these parts, whatever it is
-        if not _same_parts(workload, wide, parts):
-            _check_made_up(workload, model, wide, parts, "micro_batches")
+        if not _same_parts(workload, whole, parts):
+            _check_made_up(workload, model, whole, parts, "micro_batches")
     else:
-        _check_made_up(workload, model, wide, wide.in_parts(PARTS), "loss")
+        _check_made_up(workload, model, whole, whole.in_parts(PARTS), "loss")
     model.float()
 
 
@@ -426,8 +278,8 @@ def _check_made_up(
 ) -> None:
     try:
         with new_tensors_in_fp64(workload.name):
-            value, count = _objective(workload, model, [whole])
-            made, of_parts = _objective(workload, model, parts)
+            value, count = objective_of(workload, model, [whole])
+            made, of_parts = objective_of(workload, model, parts)
     except WorkloadError as error:
         text = str(error).partition(f"{error.call}: ")[2]
         raise workload.refuse(
@@ -443,7 +295,7 @@ def _check_made_up(
     if adds_up and abs(value - made) <= rounding:
         return
     with new_tensors_in_fp64(workload.name):
-        again, _ = _objective(workload, model, [whole])
+        again, _ = objective_of(workload, model, [whole])
     if again.item() != value.item():
         losses = f"gave the losses {value.item():g} and {again.item():g}"
         raise _random_forward(workload, model, whole, losses)
@@ -463,50 +315,6 @@ def _check_made_up(
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
         "the same for the whole batch and for the shares of the ranks",
     )
-
-
-def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
-    """Whether gradients are clipped by their norm."""
-    return training.clip == "norm" or (
-        not training.clip and workload.clip_norm is not None
-    )
-
-
-def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
-    """The norm to which gradients are clipped: by the recipe or by ``train_step``.
-
-    The recipe's is smaller for a ``train_step`` whose gradients are: if it clipped
-    nothing, a wrong norm would not show.
-    """
-    if training.clip != "norm":
-        return None if training.clip else workload.clip_norm
-    if workload.train_step is None:
-        return CLIP_NORM
-    return min(CLIP_NORM, _exceeded(workload.name))
-
-
-@cache
-def _exceeded(spec: str) -> float:
-    """A norm of at most half that of the first gradient, on one process.
-
-    A power of two, so that all processes have the same one: their sums may be rounded
-    differently.
-    """
-    workload = resolve_workload(spec)
-    with torch.random.fork_rng(devices=[]):
-        model, batch, own = (
-            _seeded(workload),
-            workload.batch(0, 0),
-            workload.micro_batches,
-        )
-        parts = [batch] if own is None else own(batch)
-        value, count = _objective(workload, model, parts)
-        with workload.calling("backward"):
-            (value / (count or 1.0)).backward()
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
-    if not 0.0 < norm < math.inf:
-        return CLIP_NORM
-    return 2.0 ** (math.floor(math.log2(norm)) - 1)
 
 
 def counts_equal(one: float, other: float) -> bool:
@@ -612,7 +420,7 @@ def _check_alone(
         return {name: p.detach() - 1 for name, p in some.items()}
 
     for name, beside in moved(sizes).items():
-        if not seen and workload.train_step is None:
+        if not seen and OfWorkload.LOOP in workload.has:
             raise workload.refuse(
                 "optimizer",
                 "calls no hooks in step, so the judge cannot see what it steps with: "

@@ -14,9 +14,9 @@ from gradparity.conformance.judge.localise import _as_called
 from gradparity.conformance.rank.local_parts import read_local_parts
 from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
 from gradparity.conformance.run.failures import root_cause, why_not_run
-from gradparity.conformance.space.recomputation import why_not_recomputed
+from gradparity.conformance.space.facts import facts_of
 from gradparity.conformance.space.workload_checks import check_workload
-from gradparity.fixtures import Batch, WorkloadError, resolve_workload
+from gradparity.fixtures import Batch, OfWorkload, WorkloadError, resolve_workload
 from gradparity.fixtures.faulty.own_steps import (
     FAULTY_STEPS,
     RIGHT_STEPS,
@@ -299,7 +299,8 @@ class HasAnEmptyParameter(OneProcess):
 
 
 def test_a_parameter_without_elements_is_no_error(runner: Runner) -> None:
-    assert not why_not_recomputed(f"{__name__}:HasAnEmptyParameter")
+    lacks = facts_of(f"{__name__}:HasAnEmptyParameter").lacks
+    assert OfWorkload.RECOMPUTED not in lacks
     assert judged(runner, at(HasAnEmptyParameter, "single/1/fp32")).status is (
         Status.PASS
     )
@@ -391,7 +392,7 @@ def test_workloads_that_cannot_be_compared_are_refused_in_one_line(
     workload: type, told: str
 ) -> None:
     spec = f"{__name__}:{workload.__name__}"
-    why_not_recomputed(spec)  # is asked first, and must not raise
+    facts_of(spec)  # is asked first, and must not raise
     with pytest.raises(WorkloadError, match=told) as caught:
         check_workload(spec)
     assert "\n" not in str(caught.value)

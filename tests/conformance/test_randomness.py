@@ -12,10 +12,8 @@ from gradparity.conformance.rank.randomness import DrawLog
 from gradparity.conformance.rank.trace import Draw
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.space.catalogue import Selection, select
-from gradparity.conformance.space.random_layers import (
-    draws_in_forward,
-    turn_off_random_layers,
-)
+from gradparity.conformance.space.facts import facts_of
+from gradparity.conformance.space.random_layers import turn_off_random_layers
 from gradparity.conformance.space.workload_checks import check_workload
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import WorkloadError
@@ -359,7 +357,7 @@ def test_layers_left_out_by_an_attribute_of_the_class_are_kept() -> None:
     check_workload(f"{MODULE}:DropsLayers")
     # of the model that was made, not of the class: with recipe=random it is on again
     assert stacks.Blocks.layerdrop == 0.5
-    assert draws_in_forward(f"{MODULE}:DropsLayers")
+    assert facts_of(f"{MODULE}:DropsLayers").draws
 
 
 def test_a_forward_that_stays_random_says_where() -> None:

@@ -14,6 +14,7 @@ LAID_OUT = [
 WITH_RECIPE = [
     f"{'ddp' if recipe.compile else 'fsdp'}/2/fp32/sgd/none/steps=4,recipe={name}"
     for name, recipe in RECIPES.items()
+    if not recipe.of_stacks
 ]
 SPECIAL = [
     "fsdp/4/fp32/adamw/none/model=digits-uneven,steps=3,recipe=clip-norm",

@@ -12,8 +12,8 @@ from torch import nn
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
-from gradparity.conformance.space.constraints import why_not
-from gradparity.fixtures import WorkloadError, resolve_workload
+from gradparity.conformance.space.facts import probe
+from gradparity.fixtures import OfWorkload, WorkloadError, resolve_workload
 from gradparity.tests import random_stacks, stacks
 
 HERE = Path(__file__).parents[1]
@@ -296,7 +296,7 @@ def test_two_optimizers_need_parameters_for_both(
 ) -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=biases) for name in names})
     workload = replace(resolve_workload(f"{MODULE}:Right"), model=lambda: model)
-    told = why_not(workload, {"topology": "dp2", "recipe": "two-optimizers"})
+    told = probe(workload).lacks.get(OfWorkload.TWO_KINDS, "")
     assert ("the model has not both" in told) is not can
 
 
@@ -305,5 +305,5 @@ def test_two_optimizers_need_parameters_that_train_for_both() -> None:
     for layer in model.values():
         layer.bias.requires_grad_(False)
     workload = replace(resolve_workload(f"{MODULE}:Right"), model=lambda: model)
-    told = why_not(workload, {"topology": "dp2", "recipe": "two-optimizers"})
+    told = probe(workload).lacks[OfWorkload.TWO_KINDS]
     assert told.endswith("or trains not both")

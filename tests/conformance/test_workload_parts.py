@@ -16,6 +16,7 @@ from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
+from gradparity.conformance.space.facts import facts_of
 from gradparity.fixtures import resolve_workload
 from gradparity.tests.stacks import Batch, Named, Right, SixRows, rank
 
@@ -674,7 +675,7 @@ def test_a_resolved_workload_has_only_the_calls_of_its_module() -> None:
     workload = resolve_workload(f"{MODULE}:Ddp")
     calls = ("shard", "micro_batches", "train_step", "weights", "gradients")
     assert not any(getattr(workload, n) for n in (*calls, "clip_norm", "reduce_dtype"))
-    assert not workload.counted and resolve_workload(f"{MODULE}:Counted").counted
+    assert not facts_of(workload.name).counted and facts_of(f"{MODULE}:Counted").counted
 
 
 def test_ranks_of_a_run_are_those_of_the_one_before_unless_they_are_isolated(

@@ -9,8 +9,9 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from ....fixtures import OfWorkload
 from ...rank.trace import StepTrace
-from ...space.workload_checks import clips_by_norm
+from ...space.facts import clips_by_norm
 from ..law import (
     Evidence,
     Finding,
@@ -48,7 +49,7 @@ def reported(evidence: Evidence) -> Finding:
     ranks need not be bitwise equal.
     """
     report = {rank for _, seen in evidence.steps() for rank in _reports(evidence, seen)}
-    trains = evidence.scenario.workload.train_step is not None
+    trains = OfWorkload.LOOP not in evidence.scenario.workload.has
     if not report and (not trains or any(True for _ in evidence.steps())):
         return skipped("the workload reports no norm")
     parity = evidence.parity

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ....fixtures import OfWorkload
 from ..law import (
     Evidence,
     Finding,
@@ -347,7 +348,9 @@ def weights(evidence: Evidence) -> Finding:
     """Compare the weights before the save with those after the load."""
     scenario, compared = evidence.scenario, 0
     found = {t.rank: t.loaded for t in evidence.ranks if t.loaded is not None}
-    loads_own = scenario.parsed_recipe.resume and scenario.workload.train_step
+    loads_own = scenario.parsed_recipe.resume and (
+        OfWorkload.LOOP not in scenario.workload.has
+    )
     if not found and not loads_own:
         return skipped("no stack goes on from its own checkpoint")
     for rank, (same, lost) in found.items():

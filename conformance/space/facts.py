@@ -1,0 +1,369 @@
+"""Facts: what is found out about a workload by running it once, on one process.
+
+:func:`probe` makes its model and calls it on the first batch, with and without what the
+judge may do to it. A run does so once for a workload, on the process of the references
+(``run/launcher.py``, [Note: One process]); all others are told: :func:`remember`. What
+only the references ask stays beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ...fixtures import (
+    Batch,
+    OfWorkload,
+    ResolvedWorkload,
+    WorkloadError,
+    resolve_workload,
+    split_names,
+)
+from .random_layers import equal_outputs, turn_off_random_layers
+from .recipes import CLIP_NORM, Training
+from .recomputation import recompute_in_backward
+
+__all__ = [
+    "FOUND_OUT",
+    "FP32_INSIDE",
+    "WorkloadFacts",
+    "clip_norm_of",
+    "clips_by_norm",
+    "facts_of",
+    "new_tensors_in_fp64",
+    "objective_of",
+    "probe",
+    "remember",
+    "seeded_model",
+    "wide",
+]
+
+FP32_INSIDE = 1024 * 2.0**-24
+"""Relative: permitted difference of fp64 runs of a model or loss that computes in fp32
+inside. Rounding stays below it with models of this size; cutting a layer over all rows
+changes far more."""
+FOUND_OUT = frozenset(
+    {OfWorkload.RANDOM_LAYERS, OfWorkload.RECOMPUTED, OfWorkload.TWO_KINDS}
+)
+"""What a workload may have without declaring it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadFacts:
+    """What is known of a workload's model, loss and first batch.
+
+    Where the model cannot be called, all is as if it did nothing special:
+    ``check_workload`` has the words for that.
+    """
+
+    lacks: Mapping[OfWorkload, str]
+    """What it does not have of :data:`FOUND_OUT`, with the reason."""
+    rows: int
+    """Of the global batch."""
+    counted: bool
+    """Whether the loss is (sum, count)."""
+    widens: bool
+    """Whether it creates or keeps tensors that must be fp64 in an fp64 run."""
+    differentiates: bool
+    """Whether forward or loss need autograd: forces are gradients of the inputs, an
+    inner step needs those of the parameters."""
+    exceeded: float
+    """A norm of at most half that of the first gradient. A power of two, so that the
+    rounding of sums does not show in it."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws random numbers in training."""
+        return OfWorkload.RANDOM_LAYERS not in self.lacks
+
+
+_KNOWN: dict[str, WorkloadFacts] = {}
+
+
+def facts_of(name: str) -> WorkloadFacts:
+    """The facts of a model of a scenario: those told to this process, or found now."""
+    if name not in _KNOWN:
+        _KNOWN[name] = probe(resolve_workload(name))
+    return _KNOWN[name]
+
+
+def remember(name: str, facts: WorkloadFacts) -> None:
+    """Take the facts that another process has found."""
+    _KNOWN[name] = facts
+
+
+def probe(workload: ResolvedWorkload) -> WorkloadFacts:
+    """Find out what is to be known of a workload; no generator moves."""
+    with torch.random.fork_rng(devices=[]):
+        draws, counted = _first_calls(workload)
+        reasons = {
+            OfWorkload.RANDOM_LAYERS: ""
+            if draws
+            else f"it needs random layers, and {workload.name} has none",
+            OfWorkload.RECOMPUTED: _why_not_recomputed(workload),
+            OfWorkload.TWO_KINDS: _why_not_parted(workload),
+        }
+        return WorkloadFacts(
+            lacks={need: why for need, why in reasons.items() if why},
+            rows=workload.batch(0, 0).rows,
+            counted=counted,
+            widens=_widens(workload),
+            differentiates=_differentiates(workload),
+            exceeded=_exceeded(workload),
+        )
+
+
+def seeded_model(workload: ResolvedWorkload) -> Any:
+    """What ``model()`` returns after seed 0, with its random layers off."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = workload.model()
+    turn_off_random_layers(model)
+    return model
+
+
+def wide(batch: Batch) -> Batch:
+    """A batch in fp64."""
+    return batch.map(lambda t: t.double() if t.is_floating_point() else t)
+
+
+def objective_of(
+    workload: ResolvedWorkload, model: nn.Module, parts: Iterable[Batch]
+) -> tuple[Tensor, float | None]:
+    """The mean of means, weighted by rows, and None; or sum and count of them all."""
+    found, parts = [], [*parts]
+    for part in parts:
+        try:
+            with workload.calling("forward"):
+                output = model(part.inputs)
+        except WorkloadError as error:
+            if isinstance(part.inputs, Tensor) or not _is_of_call(error.__cause__):
+                raise
+            text = str(error).partition("forward: ")[2]
+            raise workload.refuse(
+                "forward",
+                f"{text}; the model is called with the inputs of batch() as its one "
+                f"argument, here a {type(part.inputs).__name__}: let forward unpack it",
+            ) from error
+        found.append(workload.objective(output, part.targets))
+    counts = [count for _, count in found if count is not None]
+    if counts:
+        return torch.stack([value for value, _ in found]).sum(), sum(counts)
+    weights = [part.elements for part in parts]
+    values = [v * w for (v, _), w in zip(found, weights, strict=True)]
+    return torch.stack(values).sum() / sum(weights), None
+
+
+def _is_of_call(error: BaseException | None) -> bool:
+    """Whether an error is that of a call with other arguments than were expected."""
+    return isinstance(error, TypeError) and "argument" in str(error)
+
+
+def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
+    """Whether gradients are clipped by their norm."""
+    return training.clip == "norm" or (
+        not training.clip and workload.clip_norm is not None
+    )
+
+
+def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None:
+    """The norm to which gradients are clipped: by the recipe or by ``train_step``.
+
+    The recipe's is smaller for a ``train_step`` whose gradients are: if it clipped
+    nothing, a wrong norm would not show.
+    """
+    if training.clip != "norm":
+        return None if training.clip else workload.clip_norm
+    if OfWorkload.LOOP in workload.has:
+        return CLIP_NORM
+    return min(CLIP_NORM, facts_of(workload.name).exceeded)
+
+
+def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
+    """A context for the passes of a workload's model in fp64.
+
+    A state of zeros that a forward creates, or weights of classes that the workload
+    keeps, are in fp32, beside parameters in fp64: most layers raise. Where this one
+    does, the context widens such tensors.
+    """
+    return _NewTensorsInFp64() if facts_of(name).widens else nullcontext()
+
+
+class _NewTensorsInFp64(TorchFunctionMode):
+    """Makes tensors that are created without a dtype fp64 and not fp32.
+
+    Not ``torch.set_default_dtype``, which acts on all threads. A call that refuses fp32
+    beside fp64 is repeated with all of its tensors in fp64.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, and widen what it made, or what it was given."""
+        kwargs = kwargs or {}
+        try:
+            found = func(*args, **kwargs)
+        except RuntimeError:
+            given = Batch(inputs=args, targets=kwargs)
+            mixed = {torch.float32, torch.float64} <= {t.dtype for t in given.tensors}
+            # what writes into a tensor would write into the copy
+            if not mixed or _writes(func, kwargs):
+                raise
+            args, kwargs = given.map(_widened).pair
+            found = func(*args, **kwargs)
+        if func not in _CREATE or kwargs.get("dtype") is not None:
+            return found
+        return _widened(found)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
+
+
+def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes into a tensor that it is given."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith(("__i", "__setitem__"))
+    return name.endswith("_") or kwargs.get("out") is not None
+
+
+_CREATE = {
+    *(torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.tensor),
+    *(torch.arange, torch.linspace, torch.logspace),
+}
+
+# - The single questions; each makes its own model, since a pass may leave a state in it
+
+
+def _first_calls(workload: ResolvedWorkload) -> tuple[bool, bool]:
+    """Whether a forward draws random numbers, and whether the loss has a count."""
+    draws = counted = False
+    with suppress(WorkloadError):
+        torch.manual_seed(0)
+        model, batch = workload.model(), workload.batch(0, 0)
+        before = torch.get_rng_state()
+        with workload.calling("forward"):
+            first = model(batch.inputs)
+            draws = not torch.equal(before, torch.get_rng_state())
+            # a generator of the model's own leaves torch's as it is
+            draws = draws or not equal_outputs(first, model(batch.inputs))
+        counted = workload.objective(first, batch.targets)[1] is not None
+    return draws, counted
+
+
+def _widens(workload: ResolvedWorkload) -> bool:
+    batch = wide(workload.batch(0, 0))
+    torch.manual_seed(0)
+    model = workload.model().double()
+    for widened in (False, True):
+        with suppress(WorkloadError):
+            with _NewTensorsInFp64() if widened else nullcontext():
+                objective_of(workload, model, [batch])
+            return widened
+    return False
+
+
+def _differentiates(workload: ResolvedWorkload) -> bool:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        try:
+            objective_of(workload, workload.model(), [workload.batch(0, 0)])
+        except WorkloadError:
+            return True
+    return False
+
+
+def _exceeded(workload: ResolvedWorkload) -> float:
+    batch, own = workload.batch(0, 0), workload.micro_batches
+    model, norm = seeded_model(workload), 0.0
+    with suppress(WorkloadError):
+        value, count = objective_of(
+            workload, model, [batch] if own is None else own(batch)
+        )
+        with workload.calling("backward"):
+            (value / (count or 1.0)).backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+    if not 0.0 < norm < math.inf:
+        return CLIP_NORM
+    return 2.0 ** (math.floor(math.log2(norm)) - 1)
+
+
+def _why_not_parted(workload: ResolvedWorkload) -> str:
+    torch.manual_seed(0)
+    trains = {n: p.requires_grad for n, p in workload.model().named_parameters()}
+    # an optimizer may be given nothing but frozen parameters, and then takes none
+    if all(any(trains[n] for n in part) for part in split_names(trains)):
+        return ""
+    return OfWorkload.TWO_KINDS.value
+
+
+def _why_not_recomputed(workload: ResolvedWorkload) -> str:
+    """Why the model cannot run again in backward, or the empty string.
+
+    Tested on one process, so that an error on ranks is the layout's. Also the empty
+    string if the model cannot be called: ``check_workload`` reports that.
+    """
+    calls = 0
+
+    def call(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    try:
+        part, model = _first_pass(workload)
+        value = objective_of(workload, model, [part])[0]
+        hook = register_module_forward_pre_hook(call)
+        try:
+            plain = _gradients(workload, model, value)
+        finally:
+            hook.remove()
+    except WorkloadError:
+        return ""
+    if calls:
+        return "its model recomputes by itself, in every recipe"
+    part, model = _first_pass(workload)
+    counted = recompute_in_backward(model)
+    try:
+        found = _gradients(workload, model, objective_of(workload, model, [part])[0])
+    except WorkloadError as error:
+        return f"on one process its model cannot run again in backward: {error}"
+    if not counted.again:
+        return "its model calls no module of its own that has parameters"
+    sizes = (float(g.abs().max()) for g in plain.values() if g.numel())
+    largest = max(sizes, default=0.0)
+    for parameter, gradient in plain.items():
+        again = found.get(parameter)
+        off = gradient if again is None else gradient - again
+        if not bool((off.abs() <= FP32_INSIDE * largest).all()):
+            return (
+                f"on one process the gradient of {parameter} is another one where "
+                "forward runs again: it depends on more than its inputs"
+            )
+    return ""
+
+
+def _first_pass(workload: ResolvedWorkload) -> tuple[Batch, nn.Module]:
+    batch, own = workload.batch(0, 0), workload.micro_batches
+    return (batch if own is None else own(batch)[0]), seeded_model(workload)
+
+
+def _gradients(
+    workload: ResolvedWorkload, model: nn.Module, value: Tensor
+) -> dict[str, Tensor]:
+    with workload.calling("backward"):
+        value.backward()
+    named = model.named_parameters()
+    return {name: p.grad.to_dense() for name, p in named if p.grad is not None}
