@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from ...fixtures import WorkloadError
 from ...multiprocess import WorldError
-from ..judge.bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
+from ..judge.bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
+from ..judge.compare import sizes
 from ..judge.parity import followed_schedule, gradient_of, mean_loss, moved
 from ..rank.devices import Devices
 from ..rank.observe import digest

@@ -49,7 +49,8 @@ from ..report.records import Location
 from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
-from .bounds import SAFETY_FACTOR, sizes
+from .bounds import SAFETY_FACTOR
+from .compare import Doubles, Pair, compare, multiple_of, relative_floor, sizes
 from .reference import (
     TRUTH,
     ReferenceRun,
@@ -60,9 +61,8 @@ from .reference import (
     rows_apart,
 )
 
-__all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction", "multiple_of"]
+__all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
-Doubles = NDArray[np.float64]
 State = Literal["right", "partial", "wrong"]
 UNEVEN = 0.02
 """Permitted relative difference of two ranks' factors, half precision included."""
@@ -473,26 +473,12 @@ class Boundaries:
 
 
 def _compared(values: Doubles, truth: Doubles, known: _Known, factor: float) -> _Found:
-    unit = factor * float(np.linalg.norm(known.truth)) or 1.0
-    bounds = [factor * bound for bound in known.bound]
-    errors = sizes(values - truth)
-    # a bound of 0 allows no error, and nan is one
-    ratio, error, bound = max(
-        (e / b if b else np.inf * (e > 0 or np.isnan(e)) if e else 0.0, e, b)
-        for e, b in zip(errors, bounds, strict=True)
-    )
-    state: State = "right" if ratio <= 1 else "wrong"
-    return _Found(state=state, error=error / unit, bound=bound / unit)
-
-
-def multiple_of(values: Doubles, truth: Doubles) -> tuple[float, float]:
-    """(factor, rest): ``values`` = factor x ``truth`` up to a relative rest."""
-    square = float((truth * truth).sum())
-    size = float(np.linalg.norm(values))
-    if not square or not size or values.shape != truth.shape:
-        return 0.0, 1.0
-    factor = float((values * truth).sum()) / square
-    return factor, float(np.linalg.norm(values - factor * truth)) / size
+    norm, largest = sizes(known.truth)
+    spread = factor * known.bound[0], factor * known.bound[1]
+    both = compare(values, truth, spread, (factor * norm, factor * largest))
+    worst = max(both, key=lambda found: found.ratio)
+    state: State = "right" if worst.ratio <= 1 else "wrong"
+    return _Found(state=state, error=worst.error, bound=worst.bound)
 
 
 def _cuts(
@@ -607,7 +593,7 @@ def _bounded(
 ) -> dict[Boundary, _Known]:
     """Derived like bounds of gradients, see [Note: Bounds] in :mod:`.bounds`."""
     values: dict[Boundary, Doubles] = {}
-    noise: dict[Boundary, tuple[float, ...]] = {}
+    noise: dict[Boundary, Pair] = {}
     for boundary, passed in truth.passed.items():
         value = values[boundary] = passed.values.astype(np.float64)
         seen = [log.passed.get(boundary) for log in noisy]
@@ -618,26 +604,17 @@ def _bounded(
         ]
         # a noisy run without this tensor leaves its noise unknown
         unknown = [(np.inf, np.inf)] * (len(errors) < len(noisy))
-        noise[boundary] = tuple(map(max, zip(*errors, *unknown, strict=True)))
+        norms, largest_ones = zip(*errors, *unknown, strict=True)
+        noise[boundary] = max(norms), max(largest_ones)
     known = {}
     # activations and gradients are rounded differently: a median noise for each
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
         some = [b for b in values if b.kind in kinds]
         own = {b: sizes(values[b]) for b in some}
-        floors = [
-            max(
-                float(
-                    np.median(
-                        [noise[b][i] / own[b][i] for b in some if own[b][i]] or [0]
-                    )
-                ),
-                roundoff,
-            )
-            for i in (0, 1)
-        ]
+        floor = relative_floor({b: noise[b] for b in some}, own, roundoff)
         for b in some:
             norm, largest = (
-                SAFETY_FACTOR * max(noise[b][i], floors[i] * own[b][i]) for i in (0, 1)
+                SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i]) for i in (0, 1)
             )
             known[b] = _Known(values[b], (norm, largest))
     return known

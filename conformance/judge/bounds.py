@@ -70,6 +70,7 @@ from ...fixtures import OfWorkload, Precision
 from ..rank.elementwise import not_elementwise
 from ..rank.routing import Choices
 from ..space.scenario import Scenario
+from .compare import Doubles, Pair, relative_floor, sizes
 from .reference import (
     NOISY,
     TRUTH,
@@ -87,7 +88,6 @@ __all__ = [
     "ParityBounds",
     "expected_choices",
     "make_parity_bounds",
-    "sizes",
 ]
 
 SAFETY_FACTOR = 8.0
@@ -96,10 +96,7 @@ SHARED = 2.0
 Quantisation]."""
 NUDGED = 3
 """Further references for an optimizer that uses whole matrices."""
-Doubles = NDArray[np.float64]
 Tensors = dict[str, Doubles]
-Pair = tuple[float, float]
-"""Norm and largest element, of a tensor or of a bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +329,7 @@ def _bound(
                 finite = [e for e in errors if np.isfinite(e).all()]
                 known = worst.get(name, (0.0, 0.0))
                 worst[name] = _larger(known, *(finite or [_UNKNOWN]))
-        floor = _relative_floor(worst, own, precision.roundoff)
+        floor = relative_floor(worst, own, precision.roundoff)
         bounds.append({})
         for name in tensors:
             noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]
@@ -354,32 +351,7 @@ def _noise_of(
     return [(shared[0] + a[0], shared[1] + a[1]) for a in apart]
 
 
-def _relative_floor(
-    worst: dict[str, Pair],
-    own: dict[str, Pair],
-    roundoff: float,
-) -> Pair:
-    """Median relative noise of all parameters, at least one unit roundoff."""
-    floors = []
-    for measure in (0, 1):
-        relative = [
-            worst[n][measure] / own[n][measure]
-            for n in worst
-            if n in own and own[n][measure] > 0
-        ]
-        finite = [r for r in relative if np.isfinite(r)]
-        floors.append(max(float(np.median(finite)) if finite else 0.0, roundoff))
-    return floors[0], floors[1]
-
-
 _UNKNOWN = (float("inf"), float("inf"))
-
-
-def sizes(tensor: Doubles) -> Pair:
-    """Norm and largest element; 0, 0 of an empty tensor."""
-    if not tensor.size:
-        return 0.0, 0.0
-    return float(np.linalg.norm(tensor)), float(np.abs(tensor).max())
 
 
 def _larger(*pairs: Pair) -> Pair:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..formulas import clip_factor
+
 __all__ = ["Facts", "causes_of"]
 
 
@@ -69,7 +71,7 @@ def _known(facts: Facts) -> Iterator[tuple[float, str]]:
         yield scale / earlier, text
         yield earlier / scale, f"scaled by {earlier:g}, and divided by {scale:g}"
     if facts.clip_norm is not None and facts.norm:
-        due = min(1.0, facts.clip_norm / facts.norm)
-        early = min(1.0, facts.clip_norm / (facts.norm * scale))
+        due = clip_factor(facts.norm, facts.clip_norm)
+        early = clip_factor(facts.norm * scale, facts.clip_norm)
         yield early / due, f"clipped before they were divided by the scale {scale:g}"
         yield 1 / due, "not clipped"

@@ -36,8 +36,9 @@ from ..report.records import Location
 from ..space.facts import WorkloadFacts, facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
-from .boundaries import BACKWARD, FORWARD, Boundaries, multiple_of
+from .boundaries import BACKWARD, FORWARD, Boundaries
 from .bounds import SAFETY_FACTOR
+from .compare import multiple_of
 from .diagnosis import Facts, causes_of
 from .parity import Parity, demanded_schedule, gradient_of
 from .reference import TRUTH, Schedule, train_reference

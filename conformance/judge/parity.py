@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...fixtures import OfWorkload
+from ..formulas import clip_factor
 from ..rank.trace import RankTrace, StepTrace
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
 from ..space.workload_checks import counts_equal
-from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds, sizes
+from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
+from .compare import Doubles, Measure, compare, multiple_of, sizes
 from .doubts import Doubt, doubts_of
 from .reference import Idle, Reference, Schedule, check_equal_start
 from .settings import StackSchedule, against_planned, stack_schedule
@@ -39,13 +41,12 @@ __all__ = [
     "moved",
 ]
 
-Doubles = NDArray[np.float64]
 Seen = Sequence[tuple[RankTrace, StepTrace]]
 """One step of all ranks of a world."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityRow:
+class ParityRow(Measure):
     """One comparison: a tensor on a rank at a step against the fp64 truth."""
 
     kind: str
@@ -53,35 +54,6 @@ class ParityRow:
     step: int
     parameter: str
     rank: int
-    measure: str
-    """``norm`` or ``largest element`` of the difference."""
-    error: float
-    """Size of the difference, relative to the truth's own size where that is not 0."""
-    bound: float
-    """Bound of the error, in the same unit."""
-    size: float
-    """The truth's own size, in the same measure."""
-
-    @property
-    def absolute(self) -> float:
-        """The error before it is divided by the truth's size."""
-        return self.error * (self.size or 1.0)
-
-    @property
-    def compares(self) -> bool:
-        """Whether the bound tells a right value from one that is not there.
-
-        With a bound as large as the truth, zeros would pass. Where the truth is zero
-        they are right.
-        """
-        return self.ratio > 1 or self.bound < (1.0 if self.size else float("inf"))
-
-    @property
-    def ratio(self) -> float:
-        """Error over bound; above 1 is a violation. 0 / 0 is 0."""
-        if self.error == 0.0:
-            return 0.0
-        return self.error / self.bound if self.bound else float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +232,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         stack_schedule=moved_by_stack,
     )
     if parity.clip_norm is not None:
-        # as torch.nn.utils.clip_grad_norm_ computes the factor
         factors = [
-            min(1.0, parity.clip_norm / (n + 1e-6)) for n in parity_bounds.truth.norms
+            clip_factor(norm, parity.clip_norm) for norm in parity_bounds.truth.norms
         ]
         parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds)
     for each in _measured(schedule, phases, parity_bounds):
@@ -421,20 +392,20 @@ def _clip_rows(
     for step, (seen, due, skipped) in enumerate(steps):
         rows = []
         # with a bad gradient the ranks clip by a norm that is not finite
-        for trace, at in seen if not skipped else ():
+        for trace, at in seen if not skipped and np.isfinite(due) else ():
             for name, true in parity_bounds.truth.gradients[step].items():
                 if name not in at.gradients:
                     continue
                 places = trace.places(at, name)
                 # the reference records clipped gradients: this undoes its factor
                 whole = true[places] / due
-                size = float(np.linalg.norm(whole))
+                size = sizes(whole)[0]
                 noise, _ = parity_bounds.gradient[step][name]
                 if not size or not np.isfinite(noise):
                     continue
                 values = gradient_of(seen, trace, at, name).astype(np.float64)
-                factor = float(values @ whole) / size**2
-                rest = float(np.linalg.norm(values - factor * whole))
+                factor, share = multiple_of(values, whole)
+                rest = share * sizes(values)[0]
                 # a gradient that is not larger than its noise has no direction
                 if noise < size * due:
                     runs = [run.gradients[step].get(name) for run in noisy]
@@ -458,9 +429,7 @@ def _factor_noise(
     runs: Iterable[Doubles | None], places: NDArray[np.int64], true: Doubles
 ) -> float:
     """By how much the factors of correct runs are off, relative to the due one."""
-    off = [
-        float(g[places] @ true) / float(true @ true) - 1 for g in runs if g is not None
-    ]
+    off = [multiple_of(g[places], true)[0] - 1 for g in runs if g is not None]
     return max((abs(x) for x in off if np.isfinite(x)), default=float("inf"))
 
 
@@ -540,27 +509,7 @@ def _compare(
     whole, index = truth
     if not len(index) or values is None or not all(np.isfinite(bounds)):
         return []
-    errors, units = sizes(values.astype(np.float64) - whole[index]), sizes(whole)
     return [
-        ParityRow(
-            kind=kind,
-            step=step,
-            parameter=name,
-            rank=rank,
-            measure=measure,
-            error=_finite(error / (unit or 1.0)),
-            bound=bound / (unit or 1.0),
-            size=unit,
-        )
-        for measure, error, bound, unit in zip(
-            _MEASURES, errors, bounds, units, strict=True
-        )
+        ParityRow(kind=kind, step=step, parameter=name, rank=rank, **asdict(found))
+        for found in compare(values, whole[index], bounds, sizes(whole))
     ]
-
-
-_MEASURES = ("norm", "largest element")
-
-
-def _finite(error: float) -> float:
-    """A nan difference counts as infinite."""
-    return float("inf") if np.isnan(error) else float(error)

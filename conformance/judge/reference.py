@@ -29,6 +29,7 @@ from ...fixtures import (
     ResolvedWorkload,
     resolve_workload,
 )
+from ..formulas import bias_error
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import digest_of_weights, initial_model
 from ..rank.observe import scheduled
@@ -48,7 +49,6 @@ __all__ = [
     "ReferenceRun",
     "Schedule",
     "Variant",
-    "bias_error",
     "check_equal_start",
     "jittered",
     "reduced_in",
@@ -145,7 +145,6 @@ NOISY = (
     Variant(parts=4),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
-FP32_UNIT = 2.0**-24
 KEPT = 48
 """Number of references kept, about 0.2 GB. The topologies of the parity preset share
 them: it trains 76, and with 16 kept 275. Of 256 the default preset would make a
@@ -676,22 +675,6 @@ def jittered(
         with torch.no_grad():
             for p, old in zip(model.parameters(), before, strict=True):
                 p.copy_(old)
-
-
-def bias_error(betas: Iterable[float], steps_made: int) -> float:
-    """Largest relative error of a step of Adam with bias corrections in fp32.
-
-    A correction is ``1 - beta**t``. Rounding of beta changes the power by at most
-    ``t`` units, its own rounding by one more, and this error is relative to what the
-    subtraction leaves, which rounds once. The second correction is under a root.
-
-    Args:
-        betas: of the first and the second moment.
-        steps_made: ``t``, with this step.
-    """
-    powers = [float(beta) ** steps_made for beta in betas]
-    errors = [(steps_made + 1) * p / (1 - p) + 1 for p in powers if p < 1]
-    return FP32_UNIT * sum(e * x for e, x in zip(errors, (1, 1 / 2), strict=False))
 
 
 @lru_cache

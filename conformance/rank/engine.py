@@ -12,6 +12,7 @@ it is laid out with its true values, and the judge writes nothing into it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from ...fixtures import (
     split_names,
     without_gradient_sync,
 )
+from ..formulas import clip_factor
 from ..space.facts import facts_of
 from ..space.random_layers import turn_off_random_layers
 from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
@@ -336,8 +338,7 @@ class Engine:
             # each of n replicas adds 1/n
             squares += gradient.double().square().sum() / self.replicas[name]
         dist.all_reduce(squares)
-        # as torch.nn.utils.clip_grad_norm_ computes the factor
-        factor = (CLIP_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0).float()
+        factor = clip_factor(math.sqrt(float(squares)), CLIP_NORM)
         for _, parameter in clipped:
             assert parameter.grad is not None
             local(parameter.grad).mul_(factor)

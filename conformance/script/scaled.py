@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...fixtures import LOSS, PLACES, Fault, local
+from ..formulas import clip_factor
 from .template import Training, gathered
 
 __all__ = ["Scaled"]
@@ -86,7 +87,7 @@ class Scaled:
             once = {key: norm for rank in gathered(parts) for key, norm in rank.items()}
             norm = float(torch.tensor([*once.values()]).norm())
             for gradient in grads.values():
-                gradient.mul_(min(1.0, self.clip_norm / (norm + 1e-6)))
+                gradient.mul_(clip_factor(norm, self.clip_norm))
         self.scaler.step(optimizer)
         self.scaler.update()
         moved = self.effects(training) != before if self.held else None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.judge.reference import bias_error
+from gradparity.conformance.formulas import bias_error
 from gradparity.tests.conformance.test_workload_steps import Engine, Trains
 from gradparity.tests.stacks import Named, rank
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
-from gradparity.conformance.judge.boundaries import multiple_of
+from gradparity.conformance.judge.compare import multiple_of
 from gradparity.conformance.judge.localise import _common
 from gradparity.conformance.rank.modules import (
     OUTPUT_GRADIENT,

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ....fixtures import OfWorkload
+from ...formulas import clip_factor
 from ...rank.trace import StepTrace
 from ...space.facts import clips_by_norm
 from ..law import (
@@ -139,13 +140,9 @@ def _is_of_its_gradients(
     if first is None or first.step > step:
         return False
     used, slack = _used_norm(evidence, seen), _slack(parity, step)
-    clipped = [norm * _factor(parity.clip_norm, norm) for norm in reported.values()]
+    most = math.inf if parity.clip_norm is None else parity.clip_norm
+    clipped = [norm * clip_factor(norm, most) for norm in reported.values()]
     return bool(clipped) and all(abs(used - norm) <= slack * used for norm in clipped)
-
-
-def _factor(clip_norm: float | None, norm: float) -> float:
-    """As ``torch.nn.utils.clip_grad_norm_`` computes it."""
-    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
 
 
 def _used_norm(evidence: Evidence, seen: Sequence[StepTrace]) -> float:

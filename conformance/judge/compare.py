@@ -1,0 +1,138 @@
+"""Compare: one tensor with its true value, by the spread of correct runs.
+
+Every comparison of the judge is made here, and needs no torch. An error has two sizes,
+the norm and the largest element: a norm hides one bad element, an element hides a
+drift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Doubles",
+    "Measure",
+    "Pair",
+    "compare",
+    "multiple_of",
+    "relative_floor",
+    "sizes",
+]
+
+Name = TypeVar("Name")
+Doubles = NDArray[np.float64]
+Pair = tuple[float, float]
+"""Norm and largest element, of a tensor or of a bound."""
+MEASURES = ("norm", "largest element")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One size of the difference between a value and its truth."""
+
+    measure: str
+    """``norm`` or ``largest element`` of the difference."""
+    error: float
+    """Size of the difference, relative to the truth's own size where that is not 0."""
+    bound: float
+    """Bound of the error, in the same unit."""
+    size: float
+    """The truth's own size, in the same measure."""
+
+    @property
+    def absolute(self) -> float:
+        """The error before it is divided by the truth's size."""
+        return self.error * (self.size or 1.0)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the bound tells a right value from one that is not there.
+
+        With a bound as large as the truth, zeros would pass. Where the truth is zero
+        they are right.
+        """
+        return self.ratio > 1 or self.bound < (1.0 if self.size else math.inf)
+
+    @property
+    def ratio(self) -> float:
+        """Error over bound; above 1 is a violation. 0 / 0 is 0."""
+        if self.error == 0.0:
+            return 0.0
+        return self.error / self.bound if self.bound else math.inf
+
+
+def compare(
+    values: NDArray[np.floating], truth: Doubles, spread: Pair, unit: Pair
+) -> tuple[Measure, ...]:
+    """Both sizes of the difference of two tensors.
+
+    Args:
+        values: any shape.
+        truth: the same shape.
+        spread: the largest permitted norm and element of the difference.
+        unit: norm and largest element of the whole true tensor, of which ``truth`` may
+            be a part.
+
+    Returns:
+        A measure for each size. A difference that is nan counts as infinite.
+    """
+    errors = sizes(values.astype(np.float64) - truth)
+    return tuple(
+        Measure(
+            measure=measure,
+            error=math.inf if math.isnan(error) else error / (size or 1.0),
+            bound=bound / (size or 1.0),
+            size=size,
+        )
+        for measure, error, bound, size in zip(
+            MEASURES, errors, spread, unit, strict=True
+        )
+    )
+
+
+def sizes(tensor: Doubles) -> Pair:
+    """Norm and largest element; 0, 0 of an empty tensor."""
+    if not tensor.size:
+        return 0.0, 0.0
+    return float(np.linalg.norm(tensor)), float(np.abs(tensor).max())
+
+
+def multiple_of(values: Doubles, truth: Doubles) -> Pair:
+    """(factor, rest): ``values`` = factor x ``truth`` up to a relative rest.
+
+    The factor is that of least squares, the rest a share of the norm of ``values``.
+    """
+    square = float((truth * truth).sum())
+    size = float(np.linalg.norm(values))
+    if not square or not size or values.shape != truth.shape:
+        return 0.0, 1.0
+    factor = float((values * truth).sum()) / square
+    return factor, float(np.linalg.norm(values - factor * truth)) / size
+
+
+def relative_floor(
+    noise: Mapping[Name, Pair], own: Mapping[Name, Pair], roundoff: float
+) -> Pair:
+    """Median relative noise of all tensors, at least one unit roundoff.
+
+    Args:
+        noise: name -> sizes of the errors of correct runs; not finite: unknown.
+        own: name -> the tensor's own sizes.
+        roundoff: unit roundoff of the precision.
+    """
+    floors = []
+    for measure in (0, 1):
+        relative = [
+            noise[n][measure] / own[n][measure]
+            for n in noise
+            if n in own and own[n][measure] > 0
+        ]
+        finite = [r for r in relative if np.isfinite(r)]
+        floors.append(max(float(np.median(finite)) if finite else 0.0, roundoff))
+    return floors[0], floors[1]
