@@ -164,8 +164,9 @@ class Boundaries:
         if not any(w.log.modules for w in self.ranks.values()):
             return "the stack shows no modules, so activations were not compared"
         if not self.compared:
-            why = [f" on rank {r}: {w.log.unpaired}" for r, w in self.ranks.items()]
-            unpaired = next((text for text in why if not text.endswith(": ")), "")
+            logs = [(r, w.log.unpaired) for r, w in self.ranks.items()]
+            why = [f" on rank {r}: {text}" for r, text in logs if text]
+            unpaired = why[0] if why else ""
             if self.coupled:
                 unpaired = ": a layer looks at all rows at once, and the rows are cut"
             return f"no activation could be compared{unpaired}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ...multiprocess import RankOutcome, RankState, WorldError
@@ -167,9 +168,9 @@ def why_not_run(
     laid_out = error.call == "parallelize" and (unasked or frozen)
     # a stack's own autograd (torch.func) may not support checkpointing; torch's error
     # is the finding of the recipe
-    unknown = recipe.recompute and own_step and "raised CheckpointError" not in text
+    unknown = recipe.recompute and own_step and error.raised != CheckpointError.__name__
     tried = frozen or (narrowed and own_step) or unknown
-    trained = error.call == "train_step" and tried and "train_step: raised" in text
+    trained = error.call == "train_step" and tried and bool(error.raised)
     deferred = recipe.defer_sync and error.call in ("forward", "backward")
     known = laid_out or trained or deferred
     return text if known else alone(why_not_alone, scenario)

@@ -145,13 +145,13 @@ def objective_of(
             with workload.calling("forward"):
                 output = model(part.inputs)
         except WorkloadError as error:
-            if isinstance(part.inputs, Tensor) or not _is_of_call(error.__cause__):
+            if isinstance(part.inputs, Tensor) or error.raised != TypeError.__name__:
                 raise
-            text = str(error).partition("forward: ")[2]
             raise workload.refuse(
                 "forward",
-                f"{text}; the model is called with the inputs of batch() as its one "
-                f"argument, here a {type(part.inputs).__name__}: let forward unpack it",
+                f"{error.text}; the model is called with the inputs of batch() as its "
+                f"one argument, here a {type(part.inputs).__name__}: let forward "
+                "unpack it",
             ) from error
         found.append(workload.objective(output, part.targets))
     counts = [count for _, count in found if count is not None]
@@ -160,11 +160,6 @@ def objective_of(
     weights = [part.elements for part in parts]
     values = [v * w for (v, _), w in zip(found, weights, strict=True)]
     return torch.stack(values).sum() / sum(weights), None
-
-
-def _is_of_call(error: BaseException | None) -> bool:
-    """Whether an error is that of a call with other arguments than were expected."""
-    return isinstance(error, TypeError) and "argument" in str(error)
 
 
 def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:

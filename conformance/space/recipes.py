@@ -255,7 +255,7 @@ CONTROL_RECIPES = tuple(
     and recipe.new_scale is None
     and not recipe.primed
     # without a scaler a recipe with unscale_ is the one without it, once more
-    and not name.endswith("unscale")
+    and (recipe.training.clip or not recipe.unscale)
     and not recipe.clips_and_steps
 )
 """Recipes that apply without a scaler."""

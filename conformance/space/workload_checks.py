@@ -281,11 +281,10 @@ def _check_made_up(
             value, count = objective_of(workload, model, [whole])
             made, of_parts = objective_of(workload, model, parts)
     except WorkloadError as error:
-        text = str(error).partition(f"{error.call}: ")[2]
         raise workload.refuse(
             error.call,
-            f"{text}; in fp64, in which the reference trains, and not in fp32: make "
-            "new tensors in the dtype of the inputs or of the parameters",
+            f"{error.text}; in fp64, in which the reference trains, and not in fp32: "
+            "make new tensors in the dtype of the inputs or of the parameters",
         ) from error
     largest = max(abs(value.item()), abs(made.item()))
     # logits.float() before the cross entropy: the loss is then a mean within fp32
@@ -372,7 +371,7 @@ def _made_alone(
     try:
         return make(some)
     except WorkloadError as error:
-        text = f"with {some[0][0]} alone it {str(error).partition('optimizer: ')[2]}"
+        text = f"with {some[0][0]} alone it {error.text}"
         raise workload.refuse(
             "optimizer",
             f"{text}; the reference has an optimizer for each parameter, so leave out "
