@@ -474,9 +474,9 @@ class Boundaries:
 
 
 def _compared(values: Doubles, truth: Doubles, known: _Known, factor: float) -> _Found:
-    norm, largest = sizes(known.truth)
+    whole = factor * sizes(known.truth)[0]
     spread = factor * known.bound[0], factor * known.bound[1]
-    both = compare(values, truth, spread, (factor * norm, factor * largest))
+    both = compare(values, truth, spread, (whole, whole))
     worst = max(both, key=lambda found: found.ratio)
     state: State = "right" if worst.ratio <= 1 else "wrong"
     return _Found(state=state, error=worst.error, bound=worst.bound)

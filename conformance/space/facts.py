@@ -290,7 +290,8 @@ def _exceeded(workload: ResolvedWorkload) -> float:
         )
         with workload.calling("backward"):
             (value / (count or 1.0)).backward()
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+        grads = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+        norm = float(nn.utils.get_total_norm(grads))
     if not 0.0 < norm < math.inf:
         return CLIP_NORM
     return 2.0 ** (math.floor(math.log2(norm)) - 1)
