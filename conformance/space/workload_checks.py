@@ -438,6 +438,8 @@ def _check_made_up(
     largest = max(abs(value.item()), abs(made.item()))
     # logits.float() before the cross entropy: the loss is then a mean within fp32
     rounding = ROUNDING if value.dtype == torch.float64 else FP32_INSIDE
+    if workload.rounds_to is not None:
+        rounding = max(rounding, coarseness(workload.rounds_to))
     rounding *= largest * (1 if count is None else len(parts))
     adds_up = count is None or (of_parts is not None and counts_equal(count, of_parts))
     if adds_up and abs(value - made) <= rounding:
@@ -463,6 +465,17 @@ def _check_made_up(
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
         "the same for the whole batch and for the shares of the ranks",
     )
+
+
+def coarseness(dtype: torch.dtype) -> float:
+    """Largest relative change of a number that is rounded to an 8-bit dtype by a scale.
+
+    A scale that other rows decide moves a value by at most this, so a loss that is a
+    mean over rows but for such scales changes by less when its rows are cut.
+    """
+    if dtype.is_floating_point:
+        return torch.finfo(dtype).eps / 2
+    return 0.5 / torch.iinfo(dtype).max
 
 
 def clips_by_norm(workload: ResolvedWorkload, training: Training) -> bool:
