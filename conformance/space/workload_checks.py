@@ -39,6 +39,7 @@ __all__ = [
     "check_workloads",
     "clip_norm_of",
     "clips_by_norm",
+    "coarseness",
     "counts_equal",
     "differentiates_in_forward",
     "needs_wide_tensors",
@@ -456,6 +457,9 @@ def _check_made_up(
             f"its {len(parts)} parts together {made.item():.9g} and {of_parts or 0:g}, "
             "in fp64: sums and counts of parts must add up",
         )
+    eight = coarseness(torch.float8_e4m3fn) * largest
+    way = "; if the model rounds to 8 bits by a scale that all rows share, declare "
+    way = f"{way}rounds_to = torch.float8_e4m3fn" if abs(value - made) < eight else ""
     raise workload.refuse(
         call,
         f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
@@ -463,7 +467,7 @@ def _check_made_up(
         "over rows, so the loss must be a mean over them (no sum, no batch norm, "
         "no fp32 inside the model), or (sum, count). If it couples rows on "
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
-        "the same for the whole batch and for the shares of the ranks",
+        f"the same for the whole batch and for the shares of the ranks{way}",
     )
 
 

@@ -20,6 +20,7 @@ from .shared import Regression
 
 
 def config(recipe: Recipe, **settings: Any) -> Float8LinearConfig:
+    """A recipe of torchao's, emulated."""
     return replace(
         Float8LinearConfig.from_recipe_name(recipe), emulate=True, **settings
     )
