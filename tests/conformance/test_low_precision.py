@@ -41,7 +41,7 @@ WRONG = WrongDtype(fixed=True)
 
 
 def test_a_model_that_joins_rows_by_a_scale_is_told_the_line_to_add() -> None:
-    with pytest.raises(WorkloadError, match="rounds_to = torch.float8_e4m3fn$"):
+    with pytest.raises(WorkloadError, match=r"rounds_to = torch\.float8_e4m3fn$"):
         check_workload(f"{HERE}:UNDECLARED")
 
 
@@ -51,7 +51,7 @@ def test_with_that_line_it_is_accepted() -> None:
 
 
 def test_a_dtype_of_more_than_8_bits_is_refused() -> None:
-    with pytest.raises(WorkloadError, match="got torch.bfloat16, expected an 8-bit"):
+    with pytest.raises(WorkloadError, match=r"got torch\.bfloat16, expected an 8-bit"):
         resolve_workload(f"{HERE}:WRONG")
 
 

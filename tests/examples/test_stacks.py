@@ -34,6 +34,7 @@ PACKAGES = {
     "torch_pipeline_dp": "torch",
     "torch_pipelines": "torch",
     "torchao_float8": "torchao",
+    "torchao_float8_tp": "torchao",
     "torchtitan_debug": "torchtitan",
 }
 # packages warn while they are imported, about themselves
@@ -97,6 +98,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                 ("peft_adapters:ModulesToSave", "dp2/2/fp32", "accumulate-uneven"),
                 ("peft_plan:PlanLora", "tp2/2/fp32", "accumulate"),
                 ("torchao_float8:Tensorwise", "dp2/2/fp32", "accumulate"),
+                ("torchao_float8_tp:Stack", "tp2/2/fp32", "accumulate"),
                 ("torchao_float8:Rowwise", "dp2/2/fp32", "accumulate-uneven"),
             ]
         ),
