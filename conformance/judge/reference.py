@@ -508,12 +508,13 @@ class ReferenceRun:
         if self.variant.shards == 1:
             yield
             return
-        gradient = parameter.grad
-        for number, shard in enumerate(shards if gradient is not None else ()):
-            shard.grad = gradient.chunk(len(shards))[number].clone()
+        if parameter.grad is not None:
+            parts = parameter.grad.chunk(len(shards))
+            for shard, part in zip(shards, parts, strict=True):
+                shard.grad = part.clone()
         yield
         with torch.no_grad():
-            parameter.copy_(torch.cat(shards))
+            parameter.copy_(torch.cat([*shards]))
         for shard in shards:
             shard.grad = None
 

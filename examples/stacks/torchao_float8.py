@@ -33,7 +33,10 @@ class Tensorwise(Regression):
     config = config(Recipe.TENSORWISE)
 
     def model(self) -> nn.Module:
-        return convert_to_float8_training(super().model(), config=self.config)
+        model: nn.Module = convert_to_float8_training(
+            super().model(), config=self.config
+        )
+        return model
 
     def parallelize(
         self, model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
@@ -41,7 +44,8 @@ class Tensorwise(Regression):
         for layer in model.children():
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
 
 
 class Float8AllGather(Tensorwise):

@@ -78,6 +78,6 @@ def test_a_rounded_state_is_noise_only_where_it_is_declared() -> None:
                 "declared": "gradparity.fixtures.specimens.eight_bits:Q06Fixed",
             }.items()
         }
-    assert found["declared"].status.value == "pass"
-    wrong = [v.law for v in found["undeclared"].verdicts if v.status.value == "fail"]
+    assert found["declared"].status == "pass"
+    wrong = [v.law for v in found["undeclared"].verdicts if v.status == "fail"]
     assert "parity.update" in wrong
