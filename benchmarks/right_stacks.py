@@ -62,6 +62,10 @@ EXAMPLES = (
     "stacks.torch_pipelines:InterleavedZeroBubble",
     "stacks.torch_pipelines:ZeroBubbleV",
     "stacks.torch_pipelines:DualPipeV",
+    "stacks.torchao_float8:Float8AllGather",
+    "stacks.torchao_float8:Rowwise",
+    "stacks.torchao_float8:Tensorwise",
+    "stacks.torchao_float8_tp:Stack",
     "stacks.torchtitan_debug:Stack",
 )
 """Of the folder ``examples``, without those of which ``docs/stacks.md`` says that their

@@ -55,6 +55,13 @@ compared without weights, and further references measure their noise: they chang
 gradients by as much as correct ones differ, and round the half-precision steps of the
 optimizer once more. The later effects of such a step count as noise, too, as in the
 sign-flip run.
+
+[Note: Rounded state]
+An optimizer that keeps its state in 8 bits rounds it by blocks of elements, and the
+blocks of a rank's shards are not those of the whole parameter; shards may also be too
+small to be rounded at all. So where a workload says ``rounds_state``, further
+references give the optimizer each parameter in parts along dim 0, as ``fully_shard``
+does.
 """
 
 from __future__ import annotations
@@ -94,6 +101,9 @@ SAFETY_FACTOR = 8.0
 SHARED = 2.0
 """Factor of the 8-bit rounding error that all correct runs share; see [Note:
 Quantisation]."""
+SHARDS = (2, 3, 8)
+"""Parts of each parameter, in the references that measure a rounded state: blocks that
+are powers of two, or not, end elsewhere in one of them."""
 NUDGED = 3
 """Further references for an optimizer that uses whole matrices."""
 Tensors = dict[str, Doubles]
@@ -205,6 +215,10 @@ def _noisy_runs(
         # see [Note: Bias corrections]
         other = Variant(double=True, bias_errors=1 / SAFETY_FACTOR)
         runs.append(train_reference(scenario, schedule, other))
+        gradient = bounds()
+    if scenario.workload.rounds_state:  # see [Note: Rounded state]
+        for shards in SHARDS:
+            runs.append(train_reference(scenario, schedule, Variant(shards=shards)))
         gradient = bounds()
     if not_elementwise(scenario.model, scenario.optimizer):  # [Note: Whole matrices]
         limits = _noise(gradient)

@@ -27,6 +27,7 @@ from ...fixtures import (
     Batch,
     Precision,
     ResolvedWorkload,
+    local,
     resolve_workload,
 )
 from ..formulas import bias_error
@@ -39,7 +40,7 @@ from ..rank.trace import Setting
 from ..space.facts import FP32_INSIDE, clip_norm_of, facts_of, new_tensors_in_fp64
 from ..space.recipes import CLIP_VALUE, LR_DECAY, Training
 from ..space.scenario import Scenario
-from ..space.workload_checks import ROUNDING
+from ..space.workload_checks import ROUNDING, coarseness
 from .settings import INITIAL_RATE, Settings
 
 __all__ = [
@@ -134,6 +135,8 @@ class Variant:
     limits: Limits = ()
     bias_errors: float = 0.0
     """Steps are longer by this multiple of what errors of bias corrections explain."""
+    shards: int = 1
+    """Number of parts, along dim 0, in which the optimizer gets each parameter."""
 
 
 TRUTH = Variant(double=True)
@@ -145,6 +148,9 @@ NOISY = (
     Variant(parts=4),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
+FLIPPED = 4
+"""Weights that noise rounds to the other side in each run, on average: the probability
+that a run has none is exp(-4), and that all five have none exp(-20)."""
 KEPT = 48
 """Number of references kept, about 0.2 GB. The topologies of the parity preset share
 them: it trains 76, and with 16 kept 275. Of 256 the default preset would make a
@@ -303,11 +309,16 @@ class ReferenceRun:
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         self.parameters = dict(self.model.named_parameters())
+        # an optimizer may leave frozen ones out
+        self.shards = {
+            name: self._shards_of(parameter)
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
         # one a parameter: the schedule distinguishes parameters, not optimizers
         self.optimizers = {
-            name: self.workload.optimizers[key.optimizer]([(name, parameter)])
-            for name, parameter in self.parameters.items()
-            if parameter.requires_grad  # an optimizer may leave frozen ones out
+            name: self.workload.optimizers[key.optimizer]([(name, s) for s in shards])
+            for name, shards in self.shards.items()
         }
         self.planned = _Planned.of(self.workload, key.optimizer, self.parameters)
         self.start = self._flat(self.parameters)
@@ -343,10 +354,7 @@ class ReferenceRun:
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
         # in backward a forward may run again
         chooses = chooses_in_forward(self.key.model)
-        # rows that depend on each other keep their order: other runs round the weights
-        # otherwise, or all of them would show one and the same error
-        size = 0.0 if self.rows_apart else self.precision.roundoff
-        rounded = jittered(self.model, size, self.generator)
+        rounded = jittered(self.model, self._jitter(), self.generator)
         with log if chooses else nullcontext(), self._new_tensors(), rounded:
             passes, weights = self._cast(lambda: self._passes(batch, parts, scale))
         self.choices.append(log.choices)
@@ -376,8 +384,9 @@ class ReferenceRun:
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 nudged = self._nudged(name, named[name], step)
+                sharded = self._sharded(named[name], self.shards[name])
                 longer = self._longer_step(name, optimizer, named[name])
-                with self.workload.calling("optimizer"), nudged, longer:
+                with self.workload.calling("optimizer"), nudged, longer, sharded:
                     optimizer.step()
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
@@ -386,6 +395,22 @@ class ReferenceRun:
             self.planned.advance()
         now = self._flat(named)
         self.updates.append({n: now[n] - self.start[n] for n in now})
+
+    def _jitter(self) -> float:
+        """The relative size of the noise that is added to the weights of a pass."""
+        rounds_to = self.workload.rounds_to
+        if self.variant == TRUTH or (self.rows_apart and rounds_to is None):
+            return 0.0
+        # rows that depend on each other keep their order: other runs round the weights
+        # otherwise, or all of them would show one and the same error
+        size = self.precision.roundoff
+        if rounds_to is None:
+            return size
+        # a weight beside a tie of 8 bits is rounded to the other side by any noise,
+        # which five runs may all miss: so some weights are, in each of them. Ties are
+        # two roundoffs apart, and the noise is half of its size on average
+        count = sum(p.numel() for p in self.parameters.values())
+        return max(size, 4 * FLIPPED * coarseness(rounds_to) / count)
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
@@ -461,6 +486,31 @@ class ReferenceRun:
         share = self.variant.bias_errors * bias_error(betas, self.steps_made[name])
         with torch.no_grad():
             parameter.add_(parameter - before, alpha=share)
+
+    def _shards_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        if self.variant.shards == 1:
+            return [parameter]
+        # copies: a view of a parameter is no parameter
+        parts = parameter.detach().chunk(self.variant.shards)
+        return [nn.Parameter(part.clone()) for part in parts]
+
+    @contextmanager
+    def _sharded(
+        self, parameter: nn.Parameter, shards: list[nn.Parameter]
+    ) -> Iterator[None]:
+        """Step the parts of a parameter inside, in the variant that has parts."""
+        if self.variant.shards == 1:
+            yield
+            return
+        if parameter.grad is not None:
+            parts = parameter.grad.chunk(len(shards))
+            for shard, part in zip(shards, parts, strict=True):
+                shard.grad = part.clone()
+        yield
+        with torch.no_grad():
+            parameter.copy_(torch.cat([*shards]))
+        for shard in shards:
+            shard.grad = None
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:
@@ -567,7 +617,7 @@ class ReferenceRun:
         self, tensors: dict[str, Tensor] | dict[str, nn.Parameter]
     ) -> dict[str, Doubles]:
         return {
-            n: t.detach().double().reshape(-1).numpy().copy()
+            n: local(t.detach()).double().reshape(-1).numpy().copy()
             for n, t in tensors.items()
         }
 
@@ -691,6 +741,8 @@ def rows_apart(model: str) -> bool:
     """
     losses, gradients, starts = [], [], []
     workload = resolve_workload(model)
+    if workload.rounds_to is not None and workload.micro_batches is None:
+        return True  # declared: scales alone join the rows, and are noise
     for variant in (TRUTH, Variant(double=True, reverse_rows=True, parts=4)):
         key = _Key(
             model=model, optimizer=next(iter(workload.optimizers)), steps=1, seed=0

@@ -41,6 +41,7 @@ __all__ = [
     "ROUNDING",
     "check_workload",
     "check_workloads",
+    "coarseness",
     "counts_equal",
 ]
 
@@ -289,6 +290,8 @@ def _check_made_up(
     largest = max(abs(value.item()), abs(made.item()))
     # logits.float() before the cross entropy: the loss is then a mean within fp32
     rounding = ROUNDING if value.dtype == torch.float64 else FP32_INSIDE
+    if workload.rounds_to is not None:
+        rounding = max(rounding, coarseness(workload.rounds_to))
     rounding *= largest * (1 if count is None else len(parts))
     adds_up = count is None or (of_parts is not None and counts_equal(count, of_parts))
     if adds_up and abs(value - made) <= rounding:
@@ -305,6 +308,9 @@ def _check_made_up(
             f"its {len(parts)} parts together {made.item():.9g} and {of_parts or 0:g}, "
             "in fp64: sums and counts of parts must add up",
         )
+    eight = coarseness(torch.float8_e4m3fn) * largest
+    way = "; if the model rounds to 8 bits by a scale that all rows share, declare "
+    way = f"{way}rounds_to = torch.float8_e4m3fn" if abs(value - made) < eight else ""
     raise workload.refuse(
         call,
         f"is {value.item():.9g} for the batch and {made.item():.9g} on average "
@@ -312,8 +318,19 @@ def _check_made_up(
         "over rows, so the loss must be a mean over them (no sum, no batch norm, "
         "no fp32 inside the model), or (sum, count). If it couples rows on "
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
-        "the same for the whole batch and for the shares of the ranks",
+        f"the same for the whole batch and for the shares of the ranks{way}",
     )
+
+
+def coarseness(dtype: torch.dtype) -> float:
+    """Largest relative change of a number that is rounded to an 8-bit dtype by a scale.
+
+    A scale that other rows decide moves a value by at most this, so a loss that is a
+    mean over rows but for such scales changes by less when its rows are cut.
+    """
+    if dtype.is_floating_point:
+        return torch.finfo(dtype).eps / 2
+    return 0.5 / torch.iinfo(dtype).max
 
 
 def counts_equal(one: float, other: float) -> bool:

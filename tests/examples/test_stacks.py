@@ -33,6 +33,8 @@ PACKAGES = {
     "torch_pipeline_calls": "torch",
     "torch_pipeline_dp": "torch",
     "torch_pipelines": "torch",
+    "torchao_float8": "torchao",
+    "torchao_float8_tp": "torchao",
     "torchtitan_debug": "torchtitan",
 }
 # packages warn while they are imported, about themselves
@@ -77,6 +79,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("lightning_model_parallel:Stack", "dp1-tp2/2/fp32", "accumulate"),
         ("megatron_gpt:Stack", "tp2/2/fp32", "accumulate"),
         ("torch_pipelines:ZeroBubbleV", "pp2/2/fp32", "plain"),
+        ("torchao_float8:Float8AllGather", "dp2/2/fp32", "accumulate-uneven"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
@@ -94,6 +97,9 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                 ("peft_adapters:Ia3", "dp2/2/fp32", "accumulate"),
                 ("peft_adapters:ModulesToSave", "dp2/2/fp32", "accumulate-uneven"),
                 ("peft_plan:PlanLora", "tp2/2/fp32", "accumulate"),
+                ("torchao_float8:Tensorwise", "dp2/2/fp32", "accumulate"),
+                ("torchao_float8_tp:Stack", "tp2/2/fp32", "accumulate"),
+                ("torchao_float8:Rowwise", "dp2/2/fp32", "accumulate-uneven"),
             ]
         ),
         pytest.param(
