@@ -64,10 +64,15 @@ from .reference import (
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 
 State = Literal["right", "partial", "wrong"]
-UNEVEN = 0.02
-"""Permitted relative difference of two ranks' factors, half precision included."""
-MAX_PARTS = 256
-"""Parts of a whole that are tried for a plain tensor."""
+UNEVEN = 4 * 2.0**-8
+"""Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8) the
+gradient of an output is rounded when it is made and when it is scaled, on either."""
+MAX_PARTS = 4**4
+"""Parts of a whole that are tried for a plain tensor: 4 dims with 4 cuts each, along
+either of 2 axes in chunks or from both ends."""
+MULTIPLE = 0.5**0.5
+"""Largest residual of a multiple of the truth: what is left over is then as large as
+the multiple itself, and a larger one has no factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,9 +473,7 @@ class Boundaries:
             for part in self._parts(rank, boundary, known.truth)
         ]
         ratio, rest = min(found, key=lambda f: f[1], default=(0.0, 1.0))
-        # with more left over it is no multiple of the truth, and its ratio means
-        # nothing
-        return ratio if rest < 0.5 else None
+        return ratio if rest < MULTIPLE else None
 
 
 def _compared(values: Doubles, truth: Doubles, known: _Known, factor: float) -> _Found:

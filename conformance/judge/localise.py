@@ -46,10 +46,10 @@ from .reference import TRUTH, Schedule, train_reference
 __all__ = ["first_bad_step", "locate", "observe_modules"]
 
 Doubles = NDArray[np.float64]
-PROPORTIONAL = 1e-3
-"""Relative residual up to which a tensor counts as a multiple of the truth."""
-TELLING = 0.01
-"""A right gradient with a larger residual is only rounding and shows no factor."""
+PROPORTIONAL = 2.0**-10
+"""Relative residual up to which a tensor counts as a multiple of the truth. Factors are
+of numbers of ranks and of micro-batches, and whole numbers up to 1,024 differ by more.
+"""
 NAMED = 4
 """Parameters that a message names."""
 
@@ -431,11 +431,14 @@ class _Gradients:
             yield at.parameters[name].astype(np.float64) - start, whole
 
     def _compared_count(self) -> int:
-        """Number of gradients that can show a factor: not zero, not only rounding."""
+        """Number of gradients that can show a factor: not zero, not only rounding.
+
+        A right one that is no multiple of the truth is only rounding.
+        """
         return sum(
             name in self.names
             or any(
-                multiple_of(mine, whole)[1] < TELLING
+                multiple_of(mine, whole)[1] <= self.rest
                 for _, mine, whole in self._values(name, self.truth)
             )
             for name in {*self.truth, *self.names}

@@ -31,8 +31,9 @@ Settings = tuple[tuple[str, str, Setting], ...]
 """Of one step: (parameter, key of its param group, value)."""
 _Values = dict[int, dict[int, Setting]]
 """Step -> rank -> value."""
-_ROUNDING = 1e-6
-"""Relative: a schedule may be computed step by step or at once, and be kept in fp32."""
+_ROUNDING = 16 * 2.0**-24
+"""Relative: a schedule may be computed at once, or kept in fp32 and rounded at each of
+the dozen steps of a run."""
 INITIAL_RATE = "initial_lr"
 """What torch's schedulers call the rate from which they began."""
 

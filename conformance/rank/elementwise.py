@@ -21,9 +21,12 @@ from .torch_internals import TorchDispatchMode, makes_view
 __all__ = ["HalfNoise", "not_elementwise"]
 
 STEPS = 4
-"""Steps of the probe: the first ones may only prepare (SOAP, Shampoo)."""
+"""Steps of the probe. SOAP only prepares in its first one; the third uses what the
+second has left in the state, the fourth what a use of that has."""
 EQUAL = 1e-9
-"""Relative difference in fp64 up to which two updates are the same."""
+"""Relative difference in fp64 up to which two updates are the same. Elementwise
+operations on permuted elements differ by a few units of 2^-53, where vectors end
+elsewhere; a sum over the matrix changes the update by its own size."""
 
 
 @cache

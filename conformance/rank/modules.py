@@ -45,7 +45,8 @@ __all__ = [
 INPUT, OUTPUT = "input", "output"
 OUTPUT_GRADIENT, INPUT_GRADIENT = "gradient of its output", "gradient of its input"
 DEPTH = 4
-"""Depth to which a stack's attributes are searched for modules."""
+"""Depth to which a stack's attributes are searched for modules. Lightning's trainer has
+its model as ``trainer.strategy.model``; one more holds the trainer."""
 MAX_ELEMENTS = 2**26
 """Elements that a rank keeps of one step, 256 MiB in fp32; further tensors are counted
 as missed."""

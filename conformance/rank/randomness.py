@@ -26,7 +26,8 @@ from .trace import Draw
 __all__ = ["DrawLog"]
 
 VARIED = 64
-"""Values of a tensor that are read to decide whether it is unique."""
+"""Values of a tensor that are read to decide whether it is unique: a row of most
+weights, and no pass over all of a large tensor at every call."""
 _WRAPPERS = {
     "module",
     "_fsdp_wrapped_module",

@@ -33,9 +33,9 @@ from .torch_internals import AsyncCollectiveTensor, Observer, arguments_of
 __all__ = ["ChoiceLog", "Choices", "chooses_in_forward"]
 
 MAX_CHOICES = 1024
-"""More are a vocabulary and no experts."""
+"""More are a vocabulary: the largest published routers choose among 512 experts."""
 CHUNK = 64
-"""Rows compared with all rows of the reference at a time."""
+"""Rows compared with all rows of the reference at a time, to bound the memory."""
 _aten = torch.ops.aten
 _CHOOSE = {_aten.topk.default, _aten.argmax.default, _aten.max.dim}
 

@@ -57,7 +57,9 @@ CONTROLS = 4
 """Number of runs without a scaler that are kept: the scalers of a scenario run one
 after another, and few scenarios share a control (3 of 224 in all presets)."""
 TRIES = 3
-"""How often a run is made until the reference's choices fit it."""
+"""How often a run is made until the reference's choices fit it: with the choices of no
+skips, of its skips, and once more where these choices change the skips. Skips that move
+still are compared as they are."""
 Phases = tuple[tuple[RankTrace, ...], ...]
 """One trace a rank, for each world that a run was on."""
 

@@ -48,8 +48,8 @@ __all__ = [
 
 FP32_INSIDE = 1024 * 2.0**-24
 """Relative: permitted difference of fp64 runs of a model or loss that computes in fp32
-inside. Rounding stays below it with models of this size; cutting a layer over all rows
-changes far more."""
+inside. A sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst
+case; cutting a layer over all rows changes far more."""
 FOUND_OUT = frozenset(
     {OfWorkload.RANDOM_LAYERS, OfWorkload.RECOMPUTED, OfWorkload.TWO_KINDS}
 )
