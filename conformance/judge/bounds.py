@@ -70,6 +70,7 @@ from ...fixtures import Precision
 from ..rank.elementwise import not_elementwise
 from ..rank.routing import Choices
 from ..space.scenario import Scenario
+from .one_rank import OneRank, one_rank_references
 from .reference import (
     NOISY,
     TRUTH,
@@ -119,17 +120,28 @@ class ParityBounds:
     """The correct runs that the bounds are made of."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
     """[step][parameter] -> elements that the truth moves in this step."""
+    reference: str = ""
+    """What the reference is, in words, if it is not the plain one."""
+    undecided: str = ""
+    """Why nothing can be compared with it, in words; else empty."""
 
 
 def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     """Train the references and derive truth and bounds; see [Note: Bounds]."""
-    truth = train_reference(scenario, schedule, TRUTH)
     precision = scenario.parsed_precision
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
-    runs, gradient = _noisy_runs(scenario, schedule, truth)
     adaptive = scenario.workload.adaptive(scenario.optimizer)
-    matrices = not_elementwise(scenario.model, scenario.optimizer)
+    alone: OneRank | None = None
+    if scenario.workload.one_rank:
+        alone = one_rank_references(scenario, schedule)
+        truth, runs, matrices = alone.truth, [*alone.noisy], frozenset[str]()
+        gradients = [run.gradients for run in runs]
+        gradient = _bound(truth.gradients, gradients, precision, skipped)
+    else:
+        truth = train_reference(scenario, schedule, TRUTH)
+        runs, gradient = _noisy_runs(scenario, schedule, truth)
+        matrices = not_elementwise(scenario.model, scenario.optimizer)
     weights = _weights(truth, runs, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
@@ -149,6 +161,8 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
         ),
         noisy=runs,
         moves=_moves(truth),
+        reference="" if alone is None else alone.text,
+        undecided="" if alone is None else alone.undecided,
     )
 
 

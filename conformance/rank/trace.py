@@ -27,7 +27,7 @@ __all__ = [
     "StepTrace",
 ]
 
-Floats = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]
 Setting = float | tuple[float, ...]
 """A value in an optimizer's param group, such as a learning rate or betas."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ...fixtures import CannotError, WorkloadError
 from ...multiprocess import RankOutcome, RankState, WorldError
+from ..judge.one_rank import one_rank_references
 from ..judge.reference import Schedule, Variant, reference_before
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
@@ -172,7 +174,9 @@ def why_not_run(
     trained = error.call == "train_step" and tried and "train_step: raised" in text
     deferred = recipe.defer_sync and error.call in ("forward", "backward")
     known = laid_out or trained or deferred
-    return text if known else alone(why_not_alone, scenario)
+    if known:
+        return text
+    return alone(why_not_alone, scenario, in_group=scenario.workload.one_rank)
 
 
 def why_not_alone(scenario: Scenario) -> str:
@@ -184,6 +188,9 @@ def why_not_alone(scenario: Scenario) -> str:
         return ""
     schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
     try:
+        if scenario.workload.one_rank:
+            one_rank_references(replace(scenario, steps=1), schedule)
+            return ""
         reference_before(scenario, schedule, Variant(), 1)
     except WorkloadError as error:
         text = " ".join(str(error).split())[:600]

@@ -148,6 +148,8 @@ def _is_simple(recipe: Recipe) -> bool:
 
 
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
+    if scenario.workload.one_rank:
+        return f"{scenario.model}: its reference is one rank, the script's is plain"
     if draws_in_forward(scenario.model):
         return "a workload with random layers"
     if needs_wide_tensors(scenario.model):

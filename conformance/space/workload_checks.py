@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...fixtures import (
     OWN,
+    REFERENCE_LINE,
     Batch,
     ResolvedWorkload,
     WorkloadError,
@@ -35,6 +36,7 @@ __all__ = [
     "FP32_INSIDE",
     "PARTS",
     "ROUNDING",
+    "NewTensorsInFp64",
     "check_workload",
     "check_workloads",
     "clip_norm_of",
@@ -64,7 +66,7 @@ def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
     keeps, are in fp32, beside parameters in fp64: most layers raise. Where this one
     does, the context widens such tensors.
     """
-    return _NewTensorsInFp64() if needs_wide_tensors(name) else nullcontext()
+    return NewTensorsInFp64() if needs_wide_tensors(name) else nullcontext()
 
 
 @cache
@@ -83,7 +85,7 @@ def needs_wide_tensors(name: str) -> bool:
         model = workload.model().double()
         for widened in (False, True):
             with suppress(WorkloadError):
-                with _NewTensorsInFp64() if widened else nullcontext():
+                with NewTensorsInFp64() if widened else nullcontext():
                     _objective(workload, model, [batch])
                 return widened
     return False
@@ -111,7 +113,7 @@ def _wide(batch: Batch) -> Batch:
     return batch.map(lambda t: t.double() if t.is_floating_point() else t)
 
 
-class _NewTensorsInFp64(TorchFunctionMode):
+class NewTensorsInFp64(TorchFunctionMode):
     """Makes tensors that are created without a dtype fp64 and not fp32.
 
     Not ``torch.set_default_dtype``, which acts on all threads. A call that refuses fp32
@@ -180,6 +182,8 @@ def check_workload(spec: str) -> None:
     """
     workload = resolve_workload(spec)
     model, batch = _model(workload), _batch(workload)
+    if workload.one_rank:  # the rest is what the plain reference rests on
+        return
     _check_loss(workload, model, batch)  # its backward gives the gradients below
     _check_gradients(workload, model)
     _check_mean(workload, model, batch)
@@ -269,7 +273,7 @@ def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
                 "what a forward computes with a state that earlier ones have left "
                 "depends on how a batch is split, and cannot be compared. Keep the "
                 "state as it is in forward, for example by eval() of that layer in "
-                "model()",
+                f"model(), or, {REFERENCE_LINE}",
             )
         raise _random_forward(workload, model, batch, losses)
     if not value.requires_grad:
@@ -461,7 +465,8 @@ def _check_made_up(
         "over rows, so the loss must be a mean over them (no sum, no batch norm, "
         "no fp32 inside the model), or (sum, count). If it couples rows on "
         "purpose, cut the batch in micro_batches: parts of fixed rows, which are "
-        "the same for the whole batch and for the shares of the ranks",
+        "the same for the whole batch and for the shares of the ranks. If a train_step "
+        f"gathers what it needs of other ranks, {REFERENCE_LINE}",
     )
 
 
@@ -481,6 +486,8 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
     if training.clip != "norm":
         return None if training.clip else workload.clip_norm
     if workload.train_step is None:
+        return CLIP_NORM
+    if workload.one_rank:  # only train_step knows its gradients
         return CLIP_NORM
     return min(CLIP_NORM, _exceeded(workload.name))
 
@@ -547,8 +554,8 @@ def _check_step(workload: ResolvedWorkload, made: torch.optim.Optimizer) -> None
         raise workload.refuse(
             "optimizer",
             f"{type(made).__name__}.step() needs {needed[0]!r}: one that evaluates the "
-            "loss again has no single gradient to compare, so judge the stack with "
-            "another optimizer",
+            "loss again has no single gradient to compare. Let a train_step step it; "
+            f"{REFERENCE_LINE}",
         )
 
 
@@ -633,7 +640,8 @@ def _check_alone(
                 f"moves {name} otherwise beside other parameters than alone, by "
                 f"{off / float(beside.norm() or 1):.2g} of the update: the reference "
                 "has an optimizer for each parameter, and what one takes from all "
-                "together (a common norm, an estimate of the step) cannot be compared",
+                "together (a common norm, an estimate of the step) is lost in it. Let "
+                f"a train_step step it; {REFERENCE_LINE}",
             )
 
 
