@@ -180,6 +180,25 @@ def average(evidence: Evidence) -> Finding:
     compared, torn = _torn(evidence)
     if torn is not None:
         return torn
+    parity = evidence.parity
+    if parity is not None and (row := parity.first_bad.get("average")) is not None:
+        doubt = parity.doubt(row.step, "update", row.parameter)
+        text = f"; but {doubt.text}" if doubt is not None else ""
+        return Finding(
+            status=Status.FAIL if doubt is None else Status.INCONCLUSIVE,
+            message=f"step {row.step}: the running average of {row.parameter} on rank "
+            f"{row.rank} departs from that of the same train_step: relative "
+            f"{row.measure} of the error {row.error:.3g}, bound {row.bound:.3g} "
+            f"(reference: {parity.reference}){text}",
+            step=row.step,
+            ranks=(row.rank,),
+            parameter=row.parameter,
+            numbers={"error": row.error, "bound": row.bound},
+            cause="departs from one rank",
+            compared=compared + parity.compared["average"],
+        )
+    if parity is not None:
+        compared += parity.compared["average"]
     seen = 0
     for at in _beside(evidence, "average"):
         seen += 1
