@@ -148,17 +148,12 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
     averages = _weighted(truth.averages, weights)
+    hidden = _weighted(_hidden(truth, truth.updates), weights)
     return ParityBounds(
         truth=replace(truth, updates=updates, averages=averages),
         weights=weights,
         gradient=gradient,
-        update=_bound(
-            updates,
-            noisy,
-            precision,
-            skipped,
-            _weighted(_hidden(truth, truth.updates), weights),
-        ),
+        update=_bound(updates, noisy, precision, skipped, hidden),
         loss=_bound(_losses(truth), [_losses(r) for r in runs], precision, always),
         norm=_bound(
             _norms(truth),

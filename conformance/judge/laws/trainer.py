@@ -180,7 +180,8 @@ def average(evidence: Evidence) -> Finding:
     compared, torn = _torn(evidence)
     if torn is not None:
         return torn
-    parity = evidence.parity
+    # elsewhere the noise is not known
+    parity = evidence.parity if evidence.device == "cpu" else None
     if parity is not None and (row := parity.first_bad.get("average")) is not None:
         doubt = parity.doubt(row.step, "update", row.parameter)
         text = f"; but {doubt.text}" if doubt is not None else ""
@@ -197,8 +198,8 @@ def average(evidence: Evidence) -> Finding:
             cause="departs from one rank",
             compared=compared + parity.compared["average"],
         )
-    if parity is not None:
-        compared += parity.compared["average"]
+    alike = 0 if parity is None else parity.compared["average"]
+    compared += alike
     seen = 0
     for at in _beside(evidence, "average"):
         seen += 1
@@ -216,6 +217,8 @@ def average(evidence: Evidence) -> Finding:
     if not compared and not loads.compared and evidence.unseen == 0:
         return skipped("no step was skipped, and no two ranks move the same average")
     what = "averages untouched by a skip, or equal on two ranks"
+    if alike:
+        what += f", of which {alike} elements within the bounds of one rank"
     return loads.counted(compared, what, evidence.unseen)
 
 
