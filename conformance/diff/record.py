@@ -119,7 +119,8 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
         phases = runner.traces(scaler, scenario)
         # twice: what differs between two runs of one side is no difference of the sides
         again = runner.traces(scaler, scenario)
-        bounds = runner.place.alone(_bounds, scenario, phases)
+        grouped = scenario.workload.one_rank
+        bounds = runner.place.alone(_bounds, scenario, phases, in_group=grouped)
         writer = _Writer(scenario, phases, again, arrays, bounds)
         return writer.written(run), arrays
     except (WorkloadError, AloneError) as error:

@@ -78,6 +78,7 @@ from ..rank.elementwise import not_elementwise
 from ..rank.routing import Choices
 from ..space.scenario import Scenario
 from .compare import Doubles, Pair, relative_floor, sizes
+from .one_rank import OneRank, one_rank_references
 from .reference import (
     NOISY,
     TRUTH,
@@ -124,31 +125,44 @@ class ParityBounds:
     loss: Sequence[dict[str, Pair]]
     norm: Sequence[dict[str, Pair]] = ()
     """Of the norm of the whole unscaled gradient before it is clipped."""
+    average: Sequence[dict[str, Pair]] = ()
+    """Of the running average of the weights, minus their initial values."""
     noisy: Sequence[Reference] = ()
     """The correct runs that the bounds are made of."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
     """[step][parameter] -> elements that the truth moves in this step."""
+    reference: str = ""
+    """What the reference is, in words, if it is not the plain one."""
+    undecided: str = ""
+    """Why nothing can be compared with it, in words; else empty."""
 
 
 def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     """Train the references and derive truth and bounds; see [Note: Bounds]."""
-    truth = train_reference(scenario, schedule, TRUTH)
     precision = scenario.parsed_precision
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
-    runs, gradient = _noisy_runs(scenario, schedule, truth)
     adaptive = scenario.workload.adaptive(scenario.optimizer)
-    matrices = not_elementwise(scenario.model, scenario.optimizer)
+    alone: OneRank | None = None
+    if scenario.workload.one_rank:
+        alone = one_rank_references(scenario, schedule)
+        truth, runs, matrices = alone.truth, [*alone.noisy], frozenset[str]()
+        gradients = [run.gradients for run in runs]
+        gradient = _bound(truth.gradients, gradients, precision, skipped)
+    else:
+        truth = train_reference(scenario, schedule, TRUTH)
+        runs, gradient = _noisy_runs(scenario, schedule, truth)
+        matrices = not_elementwise(scenario.model, scenario.optimizer)
     weights = _weights(truth, runs, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
+    averages = _weighted(truth.averages, weights)
+    hidden = _weighted(_hidden(truth, truth.updates), weights)
     return ParityBounds(
-        truth=replace(truth, updates=updates),
+        truth=replace(truth, updates=updates, averages=averages),
         weights=weights,
         gradient=gradient,
-        update=_bound(
-            updates, noisy, precision, skipped, _weighted(_hidden(truth), weights)
-        ),
+        update=_bound(updates, noisy, precision, skipped, hidden),
         loss=_bound(_losses(truth), [_losses(r) for r in runs], precision, always),
         norm=_bound(
             _norms(truth),
@@ -156,8 +170,17 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
             precision,
             [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
         ),
+        average=_bound(
+            averages,
+            [_weighted(run.averages, weights) for run in runs],
+            precision,
+            always,
+            _weighted(_hidden(truth, truth.averages), weights),
+        ),
         noisy=runs,
         moves=_moves(truth),
+        reference="" if alone is None else alone.text,
+        undecided="" if alone is None else alone.undecided,
     )
 
 
@@ -245,24 +268,24 @@ def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
     )
 
 
-def _spacings(truth: Reference) -> list[Tensors]:
+def _spacings(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
     """Distance to the next fp32 number at the value that is stored after each step."""
     return [
         {n: np.spacing(np.abs(truth.start[n] + t).astype(np.float32)) for n, t in u}
-        for u in (updates.items() for updates in truth.updates)
+        for u in (updates.items() for updates in moved)
     ]
 
 
-def _hidden(truth: Reference) -> list[Tensors]:
-    """Errors of updates that the rounding of the stored fp32 parameters explains."""
-    return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth)]
+def _hidden(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
+    """Errors that the rounding of the stored fp32 values explains."""
+    return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth, moved)]
 
 
 def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
     """Elements that a step moves by at least what a stored fp32 parameter can show."""
     before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
     found = []
-    for now, least in zip(truth.updates, _spacings(truth), strict=True):
+    for now, least in zip(truth.updates, _spacings(truth, truth.updates), strict=True):
         found.append({n: np.abs(now[n] - before[n]) >= least[n] for n in now})
         before = now
     return found
@@ -317,7 +340,8 @@ def _weighted(
 ) -> tuple[Tensors, ...]:
     return tuple(
         {n: t * weight[n] for n, t in tensors.items()}
-        for tensors, weight in zip(steps, weights, strict=True)
+        # a workload need not give averages
+        for tensors, weight in zip(steps, weights, strict=False)
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ...fixtures import REFERENCE_LINE
 from ..rank.trace import RankTrace, StepTrace
 from ..space.scenario import Scenario
 from ..status import rank_list
@@ -58,13 +59,16 @@ def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[D
         unclear: settings that the stack moves for copies of unknown parameters, in
             words.
     """
+    if scenario.workload.one_rank:
+        return [*_drew_on_ranks(steps)]
     found = [*_drew(steps), *_chose(steps), *_stepped_late(steps)]
     if _cuts_rows(scenario) and not rows_apart(scenario.model):
         text = (
             "gradients are no sums over rows here: where the batch is cut the "
             "reference departs from itself, in fp64, too. A layer that looks at all "
             "rows at once does that. Write shard or micro_batches if parts are to give "
-            "what the whole does"
+            "what the whole does, or, if train_step gathers what it needs of other "
+            f"ranks: {REFERENCE_LINE}"
         )
         found.append(Doubt(since_step=0, text=text))
     if unclear:
@@ -79,14 +83,26 @@ def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[D
 
 
 def _drew(steps: Sequence[Seen]) -> Iterator[Doubt]:
+    text = (
+        ", though every dropout that the judge knows of was off: set the probability "
+        "to 0 where it is kept out of the modules' attributes"
+    )
+    yield from _drawn(steps, text)
+
+
+def _drew_on_ranks(steps: Sequence[Seen]) -> Iterator[Doubt]:
+    text = (
+        ", which depend on the number of ranks: draw them in batch(), where they have "
+        "rows, or set the size of the noise to 0 in the workload"
+    )
+    yield from _drawn(steps, text)
+
+
+def _drawn(steps: Sequence[Seen], way_out: str) -> Iterator[Doubt]:
     for seen in steps:
         ranks = [trace.rank for trace, at in seen if at.drew]
         if ranks:
-            text = (
-                f"{rank_list(ranks)} drew random numbers in the passes, though every "
-                "dropout that the judge knows of was off: set the probability to 0 "
-                "where it is kept out of the modules' attributes"
-            )
+            text = f"{rank_list(ranks)} drew random numbers in the passes{way_out}"
             yield Doubt(since_step=seen[0][1].step, text=text)
             return
 
@@ -110,9 +126,8 @@ def _stepped_late(steps: Sequence[Seen]) -> Iterator[Doubt]:
             text = (
                 "train_step runs a forward after an optimizer has moved weights, and "
                 f"steps {min(names)} after it, while the reference takes all gradients "
-                "at the weights before the step: such training (a GAN in turns, LBFGS) "
-                "cannot be compared. Judge it with all passes before the first "
-                "optimizer steps"
+                "at the weights before the step (a GAN in turns, LBFGS): "
+                f"{REFERENCE_LINE}"
             )
             yield Doubt(since_step=seen[0][1].step, parameters=names, text=text)
             return

@@ -50,7 +50,8 @@ class ParityRow(Measure):
     """One comparison: a tensor on a rank at a step against the fp64 truth."""
 
     kind: str
-    """``gradient``, ``update`` (parameter minus its initial value) or ``loss``."""
+    """``gradient``, ``update`` (parameter minus its initial value), ``loss`` or
+    ``average`` (of the weights, minus the initial values)."""
     step: int
     parameter: str
     rank: int
@@ -105,6 +106,10 @@ class Parity:
     """(step, rank, optimizer) of which the truth moves no parameter, either."""
     clipped: list[ClipRow] = field(default_factory=list)
     """Of each gradient of the steps in which none is bad, where they are clipped."""
+    reference: str = ""
+    """What the reference is, in words, if it is not the plain one."""
+    undecided: str = ""
+    """Why nothing can be compared with it, in words; else empty."""
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
     """What the stack's own schedules have moved, which the reference follows."""
 
@@ -219,14 +224,21 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     _check_counts(scenario, phases, parity_bounds.truth)
     steps = [*_steps(phases)]
     moved_by_stack = stack_schedule(steps)
+    alone = scenario.workload.one_rank
     if planned := parity_bounds.truth.settings:
-        moved_by_stack = against_planned(moved_by_stack, steps, planned)
+        whose = "on one rank" if alone else "by the workload's scheduler"
+        moved_by_stack = against_planned(moved_by_stack, steps, planned, whose)
     parity = Parity(
         per_step=[0.0] * scenario.steps,
         reference_loss=list(parity_bounds.truth.losses),
         reference_norm=list(parity_bounds.truth.norms),
         norm_bound=[step["norm"][0] for step in parity_bounds.norm],
-        clip_norm=clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
+        # one rank clips by itself: what comes of it is compared
+        clip_norm=None
+        if alone
+        else clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
+        reference=parity_bounds.reference,
+        undecided=parity_bounds.undecided,
         doubts=doubts_of(scenario, steps, moved_by_stack.unclear),
         still=frozenset(_still(schedule, phases, parity_bounds)),
         stack_schedule=moved_by_stack,
@@ -341,6 +353,15 @@ def _measured(
                     parity_bounds.update[step][name],
                 )
                 yield _Measured("update", rows or (), live, len(index) - live)
+                if truth.averages and name in at.averages:
+                    rows = live and _compare(
+                        ("average", step, name, trace.rank),
+                        (at.averages[name] - trace.start[name].astype(np.float64))
+                        * weight,
+                        (truth.averages[step][name], index),
+                        parity_bounds.average[step][name],
+                    )
+                    yield _Measured("average", rows or (), live, len(index) - live)
 
 
 def _gradient(

@@ -97,10 +97,12 @@ def against_planned(
     schedule: StackSchedule,
     steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
     planned: Sequence[Settings],
+    whose: str,
 ) -> StackSchedule:
     """What the ranks have moved, if the reference takes ``planned`` settings.
 
-    It then follows nothing, and says where ranks step with other values.
+    These are those of ``whose``, in words. The reference then follows nothing, and says
+    where ranks step with other values.
     """
     for step, (seen, settings) in enumerate(zip(steps, planned, strict=False)):
         for name, key, want in settings:
@@ -109,7 +111,7 @@ def against_planned(
                 if not _equal(value, want):
                     text = (
                         f"{key} of {name} is {_plain(value)} on rank {trace.rank} at "
-                        f"step {step}, and {_plain(want)} by the workload's scheduler"
+                        f"step {step}, and {_plain(want)} {whose}"
                     )
                     return StackSchedule(differs=(step, text))
     return StackSchedule(differs=schedule.differs)

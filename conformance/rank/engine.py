@@ -54,6 +54,7 @@ from .modules import modules_in
 from .observe import digest, local_part
 from .routing import Choices
 from .torch_internals import set_loss_function
+from .variation import Variation
 
 __all__ = [
     "Engine",
@@ -105,6 +106,8 @@ class Engine:
     """Counts the forwards that ran again in backward, if the recipe recomputes."""
     count: float | None = None
     """Total count of the last step, if the loss is (sum, count)."""
+    variation: Variation | None = None
+    """How this run differs, if it is a reference on one rank."""
     _inferred: bool = False
 
     def __post_init__(self) -> None:
@@ -167,6 +170,8 @@ class Engine:
         Raises:
             CannotError: if there are too few rows for the recipe.
         """
+        if self.variation is not None:
+            return self.variation.micro_batches(self.share(batch), self.scenario)
         share, workload = self.share(batch), self.scenario.workload
         if workload.micro_batches is not None:
             return workload.micro_batches(share)
@@ -277,7 +282,7 @@ class Engine:
 
     def replace_stack(self) -> None:
         """Lay the initial model out again, in place of the current stack."""
-        made = build_engine(self.scenario, self.mesh, self.device)
+        made = build_engine(self.scenario, self.mesh, self.device, self.variation)
         same = made.index.keys() == self.index.keys() and all(
             np.array_equal(places, self.index[n]) for n, places in made.index.items()
         )
@@ -455,15 +460,22 @@ def digest_of_weights(model: nn.Module) -> str:
     return hashlib.blake2b("\n".join(bits).encode(), digest_size=8).hexdigest()
 
 
-def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Engine:
+def build_engine(
+    scenario: Scenario,
+    mesh: DeviceMesh,
+    device: torch.device,
+    variation: Variation | None = None,
+) -> Engine:
     """Lay the scenario's model out over ``mesh`` and make its optimizer."""
     workload, training = scenario.workload, scenario.parsed_recipe.training
     model = initial_model(scenario.model, scenario.seed, training).to(device)
     if OfWorkload.JUDGED in workload.has:
         same_everywhere(workload, "model", dict(model.named_parameters()))
+    initial = digest_of_weights(model)
+    if variation is not None:
+        model = variation.change_weights(model)
     # clones: element numbers overwrite the parameters below
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
-    initial = digest_of_weights(model)
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     parallel = scenario.parsed_topology.parallel
     weights_of = workload.weights if parallel else None
@@ -513,6 +525,7 @@ def build_engine(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> 
         owned=[[*parameters]] if own_step else _split(scenario, parameters),
         device=device,
         recomputed=recomputed,
+        variation=variation,
     )
     if scenario.parsed_topology.pipelined:
         engine.schedule = _pipeline(engine)

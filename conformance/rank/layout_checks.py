@@ -89,13 +89,14 @@ def check_layout(
             f"keep their names (it has {', '.join([*whole][:8])})",
         )
     for name, parameter in held.items():
-        _check_numbers(workload, name, parameter, whole[name].numel())
+        _check_numbers(workload, name, parameter, whole[name])
 
 
 def _check_numbers(
-    workload: ResolvedWorkload, name: str, parameter: nn.Parameter, count: int
+    workload: ResolvedWorkload, name: str, parameter: nn.Parameter, whole: Tensor
 ) -> None:
-    if parameter.dtype != torch.float32:
+    count = whole.numel()
+    if parameter.dtype != whole.dtype:
         text = f"made {name} {parameter.dtype}: {FP32}"
         raise workload.refuse("parallelize", text)
     flat = local(parameter.detach()).reshape(-1).cpu().numpy()

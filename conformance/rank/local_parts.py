@@ -211,7 +211,7 @@ def check_values(
         WorkloadError: names the parameter that has other values.
     """
     for name, part in parts.items():
-        if part.tensor.dtype != torch.float32:
+        if part.tensor.dtype != values[name].dtype:
             text = f"gave {name} as {part.tensor.dtype}: {FP32}"
             raise workload.refuse("weights", text)
         now = local(part.tensor.detach()).reshape(-1).cpu()

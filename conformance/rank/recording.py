@@ -164,8 +164,10 @@ def record_gradient(
 
 
 def floats(tensor: Tensor) -> Floats:
-    """A copy on the host, flat, in fp32."""
-    flat: Floats = tensor.detach().float().reshape(-1).cpu().numpy().copy()
+    """A copy on the host, flat; in fp64 if the tensor is, else in fp32."""
+    held = tensor.detach().reshape(-1).cpu()
+    wide = held if held.dtype == torch.float64 else held.float()
+    flat: Floats = wide.numpy().copy()
     return flat
 
 

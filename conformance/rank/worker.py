@@ -50,6 +50,7 @@ from .recording import (
 from .routing import Choices
 from .scaler_spec import load_scaler
 from .trace import RankTrace, Saved, StepTrace
+from .variation import Alone
 
 __all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
 
@@ -73,6 +74,7 @@ def observe_rank(
     around: Around | None = None,
     last: int | None = None,
     facts: WorkloadFacts | None = None,
+    alone: Alone | None = None,
 ) -> RankTrace:
     """Train ``scenario`` on this rank and return what was seen.
 
@@ -86,6 +88,7 @@ def observe_rank(
         around: (engine, step) -> a context in which the step is made.
         last: the step to end with, and no wrong calls after it.
         facts: of the workload; None: to be found out here.
+        alone: makes the run a reference, on a mesh of the same axes at size 1.
 
     Raises:
         JudgedError: if a call of the judged scaler raised; holds the trace so far.
@@ -99,10 +102,14 @@ def observe_rank(
     torch._dynamo.reset()
     factory = load_scaler(spec, folder)
     shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
+    variation = None if alone is None else alone.variation
+    if variation is not None:
+        scenario, shape = variation.scenario(scenario), dict.fromkeys(shape, 1)
     mesh = world.mesh(tuple(shape.values()), tuple(shape))
     # around the layout, too: a stack may read its clip_norm in parallelize
     with clip_norm_handed(scenario):
-        engine = build_engine(scenario, mesh, torch.device(world.device))
+        device = torch.device(world.device)
+        engine = build_engine(scenario, mesh, device, variation)
         trace = RankTrace(
             rank=world.rank,
             coordinate={axis: mesh.get_local_rank(axis) for axis in shape},
@@ -123,6 +130,8 @@ def observe_rank(
         faults = _resolved_faults(engine, trace)
         if factory is not None:
             judged.construct(factory)
+        if alone is not None:
+            judged.scaler = alone.scaler(engine.parameters)
         steps = scenario.steps if last is None else last + 1
         for step in range(scenario.resume_step if saved else 0, steps):
             trace.steps.append(StepTrace(step=step))

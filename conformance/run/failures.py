@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ...multiprocess import RankOutcome, RankState, WorldError
+from ..judge.one_rank import one_rank_references
 from ..judge.reference import Schedule, Variant, reference_before
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
@@ -173,7 +175,9 @@ def why_not_run(
     trained = error.call == "train_step" and tried and bool(error.raised)
     deferred = recipe.defer_sync and error.call in ("forward", "backward")
     known = laid_out or trained or deferred
-    return text if known else alone(why_not_alone, scenario)
+    if known:
+        return text
+    return alone(why_not_alone, scenario, in_group=scenario.workload.one_rank)
 
 
 def why_not_alone(scenario: Scenario) -> str:
@@ -185,6 +189,9 @@ def why_not_alone(scenario: Scenario) -> str:
         return ""
     schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
     try:
+        if scenario.workload.one_rank:
+            one_rank_references(replace(scenario, steps=1), schedule)
+            return ""
         reference_before(scenario, schedule, Variant(), 1)
     except WorkloadError as error:
         text = " ".join(str(error).split())[:600]

@@ -45,8 +45,8 @@ class Place:
         self.timeout_s = timeout_s
         self._worlds: dict[int, BaseCluster] = {}
         self._stack = ExitStack()
-        spec = replace(Devices().spec(1, TRAININGS * timeout_s), default_group=False)
-        self._alone = self._stack.enter_context(closing(Cluster.of(spec)))
+        self._alone = {False: self._one(default_group=False)}
+        """Whether it has a process group -> a cluster of one process."""
 
     def __enter__(self) -> Self:
         return self
@@ -65,19 +65,24 @@ class Place:
             self._worlds[world] = self._make(world)
         return self._worlds[world]
 
-    def alone(self, function: Callable[..., T], *args: Any) -> T:
+    def alone(
+        self, function: Callable[..., T], *args: Any, in_group: bool = False
+    ) -> T:
         """Call a function on one process; see [Note: One process].
 
         Args:
             function: of a module; its calls wait for each other.
             *args: sent to it.
+            in_group: call it on a process that is the one rank of a process group.
 
         Raises:
             Exception: what the function raised.
             AloneError: if its process was lost.
         """
+        if in_group not in self._alone:
+            self._alone[in_group] = self._one(default_group=in_group)
         try:
-            (found,) = self._alone.run(function, *args)
+            (found,) = self._alone[in_group].run(function, *args)
         except WorldError as failure:
             if failure.root.exception is None:
                 text = f"on one process, without other ranks: {root_cause(failure)}"
@@ -118,6 +123,11 @@ class Place:
     def launcher(self) -> Launcher:
         """The launcher field of the report's header."""
         raise NotImplementedError
+
+    def _one(self, *, default_group: bool) -> Cluster:
+        spec = Devices().spec(1, TRAININGS * self.timeout_s)
+        cluster = Cluster.of(replace(spec, default_group=default_group))
+        return self._stack.enter_context(closing(cluster))
 
     def _make(self, world: int) -> BaseCluster:
         raise NotImplementedError

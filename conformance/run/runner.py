@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -363,6 +364,9 @@ class Runner:
         evidence, scenario = case.evidence, case.scenario
         if evidence is None or evidence.parity is None:
             return None
+        if scenario.workload.one_rank:
+            text = "modules are compared with the plain reference only"
+            return Location(where="unknown", text=text)
         start = time.monotonic()
         step = first_bad_step(evidence.parity) or 0
         before = [evidence.before.ranks] if evidence.before else []
@@ -396,7 +400,8 @@ class Runner:
         scenario, phases = seen.scenario, seen.phases
         random = scenario.parsed_recipe.training.random
         due = seen.complete and measured and not random
-        parity = self.place.alone(_on_one_process, scenario, phases, due)
+        alone = partial(self.place.alone, in_group=scenario.workload.one_rank)
+        parity = alone(_on_one_process, scenario, phases, due)
         evidence: Evidence | None = None
         for number, traces in enumerate(phases):
             evidence = Evidence(
@@ -488,7 +493,9 @@ class Runner:
         """
         # with random layers on, scores are random, too: no choice to make again
         random = scenario.parsed_recipe.training.random
-        if random or not self._chooses_in_forward(scenario.model):
+        if random or scenario.workload.one_rank:
+            return self._phases(spec, scenario)
+        if not self._chooses_in_forward(scenario.model):
             return self._phases(spec, scenario)
         scale = 1.0 if spec == NO_SCALER else scenario.init_scale
         steps = scenario.steps

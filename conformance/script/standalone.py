@@ -147,6 +147,8 @@ def _is_simple(recipe: Recipe) -> bool:
 
 
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
+    if scenario.workload.one_rank:
+        return f"{scenario.model}: its reference is one rank, the script's is plain"
     if facts_of(scenario.model).draws:
         return "a workload with random layers"
     if facts_of(scenario.model).widens:

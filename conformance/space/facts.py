@@ -34,6 +34,7 @@ from .recomputation import recompute_in_backward
 __all__ = [
     "FOUND_OUT",
     "FP32_INSIDE",
+    "NewTensorsInFp64",
     "WorkloadFacts",
     "clip_norm_of",
     "clips_by_norm",
@@ -177,7 +178,8 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
     """
     if training.clip != "norm":
         return None if training.clip else workload.clip_norm
-    if OfWorkload.LOOP in workload.has:
+    # of one rank only train_step knows its gradients
+    if OfWorkload.LOOP in workload.has or workload.one_rank:
         return CLIP_NORM
     return min(CLIP_NORM, facts_of(workload.name).exceeded)
 
@@ -189,10 +191,10 @@ def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
     keeps, are in fp32, beside parameters in fp64: most layers raise. Where this one
     does, the context widens such tensors.
     """
-    return _NewTensorsInFp64() if facts_of(name).widens else nullcontext()
+    return NewTensorsInFp64() if facts_of(name).widens else nullcontext()
 
 
-class _NewTensorsInFp64(TorchFunctionMode):
+class NewTensorsInFp64(TorchFunctionMode):
     """Makes tensors that are created without a dtype fp64 and not fp32.
 
     Not ``torch.set_default_dtype``, which acts on all threads. A call that refuses fp32
@@ -265,7 +267,7 @@ def _widens(workload: ResolvedWorkload) -> bool:
     model = workload.model().double()
     for widened in (False, True):
         with suppress(WorkloadError):
-            with _NewTensorsInFp64() if widened else nullcontext():
+            with NewTensorsInFp64() if widened else nullcontext():
                 objective_of(workload, model, [batch])
             return widened
     return False

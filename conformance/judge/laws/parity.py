@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ....fixtures import REFERENCE_LINE
 from ..law import Evidence, Finding, Status, inconclusive, law, skipped
 from ..parity import ParityRow
 
@@ -24,6 +25,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     parity = evidence.parity
     if parity is None:
         return inconclusive("the run stopped before it could be compared")
+    if parity.undecided:
+        return inconclusive(parity.undecided)
     worst, first = parity.worst.get(kind), parity.first_bad.get(kind)
     if worst is None and kind == "gradient" and _all_bad(evidence):
         return skipped("every step had a bad gradient: none was used")
@@ -36,6 +39,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     found = Finding(status=status, message=message)
     if first is not None:
         found = _departed(first)
+        if parity.reference:
+            # the words of the law's text: what the plain reference is
+            said = found.message.replace("the fp64 truth", "the same train_step")
+            found = replace(found, message=said)
     schedule = parity.stack_schedule
     differs = schedule.differs
     # updates that agree so closely show nothing
@@ -46,6 +53,13 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     if kind == "update" and schedule.followed:
         text = f"the reference follows the stack's schedule of {schedule.followed}"
         found = replace(found, message=f"{found.message}; {text}")
+    if parity.reference:
+        text = f"{found.message} (reference: {parity.reference})"
+        found = replace(found, message=text)
+    elif first is not None and evidence.scenario.workload.train_step is not None:
+        text = f"{found.message}; if this is no single step from averaged gradients"
+        text += f" (SAM, local SGD, PowerSGD), {REFERENCE_LINE}"
+        found = replace(found, message=text)
     return replace(
         found,
         compared=parity.compared[kind],

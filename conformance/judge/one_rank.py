@@ -1,0 +1,291 @@
+"""One rank: references of a workload whose training is not plain.
+
+With ``reference = "one rank"`` a workload is compared with its own ``train_step`` on a
+mesh of the same axes at size 1, over the whole batch. Such a reference knows nothing of
+what training should be: a fault that one rank has, too, is in it.
+
+[Note: Truth on one rank]
+The truth is the run in fp64. A stack that raises in fp64, or that keeps another dtype,
+has no such run. Then the truth is the plain run in the scenario's precision. The bound
+still holds: this run, the varied ones and a right run on the ranks are equally far from
+the exact values (they differ in rounding alone), so the largest distance between this
+run and a varied one is the noise of the distance between this run and the ranks. It is
+larger than the noise against fp64, since both ends are rounded, and so is the bound.
+
+[Note: Variations]
+Each noisy run permutes the rows of each micro-batch, cuts micro-batches again, moves
+all initial weights by one unit roundoff in random directions, or does some of these.
+Rows are permuted and cut only if that changes nothing but rounding: in fp64 the
+gradients of two steps must stay as they are. A stack that takes one micro-batch alone,
+or a loss that couples rows, is not cut.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...fixtures import CannotError, WorkloadError
+from ...multiprocess.rank.global_state import seed_everything
+from ..rank.scaler_spec import NO_SCALER
+from ..rank.trace import RankTrace, StepTrace
+from ..rank.variation import Alone, Variation
+from ..rank.worker import observe_rank
+from ..space.facts import FP32_INSIDE, NewTensorsInFp64
+from ..space.scenario import Scenario
+from .reference import Reference, Schedule
+from .settings import INITIAL_RATE
+
+__all__ = ["OneRank", "one_rank_references"]
+
+Doubles = NDArray[np.float64]
+PLAIN = Variation()
+TRUTH = Variation(double=True)
+NOISY = (
+    PLAIN,
+    Variation(permuted=True),
+    Variation(parts=2),
+    Variation(parts=4, permuted=True),
+    Variation(moved=1),
+    Variation(moved=2, permuted=True),
+    Variation(moved=3, parts=2),
+    Variation(moved=4, permuted=True),
+)
+"""Correct runs whose error against the truth is the noise of the scenario."""
+TRIED = 2
+"""Steps in which permuting and cutting must change nothing: the second has weights that
+the first has moved."""
+KEPT = 16
+"""Number of scenarios whose references are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRank:
+    """The references on one rank."""
+
+    truth: Reference
+    noisy: Sequence[Reference]
+    text: str
+    """What they are, in words."""
+    undecided: str = ""
+    """Why nothing can be compared with them, in words; else empty."""
+
+
+def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
+    """Train the references of a workload with ``reference = "one rank"``.
+
+    Called in a process group of one rank.
+
+    Args:
+        scenario: what the ranks have trained.
+        schedule: skips and scales, which the one rank follows.
+
+    Raises:
+        WorkloadError: if ``train_step`` fails on one rank.
+    """
+    # settings of the scaler and faults are in the schedule
+    alike = replace(scenario, faults="none", init_scale=1.0, growth_interval=1)
+    return _references(alike, schedule.skipped, schedule.scales)
+
+
+@lru_cache(maxsize=KEPT)
+def _references(
+    scenario: Scenario,
+    skipped: tuple[frozenset[str], ...],
+    scales: tuple[float, ...],
+) -> OneRank:
+    def trained(variation: Variation, steps: int = scenario.steps) -> Reference:
+        alone = Alone(variation=variation, skipped=skipped, scales=scales)
+        return _train(scenario, alone, steps)
+
+    plain = trained(PLAIN)
+    undecided = ""
+    if differs := _difference(plain, trained(PLAIN)):
+        undecided = (
+            f"two runs of train_step on one rank with the same seed differ in {differs}"
+            ": draw all random numbers in batch(), or from torch's generator, and keep "
+            "nothing from one stack to the next"
+        )
+    truth = _in_fp64(scenario, skipped, scales)
+    variations = list(NOISY)
+    if truth is None:
+        # nothing shows whether rows may be permuted or cut
+        variations = [replace(v, permuted=False, parts=1) for v in variations]
+    for change in ("permuted", "parts") if truth is not None else ():
+        tried = {"permuted": True, "parts": 2}[change]
+        if not _changes_nothing(scenario, truth, replace(TRUTH, **{change: tried})):
+            default = getattr(PLAIN, change)
+            variations = [replace(v, **{change: default}) for v in variations]
+    variations = list(dict.fromkeys(variations))
+    noisy = [plain, *(trained(v) for v in variations if v != PLAIN)]
+    words = dict.fromkeys(word for v in variations for word in v.words)
+    where = "in fp64" if truth is not None else f"in {scenario.precision} (no fp64)"
+    text = f"one rank, {where}; noise of {len(noisy)} runs: {', '.join(words)}"
+    return OneRank(truth=truth or plain, noisy=noisy, text=text, undecided=undecided)
+
+
+def _in_fp64(
+    scenario: Scenario,
+    skipped: tuple[frozenset[str], ...],
+    scales: tuple[float, ...],
+) -> Reference | None:
+    """The run in fp64, or None; see [Note: Truth on one rank]."""
+    alone = Alone(variation=TRUTH, skipped=skipped, scales=scales)
+    for wide in (nullcontext(), NewTensorsInFp64()):
+        try:
+            with wide:
+                return _train(scenario, alone, scenario.steps, torch.float64)
+        # what is raised without fp64, too, was raised by the plain run
+        except (WorkloadError, CannotError):
+            continue
+    return None
+
+
+def _changes_nothing(
+    scenario: Scenario, truth: Reference, variation: Variation
+) -> bool:
+    """Whether a variation leaves the gradients of the first steps as they are."""
+    steps = min(TRIED, scenario.steps)
+    alone = Alone(
+        variation=variation,
+        skipped=(frozenset[str](),) * steps,
+        scales=(1.0,) * steps,
+    )
+    # without skips, as the steps of the truth that are compared
+    whole = replace(alone, variation=TRUTH)
+    try:
+        runs = [_wide(scenario, each, steps) for each in (whole, alone)]
+    except (WorkloadError, CannotError):
+        return False  # e.g. the stack takes one micro-batch alone
+    for one, other in zip(*(run.gradients for run in runs), strict=True):
+        largest = max(
+            (float(np.abs(g).max()) for g in one.values() if g.size), default=0
+        )
+        if one.keys() != other.keys() or not all(
+            (np.abs(one[n] - other[n]) <= FP32_INSIDE * largest).all() for n in one
+        ):
+            return False
+    return True
+
+
+def _wide(scenario: Scenario, alone: Alone, steps: int) -> Reference:
+    try:
+        return _train(scenario, alone, steps)
+    except WorkloadError:
+        with NewTensorsInFp64():
+            return _train(scenario, alone, steps)
+
+
+def _train(
+    scenario: Scenario,
+    alone: Alone,
+    steps: int,
+    dtype: torch.dtype | None = None,
+) -> Reference:
+    """Train on this rank.
+
+    Args:
+        scenario: what the ranks have trained.
+        alone: how this run differs.
+        steps: how many.
+        dtype: in which all parameters and gradients must be.
+    """
+    # the generators stand where those of the ranks stood
+    seed_everything(0)
+    # Compiled code is what is judged, and not with what it is compared.
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            trace = observe_rank(
+                scenario, NO_SCALER, os.getcwd(), last=steps - 1, alone=alone
+            )
+        except WorkloadError as error:
+            text = f"the reference, on one rank: {error}"
+            told = WorkloadError(text)
+            told.call = error.call
+            raise told from error
+    found = [
+        *trace.start.values(),
+        *(g for s in trace.steps for g in s.gradients.values()),
+    ]
+    if dtype is torch.float64 and any(values.dtype != np.float64 for values in found):
+        raise CannotError("the stack keeps another dtype than fp64")
+    return _as_reference(scenario, trace)
+
+
+def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
+    sizes = {n: p.numel() for n, p in scenario.workload.model().named_parameters()}
+    for name, size in sizes.items():
+        held = len(np.unique(trace.index.get(name, np.array([], dtype=np.int64))))
+        if held < size:
+            text = f"on one rank it leaves out {size - held} of {size} elements of"
+            raise scenario.workload.refuse("parallelize", f"{text} {name}")
+
+    def whole(
+        name: str, values: NDArray[np.floating], places: NDArray[np.int64]
+    ) -> Doubles:
+        full = np.zeros(sizes[name])
+        full[places] = values
+        return full
+
+    def gradients(at: StepTrace) -> dict[str, Doubles]:
+        return {n: whole(n, g, trace.places(at, n)) for n, g in at.gradients.items()}
+
+    start = {n: whole(n, values, trace.index[n]) for n, values in trace.start.items()}
+    after = [
+        {n: whole(n, values, trace.index[n]) for n, values in at.parameters.items()}
+        for at in trace.steps
+    ]
+    return Reference(
+        averages=tuple(
+            {n: whole(n, v, trace.index[n]) - start[n] for n, v in at.averages.items()}
+            for at in trace.steps
+        ),
+        losses=tuple(_number(at.loss) for at in trace.steps),
+        gradients=tuple(gradients(at) for at in trace.steps),
+        updates=tuple({n: now[n] - start[n] for n in now} for now in after),
+        start=start,
+        initial=trace.initial,
+        norms=tuple(_number(at.reported_norm) for at in trace.steps),
+        settings=tuple(
+            tuple(
+                (name, key, value)
+                for name, held in at.settings.items()
+                for key, value in held.items()
+                if key != INITIAL_RATE
+            )
+            for at in trace.steps
+        ),
+    )
+
+
+def _number(value: float | None) -> float:
+    """What the stack reports; nan, which has no bound, where it reports nothing."""
+    return float("nan") if value is None else value
+
+
+def _difference(one: Reference, other: Reference) -> str:
+    """The first place where two runs differ bitwise, or the empty string."""
+    for step in range(len(one.losses)):
+        values: list[tuple[str, Any, Any]] = [
+            ("the loss", one.losses[step], other.losses[step])
+        ]
+        for what, mine, theirs in (
+            ("gradient", one.gradients[step], other.gradients[step]),
+            ("update", one.updates[step], other.updates[step]),
+        ):
+            values += [
+                (f"the {what} of {n}", mine.get(n, ()), theirs.get(n, ()))
+                for n in {**mine, **theirs}
+            ]
+        for subject, mine, theirs in values:
+            if not np.array_equal(mine, theirs, equal_nan=True):
+                return f"{subject} at step {step}"
+    return ""

@@ -1,0 +1,194 @@
+"""Variation: how a run on one rank, which is a reference, differs from the judged one.
+
+The reference of a workload with ``reference = "one rank"`` is the workload's own
+``train_step`` on a mesh of size 1. Its rank sees all rows. It trains in fp64 for the
+truth; for the noise it trains in the scenario's precision, with rows permuted,
+micro-batches cut again, and initial weights moved by one unit roundoff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...fixtures import Batch
+from ..space.scenario import Scenario
+
+__all__ = ["Alone", "Variation"]
+
+UNIT = 2.0**-24
+"""Unit roundoff of fp32, in which weights are stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """What one run on one rank changes."""
+
+    double: bool = False
+    """The model and the floating tensors of batches are in fp64."""
+    permuted: bool = False
+    """The rows of each micro-batch are in another order."""
+    parts: int = 1
+    """Each micro-batch is cut in so many."""
+    moved: int = 0
+    """If not 0, the seed of the signs by which weights are moved by one unit."""
+
+    @property
+    def words(self) -> Sequence[str]:
+        """What it changes, in words."""
+        changes = {
+            "rows permuted": self.permuted,
+            "micro-batches cut again": self.parts > 1,
+            "weights moved by a unit roundoff": self.moved > 0,
+        }
+        return [words for words, does in changes.items() if does]
+
+    def scenario(self, scenario: Scenario) -> Scenario:
+        """What the one rank trains: no faults, no interruption."""
+        recipe = scenario.parsed_recipe
+        plain = recipe.resume or recipe.recompute
+        name = "plain" if plain else scenario.recipe
+        # a truth has no half precision
+        precision = "fp32" if self.double else scenario.precision
+        return replace(scenario, faults="none", recipe=name, precision=precision)
+
+    def change_weights(self, model: nn.Module) -> nn.Module:
+        """The initial model of this run."""
+        generator = torch.Generator().manual_seed(self.moved)
+        for parameter in model.parameters() if self.moved else ():
+            signs = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0
+            # 1 + 2^-24 is 1 in fp32, and the product is not the value itself
+            wide = parameter.detach().double() * (1.0 + UNIT * signs.double())
+            parameter.data.copy_(wide)
+        return model.double() if self.double else model
+
+    def micro_batches(self, batch: Batch, scenario: Scenario) -> list[Batch]:
+        """The micro-batches of the one rank.
+
+        Where a recipe cuts the rows of each rank, the n-th micro-batch holds the rows
+        of the n-th of all ranks: a stack that steps in each micro-batch does the same
+        here.
+
+        Args:
+            batch: the whole one.
+            scenario: the one that is judged.
+        """
+        workload, recipe = scenario.workload, scenario.parsed_recipe
+        parts = [batch]
+        if workload.micro_batches is not None:
+            parts = workload.micro_batches(batch)
+        elif recipe.parts > 1:
+            shares = scenario.parsed_topology.shares(scenario.world_size)
+            if workload.shard is not None or batch.rows % shares:
+                shares = 1
+            sizes = recipe.sizes(batch.rows // shares)
+            cut = [batch.shard(i, shares).cut(sizes) for i in range(shares)]
+            parts = [_joined(of_ranks) for of_ranks in zip(*cut, strict=True)]
+        if workload.micro_batches is None:
+            parts = [piece for part in parts for piece in part.in_parts(self.parts)]
+        return [self._changed(part) for part in parts]
+
+    def _changed(self, part: Batch) -> Batch:
+        if self.permuted:
+            part = part.map(lambda t: t.flip(0).roll(1, 0))
+        if self.double:
+            part = part.map(lambda t: t.double() if t.is_floating_point() else t)
+        return part
+
+
+def _joined(parts: Sequence[Batch]) -> Batch:
+    """The rows of all parts, one part after the other."""
+    columns = zip(*(part.tensors for part in parts), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    return parts[0].map(lambda _: next(joined))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """One training on one rank, with the decisions that it must take."""
+
+    variation: Variation
+    skipped: Sequence[frozenset[str]]
+    """Per step: the parameters that must not change by the rule."""
+    scales: Sequence[float]
+    """Per step: the scale of the loss."""
+
+    def scaler(self, names: Mapping[str, Tensor]) -> SameSkips | None:
+        """The scaler that ``train_step`` gets; None where none was judged.
+
+        Args:
+            names: name -> parameter.
+        """
+        # a scale of 1 that never skips does nothing
+        judged = any(self.skipped) or any(scale != 1.0 for scale in self.scales)
+        return SameSkips(self.skipped, self.scales, names) if judged else None
+
+
+class SameSkips:
+    """A scaler that skips where the rule demands it."""
+
+    def __init__(
+        self,
+        skipped: Sequence[frozenset[str]],
+        scales: Sequence[float],
+        names: Mapping[str, Tensor],
+    ) -> None:
+        self.skipped = skipped
+        self.scales = [*scales, scales[-1]]
+        self.names = {id(p): name for name, p in names.items()}
+        self.at = 0
+        self.unscaled: set[int] = set()
+
+    def scale(self, outputs: Any) -> Any:
+        """The losses times the scale."""
+        if isinstance(outputs, Tensor):
+            return outputs * self.get_scale()
+        return [each * self.get_scale() for each in outputs]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale."""
+        self.unscaled.add(id(optimizer))
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad /= self.get_scale()
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step, or skip where the rule demands it."""
+        if id(optimizer) not in self.unscaled:
+            self.unscale_(optimizer)
+        due = self.skipped[self.at] if self.at < len(self.skipped) else frozenset()
+        known = [self.names.get(id(p)) for p in _parameters(optimizer)]
+        mine = due.intersection(n for n in known if n is not None)
+        # of copies nobody knows whose they are
+        if mine or (due and not any(known)):
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        """Go to the scale of the next step."""
+        self.at = min(self.at + 1, len(self.scales) - 1)
+        self.unscaled.clear()
+
+    def get_scale(self) -> float:
+        """The scale of this step."""
+        return self.scales[self.at]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint would hold."""
+        return {"scale": self.get_scale(), "_growth_tracker": 0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: steps decide the scale."""
+
+    def is_enabled(self) -> bool:
+        """It is."""
+        return True
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
