@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ..law import Evidence, Finding, Status, inconclusive, law, skipped
-from ..parity import ParityRow
+from ..measured import ParityRow
 
 REASON = (
     "A scaler that unscales wrongly, late or twice trains another model. The bound is "
