@@ -5,9 +5,9 @@ import copy
 import numpy as np
 
 from gradparity.conformance import Evidence, Scenario, Status
-from gradparity.conformance.judge.doubts import Doubt, doubts_of
+from gradparity.conformance.judge.doubts import doubts_of
 from gradparity.conformance.judge.law import judge
-from gradparity.conformance.judge.parity import ClipRow, Parity, ParityRow
+from gradparity.conformance.judge.measured import ClipRow, Doubt, Parity, ParityRow
 from gradparity.conformance.rank.trace import (
     Collective,
     Decision,

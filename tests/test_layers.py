@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,16 @@ FOLDERS = {
 MULTIPROCESS = [p for p in MODULES if p.relative_to(ROOT).parts[0] == "multiprocess"]
 
 
-def imports_of(path: Path) -> set[str]:
-    """Modules of ours that ``path`` imports anywhere, by their path below the root."""
+def imports_of(path: Path, *, first: bool = False) -> set[str]:
+    """Modules of ours that ``path`` imports, by their path below the root.
+
+    Args:
+        path: of a module.
+        first: only those that are imported before it can be.
+    """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if first else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             home = path.parents[node.level - 1].joinpath(
                 *(node.module or "").split(".")
@@ -123,17 +130,8 @@ def test_an_import_inside_multiprocess_is_seen() -> None:
 
 # The folders inside conformance, from the bottom to the top: each imports lower ones.
 FLOORS = (
-    *(
-        "status",
-        "formulas",
-        "files",
-        "output",
-        "chosen",
-        "report",
-        "space",
-        "rank",
-        "judge",
-    ),
+    *("status", "files", "output", "chosen", "formulas", "report", "space", "rank"),
+    "judge",
     *("script", "run", "diff", "search", "cli", "__main__", "plugin"),
     "__init__",
 )
@@ -149,6 +147,33 @@ def test_arrows_inside_conformance(path: Path) -> None:
 
 def floor(folder: str) -> int:
     return FLOORS.index(folder)
+
+
+def test_no_chain_of_imports_inside_conformance_is_long() -> None:
+    paths = {str(p.relative_to(ROOT).with_suffix("")): p for p in CONFORMANCE}
+    below = {
+        name: imports_of(path, first=True) & paths.keys()
+        for name, path in paths.items()
+    }
+
+    @cache
+    def longest(name: str) -> tuple[str, ...]:
+        chains = (longest(other) for other in below[name])
+        return (name, *max(chains, key=len, default=()))
+
+    chain = max(map(longest, below), key=len)
+    assert 10 < len(chain) <= 14, " -> ".join(chain)
+
+
+def test_the_judge_asks_what_a_workload_has_and_not_whose_it_is() -> None:
+    """Only what calls a user's ``train_step`` reads it; the rest reads ``has``."""
+    reads = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in CONFORMANCE
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "train_step"
+    ]
+    assert 0 < len(reads) <= 5, reads
 
 
 def test_an_import_inside_conformance_is_seen() -> None:

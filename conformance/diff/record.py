@@ -26,7 +26,8 @@ from ...fixtures import WorkloadError
 from ...multiprocess import WorldError
 from ..judge.bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
 from ..judge.compare import sizes
-from ..judge.parity import followed_schedule, gradient_of, mean_loss, moved
+from ..judge.measured import gradient_of
+from ..judge.parity import followed_schedule, mean_loss, moved
 from ..rank.devices import Devices
 from ..rank.observe import digest
 from ..rank.scaler_spec import load_scaler

@@ -7,47 +7,14 @@ compares with the reference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ...fixtures import REFERENCE_LINE
-from ..rank.trace import RankTrace, StepTrace
 from ..space.scenario import Scenario
 from ..status import rank_list
+from .measured import Doubt, Seen
 from .reference import rows_apart
 
-__all__ = ["ORDER", "Doubt", "doubts_of"]
-
-ORDER = ("loss", "gradient", "update")
-"""What a step computes, in order."""
-Seen = Sequence[tuple[RankTrace, StepTrace]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doubt:
-    """From this place on, a right run may differ from the reference."""
-
-    since_step: int
-    since: str = "loss"
-    """The first kind of comparison in that step, by :data:`ORDER`."""
-    parameters: frozenset[str] = frozenset()
-    """In that step only the loss and these may differ, later all; empty means all."""
-    text: str
-    """Why, and the way out, in words."""
-
-    def covers(self, step: int, kind: str, parameter: str | None) -> bool:
-        """Whether a departure may come from the reference.
-
-        Args:
-            step: at which something departs.
-            kind: of the comparison, as in :data:`ORDER`.
-            parameter: its name; None for a value of all parameters.
-        """
-        if step != self.since_step:
-            return step > self.since_step
-        known = kind == "loss" or parameter is None or parameter in self.parameters
-        return ORDER.index(kind) >= ORDER.index(self.since) and (
-            known or not self.parameters
-        )
+__all__ = ["doubts_of"]
 
 
 def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[Doubt]:

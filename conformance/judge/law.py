@@ -15,8 +15,7 @@ from msgspec.structs import asdict, replace
 from ..rank.trace import Decision, RankTrace, StepTrace
 from ..space.scenario import Scenario
 from ..status import Finding, Status, Verdict, as_number, rank_list, worst_of
-from .doubts import ORDER
-from .parity import Parity
+from .measured import ORDER, Parity
 
 __all__ = [
     "ANY_SHARE",

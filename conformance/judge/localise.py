@@ -29,7 +29,6 @@ from ..rank.modules import (
     watch_modules,
 )
 from ..rank.observe import CallLog
-from ..rank.recording import promised_dtype
 from ..rank.trace import RankTrace, Saved
 from ..rank.worker import observe_rank
 from ..report.records import Location
@@ -40,7 +39,8 @@ from .boundaries import BACKWARD, FORWARD, Boundaries
 from .bounds import SAFETY_FACTOR
 from .compare import multiple_of
 from .diagnosis import Facts, causes_of
-from .parity import Parity, demanded_schedule, gradient_of
+from .measured import Parity, gradient_of
+from .parity import demanded_schedule
 from .reference import TRUTH, Schedule, train_reference
 
 __all__ = ["first_bad_step", "locate", "observe_modules"]
@@ -332,7 +332,7 @@ class _Gradients:
         rows = self.departed["gradient"]
         # largest error of a sum in bf16
         small = SAFETY_FACTOR * torch.finfo(torch.bfloat16).eps / 2
-        promised = promised_dtype(scenario) is not None
+        promised = scenario.promised_dtype is not None
         shared = math.prod(self.facts.axes.values()) > 1
         if rows and shared and not promised and max(r.error for r in rows) <= small:
             found.append(

@@ -8,9 +8,8 @@ bounds are those of ``bounds``.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,138 +22,20 @@ from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
 from ..space.workload_checks import counts_equal
 from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
-from .compare import Doubles, Measure, compare, multiple_of, sizes
-from .doubts import Doubt, doubts_of
+from .compare import Doubles, compare, multiple_of, sizes
+from .doubts import doubts_of
+from .measured import ClipRow, Parity, ParityRow, Seen, gradient_of
 from .reference import Idle, Reference, Schedule, check_equal_start
-from .settings import StackSchedule, against_planned, stack_schedule
+from .settings import against_planned, stack_schedule
 
 __all__ = [
     "SAFETY_FACTOR",
-    "ClipRow",
-    "Parity",
-    "ParityRow",
     "demanded_schedule",
     "followed_schedule",
-    "gradient_of",
     "mean_loss",
     "measure_parity",
     "moved",
 ]
-
-Seen = Sequence[tuple[RankTrace, StepTrace]]
-"""One step of all ranks of a world."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParityRow(Measure):
-    """One comparison: a tensor on a rank at a step against the fp64 truth."""
-
-    kind: str
-    """``gradient``, ``update`` (parameter minus its initial value), ``loss`` or
-    ``average`` (of the weights, minus the initial values)."""
-    step: int
-    parameter: str
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipRow:
-    """The factor by which a rank's gradient of a parameter was clipped."""
-
-    step: int
-    parameter: str
-    rank: int
-    factor: float
-    """Of the truth's gradient before it is clipped, by least squares."""
-    due: float
-    """The factor by which the truth clips."""
-    bound: float
-    """By how much the factor may be off."""
-    above_noise: bool
-    """Whether the gradient is the truth's times a factor, and not lost in noise."""
-
-
-@dataclass(kw_only=True)
-class Parity:
-    """The measured parity of one run."""
-
-    compared: Counter[str] = field(default_factory=Counter)
-    """kind -> number of elements that were compared, on all ranks at all steps."""
-    not_compared: Counter[str] = field(default_factory=Counter)
-    """kind -> elements that were due and could not be compared."""
-    worst: dict[str, ParityRow] = field(default_factory=dict)
-    """kind -> the row closest to, or furthest beyond, its bound."""
-    first_bad: dict[str, ParityRow] = field(default_factory=dict)
-    """kind -> the first row beyond its bound (the worst one of its step)."""
-    departed: dict[str, list[ParityRow]] = field(default_factory=dict)
-    """kind -> all rows of that first step that are beyond their bound."""
-    per_step: list[float] = field(default_factory=list)
-    """Largest ratio of each step."""
-    per_parameter: dict[str, float] = field(default_factory=dict)
-    """Largest ratio of each parameter."""
-    reference_loss: list[float] = field(default_factory=list)
-    """Loss of the fp64 truth at each step."""
-    reference_norm: list[float] = field(default_factory=list)
-    """Its norm of the whole unscaled gradient at each step, before it is clipped."""
-    norm_bound: list[float] = field(default_factory=list)
-    """Bound of the error of such a norm; infinite if not known."""
-    clip_norm: float | None = None
-    """The norm to which gradients are to be clipped, if they are."""
-    doubts: Sequence[Doubt] = ()
-    """Why the reference, and not the run, may be what departs."""
-    still: frozenset[tuple[int, int, int]] = frozenset()
-    """(step, rank, optimizer) of which the truth moves no parameter, either."""
-    clipped: list[ClipRow] = field(default_factory=list)
-    """Of each gradient of the steps in which none is bad, where they are clipped."""
-    reference: str = ""
-    """What the reference is, in words, if it is not the plain one."""
-    undecided: str = ""
-    """Why nothing can be compared with it, in words; else empty."""
-    stack_schedule: StackSchedule = field(default_factory=StackSchedule)
-    """What the stack's own schedules have moved, which the reference follows."""
-
-    def add(
-        self, kind: str, rows: Sequence[ParityRow], elements: int, left_out: int = 0
-    ) -> None:
-        """Add what was measured of one tensor on one rank at one step.
-
-        Args:
-            kind: as in ``ParityRow``.
-            rows: its measures; those that compare nothing are dropped.
-            elements: number of elements compared, if any measure compares.
-            left_out: number of elements that were due and are in no measure.
-        """
-        known = [row for row in rows if row.compares]
-        self.compared += Counter({kind: elements if known else 0})
-        self.not_compared += Counter({kind: left_out + (0 if known else elements)})
-        for row in known:
-            self._keep(row)
-
-    def _keep(self, row: ParityRow) -> None:
-        worst = self.worst.get(row.kind)
-        if worst is None or row.ratio > worst.ratio:
-            self.worst[row.kind] = row
-        first = self.first_bad.get(row.kind)
-        if row.ratio > 1 and (first is None or first.step == row.step):
-            self.departed.setdefault(row.kind, []).append(row)
-        if row.ratio > 1 and (
-            first is None or (first.step == row.step and row.ratio > first.ratio)
-        ):
-            self.first_bad[row.kind] = row
-        self.per_step[row.step] = max(self.per_step[row.step], row.ratio)
-        best = self.per_parameter.get(row.parameter, 0.0)
-        self.per_parameter[row.parameter] = max(best, row.ratio)
-
-    def doubt(self, step: int, kind: str, parameter: str | None) -> Doubt | None:
-        """The doubt that makes a departure inconclusive, if there is one.
-
-        Such a doubt covers all other departures, too: what departs before it began has
-        another cause, which may also explain what departs later.
-        """
-        rows = [*self.departed.get("gradient", ()), *self.departed.get("update", ())]
-        places = [(step, kind, parameter)]
-        places += [(row.step, row.kind, row.parameter) for row in rows]
-        return next((d for d in self.doubts if all(d.covers(*p) for p in places)), None)
 
 
 def demanded_schedule(*phases: Sequence[RankTrace]) -> Schedule:
@@ -467,29 +348,6 @@ def _decided(row: ClipRow, worst: float) -> ClipRow:
     # with a larger bound even half the due factor would pass
     above = row.above_noise and bound < row.due / 2
     return replace(row, bound=bound, above_noise=above)
-
-
-def gradient_of(
-    seen: Seen, trace: RankTrace, at: StepTrace, name: str
-) -> NDArray[np.floating]:
-    """The gradient of ``trace``, summed over the ranks on which it is partial.
-
-    Summed here and not on the ranks: an observer that sends collectives of its own
-    would hang where ranks disagree whether to step.
-    """
-    ranks = at.partial.get(name)
-    if not ranks:
-        return at.gradients[name]
-    places = trace.places(at, name)
-    parts = [
-        there.gradients[name].astype(np.float64)
-        for other, there in seen
-        if other.rank in ranks
-        and name in there.gradients
-        and np.array_equal(other.places(there, name), places)
-    ]
-    total: Doubles = np.sum(parts, axis=0)
-    return total
 
 
 def mean_loss(seen: Iterable[StepTrace]) -> float | None:

@@ -34,7 +34,6 @@ from ..formulas import bias_error
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import digest_of_weights, initial_model
 from ..rank.observe import scheduled
-from ..rank.recording import promised_dtype
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
 from ..space.facts import FP32_INSIDE, clip_norm_of, facts_of, new_tensors_in_fp64
@@ -235,7 +234,7 @@ def _key(scenario: Scenario) -> _Key:
 
 def reduced_in(scenario: Scenario) -> torch.dtype | None:
     """The half precision in which a workload promises to reduce gradients, if any."""
-    promised = promised_dtype(scenario)
+    promised = scenario.promised_dtype
     return promised if promised in (torch.bfloat16, torch.float16) else None
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...fixtures import Batch, OfWorkload, ResolvedWorkload, local
-from ..space.scenario import Scenario
 from .local_parts import FP32, full_name
 from .observe import digest
 from .trace import RankTrace
@@ -161,7 +160,7 @@ def _content(batch: Batch) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def check_whole(scenario: Scenario, traces: Sequence[RankTrace]) -> None:
+def check_whole(workload: ResolvedWorkload, traces: Sequence[RankTrace]) -> None:
     """Check that the ranks together hold every element of the model.
 
     Raises:
@@ -169,9 +168,9 @@ def check_whole(scenario: Scenario, traces: Sequence[RankTrace]) -> None:
     """
     if not all(t.index for t in traces):
         return
-    for name, parameter in scenario.workload.model().named_parameters():
+    for name, parameter in workload.model().named_parameters():
         parts = [t.index[name] for t in traces if name in t.index]
         held = len(np.unique(np.concatenate(parts))) if parts else 0
         if held < parameter.numel():
             text = f"no rank holds {parameter.numel() - held} of {parameter.numel()}"
-            raise scenario.workload.refuse("parallelize", f"{text} elements of {name}")
+            raise workload.refuse("parallelize", f"{text} elements of {name}")

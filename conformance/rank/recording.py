@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...fixtures import Batch, OfWorkload, local
-from ..space.scenario import Scenario
 from .engine import Engine
 from .layout_checks import same_everywhere
 from .observe import (
@@ -33,7 +32,6 @@ __all__ = [
     "grad_scale_of",
     "local_gradients",
     "next_batch",
-    "promised_dtype",
     "raw_decisions",
     "record_effect",
     "record_gradient",
@@ -41,15 +39,6 @@ __all__ = [
     "recording_gradients",
     "recording_reductions",
 ]
-
-
-def promised_dtype(scenario: Scenario) -> torch.dtype | None:
-    """In which dtype a workload promises to reduce gradients, if it does."""
-    usual = scenario.workload.reduce_dtype
-    # fully_shard takes the policy of the precision, with its own reduce_dtype
-    takes_policy = scenario.parsed_topology.fully_shards
-    policy = scenario.parsed_precision.reduce_dtype if takes_policy else None
-    return usual and (policy or usual)
 
 
 @contextmanager
@@ -72,7 +61,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
 @contextmanager
 def recording_reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Note in which dtypes gradients are reduced, where a dtype is promised."""
-    if promised_dtype(engine.scenario) is None:
+    if engine.scenario.promised_dtype is None:
         yield
         return
     with ReductionLog() as log:

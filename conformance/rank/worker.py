@@ -40,7 +40,6 @@ from .recording import (
     floats,
     local_gradients,
     next_batch,
-    promised_dtype,
     raw_decisions,
     record_effect,
     recording_draws,
@@ -119,7 +118,7 @@ def observe_rank(
             initial=engine.initial,
             start={name: floats(part) for name, part in engine.local_tensors().items()},
         )
-        trace.reduce_dtype = str(promised_dtype(scenario) or "").removeprefix("torch.")
+        trace.reduce_dtype = str(scenario.promised_dtype or "").removeprefix("torch.")
         engine.choices = choices
         judged = Judged(engine, trace)
         own = (

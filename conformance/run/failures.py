@@ -19,11 +19,10 @@ from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
 from ..rank.worker import JudgedError, all_say_right, checked_collective
 from ..space.scenario import Scenario
+from .launcher import LOST, root_cause
 
-__all__ = ["ran_out_of_time", "root_cause", "traces_of", "why_not_run"]
+__all__ = ["ran_out_of_time", "traces_of", "why_not_run"]
 
-_LOST = {RankState.KILLED, RankState.EXITED}
-"""States of a rank that prove nothing about the scaler."""
 _CHECKS = re.compile(
     rf'/conformance/rank/worker\.py", line \d+ in '
     rf"({all_say_right.__name__}|{checked_collective.__name__})$",
@@ -60,7 +59,7 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
     raised = isinstance(failure.root.exception, JudgedError)
     own = isinstance(failure.root.exception, WorkloadError)
     hangs = judged and RankState.HUNG in states
-    if own or states & _LOST or not (raised or hangs):
+    if own or states & LOST or not (raised or hangs):
         raise failure
     hung = _hung(failure)
     return tuple(_trace_of(o, hung=o.rank in hung) for o in failure.outcomes)
@@ -197,15 +196,3 @@ def why_not_alone(scenario: Scenario) -> str:
         text = " ".join(str(error).split())[:600]
         return f"one process cannot run in {scenario.precision} either: {text}"
     return ""
-
-
-def root_cause(failure: WorldError) -> str:
-    """Why a world failed, in one line: rank, call, error, and its last words."""
-    root = failure.root
-    # its own text names rank and call; the headline would add our class before it
-    own = isinstance(root.exception, WorkloadError)
-    text = " ".join((str(root.exception) if own else root.headline).split())[:600]
-    # a library that aborts says why: gloo, that ranks send unequal sizes
-    last = root.output.split("\n") if root.state in _LOST else []
-    said = [" ".join(line.split()) for line in last if line.strip()]
-    return f"{text}; its last line: {said[-1][:300]}" if said else text

@@ -16,18 +16,20 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ...multiprocess import Cluster, WorldError
+from ...fixtures import WorkloadError
+from ...multiprocess import Cluster, RankState, WorldError
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
-from .failures import root_cause
 
 if TYPE_CHECKING:
     from ...multiprocess.elastic.agent import Agent
 
-__all__ = ["AloneError", "Place", "Pool", "Torchrun", "place_of"]
+__all__ = ["AloneError", "Place", "Pool", "Torchrun", "place_of", "root_cause"]
 
 T = TypeVar("T")
+LOST = {RankState.KILLED, RankState.EXITED}
+"""States of a rank that prove nothing about the scaler."""
 TRAININGS = 16
 """Time limit of a call on one process, in limits of a scenario: a case has up to 11
 references, and each does the work of all ranks."""
@@ -198,3 +200,15 @@ def place_of(devices: Devices, timeout_s: float, agent: Agent | None) -> Place:
     if agent is None:
         return Pool(devices, timeout_s)
     return Torchrun(devices, timeout_s, agent)
+
+
+def root_cause(failure: WorldError) -> str:
+    """Why a world failed, in one line: rank, call, error, and its last words."""
+    root = failure.root
+    # its own text names rank and call; the headline would add our class before it
+    own = isinstance(root.exception, WorkloadError)
+    text = " ".join((str(root.exception) if own else root.headline).split())[:600]
+    # a library that aborts says why: gloo, that ranks send unequal sizes
+    last = root.output.split("\n") if root.state in LOST else []
+    said = [" ".join(line.split()) for line in last if line.strip()]
+    return f"{text}; its last line: {said[-1][:300]}" if said else text

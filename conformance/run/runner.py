@@ -26,12 +26,8 @@ from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, judge
 from ..judge.laws.transparency import first_difference
 from ..judge.localise import first_bad_step, locate, observe_modules
-from ..judge.parity import (
-    Parity,
-    demanded_schedule,
-    followed_schedule,
-    measure_parity,
-)
+from ..judge.measured import Parity
+from ..judge.parity import demanded_schedule, followed_schedule, measure_parity
 from ..judge.reference import Idle, Schedule
 from ..rank.devices import Devices
 from ..rank.layout_checks import check_whole
@@ -45,8 +41,8 @@ from ..report.records import Location
 from ..space.facts import WorkloadFacts, facts_of, remember
 from ..space.scenario import Scenario
 from ..status import Status, Verdict, case_status
-from .failures import ran_out_of_time, root_cause, traces_of, why_not_run
-from .launcher import AloneError, Place, Pool
+from .failures import ran_out_of_time, traces_of, why_not_run
+from .launcher import AloneError, Place, Pool, root_cause
 
 __all__ = ["Case", "Phases", "Runner"]
 
@@ -576,7 +572,7 @@ def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | N
     Raises:
         WorkloadError: if no rank holds some element of the model.
     """
-    check_whole(scenario, phases[-1])
+    check_whole(scenario.workload, phases[-1])
     return measure_parity(scenario, *phases) if due else None
 
 

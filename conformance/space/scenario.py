@@ -140,6 +140,15 @@ class Scenario:
         return RECIPES[self.recipe]
 
     @property
+    def promised_dtype(self) -> torch.dtype | None:
+        """In which dtype the workload promises to reduce gradients, if it does."""
+        usual = self.workload.reduce_dtype
+        # fully_shard takes the policy of the precision, with its own reduce_dtype
+        takes_policy = self.parsed_topology.fully_shards
+        policy = self.parsed_precision.reduce_dtype if takes_policy else None
+        return usual and (policy or usual)
+
+    @property
     def id(self) -> str:
         """The printable id, from which `parse` builds the scenario again."""
         head = [

@@ -9,7 +9,8 @@ from gradparity.conformance import LAWS, Evidence, Scenario, Status
 from gradparity.conformance.judge.law import judge
 from gradparity.conformance.judge.laws.scale import SMALLEST
 from gradparity.conformance.judge.laws.transparency import SUBNORMAL
-from gradparity.conformance.judge.parity import Parity, _compare
+from gradparity.conformance.judge.measured import Parity
+from gradparity.conformance.judge.parity import _compare
 from gradparity.conformance.rank.trace import Collective, Problem
 from gradparity.conformance.space.recipes import MANUAL_STEP
 from gradparity.tests.made_up import (

@@ -13,7 +13,8 @@ from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.localise import _as_called
 from gradparity.conformance.rank.local_parts import read_local_parts
 from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
-from gradparity.conformance.run.failures import root_cause, why_not_run
+from gradparity.conformance.run.failures import why_not_run
+from gradparity.conformance.run.launcher import root_cause
 from gradparity.conformance.space.facts import facts_of
 from gradparity.conformance.space.workload_checks import check_workload
 from gradparity.fixtures import Batch, OfWorkload, WorkloadError, resolve_workload

@@ -9,7 +9,8 @@ import pytest
 
 from gradparity.conformance.judge import parity as parity_module
 from gradparity.conformance.judge.bounds import ParityBounds
-from gradparity.conformance.judge.parity import Parity, measure_parity
+from gradparity.conformance.judge.measured import Parity
+from gradparity.conformance.judge.parity import measure_parity
 from gradparity.conformance.judge.reference import Reference
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.conformance.space.scenario import Scenario

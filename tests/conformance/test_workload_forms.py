@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.law import Evidence
-from gradparity.conformance.judge.parity import Parity
+from gradparity.conformance.judge.measured import Parity
 from gradparity.conformance.judge.reference import Schedule, Variant, train_reference
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace

@@ -23,7 +23,7 @@ from ..law import (
     rank_list,
     skipped,
 )
-from ..parity import ClipRow, Parity, gradient_of
+from ..measured import ClipRow, Parity, gradient_of
 
 _STOPPED = "the run stopped before its norms could be compared"
 _DEPART = "the gradients themselves depart from the fp64 truth"

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from ....fixtures import REFERENCE_LINE
 from ..law import Evidence, Finding, Status, inconclusive, law, skipped
-from ..parity import ParityRow
+from ..measured import ParityRow
 
 REASON = (
     "A scaler that unscales wrongly, late or twice trains another model. The bound is "
