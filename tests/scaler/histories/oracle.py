@@ -1,4 +1,4 @@
-"""The oracle: a program run on plain mathematics and on torch's own class.
+"""The oracle: a history run on plain mathematics and on torch's own class.
 
 `Mathematics` never scales: it has the correct gradients in double precision and applies
 only the rule of the scale. `AgreedTorch` is torch's class with found_inf shared between
@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .oracle import Call
-from .program import Program
+from .history import FUSED, Call, History
 from .replica import CLIPS, STEPS, Replica, norm_of
 
 __all__ = [
     "BACKOFF",
-    "FUSED",
     "GROWTH",
     "INTERVAL",
     "Track",
@@ -32,21 +30,19 @@ __all__ = [
     "tracks_of",
 ]
 
-GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2
-FUSED = frozenset({"fused", "fused-second"})
-"""Words of a set-up with a fused optimizer."""
+GROWTH, BACKOFF, INTERVAL = 4.0, 0.25, 2
 LIMIT = 2.0**128
 """The first power of two that fp32 does not hold: no scale grows to it."""
 
 
-def interval_of(program: Program) -> int:
+def interval_of(history: History) -> int:
     """Good iterations in a row before the scale grows."""
-    return 10**10 if "interval" in program.words else INTERVAL
+    return 10**10 if "interval" in history.words else INTERVAL
 
 
-def first_scale(program: Program) -> float:
-    """The scale that a program starts with."""
-    for word in program.words:
+def first_scale(history: History) -> float:
+    """The scale that a history starts with."""
+    for word in history.words:
         if word.startswith("scale-"):
             return 2.0 ** int(word.removeprefix("scale-"))
     return 1024.0
@@ -73,7 +69,7 @@ class Mathematics:
 
     def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
         self.replica, self.facts, self.value, self.tracker = replica, facts, scale, 0
-        self.interval = interval_of(replica.program)
+        self.interval = interval_of(replica.history)
         self.found: dict[int, bool] = {}
         self.unscaled: set[int] = set()
         self.stepped: set[int] = set()
@@ -154,15 +150,6 @@ class Mathematics:
     def step_without_optimizer(self) -> None:
         """An idle rank."""
 
-    def step_together(self, *optimizers: Any) -> None:
-        """All or none."""
-        bad = any(self.facts().bad) or any(self.found.values())
-        for which, optimizer in enumerate(optimizers):
-            self.found[which] = self.skipped[which] = bad
-            self.stepped.add(which)
-            if not bad:
-                optimizer.step()
-
     def step_was_skipped(self, optimizer: Any) -> bool:
         """Whether its last step was."""
         return self.skipped[self._number(optimizer)]
@@ -202,7 +189,7 @@ class AgreedTorch(torch.amp.GradScaler):
             init_scale=scale,
             growth_factor=GROWTH,
             backoff_factor=BACKOFF,
-            growth_interval=interval_of(replica.program),
+            growth_interval=interval_of(replica.history),
         )
         self.replica, self.facts = replica, facts
         self.skipped: dict[int, bool] = {}
@@ -254,32 +241,6 @@ class AgreedTorch(torch.amp.GradScaler):
 
     def step_without_optimizer(self) -> None:
         """An idle rank."""
-
-    def step_together(self, *optimizers: Any) -> None:
-        """All or none, each gradient divided once: torch has no such method."""
-        facts = self.facts()
-        states = [self._per_optimizer_states[id(o)] for o in optimizers]
-        ready = [s["stage"] is OptState.READY for s in states]
-        bad = any(facts.bad) or any(
-            bool(f) for s in states for f in s["found_inf_per_device"].values()
-        )
-        grads = {
-            id(p): p.grad
-            for which in range(len(optimizers))
-            if ready[which]
-            for p in self.replica.held(which)
-            if p.grad is not None
-        }
-        for gradient in grads.values():
-            gradient.div_(self.get_scale())
-        for which, state in enumerate(states):
-            state["found_inf_per_device"] = {
-                torch.device("cpu"): torch.tensor(float(bad))
-            }
-            state["stage"] = OptState.STEPPED
-            self.skipped[which] = bad
-            if not bad:
-                optimizers[which].step()
 
     clip_and_step = Mathematics.clip_and_step
     step_was_skipped = Mathematics.step_was_skipped
@@ -352,19 +313,19 @@ class Seen:
 
 
 class Track:
-    """All ranks of a program with one of the oracle's scalers."""
+    """All ranks of a history with one of the oracle's scalers."""
 
-    def __init__(self, program: Program, scaler: Any, *, exact: bool) -> None:
+    def __init__(self, history: History, scaler: Any, *, exact: bool) -> None:
         self.facts = Facts([False, False], [False, False], 0.0)
-        scale = first_scale(program)
+        scale = first_scale(history)
         self.replicas = [
             Replica(
-                program,
+                history,
                 rank,
                 lambda replica: scaler(replica, lambda: self.facts, scale),
                 exact=exact,
             )
-            for rank in range(program.world_size)
+            for rank in range(history.world_size)
         ]
 
     def make(self, call: Call) -> list[Seen]:
@@ -432,7 +393,7 @@ def seen(replica: Replica, call: Call) -> Seen:
     return Seen("", value, replica.state())
 
 
-def tracks_of(program: Program) -> list[Track]:
+def tracks_of(history: History) -> list[Track]:
     """The oracle's tracks: mathematics, torch, and torch where it is right by rule.
 
     Torch may be right by chance, so where it is wrong a scaler may also do as torch
@@ -444,16 +405,16 @@ def tracks_of(program: Program) -> list[Track]:
     promise.
     """
     tracks = [
-        Track(program, Mathematics, exact=True),
-        Track(program, AgreedTorch, exact=False),
+        Track(history, Mathematics, exact=True),
+        Track(history, AgreedTorch, exact=False),
     ]
-    kinds = {call.kind for call in program.calls}
-    words, retries = program.words - {"wrapped"}, "retry" in kinds
+    kinds = {call.kind for call in history.calls}
+    words, retries = history.words - {"wrapped"}, "retry" in kinds
     if "shared" in words or retries:
-        words -= FUSED
-    if words != program.words or not kinds.isdisjoint(CLIPS):
-        plain = replace(program, words=words)
+        words -= {*FUSED}
+    if words != history.words or not kinds.isdisjoint(CLIPS):
+        plain = replace(history, words=words)
         tracks.append(Track(plain, PlainTorch, exact=False))
-    if retries and program.words & FUSED:
-        tracks.append(Track(program, TidyTorch, exact=False))
+    if retries and history.words & {*FUSED}:
+        tracks.append(Track(history, TidyTorch, exact=False))
     return tracks
