@@ -1,7 +1,12 @@
 """Call histories: our scaler follows the oracle, and planted faults depart from it."""
 
+import os
+import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradparity.fixtures import faulty
+from gradparity.tests.docs_blocks import ROOT, blocks
 from gradparity.tests.scaler.histories import planted
 from gradparity.tests.scaler.histories.call_histories import (
     CallHistories,
@@ -148,6 +154,42 @@ def test_ranks_in_another_order_are_found(ranks: Ranks) -> None:
     """The plain scaler has that fault: nothing says which optimizer a vote is for."""
     history = parse("@2/back:2,step,step:1,update,back:2,inf,cross@1")
     assert "should be" in ranks.departure(history, PLAIN)
+
+
+def test_a_departure_is_told_as_a_line_to_run_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(CallHistories):
+        scaler = f"{faulty.__name__}:UnscalesTwice"
+
+    monkeypatch.delenv("HISTORY_MINUTES", raising=False)
+    with pytest.raises(pytest.fail.Exception) as caught:
+        Mine().test_family(ranks, "several")
+    text = str(caught.value)
+    found = re.search(r"in '(\S+)', of", text)
+    assert found is not None and "as one of `histories`" in text
+    with pytest.raises(pytest.fail.Exception):
+        Mine().test_history(ranks, found[1])
+
+
+def test_the_class_of_the_docs_searches_a_scaler_of_somebody_else(
+    tmp_path: Path,
+) -> None:
+    page = ROOT / "docs" / "mutants.md"
+    (block,) = (b for b in blocks(page) if Path(__file__).name in b.tested)
+    (tmp_path / "test_mine.py").write_text(block.text)
+    (tmp_path / "mine.py").write_text(
+        f"from {faulty.__name__} import PlainScaler as GradScaler\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
 
 
 def test_a_fault_is_found_and_shrunk(ranks: Ranks) -> None:
