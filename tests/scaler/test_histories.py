@@ -153,7 +153,8 @@ def test_a_planted_fault_departs(name: str, ranks: Ranks) -> None:
 def test_ranks_in_another_order_are_found(ranks: Ranks) -> None:
     """The plain scaler has that fault: nothing says which optimizer a vote is for."""
     history = parse("@2/back:2,step,step:1,update,back:2,inf,cross@1")
-    assert "should be" in ranks.departure(history, PLAIN)
+    found = ranks.departure(history, PLAIN)
+    assert found is not None and "should be" in found.text
 
 
 def test_a_departure_is_told_as_a_line_to_run_again(

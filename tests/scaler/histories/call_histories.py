@@ -21,6 +21,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -28,7 +29,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from gradparity.multiprocess import Cluster, RankState, WorldError
 
-from .follow import EITHER, HANGS, follow
+from .follow import EITHER, HANGS, Departure, follow
 from .history import FAMILIES, History, histories, parse
 
 __all__ = ["CallHistories", "Ranks", "Search"]
@@ -41,7 +42,7 @@ QUICK_S, PATIENT_S = 4.0, 15.0
 """Seconds that ranks wait for each other, and again where one did not return."""
 
 
-class Departure(Exception):
+class _Departs(Exception):
     """What hypothesis shrinks; any other exception is a fault of these tests."""
 
 
@@ -62,15 +63,25 @@ class Ranks(dict[int, Cluster]):
         for cluster in self.values():
             cluster.close()
 
-    def departure(self, history: History, scaler: str, *, quick: bool = False) -> str:
-        """How ``scaler``, a ``module:attribute``, departs in a history; else empty."""
+    def departure(
+        self, history: History, scaler: str, *, quick: bool = False
+    ) -> Departure | None:
+        """How ``scaler``, a ``module:attribute``, departs in a history.
+
+        Args:
+            history: the calls.
+            scaler: ``module:attribute``.
+            quick: whether to believe a hang without another look.
+        """
         found = self._departure(history, scaler, QUICK_S)
-        if HANGS in found and not quick:
+        if found is not None and HANGS in found.text and not quick:
             # a busy machine is no departure
             found = self._departure(history, scaler, PATIENT_S)
         return found
 
-    def _departure(self, history: History, scaler: str, patience_s: float) -> str:
+    def _departure(
+        self, history: History, scaler: str, patience_s: float
+    ) -> Departure | None:
         # long enough also where each rank waits in each of its calls
         cluster = self[history.world_size].with_options(timeout_s=2 * patience_s + 8)
         try:
@@ -79,13 +90,15 @@ class Ranks(dict[int, Cluster]):
             text = " ".join(failure.root.headline.split())[:300]
             hung = failure.root.state is RankState.HUNG
             if hung or "wait timeout" in text.lower():
-                return f"{HANGS}: {text}"
+                return Departure(f"{HANGS}: {text}", history.calls)
             raise
-        wrong = [(rank, at) for rank, at in enumerate(seen) if at is not None and at[1]]
-        text = "; ".join(f"rank {rank}: {each}" for rank, (_, each) in wrong)
+        wrong = {rank: at for rank, at in enumerate(seen) if at is not None and at.text}
+        if not wrong:
+            return None
+        text = "; ".join(f"rank {rank}: {at.text}" for rank, at in wrong.items())
         if HANGS in text:  # these ranks may be blocked: begin with new ones
             self.pop(history.world_size).close()
-        return f"call {wrong[0][1][0]}: {text}" if wrong else ""
+        return Departure(text, next(iter(wrong.values())).made)
 
 
 class Search:
@@ -93,7 +106,7 @@ class Search:
 
     def __init__(self, ranks: Ranks, scaler: str, family: str) -> None:
         self.ranks, self.scaler, self.family = ranks, scaler, family
-        self.known: dict[History, str] = {}
+        self.known: dict[History, Departure | None] = {}
         self.smallest: History | None = None
         self.departure = ""
 
@@ -114,7 +127,7 @@ class Search:
             search()
             while seconds is not None and time.monotonic() < self.end:
                 search()  # hypothesis has no budget of time
-        except Departure:
+        except _Departs:
             pass
 
     def _try(self, history: History) -> None:
@@ -124,13 +137,14 @@ class Search:
             hangs = HANGS in self.departure
             found = self.ranks.departure(history, self.scaler, quick=hangs)
             self.known[history] = found
-        departure = self.known[history]
+        found = self.known[history]
         # in the same way as the first: no fault hides another
-        if departure and _kind(departure) == _kind(self.departure or departure):
+        if found and _kind(found.text) == _kind(self.departure or found.text):
             if not self.departure:
                 self.end = time.monotonic() + self.shrink_s
-            self.smallest, self.departure = history, departure
-            raise Departure
+            self.smallest = replace(history, calls=found.made or history.calls)
+            self.departure = found.text
+            raise _Departs
 
 
 def _kind(departure: str) -> tuple[bool, ...]:
@@ -183,5 +197,5 @@ class CallHistories:
             )
 
     def test_history(self, ranks: Ranks, history: str) -> None:
-        if departure := ranks.departure(parse(history), self.scaler):
-            pytest.fail(departure, pytrace=False)
+        if found := ranks.departure(parse(history), self.scaler):
+            pytest.fail(found.text, pytrace=False)

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from .history import Call, History
 from .oracle import BACKOFF, GROWTH, Seen, first_scale, interval_of, seen, tracks_of
 from .replica import CLIPS, OFFERED, Replica, norm_of
 
-__all__ = ["EITHER", "HANGS", "follow"]
+__all__ = ["EITHER", "HANGS", "Departure", "follow"]
 
 TOLERANCE = 1e-4
 """Relative, of a norm and of what a clipped step adds: both are sums in fp32."""
@@ -36,7 +36,7 @@ CROSSED = ("cross", "lone-clip", "scalers-cross")
 
 def follow(
     history: History, spec: str, folder: str, patience_s: float
-) -> tuple[int, str] | None:
+) -> Departure | None:
     """Make the calls on this rank, next to all others, until one of them departs.
 
     Args:
@@ -46,14 +46,22 @@ def follow(
         patience_s: how long ranks wait for one that does not return.
 
     Returns:
-        Place of the call at which any rank departed and what this rank saw, which is
-        empty where it saw nothing wrong; None when no rank departed.
+        What this rank saw at the call at which any rank departed; None when none did.
     """
     try:
         follower = _Follower(history, load_scaler(spec, folder), patience_s)
     except _Refused as refused:
-        return 0, str(refused)
+        return Departure(str(refused), ())
     return follower.run()
+
+
+class Departure(NamedTuple):
+    """A departure as one rank saw it."""
+
+    text: str
+    """Empty where it saw nothing wrong."""
+    made: tuple[Call, ...]
+    """The calls that were made; others had no right result there and were left out."""
 
 
 class _Refused(Exception):
@@ -92,7 +100,7 @@ class _Follower:
         except Exception as error:
             raise _Refused(f"the constructor raised {error!r:.300}") from error
 
-    def run(self) -> tuple[int, str] | None:
+    def run(self) -> Departure | None:
         """All calls."""
         if self.world.world_size == 1:
             return self._run()
@@ -105,10 +113,12 @@ class _Follower:
         finally:
             set_timeout(UNLIMITED)
 
-    def _run(self) -> tuple[int, str] | None:
+    def _run(self) -> Departure | None:
+        made: list[Call] = []
         for place, call in enumerate(self.history.calls):
             if not self._is_made(call):
                 continue
+            made.append(call)
             before, held = self.replica.state(), self._gradients()
             if call.kind in CLIPS or call.kind == "handclip":
                 self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
@@ -126,13 +136,14 @@ class _Follower:
                 raised = self._raised(place, got)
             if raised is None:
                 here = f"; here it raised {got.raised}" if got.raised else ""
-                return place, f"{self._text(place)} {HANGS} on {self.late}{here}"
+                text = f"{call} {HANGS} on {self.late}{here}"
+                return Departure(text, tuple(made))
             wrong, end = self._judge(place, before, got, raised, wanted)
             if not (wrong or end) and got.raised:  # as it should
                 same = _is_wanted(self._gradients(), [held], False)
                 wrong = "" if same else f"refused ({got.raised}), yet gradients changed"
             if any(self._exchange(place, "judged", wrong)):
-                return place, f"{self._text(place)}: {wrong}" if wrong else ""
+                return Departure(f"{call}: {wrong}" if wrong else "", tuple(made))
             if end:
                 return None
         return None
@@ -143,9 +154,6 @@ class _Follower:
             needed.append("step_without_optimizer")
         offered = all(hasattr(self.replica.scaler, name) for name in needed)
         return offered and self.tracks[0].replicas[0].allows(call)
-
-    def _text(self, place: int) -> str:
-        return str(self.history.calls[place])
 
     def _gradients(self) -> list[torch.Tensor]:
         return [g for which in (0, 1) for g in self.replica.gradients(which)]
