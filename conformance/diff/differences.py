@@ -179,8 +179,8 @@ def _stages(
             if kind == "update":
                 yield _exact("scale", number, one.scale, other.scale)
                 yield _exact("decision to step", number, one.stepped, other.stepped)
-            tensors = (step.tensors.get(kind, {}) for step in (one, other))
-            yield _rows((kind, number), *tensors, arrays, tally)
+            mine, theirs = one.tensors.get(kind, {}), other.tensors.get(kind, {})
+            yield _rows((kind, number), mine, theirs, arrays, tally)
 
 
 def _exact(what: str, step: int, a: Sequence[object], b: Sequence[object]) -> str:
