@@ -20,7 +20,7 @@ WORKERS ?= 4
 
 .PHONY: dist parity site test test-all under-load lint ruff mypy pytest gate baseline planted bench report docs \
   survey-scalers specimens right-stacks survey torch-versions wild relock clean setup \
-  setup-test mutants
+  setup-test mutants histories
 
 parity: setup  ## the main job: train on meshes, compare every step on every rank
 	$(BIN)/gradparity run --preset parity --scaler gradparity.scaler:GradScaler \
@@ -65,6 +65,10 @@ planted: setup-test  ## the gate on five copies of this tree with a regression e
 
 bench: setup-test  ## ratios against the peers, measured in the same run
 	$(BIN)/gradparity bench scaler
+
+histories: setup-test  ## draw call histories for MINUTES (10): docs/mutants.md
+	HISTORY_MINUTES=$(or $(MINUTES),10) $(BIN)/pytest -n auto --dist worksteal -q -rP \
+	  tests/scaler/test_histories.py -k "TestOurs and family"
 
 specimens: setup-test  ## judge known faults of the field and write docs/specimens.md
 	$(BIN)/python -m gradparity.benchmarks.specimens

@@ -231,11 +231,9 @@ def _script(parsed: argparse.Namespace) -> None:
 
 def _hunt(parsed: argparse.Namespace) -> int:
     """Hunt each scaler in turn; the exit code is the worst one."""
-    if parsed.calls:
-        return _hunt_calls(parsed)
     from ..fixtures import WorkloadError
     from .rank.scaler_spec import load_scaler, refuse_mixed
-    from .search.hunt import HuntSettings, hunt
+    from .run.hunt import HuntSettings, hunt
     from .space.workload_checks import check_workload
 
     scalers = list(dict.fromkeys(parsed.scaler or [DEFAULT_SCALER]))
@@ -260,27 +258,6 @@ def _hunt(parsed: argparse.Namespace) -> int:
 
 def _numbered(path: Path, number: int) -> Path:
     return path if number == 1 else path.with_stem(f"{path.stem}-{number}")
-
-
-def _hunt_calls(parsed: argparse.Namespace) -> int:
-    from .rank.scaler_spec import load_scaler
-    from .search.call_histories import CallSearchSettings, parse_drawn, search_histories
-
-    scaler, *more = parsed.scaler or [DEFAULT_SCALER]
-    if more:
-        raise UsageError("call histories drive one scaler: give --scaler once")
-    load_scaler(scaler, os.getcwd())
-    world_size = parsed.world_size or CallSearchSettings.world_size
-    history = parsed.history and parse_drawn(parsed.history, world_size)
-    settings = CallSearchSettings(
-        scaler=scaler,
-        folder=os.getcwd(),
-        world_size=world_size,
-        budget_s=parsed.budget,
-        history=history or (),
-        families=parsed.family,
-    )
-    return search_histories(settings, console())
 
 
 def _selection(parsed: argparse.Namespace) -> Selection:

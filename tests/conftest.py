@@ -89,22 +89,16 @@ def four() -> Iterator[Cluster]:
         yield cluster
 
 
-LOOK_S = {"hunt": 1.0, "call_histories": 0.1}
-
-
 @pytest.fixture
 def counted_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches that count: their clock moves with each look at it, and only then.
+    """A hunt that counts: its clock moves with each look at it, and only then.
 
-    A scenario takes one look and a call history too, so a budget is a number of draws,
-    and of attempts to shrink, however busy the machine is.
+    A scenario takes one look, so a budget is a number of draws, and of attempts to
+    shrink, however busy the machine is.
     """
-    for name, look_s in LOOK_S.items():
-        module = importlib.import_module(f"gradparity.conformance.search.{name}")
-        clock = SimpleNamespace(
-            monotonic=map(look_s.__mul__, itertools.count()).__next__
-        )
-        monkeypatch.setattr(module, "time", clock)
+    module = importlib.import_module("gradparity.conformance.run.hunt")
+    clock = SimpleNamespace(monotonic=map(float, itertools.count()).__next__)
+    monkeypatch.setattr(module, "time", clock)
 
 
 @pytest.fixture(scope="session")

@@ -136,8 +136,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.exit(USAGE)
     _check_words(arguments, parser, commands)
     parsed = parser.parse_args(arguments)
-    if parsed.command == "hunt":
-        _check_hunt(parsed)
     if layouts := getattr(parsed, "layouts", []):
         if parsed.topology or parsed.scenario or parsed.preset != "default":
             raise UsageError(
@@ -234,12 +232,9 @@ def _add_localise(commands: Commands) -> None:
 
 
 def _add_hunt(commands: Commands) -> None:
-    hunt = _command(
-        commands, "hunt", "search scenarios and call histories, shrink what fails"
-    )
-    add_options(hunt, _JUDGED, _SELECTION, _CALLS)
-    _add_budget(hunt, "time to search for each scaler, half of it call histories")
-    hunt.add_argument("--calls", action="store_true", help="search call histories only")
+    hunt = _command(commands, "hunt", "search scenarios, shrink what fails")
+    add_options(hunt, _JUDGED, _SELECTION)
+    _add_budget(hunt, "time to search for each scaler")
     hunt.add_argument(
         "--script",
         type=file,
@@ -247,24 +242,6 @@ def _add_hunt(commands: Commands) -> None:
         metavar="FILE",
         help="where to write a violation as a script that needs only torch",
     )
-
-
-def _check_hunt(parsed: argparse.Namespace) -> None:
-    """Refuse options that the chosen kind of search does not use."""
-    given = {name for name in _CALLS if getattr(parsed, name)}
-    if given and not parsed.calls:
-        raise UsageError(f"--{min(given)} is about call histories: add --calls")
-    for name, settings in _SELECTION.items() if parsed.calls else ():
-        dest = str(settings.get("dest", name)).replace("-", "_")
-        if dest != "world_size" and getattr(parsed, dest) != _default(dest):
-            raise UsageError(
-                f"--{dest} is about scenarios: --calls takes --scaler, --world-size, "
-                "--family, --history and --budget"
-            )
-
-
-def _default(dest: str) -> Any:
-    return _SELECTION[dest].get("default")
 
 
 def _add_budget(parser: argparse.ArgumentParser, text: str) -> None:
@@ -580,16 +557,6 @@ _RUN: Options = {
         "help": "print layouts x (verdict, worst tensor, errors, bound) as Markdown, "
         "and all else on stderr",
     },
-}
-_CALLS: Options = {
-    "history": {
-        "default": "",
-        "metavar": "CALLS",
-        "help": "with --calls: run this history again, as a search has printed it",
-    },
-    "family": repeated(
-        "NAME", "with --calls: only this family of programs (docs/mutants.md)"
-    ),
 }
 _OUTPUT: Options = {
     "out": {

@@ -8,7 +8,7 @@ named, by step and then in the order in which a step computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..report.records import Comparison
 from ..status import Number, as_number, rank_list
-from .recording import ArraysOf, Part, Run, Step, Tensor
+from .recording import ArraysOf, Part, Run, Tensor
 
 __all__ = ["ENOUGH", "RESULTS", "Difference", "Outcome", "compare_runs"]
 
@@ -31,10 +31,6 @@ RESULTS = {
 """Result of two runs -> the status, and so the exit code."""
 ENOUGH = 0.5
 """The part of the comparisons that were due which ``noise`` must at least rest on."""
-_ROUNDOFF = 2.0**-24
-"""Of fp32, in which parameters are stored before the first step."""
-# SAFETY_FACTOR of judge.bounds, which imports torch: comparing recordings needs none
-_HEAD_ROOM = 8.0
 _MEASURES = ("norm", "largest element")
 Values = NDArray[Any]
 
@@ -104,7 +100,9 @@ def compare_runs(a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf]) -> Outcome:
         return found.ended("different", apart)
     for rows in _stages(a, b, arrays, found):
         if isinstance(rows, str):
-            return found.ended("different", rows + _batches(a, b))
+            if rows:
+                return found.ended("different", rows + _batches(a, b))
+            continue
         beyond = sorted((r for r in rows if r.ratio > 1), key=lambda r: -r.ratio)
         if beyond:
             # of the two measures of a tensor the one that is further beyond its limit
@@ -173,28 +171,16 @@ def _batches(a: Run, b: Run) -> str:
 def _stages(
     a: Run, b: Run, arrays: tuple[ArraysOf, ArraysOf], tally: Outcome
 ) -> Iterator[list[Difference] | str]:
-    """The comparisons in order; a text instead if an exact value differs."""
-    yield [
-        row
-        for name in a.start
-        for row in _tensor_rows(
-            ("initial value", 0, name),
-            (a.start[name], b.start.get(name)),
-            arrays,
-            tally,
-        )
-    ]
+    """The comparisons in order; of exact values a text, empty where they are equal."""
+    yield _rows(("initial value", 0), a.start, b.start, arrays, tally)
     for number, (one, other) in enumerate(zip(a.steps, b.steps, strict=False)):
         # in the order of a step: a later difference may follow from an earlier one
-        yield _loss_rows(number, one, other, tally)
-        yield _step_tensors("gradient", number, one, other, arrays, tally)
-        yield _norm_rows(number, one, other, tally)
-        for what, field_ in (("scale", "scale"), ("decision to step", "stepped")):
-            if text := _exact(
-                what, number, getattr(one, field_), getattr(other, field_)
-            ):
-                yield text
-        yield _step_tensors("update", number, one, other, arrays, tally)
+        for kind in ("loss", "gradient", "norm", "update"):
+            if kind == "update":
+                yield _exact("scale", number, one.scale, other.scale)
+                yield _exact("decision to step", number, one.stepped, other.stepped)
+            mine, theirs = one.tensors.get(kind, {}), other.tensors.get(kind, {})
+            yield _rows((kind, number), mine, theirs, arrays, tally)
 
 
 def _exact(what: str, step: int, a: Sequence[object], b: Sequence[object]) -> str:
@@ -209,77 +195,36 @@ def _exact(what: str, step: int, a: Sequence[object], b: Sequence[object]) -> st
     return f"step {step}: the {what} differs on {where}"
 
 
-def _loss_rows(step: int, a: Step, b: Step, tally: Outcome) -> list[Difference]:
-    if a.loss is None or b.loss is None:
-        return []
-    bounds = float(a.loss_bound), float(b.loss_bound)
-    return _numbers(("loss", step, "loss", 0), (a.loss, b.loss), bounds, tally)
-
-
-def _norm_rows(step: int, a: Step, b: Step, tally: Outcome) -> list[Difference]:
-    bounds = float(a.norm_bound), float(b.norm_bound)
-    return [
-        row
-        for rank in sorted(a.norms.keys() & b.norms.keys(), key=int)
-        for row in _numbers(
-            ("norm", step, "norm", int(rank)),
-            (a.norms[rank], b.norms[rank]),
-            bounds,
-            tally,
-        )
-    ]
-
-
-def _numbers(
-    where: tuple[str, int, str, int],
-    values: tuple[float | str, float | str],
-    allowed: tuple[float, float],
-    tally: Outcome,
-) -> list[Difference]:
-    a, b = (np.array([float(value)]) for value in values)
-    # bytes, so that two equal nans are equal
-    if a.tobytes() == b.tobytes():
-        tally.compared += 1
-        tally.equal += 1
-        return []
-    size = float(abs(a[0]))
-    found = _measured(where, (a, b), (size, size), (allowed, allowed))
-    return _counted(found[:1], tally)
-
-
-def _step_tensors(
-    kind: str,
-    step: int,
-    a: Step,
-    b: Step,
+def _rows(
+    where: tuple[str, int],
+    tensors: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
     arrays: tuple[ArraysOf, ArraysOf],
     tally: Outcome,
 ) -> list[Difference]:
-    of, other = (s.gradients if kind == "gradient" else s.updates for s in (a, b))
-    return [
-        row
-        for name in dict.fromkeys([*of, *other])
-        for row in _tensor_rows(
-            (kind, step, name), (of.get(name), other.get(name)), arrays, tally
-        )
-    ]
+    """Both measures of each tensor on each rank."""
+    rows = []
+    for name in dict.fromkeys([*tensors, *others]):
+        if name in tensors and name in others:
+            pair = tensors[name], others[name]
+            rows += _tensor_rows((*where, name), pair, arrays, tally)
+        elif where[0] in ("gradient", "update"):
+            # A stack need not report gradients that it frees, and need not have those
+            # that are 0: the update shows their effect.
+            tally.not_compared += 1
+    return rows
 
 
 def _tensor_rows(
     what: tuple[str, int, str],
-    tensors: tuple[Tensor | None, Tensor | None],
+    tensors: tuple[Tensor, Tensor],
     arrays: tuple[ArraysOf, ArraysOf],
     tally: Outcome,
 ) -> list[Difference]:
-    """Both measures of a tensor on each rank."""
-    kind, step, name = what
-    a, b = tensors
-    if a is None or b is None:
-        # A stack need not report gradients that it frees, and need not have those that
-        # are 0: the update shows their effect.
-        tally.not_compared += 1
-        return []
     rows = []
+    a, b = tensors
+    size = float(a.size[0]), float(a.size[1])
+    allowed = [*zip(*(map(float, t.bound) for t in tensors), strict=True)]
     for rank, values, places, whole in _on_ranks(a, b, arrays):
         if values is None:
             tally.compared += 1
@@ -289,16 +234,8 @@ def _tensor_rows(
             tally.not_compared += 1
         if not places.size:
             continue
-        size = float(a.size[0]), float(a.size[1])
-        if kind == "initial value":
-            floor = _HEAD_ROOM * _ROUNDOFF
-            bounds = [tuple(floor * float(x) for x in t.size) for t in (a, b)]
-        else:
-            bounds = [tuple(map(float, t.bound)) for t in (a, b)]
-            values = _weighted(values, places, (a, b), arrays)
-        allowed = tuple(zip(*bounds, strict=True))
-        found = _measured((kind, step, name, rank), values, size, allowed)
-        rows += _counted(found, tally)
+        values = _weighted(values, places, tensors, arrays)
+        rows += _counted(_measured((*what, rank), values, size, allowed), tally)
     return rows
 
 
@@ -380,7 +317,7 @@ def _measured(
     where: tuple[str, int, str, int],
     values: tuple[Values, Values],
     size: tuple[float, float],
-    allowed: Any,
+    allowed: Sequence[tuple[float, float]],
 ) -> list[Difference]:
     a, b = (v.astype(np.float64) for v in values)
     if np.array_equal(a, b, equal_nan=True):

@@ -57,6 +57,8 @@ Size = tuple[float, float]
 Held = Mapping[int, tuple[NDArray[np.floating], NDArray[np.int64]]]
 """Rank -> values, and the place of each in the flat full tensor."""
 _NOTHING_KNOWN = (math.inf, math.inf)
+_STORED = 2.0**-24
+"""Roundoff of fp32, in which parameters are stored before the first step."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,8 +114,6 @@ def _recorded(runner: Runner, scaler: str, scenario: Scenario) -> tuple[Run, Arr
     run = Run(
         scenario=scenario.id,
         pairs_with=_without_workload(scenario.id),
-        topology=scenario.topology,
-        roundoff=scenario.parsed_precision.roundoff,
     )
     arrays: Arrays = {}
     try:
@@ -215,10 +215,24 @@ class _Writer:
         for values, places in parts.values():
             full[places] = values
         norm, largest = sizes(full)
+        floor = SAFETY_FACTOR * _STORED
         return Tensor(
             parts=tuple(self._part(rank, *part) for rank, part in parts.items()),
             elements=len(full),
             size=(as_number(norm), as_number(largest)),
+            bound=(as_number(floor * norm), as_number(floor * largest)),
+        )
+
+    def _numbers(self, values: Mapping[int, float], bound: float) -> Tensor:
+        size, limit = abs(next(iter(values.values()))), as_number(bound)
+        return Tensor(
+            parts=tuple(
+                self._part(rank, np.array([value]), np.zeros(1, np.int64))
+                for rank, value in values.items()
+            ),
+            elements=1,
+            size=(as_number(size), as_number(size)),
+            bound=(limit, limit),
         )
 
     def _step(
@@ -231,23 +245,30 @@ class _Writer:
         bounds = self.bounds
         batch = self.scenario.workload.batch(step, self.scenario.seed)
         loss = mean_loss(seen)
+        norms = {
+            trace.rank: at.reported_norm
+            for trace, at in zip(phase, seen, strict=True)
+            if at.reported_norm is not None
+        }
         names = dict.fromkeys(name for trace in phase for name in trace.index)
         gradients = {n: self._gradient(step, phase, seen, twin, n) for n in names}
         updates = {n: self._update(step, phase, seen, twin, n) for n in names}
+        tensors: dict[str, dict[str, Tensor]] = {
+            "gradient": {n: t for n, t in gradients.items() if t is not None},
+            "update": {n: t for n, t in updates.items() if t is not None},
+        }
+        for kind, values in (
+            ("loss", {} if loss is None else {0: loss}),
+            ("norm", norms),
+        ):
+            bound = getattr(bounds, kind)[step][kind][0] if bounds else math.inf
+            if values:
+                tensors[kind] = {kind: self._numbers(values, bound)}
         return Step(
             batch="-".join(digest(tensor) for tensor in batch.tensors),
-            loss=None if loss is None else as_number(loss),
-            loss_bound=as_number(bounds.loss[step]["loss"][0] if bounds else math.inf),
-            norms={
-                str(trace.rank): as_number(at.reported_norm)
-                for trace, at in zip(phase, seen, strict=True)
-                if at.reported_norm is not None
-            },
-            norm_bound=as_number(bounds.norm[step]["norm"][0] if bounds else math.inf),
             scale=[as_number(at.scale_after) for at in seen],
             stepped=[at.parameters_changed for at in seen],
-            gradients={n: t for n, t in gradients.items() if t is not None},
-            updates={n: t for n, t in updates.items() if t is not None},
+            tensors=tensors,
         )
 
     def _gradient(

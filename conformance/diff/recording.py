@@ -37,7 +37,6 @@ __all__ = [
     "write_recording",
 ]
 
-VERSION = 1
 Pair = tuple[Number, Number]
 """Norm and largest element."""
 Arrays = dict[str, NDArray[np.generic]]
@@ -73,7 +72,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A gradient or an update after one step, on all ranks that had one."""
+    """A tensor of one step on all ranks that had one; a number has one element."""
 
     parts: tuple[Part, ...]
     elements: int
@@ -91,18 +90,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     batch: str
     """Digest of the global batch."""
-    loss: Number | None
-    """Mean of the ranks that have one, by their weights."""
-    loss_bound: Number = "inf"
-    norms: dict[str, Number] = {}
-    """Rank -> the norm of the whole gradient, as the stack reports it."""
-    norm_bound: Number = "inf"
     scale: list[Number] = []
     """Per rank: the scale after the step."""
     stepped: list[bool | None] = []
     """Per rank: whether the local parameters changed."""
-    gradients: dict[str, Tensor] = {}
-    updates: dict[str, Tensor] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    """Kind -> name -> tensor.
+
+    ``loss``: the mean of the ranks that have one, by their weights; ``gradient``;
+    ``norm``: of the whole gradient, as the stack reports it; ``update``.
+    """
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,9 +108,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     scenario: str
     pairs_with: str
     """The id without the workload: equal on both sides."""
-    topology: str
-    roundoff: float
-    """Half the machine epsilon of the dtype that it computed in."""
     problem: str = ""
     """What ended it early: a call that raised or did not return; else empty."""
     broken: str = ""
@@ -128,8 +122,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one side observed."""
 
-    version: int
-    gradparity: str
     torch: str
     python: str
     packages: dict[str, str]
@@ -159,14 +151,10 @@ def write_recording(folder: Path, runs: tuple[Run, ...], torch: str) -> None:
     import platform
     from importlib.metadata import distributions
 
-    from ... import __version__
-
     # of two versions the first on the path counts, as in an import
     found = reversed([(d.metadata["Name"], d.version) for d in distributions()])
 
     recording = Recording(
-        version=VERSION,
-        gradparity=__version__,
         torch=torch,
         python=platform.python_version(),
         packages={name.lower(): number for name, number in found if name},
@@ -179,18 +167,13 @@ def read_recording(folder: Path) -> Recording:
     """Read the recording of a side.
 
     Raises:
-        RecordingError: if it is no recording of this version.
+        RecordingError: if it is no recording.
     """
     path = folder / "recording.json"
     try:
-        recording = msgspec.json.decode(path.read_bytes(), type=Recording)
+        return msgspec.json.decode(path.read_bytes(), type=Recording)
     except (OSError, msgspec.MsgspecError) as error:
         raise RecordingError(f"{path}: {error}") from error
-    if recording.version != VERSION:
-        raise RecordingError(
-            f"{path}: version {recording.version}, this program reads {VERSION}"
-        )
-    return recording
 
 
 def read_arrays(folder: Path, number: int) -> Arrays:

@@ -47,6 +47,7 @@ class Side:
         self.updates = [list(VALUES), list(VALUES)]
         self.start = list(VALUES)
         self.losses = [1.0, 0.5]
+        self.norms = [2.0, 4.0]
         self.changes: dict[str, object] = {}
 
     def tensor(self, values: Sequence[float], dtype: type = np.float32) -> Tensor:
@@ -62,28 +63,46 @@ class Side:
             bound=(BOUND, BOUND),
         )
 
+    def number(self, value: float, ranks: int = 1) -> Tensor:
+        values, place = (
+            add_array(self.arrays, each)
+            for each in (np.array([value]), np.zeros(1, np.int64))
+        )
+        return Tensor(
+            parts=tuple(Part(rank, values, place) for rank in range(ranks)),
+            elements=1,
+            size=(value, value),
+            bound=(BOUND, BOUND),
+        )
+
     def run(self) -> Run:
         steps = tuple(
             Step(
                 batch="b",
-                loss=self.losses[n],
-                loss_bound=BOUND,
                 scale=[8.0, 8.0],
                 stepped=[True, True],
-                gradients={"w": self.tensor(self.gradients[n])},
-                updates={"w": self.tensor(self.updates[n], np.float64)},
+                tensors={
+                    "loss": {"loss": self.number(self.losses[n])},
+                    "gradient": {"w": self.tensor(self.gradients[n])},
+                    "norm": {"norm": self.number(self.norms[n], 2)},
+                    "update": {"w": self.tensor(self.updates[n], np.float64)},
+                },
             )
             for n in range(2)
         )
+        start = self.tensor(self.start)
         made = Run(
             scenario="tp2/2/fp32/own/none/model=a:B",
             pairs_with="tp2/2/fp32/own/none",
-            topology="tp2",
-            roundoff=2.0**-24,
-            start={"w": self.tensor(self.start)},
+            start={"w": replace(start, bound=(BOUND * 5.5, BOUND * 4))},
             steps=steps,
         )
         return replace(made, **self.changes)
+
+
+def changed(step: Step, kind: str, **changes: object) -> Step:
+    made = {n: replace(t, **changes) for n, t in step.tensors[kind].items()}
+    return replace(step, tensors={**step.tensors, kind: made})
 
 
 def compared(a: Side, b: Side) -> Outcome:
@@ -94,8 +113,9 @@ def compared(a: Side, b: Side) -> Outcome:
 def test_equal_bits_are_the_same() -> None:
     found = compared(Side(), Side())
     assert found.result == "equal"
-    # start, and in each step loss, gradient and update; tensors on both ranks
-    assert (found.compared, found.equal, found.not_compared) == (12, 12, 0)
+    # start, and in each step loss, gradient, norm and update; all but a loss on both
+    # ranks
+    assert (found.compared, found.equal, found.not_compared) == (16, 16, 0)
 
 
 def test_other_layouts_of_equal_values_are_the_same() -> None:
@@ -121,6 +141,11 @@ def spoil_loss(b: Side) -> None:
     b.losses[1] += 1e-3
 
 
+def spoil_norm(b: Side) -> None:
+    b.norms[1] += 4e-3
+    b.updates[1][3] = 5.0  # follows from it
+
+
 def spoil_gradient(b: Side) -> None:
     b.gradients[1][3] = 4.1
     b.updates[1][3] = 5.0  # follows from it
@@ -143,6 +168,7 @@ TORCH = "torch.amp:GradScaler"
     [
         (spoil_start, "the initial value of w on rank 0 differs by 0.125"),
         (spoil_loss, "step 1: the loss differs by 0.002 of the loss"),
+        (spoil_norm, "step 1: the norm on rank 1 differs by 0.001 of the norm"),
         (spoil_gradient, "step 1: the gradient of w on rank 1 differs by 0.0183"),
         (spoil_update, "step 0: the update of w on rank 0 differs by inf"),
         (spoil_scale, "step 0: the scale differs on rank 1: 8.0 in A, 4.0 in B"),
@@ -208,32 +234,24 @@ def test_a_side_that_differs_from_itself_is_not_accused() -> None:
 
 def test_without_bounds_nothing_but_bits_is_compared() -> None:
     def unknown(side: Side) -> Side:
-        wide = [
-            replace(
-                s,
-                loss_bound="inf",
-                gradients={"w": replace(s.gradients["w"], bound=("inf", "inf"))},
-                updates={"w": replace(s.updates["w"], bound=("inf", "inf"))},
-            )
-            for s in side.run().steps
-        ]
-        side.changes["steps"] = tuple(wide)
+        steps = side.run().steps
+        for kind in ("loss", "gradient", "norm", "update"):
+            steps = tuple(changed(s, kind, bound=("inf", "inf")) for s in steps)
+        side.changes["steps"] = steps
         return side
 
     b = Side()
     b.gradients, b.updates = [[9.0] * 4] * 2, [[9.0] * 4] * 2
+    b.norms = [9.0, 9.0]
     found = compared(unknown(Side()), unknown(b))
-    assert (found.result, found.not_compared) == ("undecided", 8)
+    assert (found.result, found.not_compared) == ("undecided", 12)
 
 
 def test_weights_of_either_side_leave_an_element_out() -> None:
     a, b = Side(), Side()
     b.updates[1][2] = 9.0
     name = add_array(b.arrays, np.array([1, 1, 0, 1], np.float32))
-    steps = [
-        replace(s, updates={"w": replace(s.updates["w"], weights=name)})
-        for s in b.run().steps
-    ]
+    steps = [changed(s, "update", weights=name) for s in b.run().steps]
     b.changes["steps"] = tuple(steps)
     assert compared(a, b).result == "noise"
     assert compared(b, a).result == "noise"

@@ -9,13 +9,8 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from gradparity.conformance import Scenario
+from gradparity.conformance.run.hunt import HuntSettings, hunt, scenarios
 from gradparity.conformance.run.runner import Runner
-from gradparity.conformance.search.call_histories import (
-    CallSearchSettings,
-    parse_drawn,
-    search_histories,
-)
-from gradparity.conformance.search.hunt import HuntSettings, hunt, scenarios
 from gradparity.conformance.space.catalogue import Selection
 
 MODULE = "gradparity.fixtures.faulty"
@@ -63,30 +58,11 @@ def _line(output: str, word: str) -> list[str]:
     return shlex.split(next(line for line in output.splitlines() if word in line))
 
 
-@pytest.mark.usefixtures("counted_budget")
-def test_call_histories_are_hunted_and_printed_as_a_line(tmp_path: Path) -> None:
-    code, output = hunted("UnscalesTwice", 24, tmp_path)
-    assert code == 1, output
-    words = _line(output, " hunt --calls ")
-    (scaler, history) = (
-        words[words.index(f"--{o}") + 1] for o in ("scaler", "history")
-    )
-    again = CallSearchSettings(
-        scaler=scaler, folder=".", history=parse_drawn(history, 2)
-    )
-    told = io.StringIO()
-    assert search_histories(again, Console(file=told, width=200)) == 1
-    assert "departure from the oracle" in told.getvalue()
-
-
 @pytest.mark.slow
 def test_a_right_scaler_is_not_accused(tmp_path: Path) -> None:
-    # the plain scaler is not right in every family, and a quick machine comes to all
     code, output = hunted("GradScaler", 4, tmp_path, module="gradparity.scaler")
     assert code == 0, output
-    assert all(int(line.split()[0]) > 0 for line in output.splitlines())
-    assert "scenarios tried" in output
-    assert "histories tried" in output
+    assert int(output.partition(" scenarios tried")[0]) > 0, output
 
 
 def test_a_fault_of_the_judge_ends_a_hunt_as_such(

@@ -1,4 +1,4 @@
-"""Follow a program on a rank: the judged scaler beside the tracks of the oracle."""
+"""Follow a history on a rank: the judged scaler beside the tracks of the oracle."""
 
 from __future__ import annotations
 
@@ -7,33 +7,26 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...multiprocess import World, current_world
-from ..rank.scaler_spec import load_scaler
-from ..rank.torch_internals import set_timeout
-from ..status import rank_list
-from .oracle import Call
-from .program import Program
-from .replica import CLIPS, OFFERED, Replica, norm_of
-from .tracks import (
-    BACKOFF,
-    GROWTH,
-    Seen,
-    first_scale,
-    interval_of,
-    seen,
-    tracks_of,
-)
+from gradparity.conformance.rank.scaler_spec import load_scaler
+from gradparity.conformance.rank.torch_internals import set_timeout
+from gradparity.conformance.status import rank_list
+from gradparity.multiprocess import World, current_world
 
-__all__ = ["EITHER", "follow"]
+from .history import Call, History
+from .oracle import BACKOFF, GROWTH, Seen, first_scale, interval_of, seen, tracks_of
+from .replica import CLIPS, OFFERED, Replica, norm_of
+
+__all__ = ["EITHER", "HANGS", "Departure", "follow"]
 
 TOLERANCE = 1e-4
 """Relative, of a norm and of what a clipped step adds: both are sums in fp32."""
 EITHER = ", or as torch has it "
 """Joins the values of mathematics and torch in a message, if torch is wrong."""
+HANGS = "does not return"
 UNLIMITED = timedelta(minutes=30)
 """Timeout of a process group: longer than any deadline of the parent."""
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -42,25 +35,33 @@ CROSSED = ("cross", "lone-clip", "scalers-cross")
 
 
 def follow(
-    program: Program, spec: str, folder: str, patience_s: float
-) -> tuple[int, str] | None:
+    history: History, spec: str, folder: str, patience_s: float
+) -> Departure | None:
     """Make the calls on this rank, next to all others, until one of them departs.
 
     Args:
-        program: what to do.
+        history: what to do.
         spec: the judged scaler.
         folder: where to import it from.
         patience_s: how long ranks wait for one that does not return.
 
     Returns:
-        Place of the call at which any rank departed and what this rank saw, which is
-        empty where it saw nothing wrong; None when no rank departed.
+        What this rank saw at the call at which any rank departed; None when none did.
     """
     try:
-        follower = _Follower(program, load_scaler(spec, folder), patience_s)
+        follower = _Follower(history, load_scaler(spec, folder), patience_s)
     except _Refused as refused:
-        return 0, str(refused)
+        return Departure(str(refused), ())
     return follower.run()
+
+
+class Departure(NamedTuple):
+    """A departure as one rank saw it."""
+
+    text: str
+    """Empty where it saw nothing wrong."""
+    made: tuple[Call, ...]
+    """The calls that were made; others had no right result there and were left out."""
 
 
 class _Refused(Exception):
@@ -68,16 +69,16 @@ class _Refused(Exception):
 
 
 class _Follower:
-    def __init__(self, program: Program, factory: Any, patience_s: float) -> None:
-        self.program, self.world = program, current_world()
+    def __init__(self, history: History, factory: Any, patience_s: float) -> None:
+        self.history, self.world = history, current_world()
         self.patience = timedelta(seconds=patience_s)
         self.replica = Replica(
-            program,
+            history,
             self.world.rank,
             lambda _: self._construct(factory),
             world=self.world,
         )
-        self.tracks = tracks_of(program)
+        self.tracks = tracks_of(history)
         self.loose = False  # whether values are rounded from here on
         # whether the scaler clipped: it may add its norm in another order than torch
         self.own_clip = False
@@ -90,16 +91,16 @@ class _Follower:
         try:
             return factory(
                 device="cpu",
-                init_scale=first_scale(self.program),
+                init_scale=first_scale(self.history),
                 growth_factor=GROWTH,
                 backoff_factor=BACKOFF,
-                growth_interval=interval_of(self.program),
+                growth_interval=interval_of(self.history),
                 enabled=True,
             )
         except Exception as error:
             raise _Refused(f"the constructor raised {error!r:.300}") from error
 
-    def run(self) -> tuple[int, str] | None:
+    def run(self) -> Departure | None:
         """All calls."""
         if self.world.world_size == 1:
             return self._run()
@@ -112,11 +113,13 @@ class _Follower:
         finally:
             set_timeout(UNLIMITED)
 
-    def _run(self) -> tuple[int, str] | None:
-        for place, call in enumerate(self.program.calls):
+    def _run(self) -> Departure | None:
+        made: list[Call] = []
+        for place, call in enumerate(self.history.calls):
             if not self._is_made(call):
                 continue
-            before = self.replica.state()
+            made.append(call)
+            before, held = self.replica.state(), self._gradients()
             if call.kind in CLIPS or call.kind == "handclip":
                 self.loose, self.own_clip = True, self.own_clip or call.kind in CLIPS
             self.crossed |= call.kind in CROSSED
@@ -133,20 +136,27 @@ class _Follower:
                 raised = self._raised(place, got)
             if raised is None:
                 here = f"; here it raised {got.raised}" if got.raised else ""
-                return place, f"this call does not return on {self.late}{here}"
+                text = f"{call} {HANGS} on {self.late}{here}"
+                return Departure(text, tuple(made))
             wrong, end = self._judge(place, before, got, raised, wanted)
+            if not (wrong or end) and got.raised:  # as it should
+                same = _is_wanted(self._gradients(), [held], False)
+                wrong = "" if same else f"refused ({got.raised}), yet gradients changed"
             if any(self._exchange(place, "judged", wrong)):
-                return place, wrong
+                return Departure(f"{call}: {wrong}" if wrong else "", tuple(made))
             if end:
                 return None
         return None
 
     def _is_made(self, call: Call) -> bool:
         needed = [OFFERED[call.kind]] if call.kind in OFFERED else []
-        if self.program.words & {"idle", "lacks"}:
+        if self.history.words & {"idle", "lacks"}:
             needed.append("step_without_optimizer")
         offered = all(hasattr(self.replica.scaler, name) for name in needed)
         return offered and self.tracks[0].replicas[0].allows(call)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [g for which in (0, 1) for g in self.replica.gradients(which)]
 
     # - The other ranks
 
@@ -188,7 +198,7 @@ class _Follower:
         raised: list[bool],
         wanted: list[list[Seen]],
     ) -> tuple[str, bool]:
-        """The departure or the empty string; and whether the program ends here."""
+        """The departure or the empty string; and whether the history ends here."""
         mathematics, *torchs = wanted
         rank = self.world.rank
         self._note_sizes(mathematics)
@@ -205,7 +215,7 @@ class _Follower:
             if got.raised:
                 return self._changed(before, got), True
             choices = [each[rank] for each in wanted]
-            kind = self.program.calls[place].kind
+            kind = self.history.calls[place].kind
             if kind in CLIPS and self._is_mixed_norm(got.value, CLIPS[kind][1]):
                 choices = [replace(each, value=got.value) for each in choices]
             return self._differ(got, choices, True), True
@@ -269,9 +279,9 @@ class _Follower:
         return ""
 
     def _torch_departs_later(self, place: int) -> bool:
-        """Whether torch is wrong in a later call of the program."""
+        """Whether torch is wrong in a later call of the history."""
         mathematics, torchs = self.tracks[:2]
-        for call in self.program.calls[place + 1 :]:
+        for call in self.history.calls[place + 1 :]:
             if not self._is_made(call):
                 continue
             wanted = mathematics.make(call)

@@ -2,8 +2,7 @@
 
 Steps: draw a scenario from the fixtures' tables; run it on warm clusters; if a law
 fails, let hypothesis shrink towards the first entry of every table (fewest ranks, fp32,
-SGD, no fault); print the smallest one as a line that ``gradparity replay`` takes. Then,
-for the other half of the time, the same with call histories (``search_histories``).
+SGD, no fault); print the smallest one as a line that ``gradparity replay`` takes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from rich.text import Text
 from ...fixtures import KINDS
 from ..rank.scaler_spec import refuse_unfit
 from ..report.terminal import plain
-from ..run.recorder import replay_command
-from ..run.runner import Case, Runner
 from ..script.standalone import write_standalone
 from ..space.catalogue import (
     OVERFLOWING_SCALE,
@@ -37,7 +34,8 @@ from ..space.catalogue import (
 from ..space.recipes import RECIPES
 from ..space.scenario import Scenario
 from ..status import Status, UsageError
-from .call_histories import CallSearchSettings, Departure, search_histories
+from .recorder import replay_command
+from .runner import Case, Runner
 
 __all__ = ["HuntSettings", "hunt", "scenarios"]
 
@@ -67,10 +65,9 @@ class HuntSettings:
         if not self.budget_s > 0:
             raise UsageError(f"the budget must be positive, got {self.budget_s}")
 
-    @property
-    def histories(self) -> bool:
-        """Whether call histories are hunted, too: with parameters of their own."""
-        return not self.selection.no_scaler and not self.selection.workload
+
+class _Violation(Exception):
+    """Raised to hypothesis: an ``AssertionError`` may be a fault of the judge."""
 
 
 @dataclass(kw_only=True)
@@ -126,26 +123,11 @@ def scenarios(draw: st.DrawFn, selection: Selection) -> Scenario:
 
 
 def hunt(settings_: HuntSettings, console: Console) -> int:
-    """Search scenarios and call histories, each until its half of the budget is spent.
+    """Search until the budget is spent or a violation is shrunk.
 
     Returns:
-        0 nothing found, 1 a violation or a departure, 3 one search could judge nothing.
+        0 nothing found, 1 a violation, 3 nothing could be judged.
     """
-    if not settings_.histories:
-        return _hunt_scenarios(settings_, console)
-    half = replace(settings_, budget_s=settings_.budget_s / 2)
-    searched = CallSearchSettings(
-        scaler=settings_.scaler,
-        folder=settings_.folder,
-        world_size=settings_.selection.world_size or CallSearchSettings.world_size,
-        budget_s=half.budget_s,
-        database=f"{settings_.database}-search_histories",
-    )
-    return max(_hunt_scenarios(half, console), search_histories(searched, console))
-
-
-def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
-    """Search until the budget is spent or a violation is shrunk."""
     found = Found()
     with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:
         refuse_unfit(runner.place.ranks(1), settings_.scaler, settings_.folder)
@@ -154,7 +136,7 @@ def _hunt_scenarios(settings_: HuntSettings, console: Console) -> int:
         try:
             while time.monotonic() < end:
                 search()  # one round: hypothesis has no time budget
-        except Departure:
+        except _Violation:
             pass  # the violation is in ``found``, shrunk
     return _print_found(settings_, found, console)
 
@@ -186,7 +168,7 @@ def _search(
             known[scenario] = case.status
             _note(case, found)
         if known[scenario] is Status.FAIL:
-            raise Departure
+            raise _Violation
 
     return search
 

@@ -1,7 +1,7 @@
-"""One rank of a program: parameters, optimizers, and how each call is made on them.
+"""One rank of a history: parameters, optimizers, and how each call is made on them.
 
 The same code drives the judged scaler on a rank of the world and, for all ranks within
-one process, the scalers of the oracle (`tracks`).
+one process, the scalers of the oracle (`oracle`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...fixtures import local
-from ...multiprocess import World
-from ..rank.scaler_spec import growth_tracker
-from .oracle import Call
-from .program import Program
+from gradparity.conformance.rank.scaler_spec import growth_tracker
+from gradparity.fixtures import local
+from gradparity.multiprocess import World
 
-__all__ = ["CLIPS", "OFFERED", "Replica", "norm_of"]
+from .history import BACKWARDS, FUSED, SPOILS, Call, History
+
+__all__ = ["CLIPS", "OFFERED", "STEPS", "Replica", "norm_of"]
 
 SLOPES = {"e": 0.5, "a": 0.25, "b": 0.125}
 """Derivative of the loss by each element."""
 LARGE = 2.0**531
 """About 1e160: the slopes of fp64 parameters are so much larger."""
-MANY = 20_000
 CLIPS: dict[str, tuple[float, float]] = {
     "clip": (0.125, 2.0),
     "clip-loose": (2.0**600, 2.0),
@@ -43,13 +42,11 @@ CLIPS: dict[str, tuple[float, float]] = {
 OFFERED = {
     **dict.fromkeys((*CLIPS, "lone-clip"), "clip_grad_norm_"),
     "clip-and-step": "clip_and_step",
-    "together": "step_together",
     "skipped": "step_was_skipped",
     "scheduler": "step_scheduler",
 }
 """Kind of call -> the method beyond torch's that it needs."""
 STEPS = ("step", "retry")
-BACKWARDS = ("back", "cback", "gback", "seed", "autograd")
 PARTS = {1: (3,), 2: (2, 1), 4: (2, 1, 1, 2)}
 """Elements of a sharded parameter on each rank; of 4, the last two are a replica."""
 PATIENCE = timedelta(seconds=30)
@@ -59,40 +56,35 @@ class _Interrupted(Exception):
     """What a hook raises before the optimizer has done anything."""
 
 
-class Duck:
-    """The least that torch's scaler accepts as an optimizer."""
+class _Around:
+    """An optimizer that another one's groups are stepped through."""
 
-    __slots__ = ("inner", "param_groups")
-    __hash__ = None  # type: ignore[assignment]  # the purpose
+    __slots__ = ()
+    optim: Any
+    param_groups: Any
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups = inner, inner.param_groups
+    def __init__(self, optim: Any) -> None:
+        self.optim, self.param_groups = optim, optim.param_groups
+
+    def step(self) -> None:
+        self.optim.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+
+class Duck(_Around):
+    """The least that torch's scaler accepts as an optimizer: unhashable, with slots."""
+
+    __slots__ = ("optim", "param_groups")
+    __hash__: Any = None
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def step(self) -> None:
-        """Step."""
-        self.inner.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
-        self.inner.zero_grad(set_to_none)
-
-
-class Wrapper:
-    """An optimizer around another one, as torch's PostLocalSGDOptimizer."""
-
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
-        self.optim, self.param_groups = optim, optim.param_groups
-
-    def step(self) -> None:
-        """Step."""
-        self.optim.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
-        self.optim.zero_grad(set_to_none)
+class Wrapper(_Around):
+    """As torch's PostLocalSGDOptimizer."""
 
 
 class Ring(Wrapper):
@@ -118,43 +110,41 @@ class BareGroups(Wrapper):
 
     def __init__(self, optim: Any) -> None:
         super().__init__(optim)
-        self.param_groups: Any = [BareGroup(group) for group in optim.param_groups]
+        self.param_groups = [BareGroup(group) for group in optim.param_groups]
 
 
-class OwnKernel:
-    """Divides and skips by itself, with momentum 0 and an int in its state."""
+class OwnKernel(Wrapper):
+    """Divides and skips by itself, as torch's kernels do, with an int in its state."""
 
     _step_supports_amp_scaling = True
-    grad_scale: Any
-    found_inf: Any
 
-    def __init__(self, params: list[Any]) -> None:
-        self.param_groups = [{"params": params, "momentum": 1.0}]
+    def __init__(self, optim: Any) -> None:
+        super().__init__(optim)
+        params = optim.param_groups[0]["params"]
+        self.param_groups = [{"params": params, "momentum": 1.0}]  # of its own
         self.state = {"steps": 0}
 
     def step(self) -> None:
-        """Step, unless told to skip."""
         if float(getattr(self, "found_inf", 0.0)):
             return
         divisor = getattr(self, "grad_scale", None)
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:  # type: ignore[attr-defined]
-                if parameter.grad is not None:
-                    if divisor is not None:  # as torch's kernels
-                        parameter.grad.div_(divisor)
-                    parameter.sub_(parameter.grad)
+        for parameter in self.param_groups[0]["params"] if divisor is not None else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        self.optim.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
-        for parameter in self.param_groups[0]["params"]:  # type: ignore[attr-defined]
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+
+STRANGE: dict[str, Any] = {
+    "own-kernel": OwnKernel,
+    "ring": Ring,
+    "bare-groups": BareGroups,
+    "duck": Duck,
+}
+"""Word -> what is then made of optimizer 0."""
 
 
 class Replica:
-    """One rank's side of a program.
+    """One rank's side of a history.
 
     Attributes:
         params: by name.
@@ -164,7 +154,7 @@ class Replica:
 
     def __init__(
         self,
-        program: Program,
+        history: History,
         rank: int,
         construct: Callable[[Replica], Any],
         *,
@@ -174,15 +164,15 @@ class Replica:
         """Build it.
 
         Args:
-            program: its set-up is used.
+            history: its set-up is used.
             rank: which rank this is.
             construct: makes a scaler; called again by ``reload``.
             exact: parameters in double precision, and no optimizer is fused.
             world: that of this process, where the ranks are real; else tensors are
                 plain parts and there is no communication.
         """
-        self.program = program
-        self.words, self.size, self.rank = program.words, program.world_size, rank
+        self.history = history
+        self.words, self.size, self.rank = history.words, history.world_size, rank
         self.exact, self.world, self.construct = exact, world, construct
         self.is_last = rank == self.size - 1
         self.idle = "idle" in self.words and self.is_last
@@ -196,7 +186,6 @@ class Replica:
         self.ordered: set[int] = set()  # stepped since the ranks last loaded
         self.params: dict[str, Any] = {}
         self.optimizers: list[Any] = []
-        self.many: list[nn.Parameter] = []
         self.kept: list[torch.Tensor] = []  # gradients that were replaced
         if not self.idle:
             names = "b" if self.lacks(0) else SLOPES
@@ -264,29 +253,22 @@ class Replica:
 
     def _make_optimizers(self) -> None:
         held = [["e", "a"], ["e", "b"] if "shared" in self.words else ["b"]]
-        if "many" in self.words:
-            dtype = self.dtype("b")
-            self.many = [nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(MANY)]
+        if "turned" in self.words:
+            held[0].reverse()
         for which, names in enumerate(held):
             if self.lacks(which):
                 self.optimizers.append(None)
                 continue
             parameters = [self.params[name] for name in names]
-            parameters += self.many if which == 0 else []
-            word = "fused" if which == 0 else "fused-second"
-            fused = word in self.words and not self.exact
+            fused = FUSED[which] in self.words and not self.exact
             made = torch.optim.SGD(
                 parameters, lr=1.0, fused=fused, foreach=None if fused else False
             )
             self.optimizers.append(made)
-        if "own-kernel" in self.words and not self.exact:
-            self.optimizers[0] = OwnKernel([self.params["e"], self.params["a"]])
         self.real = list(self.optimizers)
-        for word, kind in (("ring", Ring), ("bare-groups", BareGroups)):
-            if word in self.words:
+        for word, kind in STRANGE.items():
+            if word in self.words and not (self.exact and kind is OwnKernel):
                 self.optimizers[0] = kind(self.optimizers[0])
-        if "duck" in self.words:
-            self.optimizers[0] = Duck(self.optimizers[0])
         self.inner = list(self.optimizers)
         if "wrapped" in self.words:
             self.optimizers[0] = Wrapper(self.optimizers[0])
@@ -309,7 +291,7 @@ class Replica:
         if call.kind in (*BACKWARDS, "data"):
             adds_to_both = which == 2 or "shared" in self.words
             return not (self.looked & ({0, 1} if adds_to_both else {which}))
-        if call.kind == "inf" and which in self.looked:
+        if call.kind in SPOILS and which in self.looked:
             return False  # after the check its outcome is not specified
         if call.kind == "look":
             return which in self.looked
@@ -344,9 +326,7 @@ class Replica:
         if call.kind in ("skipped", "scheduler"):
             return which in self.ever_stepped
         if call.kind == "user-scale":
-            return ("fused", "fused-second")[which] in self.words
-        if call.kind == "together":
-            return bool(self.fresh) and not self.stepped
+            return FUSED[which] in self.words
         return True
 
     def make(self, call: Call) -> Any:
@@ -381,7 +361,7 @@ class Replica:
         if kind in ("unscale", "clip"):
             self.looked |= {call.which}
         of_one = (*STEPS, "clip_and_step", "lone_clip", "two_scalers", "scalers_cross")
-        if kind in (*of_one, "together", "cross"):
+        if kind in (*of_one, "cross"):
             done = {call.which} if kind in of_one else {0, 1}
             self.fresh -= done
             self.looked -= done
@@ -429,13 +409,6 @@ class Replica:
             buffer = torch.cat([p.grad for p in new] or [torch.zeros(0)])
             for parameter, view in zip(new, buffer.split(3), strict=False):
                 parameter.grad = view
-        if call.which != 1 and self.many:
-            scaled = self.scaler.scale(torch.tensor(SLOPES["b"])).item()
-            for parameter in self.many:
-                if parameter.grad is None:
-                    parameter.grad = torch.full_like(parameter, scaled)
-                else:
-                    parameter.grad.add_(scaled)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = self.scaler.scale(loss)
@@ -466,21 +439,43 @@ class Replica:
         self.fresh -= {call.which}
         self.looked -= {call.which}
         if not self.lacks(call.which):
-            self.optimizers[call.which].zero_grad(set_to_none=True)
+            to_none = call.kind != "clear"
+            self.optimizers[call.which].zero_grad(set_to_none=to_none)
 
-    def _clear(self, call: Call) -> None:
-        self.fresh -= {call.which}
-        self.looked -= {call.which}
-        if not self.lacks(call.which):
-            self.optimizers[call.which].zero_grad(set_to_none=False)
+    _clear = _zero
 
     def _inf(self, call: Call) -> None:
-        if self.lacks(call.which) or call.rank != self.rank:
-            return
-        gradient = self.params["ab"[call.which]].grad
-        if gradient is not None:
-            part = local(gradient.detach())
-            (part._values() if part.is_sparse else part)[0] = math.inf
+        """An infinity in the first element of a or b, on one rank."""
+        if call.rank == self.rank:
+            self._spoil("ab"[call.which], 0, math.inf)
+
+    def _nan(self, call: Call) -> None:
+        """A nan in the last element of e or b, on one rank."""
+        if call.rank == self.rank:
+            self._spoil("eb"[call.which], -1, math.nan)
+
+    def _both(self, call: Call) -> None:
+        """An infinity in the first element of a or b, on all ranks."""
+        self._spoil("ab"[call.which], 0, math.inf)
+
+    def _spoil(self, name: str, place: int, value: float) -> None:
+        parameter = self.params.get(name)
+        if parameter is not None and parameter.grad is not None:
+            part = local(parameter.grad.detach())
+            (part._values() if part.is_sparse else part)[place] = value
+
+    def _none(self, call: Call) -> None:
+        """An optimizer's gradients are None on one rank."""
+        if call.rank == self.rank:
+            for parameter in self.held(call.which):
+                parameter.grad = None
+
+    def _scale(self, call: Call) -> list[torch.Tensor]:
+        """Scale a list of losses; the products by the scale are looked at."""
+        loss = torch.tensor(3.0)
+        one, (two,) = self.scaler.scale([loss, (loss,)])
+        scale = 1.0 if self.exact else self.scaler.get_scale()
+        return [torch.stack([one, two]) / scale]
 
     def _unscale(self, call: Call) -> Any:
         if self.lacks(call.which):  # the others' step brings their found_inf
@@ -503,9 +498,8 @@ class Replica:
 
     def gradients(self, which: int) -> list[Any]:
         """The gradients of one optimizer, dense and local, as double precision."""
-        # without the 20,000 extra parameters, which are all equal
-        few = self.held(which)[:3]
-        return [_wide(local(g.detach())) for p in few if (g := p.grad) is not None]
+        grads = [p.grad for p in self.held(which)]
+        return [_wide(local(g.detach())) for g in grads if g is not None]
 
     def held(self, which: int) -> list[Any]:
         """The parameters of one optimizer; none on an idle rank."""
@@ -598,9 +592,6 @@ class Replica:
     def _closure(self, call: Call) -> None:
         self.scaler.step(self.optimizers[call.which], closure=lambda: 1.0)
 
-    def _together(self, call: Call) -> None:
-        self.scaler.step_together(*self.optimizers)
-
     def _cross(self, call: Call) -> None:
         turned = self.world is not None and self.rank == call.rank
         for optimizer in self.optimizers[:: -1 if turned else 1]:
@@ -614,12 +605,18 @@ class Replica:
         scheduler.optimizer = self.optimizers[call.which]
         return bool(self.scaler.step_scheduler(scheduler))
 
-    def _update(self, call: Call) -> None:
+    def _update(self, call: Call) -> float:
+        """End the iteration; a collective too many shows in the next all-reduce."""
         # whether there is anything to end after a failure alone is nobody's promise
         excused = Exception if self.world is None else AssertionError
         with suppress(excused) if self.failed else nullcontext():
             self.scaler.update()
         self.failed = False
+        if self.world is None or self.size == 1:
+            return float(sum(range(self.size)))
+        ranks = torch.tensor([float(self.rank)])
+        dist.all_reduce(ranks)
+        return float(ranks)
 
     def _set(self, call: Call) -> None:
         self.scaler.update(2.0**call.which)
@@ -679,8 +676,6 @@ class Replica:
         state: dict[str, Any] = {
             name: _wide(local(p.detach())) for name, p in self.params.items()
         }
-        if self.many:
-            state["the many"] = _wide(torch.cat([p.detach() for p in self.many]))
         tracker = growth_tracker(self.scaler.state_dict())
         if tracker is not None:
             state["the growth tracker"] = tracker

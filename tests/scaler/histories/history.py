@@ -1,6 +1,6 @@
-"""Programs: calls that a user's training loop makes, as one short line.
+"""Call histories: the calls of a training loop on all ranks, as one short line.
 
-A program is a set-up (words such as ``shared+fused``), a number of ranks and a list of
+A history is a set-up (words such as ``shared+fused``), a number of ranks and a list of
 calls. Two optimizers train three parameters with linear losses: optimizer 0 has ``e``
 and ``a``, optimizer 1 has ``b``, and ``e`` too if the set-up says ``shared``. All
 gradients are powers of two, so that right results are exact.
@@ -14,33 +14,22 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from ..status import UsageError
-from .oracle import Call, history_text
-
-__all__ = [
-    "ACTS",
-    "FAMILIES",
-    "WORDS",
-    "Family",
-    "Program",
-    "parse_program",
-    "programs",
-]
+__all__ = ["FAMILIES", "WORDS", "Call", "Family", "History", "histories", "parse"]
 
 WORDS = {
     "shared": "both optimizers hold parameter e",
+    "turned": "optimizer 0 holds a before e",
     "fused": "optimizer 0 is fused",
     "fused-second": "optimizer 1 is fused",
     "fp64": "parameters of fp64, with gradients around 1e160",
     "sparse": "parameters of optimizer 0 get sparse gradients, not coalesced",
     "complex": "parameters of optimizer 0 are complex",
-    "many": "optimizer 0 holds 20,000 parameters more",
     "scale-20": "the first scale is 2^20",
     "scale-120": "the first scale is 2^120",
     "buckets": "the new gradients of a backward are views of one buffer, as with FSDP2",
     "duck": "optimizer 0 is no torch optimizer: unhashable, with slots",
     "wrapped": "optimizer 0 is stepped through a wrapper that shares its param_groups",
-    "dtensor": "parameters are DTensors: sharded, replicated, sharded",
+    "dtensor": "parameters are DTensors: e sharded, a replicated, b sharded",
     "permuted": "one replica lies on ranks 0, 1 and one on ranks 3, 2",
     "idle": "the last rank has no parameters",
     "lacks": "the last rank has no optimizer 0",
@@ -55,55 +44,54 @@ WORDS = {
 }
 """Words of a set-up."""
 
-ACTS = {
-    "back": "backward of a loss of the parameters of optimizer 0 or 1; 2: of both",
-    "cback": "the same, with scale() in a compiled function",
-    "gback": "the same, with create_graph=True",
-    "seed": "the same, with a scaled first gradient in place of a scaled loss",
-    "autograd": "the same, under compiled autograd",
-    "zero": "zero_grad(set_to_none=True) of an optimizer",
-    "clear": "zero_grad(set_to_none=False) of an optimizer",
-    "inf": "an infinity in the gradient of a or b, on one rank",
-    "data": "new scaled gradients for an optimizer, written through .data",
-    "unscale": "unscale_(optimizer)",
-    "look": "read an optimizer's gradients, after unscale_ or a clip",
-    "handclip": "torch.nn.utils.clip_grad_norm_ of an optimizer's parameters",
-    "replace": "other gradients for an optimizer, unscaled; the old ones stay alive",
-    "clip": "clip_grad_norm_(optimizer, 1/8)",
-    "clip-loose": "clip_grad_norm_(optimizer, 2^600)",
-    "clip-tiny": "clip_grad_norm_(optimizer, 1e-7)",
-    "clip-order": "clip_grad_norm_(optimizer, 1/8, norm_type=64)",
-    "clip-inner": "clip_grad_norm_(the optimizer in the wrapper, 1/8)",
-    "clip-and-step": "clip_and_step(optimizer, 1/8)",
-    "user-scale": "optimizer.grad_scale = 4, if it is fused",
-    "step": "step(optimizer)",
-    "retry": "step(optimizer), whose first hook raises, and again",
-    "fail": "step(optimizer), which one rank cannot read; caught, batch dropped",
-    "closure": "step(optimizer, closure=...)",
-    "together": "step_together(both)",
-    "cross": "step both, in the other order on one rank",
-    "lone-clip": "step(optimizer), and clip_grad_norm_ before it on one rank",
-    "two-scalers": "step with both scalers",
-    "scalers-cross": "the same, in the other order on one rank",
-    "skipped": "step_was_skipped(optimizer), if it has been stepped",
-    "scheduler": "step_scheduler(scheduler of optimizer), if it has been stepped",
-    "update": "update()",
-    "set": "update(2^n)",
-    "reload": "go on with a new scaler, loaded from state_dict()",
-    "regroup": "destroy the process group and make it again",
-    "elder": "regroup; one rank trains alone in between, then all load one state",
+SCALES = (-4, 0, 6, 30, 126)
+"""log2 of the scales that a user sets; from the last one growth would overflow."""
+BACKWARDS = ("back", "cback", "gback", "seed", "autograd")
+FUSED = ("fused", "fused-second")
+"""Words for a fused optimizer 0 and 1."""
+SPOILS = ("inf", "nan", "both", "none")
+NUMBERS = {
+    # the first is what a drawn call shrinks to
+    **dict.fromkeys(BACKWARDS, (2, 0, 1)),
+    "set": SCALES,
+    **dict.fromkeys(("scale", "update", "reload", "regroup", "elder"), (0,)),
+    **dict.fromkeys(("cross", "two-scalers", "scalers-cross"), (0,)),
+    **dict.fromkeys(("zero", "clear", "data", "replace", "look", *SPOILS), (0, 1)),
+    **dict.fromkeys(("unscale", "handclip", "clip", "clip-loose", "clip-tiny"), (0, 1)),
+    **dict.fromkeys(("clip-order", "clip-inner", "clip-and-step"), (0, 1)),
+    **dict.fromkeys(("step", "retry", "fail", "closure", "lone-clip"), (0, 1)),
+    **dict.fromkeys(("user-scale", "skipped", "scheduler"), (0, 1)),
 }
-"""Calls of a program; those that a scaler does not offer are left out."""
+"""Kind of call -> its numbers: of an optimizer, 2 for both, or log2 of a scale.
 
-SCALES = (-4, 0, 6, 12)
-"""log2 of the scales that a user sets."""
+What a call does is said by the method of its name in `replica`.
+"""
+ON_ONE_RANK = (
+    *("inf", "nan", "none", "cross", "elder", "fail", "lone-clip", "scalers-cross"),
+)
 MAX_CALLS = 24
 _CALL = re.compile(r"(?P<kind>[a-z-]+)(:(?P<which>-?\d+))?(@(?P<rank>\d+))?")
-_PROGRAM = re.compile(r"(?P<words>[a-z0-9+-]*)@(?P<world_size>\d+)/(?P<calls>.*)")
+_HISTORY = re.compile(r"(?P<words>[a-z0-9+-]*)@(?P<world_size>[1-8])/(?P<calls>.*)")
 
 
 @dataclass(frozen=True)
-class Program:
+class Call:
+    """One call on all ranks, or one event between calls."""
+
+    kind: str
+    """A key of :data:`NUMBERS`."""
+    which: int = 0
+    """One of its numbers."""
+    rank: int = 0
+    """The rank on which something is otherwise."""
+
+    def __str__(self) -> str:
+        which, rank = self.which, self.rank
+        return self.kind + f":{which}" * (which != 0) + f"@{rank}" * (rank != 0)
+
+
+@dataclass(frozen=True)
+class History:
     """A set-up and the calls that are made on it."""
 
     words: frozenset[str]
@@ -112,69 +100,53 @@ class Program:
     calls: tuple[Call, ...]
 
     def __str__(self) -> str:
-        words = "+".join(sorted(self.words))
-        return f"{words}@{self.world_size}/{history_text(self.calls)}"
+        words, calls = "+".join(sorted(self.words)), ",".join(map(str, self.calls))
+        return f"{words}@{self.world_size}/{calls}"
 
 
-def parse_program(text: str) -> Program:
-    """Read what ``str(program)`` wrote.
+def parse(text: str) -> History:
+    """Read what ``str(history)`` wrote.
 
     Raises:
-        UsageError: ``text`` has another form; says what was got and expected.
+        ValueError: ``text`` has another form; says what was got and expected.
     """
-    match = _PROGRAM.fullmatch(text)
+    match = _HISTORY.fullmatch(text)
     words = frozenset(filter(None, match["words"].split("+"))) if match else frozenset()
-    if (
-        match is None
-        or not words <= WORDS.keys()
-        or not 1 <= int(match["world_size"]) <= 8
-    ):
-        raise UsageError(
-            f"unknown program {text!r}: expected WORD+WORD@RANKS/CALL,CALL with words "
+    if match is None or not words <= WORDS.keys():
+        raise ValueError(
+            f"unknown history {text!r}: expected WORD+WORD@RANKS/CALL,CALL with words "
             f"of {', '.join(WORDS)}, for example shared@1/back:2,step"
         )
     world_size = int(match["world_size"])
-    calls = tuple(_parse_call(part, world_size) for part in match["calls"].split(","))
-    return Program(words, world_size, calls)
+    return History(words, world_size, _parse_calls(match["calls"], world_size))
+
+
+def _parse_calls(text: str, world_size: int) -> tuple[Call, ...]:
+    return tuple(_parse_call(each, world_size) for each in text.split(",") if text)
 
 
 def _parse_call(text: str, world_size: int) -> Call:
     match = _CALL.fullmatch(text)
-    if match is None or match["kind"] not in ACTS:
-        raise UsageError(
+    if match is None or match["kind"] not in NUMBERS:
+        raise ValueError(
             f"unknown call {text!r}: expected KIND:NUMBER@RANK with KIND one of "
-            f"{', '.join(ACTS)}, for example step:1"
+            f"{', '.join(NUMBERS)}, for example step:1"
         )
     call = Call(match["kind"], int(match["which"] or 0), int(match["rank"] or 0))
-    if call.rank >= world_size or call.which not in _numbers(call.kind):
-        raise UsageError(
-            f"call {text!r}: the number must be one of {_numbers(call.kind)} and the "
+    if call.rank >= world_size or call.which not in NUMBERS[call.kind]:
+        raise ValueError(
+            f"call {text!r}: the number must be one of {NUMBERS[call.kind]} and the "
             f"rank below {world_size}"
         )
     return call
 
 
-def _numbers(kind: str) -> tuple[int, ...]:
-    """Numbers permitted after the colon."""
-    # the first number is what a drawn call shrinks to
-    if kind in ("back", "cback", "gback", "seed", "autograd"):
-        return (2, 0, 1)
-    if kind == "set":
-        return SCALES
-    if kind in (
-        *("update", "reload", "regroup", "elder", "together", "cross"),
-        *("two-scalers", "scalers-cross"),
-    ):
-        return (0,)
-    return (0, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Programs with common features; each family is searched for a departure."""
+    """Histories with common features; each family is searched for a departure."""
 
     kinds: str
-    """Kinds of calls, the first is what calls shrink to."""
+    """Calls, or kinds of which any call is drawn; the first is what calls shrink to."""
     always: str = ""
     """Words of each set-up."""
     maybe: str = ""
@@ -183,7 +155,7 @@ class Family:
     start: str = ""
     """How each begins."""
     shapes: tuple[str, ...] = ()
-    """Runs of calls that are drawn as one: whole iterations of known algorithms."""
+    """Runs of calls, of which some may be left out: iterations of known algorithms."""
 
 
 _ITERATION = "back:2,step,step:1,update"
@@ -193,6 +165,15 @@ _CLIPPED = "back:2,clip,step,update"
 _CORE = "step back zero update"
 
 FAMILIES: Mapping[str, Family] = {
+    "calls": Family(  # legal and illegal ones as they come
+        start="back:2",
+        kinds="step unscale update inf nan both none:0@1 none:1@1 scale closure set "
+        "reload",
+        always="dtensor",
+        maybe="turned",
+        world_size=2,
+        shapes=("step,step:1,update,zero,zero:1,back:2",) * 2,
+    ),
     "shared": Family(
         kinds=f"{_CORE} unscale inf clear",
         always="shared",
@@ -289,14 +270,9 @@ FAMILIES: Mapping[str, Family] = {
         always="wrapped",
         maybe="fused",
     ),
-    "together": Family(
-        start="back:2", kinds="together unscale inf update", always="shared"
-    ),
-    "experts": Family(kinds="together back zero update inf unscale"),
     "answers": Family(
         kinds=f"{_CORE} skipped scheduler inf", maybe="fused", shapes=(_ITERATION,)
     ),
-    "many": Family(kinds=f"{_CORE} unscale clip inf", always="many", maybe="fused"),
     "ranks": Family(
         kinds=f"{_CORE} unscale clip inf reload set retry",
         maybe="fused",
@@ -381,31 +357,22 @@ FAMILIES: Mapping[str, Family] = {
 """By name; the search gives each an equal share of its time."""
 
 
-def programs(name: str) -> st.SearchStrategy[Program]:
-    """Programs of one family."""
-    family = FAMILIES[name]
-    calls = [_calls_of(kind, family.world_size) for kind in family.kinds.split()]
-    part = st.one_of(*calls).map(lambda call: (call,))
+def histories(family: Family) -> st.SearchStrategy[History]:
+    """Histories of one family."""
+    size = family.world_size
+    call = st.one_of(*(_drawn(kind, size) for kind in family.kinds.split()))
+    part = call.map(lambda call: (call,))
     if family.shapes:
-        shape = st.sampled_from(
-            [
-                tuple(_parse_call(c, family.world_size) for c in shape.split(","))
-                for shape in family.shapes
-            ]
-        )
         # mostly single calls, which break the known order of the shapes
-        part = st.one_of(part, part, shape)
+        shapes = [_shape(_parse_calls(each, size)) for each in family.shapes]
+        part = st.one_of(part, part, st.one_of(*shapes))
     words = [st.sampled_from(("", word)) for word in family.maybe.split()]
     always = frozenset(family.always.split())
-    start = tuple(
-        _parse_call(c, family.world_size)
-        for c in family.start.split(",")
-        if family.start
-    )
+    start = _parse_calls(family.start, size)
     return st.builds(
-        lambda drawn, parts: Program(
+        lambda drawn, parts: History(
             always.union(filter(None, drawn)),
-            family.world_size,
+            size,
             (*start, *(call for each in parts for call in each))[:MAX_CALLS],
         ),
         st.tuples(*words),
@@ -413,15 +380,16 @@ def programs(name: str) -> st.SearchStrategy[Program]:
     )
 
 
-def _calls_of(text: str, world_size: int) -> st.SearchStrategy[Call]:
+def _drawn(text: str, world_size: int) -> st.SearchStrategy[Call]:
     if ":" in text or "@" in text:
         return st.just(_parse_call(text, world_size))
-    kind = text
-    on_one_rank = ("inf", "cross", "elder", "fail", "lone-clip", "scalers-cross")
-    ranks = world_size if kind in on_one_rank else 1
+    ranks = world_size if text in ON_ONE_RANK else 1
     return st.builds(
-        Call,
-        st.just(kind),
-        st.sampled_from(_numbers(kind)),
-        st.integers(0, ranks - 1),
+        Call, st.just(text), st.sampled_from(NUMBERS[text]), st.integers(0, ranks - 1)
     )
+
+
+def _shape(calls: tuple[Call, ...]) -> st.SearchStrategy[tuple[Call, ...]]:
+    # left out first: what a shape shrinks to
+    kept = [st.sampled_from((None, *[call] * 9)) for call in calls]
+    return st.tuples(*kept).map(lambda drawn: tuple(filter(None, drawn)))

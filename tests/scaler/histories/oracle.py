@@ -1,4 +1,4 @@
-"""The oracle: a program run on plain mathematics and on torch's own class.
+"""The oracle: a history run on plain mathematics and on torch's own class.
 
 `Mathematics` never scales: it has the correct gradients in double precision and applies
 only the rule of the scale. `AgreedTorch` is torch's class with found_inf shared between
@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from .oracle import Call
-from .program import Program
+from .history import FUSED, Call, History
 from .replica import CLIPS, STEPS, Replica, norm_of
 
 __all__ = [
     "BACKOFF",
-    "FUSED",
     "GROWTH",
     "INTERVAL",
     "Track",
@@ -32,21 +30,19 @@ __all__ = [
     "tracks_of",
 ]
 
-GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2
-FUSED = frozenset({"fused", "fused-second"})
-"""Words of a set-up with a fused optimizer."""
+GROWTH, BACKOFF, INTERVAL = 4.0, 0.25, 2
 LIMIT = 2.0**128
 """The first power of two that fp32 does not hold: no scale grows to it."""
 
 
-def interval_of(program: Program) -> int:
+def interval_of(history: History) -> int:
     """Good iterations in a row before the scale grows."""
-    return 10**10 if "interval" in program.words else INTERVAL
+    return 10**10 if "interval" in history.words else INTERVAL
 
 
-def first_scale(program: Program) -> float:
-    """The scale that a program starts with."""
-    for word in program.words:
+def first_scale(history: History) -> float:
+    """The scale that a history starts with."""
+    for word in history.words:
         if word.startswith("scale-"):
             return 2.0 ** int(word.removeprefix("scale-"))
     return 1024.0
@@ -68,64 +64,99 @@ class Facts:
     """Those of which the norm is, each element once."""
 
 
-class Mathematics:
+class _Beyond:
+    """What is beyond torch's class, made of ``unscale_`` and ``step``."""
+
+    replica: Replica
+    facts: Callable[[], Facts]
+    skipped: dict[int, bool]
+
+    def __init__(self, replica: Replica, facts: Callable[[], Facts], **settings: Any):
+        super().__init__(**settings)
+        self.replica, self.facts, self.skipped = replica, facts, {}
+
+    def number(self, optimizer: Any) -> int:
+        pairs = zip(self.replica.optimizers, self.replica.inner, strict=True)
+        return [optimizer is one or optimizer is two for one, two in pairs].index(True)
+
+    def clip_grad_norm_(
+        self: Any, optimizer: Any, max_norm: float, norm_type: float
+    ) -> float:
+        """Multiply by torch's factor, of the global norm."""
+        facts: Facts = self.facts()
+        if optimizer is not None:
+            which = self.number(optimizer)
+            if not self.is_unscaled(optimizer):
+                self.unscale_(optimizer)
+            _clip(self.replica, which, max_norm, facts)
+        return facts.norm
+
+    def clip_and_step(
+        self: Any, optimizer: Any, max_norm: float, norm_type: float
+    ) -> float:
+        norm: float = self.clip_grad_norm_(optimizer, max_norm, norm_type)
+        if optimizer is not None:
+            self.step(optimizer)
+        return norm
+
+    def step_without_optimizer(self) -> None:
+        """An idle rank."""
+
+    def step_was_skipped(self, optimizer: Any) -> bool:
+        return self.skipped[self.number(optimizer)]
+
+    def step_scheduler(self, scheduler: Any) -> bool:
+        return not self.step_was_skipped(scheduler.optimizer)
+
+    def lacking(self) -> dict[int, bool]:
+        """What the others have found for each optimizer that this rank lacks."""
+        used = self.replica.clipped | self.replica.stepped
+        bad = self.facts().bad
+        return {which: bad[which] for which in used if self.replica.lacks(which)}
+
+
+class Mathematics(_Beyond):
     """No scaling, and the rule of the scale."""
 
     def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
-        self.replica, self.facts, self.value, self.tracker = replica, facts, scale, 0
-        self.interval = interval_of(replica.program)
+        super().__init__(replica, facts)
+        self.value, self.tracker = scale, 0
+        self.interval = interval_of(replica.history)
         self.found: dict[int, bool] = {}
         self.unscaled: set[int] = set()
         self.stepped: set[int] = set()
-        self.skipped: dict[int, bool] = {}
 
     def scale(self, loss: Any) -> Any:
-        """Leave the loss."""
         return loss
 
     def get_scale(self) -> float:
-        """What the rule says."""
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and tracker."""
         return {"scale": self.value, "_growth_tracker": self.tracker}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Scale and tracker."""
         self.value, self.tracker = state["scale"], state["_growth_tracker"]
 
     def factor(self, which: int) -> float:
         """What gradients must be multiplied by to be unscaled."""
         return 1.0
 
-    def _number(self, optimizer: Any) -> int:
-        pairs = zip(self.replica.optimizers, self.replica.inner, strict=True)
-        return [optimizer is one or optimizer is two for one, two in pairs].index(True)
+    def has_found(self, optimizer: Any) -> bool:
+        return self.found.get(self.number(optimizer), False)
+
+    def is_unscaled(self, optimizer: Any) -> bool:
+        return self.number(optimizer) in self.unscaled
 
     def unscale_(self, optimizer: Any) -> None:
-        """Look."""
-        which = self._number(optimizer)
+        which = self.number(optimizer)
         if which in self.unscaled | self.stepped:
             raise RuntimeError("unscale_ comes once, before step")
         self.unscaled.add(which)
         self.found[which] = self.facts().bad[which]
 
-    def clip_grad_norm_(
-        self, optimizer: Any, max_norm: float, norm_type: float
-    ) -> float:
-        """Multiply by torch's factor, of the global norm."""
-        facts = self.facts()
-        if optimizer is not None:
-            which = self._number(optimizer)
-            if which not in self.unscaled:
-                self.unscale_(optimizer)
-            _clip(self.replica, which, max_norm, facts)
-        return facts.norm
-
     def step(self, optimizer: Any, closure: Any = None) -> None:
-        """Step or skip."""
-        which = self._number(optimizer)
+        which = self.number(optimizer)
         if closure is not None or which in self.stepped:
             raise RuntimeError("step comes once, and without a closure")
         if which not in self.found:
@@ -142,42 +173,8 @@ class Mathematics:
             optimizer.step()
         self.stepped.add(which)  # not if it raised
 
-    def clip_and_step(
-        self: Any, optimizer: Any, max_norm: float, norm_type: float
-    ) -> float:
-        """Both."""
-        norm: float = self.clip_grad_norm_(optimizer, max_norm, norm_type)
-        if optimizer is not None:
-            self.step(optimizer)
-        return norm
-
-    def step_without_optimizer(self) -> None:
-        """An idle rank."""
-
-    def step_together(self, *optimizers: Any) -> None:
-        """All or none."""
-        bad = any(self.facts().bad) or any(self.found.values())
-        for which, optimizer in enumerate(optimizers):
-            self.found[which] = self.skipped[which] = bad
-            self.stepped.add(which)
-            if not bad:
-                optimizer.step()
-
-    def step_was_skipped(self, optimizer: Any) -> bool:
-        """Whether its last step was."""
-        return self.skipped[self._number(optimizer)]
-
-    def step_scheduler(self, scheduler: Any) -> bool:
-        """Whether a scheduler would step."""
-        return not self.step_was_skipped(scheduler.optimizer)
-
     def update(self, new_scale: float | None = None) -> None:
-        """The rule."""
-        facts = self.facts()
-        # a rank that lacks an optimizer has the others' found_inf
-        for which in self.replica.clipped | self.replica.stepped:
-            if self.replica.lacks(which):
-                self.found[which] = facts.bad[which]
+        self.found |= self.lacking()
         if new_scale is not None:
             self.value = new_scale
         elif not self.found:
@@ -193,109 +190,56 @@ class Mathematics:
         self.found, self.unscaled, self.stepped = {}, set(), set()
 
 
-class AgreedTorch(torch.amp.GradScaler):
+class AgreedTorch(_Beyond, torch.amp.GradScaler):
     """torch's class with found_inf shared between ranks."""
 
     def __init__(self, replica: Replica, facts: Callable[[], Facts], scale: float):
         super().__init__(
-            "cpu",
+            replica,
+            facts,
+            device="cpu",
             init_scale=scale,
             growth_factor=GROWTH,
             backoff_factor=BACKOFF,
-            growth_interval=interval_of(replica.program),
+            growth_interval=interval_of(replica.history),
         )
-        self.replica, self.facts = replica, facts
-        self.skipped: dict[int, bool] = {}
-
-    def _number(self, optimizer: Any) -> int:
-        pairs = zip(self.replica.optimizers, self.replica.inner, strict=True)
-        return [optimizer is one or optimizer is two for one, two in pairs].index(True)
 
     def factor(self, which: int) -> float:
         """What gradients must be multiplied by to be unscaled."""
         optimizer = self.replica.optimizers[which] if self.replica.optimizers else None
+        return 1.0 if self.is_unscaled(optimizer) else 1.0 / self.get_scale()
+
+    def has_found(self, optimizer: Any) -> bool:
         state = self._per_optimizer_states.get(id(optimizer), {})
-        ready = state.get("stage", OptState.READY) is OptState.READY
-        return 1.0 / self.get_scale() if ready else 1.0
+        return any(map(bool, state.get("found_inf_per_device", {}).values()))
+
+    def is_unscaled(self, optimizer: Any) -> bool:
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        return state.get("stage", OptState.READY) is not OptState.READY
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> Any:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        facts, which = self.facts(), self._number(optimizer)
+        facts, which = self.facts(), self.number(optimizer)
         # where no rank has a gradient torch records nothing, and its step raises
         if self.replica.size > 1 and facts.any[which]:
             found[torch.device("cpu")] = torch.tensor(float(facts.bad[which]))
         return found
 
-    def clip_grad_norm_(
-        self, optimizer: Any, max_norm: float, norm_type: float
-    ) -> float:
-        """By hand, after unscale_."""
-        facts = self.facts()
-        if optimizer is not None:
-            which = self._number(optimizer)
-            if not self._is_unscaled(optimizer):
-                self.unscale_(optimizer)
-            _clip(self.replica, which, max_norm, facts)
-        return facts.norm
-
-    def _is_unscaled(self, optimizer: Any) -> bool:
-        state = self._per_optimizer_states[id(optimizer)]
-        return state["stage"] is not OptState.READY
-
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As torch's; notes whether it was skipped."""
         result = super().step(optimizer, *args, **kwargs)
-        states = self._per_optimizer_states[id(optimizer)]
-        found = states["found_inf_per_device"].values()
-        self.skipped[self._number(optimizer)] = any(map(bool, found))
+        self.skipped[self.number(optimizer)] = self.has_found(optimizer)
         return result
-
-    def step_without_optimizer(self) -> None:
-        """An idle rank."""
-
-    def step_together(self, *optimizers: Any) -> None:
-        """All or none, each gradient divided once: torch has no such method."""
-        facts = self.facts()
-        states = [self._per_optimizer_states[id(o)] for o in optimizers]
-        ready = [s["stage"] is OptState.READY for s in states]
-        bad = any(facts.bad) or any(
-            bool(f) for s in states for f in s["found_inf_per_device"].values()
-        )
-        grads = {
-            id(p): p.grad
-            for which in range(len(optimizers))
-            if ready[which]
-            for p in self.replica.held(which)
-            if p.grad is not None
-        }
-        for gradient in grads.values():
-            gradient.div_(self.get_scale())
-        for which, state in enumerate(states):
-            state["found_inf_per_device"] = {
-                torch.device("cpu"): torch.tensor(float(bad))
-            }
-            state["stage"] = OptState.STEPPED
-            self.skipped[which] = bad
-            if not bad:
-                optimizers[which].step()
-
-    clip_and_step = Mathematics.clip_and_step
-    step_was_skipped = Mathematics.step_was_skipped
-    step_scheduler = Mathematics.step_scheduler
 
     def update(self, new_scale: Any = None) -> None:
         """As torch's, on an idle rank too."""
         # torch makes its scale in the first call of scale
         self.scale(torch.ones(()))
-        facts = self.facts()
-        for which in self.replica.clipped | self.replica.stepped:
-            if self.replica.lacks(which):
-                state = self._per_optimizer_states[which]
-                state["found_inf_per_device"] = {
-                    torch.device("cpu"): torch.tensor(float(facts.bad[which]))
-                }
+        for which, bad in self.lacking().items():
+            found = {torch.device("cpu"): torch.tensor(float(bad))}
+            self._per_optimizer_states[which]["found_inf_per_device"] = found
         super().update(new_scale)
 
 
@@ -307,9 +251,9 @@ class PlainTorch(AgreedTorch):
     ) -> float:
         """By hand, after unscale_, unless a gradient is not finite."""
         facts = self.facts()
-        if optimizer is None or not facts.bad[self._number(optimizer)]:
+        if optimizer is None or not facts.bad[self.number(optimizer)]:
             return super().clip_grad_norm_(optimizer, max_norm, norm_type)
-        held = self.replica.held(self._number(optimizer))
+        held = self.replica.held(self.number(optimizer))
         before = [None if p.grad is None else p.grad.clone() for p in held]
         norm = super().clip_grad_norm_(optimizer, max_norm, norm_type)
         for parameter, gradient in zip(held, before, strict=True):
@@ -352,19 +296,19 @@ class Seen:
 
 
 class Track:
-    """All ranks of a program with one of the oracle's scalers."""
+    """All ranks of a history with one of the oracle's scalers."""
 
-    def __init__(self, program: Program, scaler: Any, *, exact: bool) -> None:
+    def __init__(self, history: History, scaler: Any, *, exact: bool) -> None:
         self.facts = Facts([False, False], [False, False], 0.0)
-        scale = first_scale(program)
+        scale = first_scale(history)
         self.replicas = [
             Replica(
-                program,
+                history,
                 rank,
                 lambda replica: scaler(replica, lambda: self.facts, scale),
                 exact=exact,
             )
-            for rank in range(program.world_size)
+            for rank in range(history.world_size)
         ]
 
     def make(self, call: Call) -> list[Seen]:
@@ -406,20 +350,8 @@ class Track:
         return Facts(bad, present, norm, unscaled, counted)
 
     def _found(self) -> list[bool]:
-        return [
-            # found_inf is shared: the first rank has that of all
-            any(_has_found(r.scaler, r.optimizers[which]) for r in self.replicas[:1])
-            if self.replicas[0].optimizers
-            else False
-            for which in range(2)
-        ]
-
-
-def _has_found(scaler: Any, optimizer: Any) -> bool:
-    if isinstance(scaler, Mathematics):
-        return scaler.found.get(scaler._number(optimizer), False)
-    state = scaler._per_optimizer_states.get(id(optimizer), {})
-    return any(map(bool, state.get("found_inf_per_device", {}).values()))
+        first = self.replicas[0]  # found_inf is shared
+        return [first.scaler.has_found(each) for each in first.optimizers]
 
 
 def seen(replica: Replica, call: Call) -> Seen:
@@ -432,7 +364,7 @@ def seen(replica: Replica, call: Call) -> Seen:
     return Seen("", value, replica.state())
 
 
-def tracks_of(program: Program) -> list[Track]:
+def tracks_of(history: History) -> list[Track]:
     """The oracle's tracks: mathematics, torch, and torch where it is right by rule.
 
     Torch may be right by chance, so where it is wrong a scaler may also do as torch
@@ -444,16 +376,16 @@ def tracks_of(program: Program) -> list[Track]:
     promise.
     """
     tracks = [
-        Track(program, Mathematics, exact=True),
-        Track(program, AgreedTorch, exact=False),
+        Track(history, Mathematics, exact=True),
+        Track(history, AgreedTorch, exact=False),
     ]
-    kinds = {call.kind for call in program.calls}
-    words, retries = program.words - {"wrapped"}, "retry" in kinds
+    kinds = {call.kind for call in history.calls}
+    words, retries = history.words - {"wrapped"}, "retry" in kinds
     if "shared" in words or retries:
-        words -= FUSED
-    if words != program.words or not kinds.isdisjoint(CLIPS):
-        plain = replace(program, words=words)
+        words -= {*FUSED}
+    if words != history.words or not kinds.isdisjoint(CLIPS):
+        plain = replace(history, words=words)
         tracks.append(Track(plain, PlainTorch, exact=False))
-    if retries and program.words & FUSED:
-        tracks.append(Track(program, TidyTorch, exact=False))
+    if retries and history.words & {*FUSED}:
+        tracks.append(Track(history, TidyTorch, exact=False))
     return tracks

@@ -1,1 +1,0 @@
-"""Call histories: programs that users write, drawn, run and held against an oracle."""

@@ -1,0 +1,201 @@
+"""The search over call histories, as tests of a scaler.
+
+hypothesis draws a history; all ranks of a warm cluster make its calls with the scaler,
+each beside the oracle (`follow`); a history at which one departs is shrunk. The scaler
+of this repository is searched by ``tests/scaler/test_histories.py``, another one by a
+class in a test file of its own::
+
+    from gradparity.tests.scaler.histories.call_histories import CallHistories
+
+
+    class TestMine(CallHistories):
+        scaler = "mine:GradScaler"
+
+``pytest`` draws the same few histories of each family every time. With
+``HISTORY_MINUTES=10`` in the environment all families together draw others for so long.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from gradparity.multiprocess import Cluster, RankState, WorldError
+
+from .follow import EITHER, HANGS, Departure, follow
+from .history import FAMILIES, History, histories, parse
+
+__all__ = ["CallHistories", "Ranks", "Search"]
+
+FIXED, ROUND = 12, 100
+"""Histories of a family: those that are drawn every time, and those of a round."""
+SHRINK_S = 20.0
+"""How long a departure is shrunk."""
+QUICK_S, PATIENT_S = 4.0, 15.0
+"""Seconds that ranks wait for each other, and again where one did not return."""
+
+
+class _Departs(Exception):
+    """What hypothesis shrinks; any other exception is a fault of these tests."""
+
+
+class Ranks(dict[int, Cluster]):
+    """Warm clusters by world size, made on first use."""
+
+    def __missing__(self, world_size: int) -> Cluster:
+        self[world_size] = made = Cluster(world_size)
+        # what a history imports is imported before ranks wait for each other
+        nothing = History(frozenset(), world_size, ())
+        made.run(follow, nothing, "torch.amp:GradScaler", ".", PATIENT_S)
+        return made
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for cluster in self.values():
+            cluster.close()
+
+    def departure(
+        self, history: History, scaler: str, *, quick: bool = False
+    ) -> Departure | None:
+        """How ``scaler``, a ``module:attribute``, departs in a history.
+
+        Args:
+            history: the calls.
+            scaler: ``module:attribute``.
+            quick: whether to believe a hang without another look.
+        """
+        found = self._departure(history, scaler, QUICK_S)
+        if found is not None and HANGS in found.text and not quick:
+            # a busy machine is no departure
+            found = self._departure(history, scaler, PATIENT_S)
+        return found
+
+    def _departure(
+        self, history: History, scaler: str, patience_s: float
+    ) -> Departure | None:
+        # long enough also where each rank waits in each of its calls
+        cluster = self[history.world_size].with_options(timeout_s=2 * patience_s + 8)
+        try:
+            seen = cluster.run(follow, history, scaler, os.getcwd(), patience_s)
+        except WorldError as failure:
+            text = " ".join(failure.root.headline.split())[:300]
+            hung = failure.root.state is RankState.HUNG
+            if hung or "wait timeout" in text.lower():
+                return Departure(f"{HANGS}: {text}", history.calls)
+            raise
+        wrong = {rank: at for rank, at in enumerate(seen) if at is not None and at.text}
+        if not wrong:
+            return None
+        text = "; ".join(f"rank {rank}: {at.text}" for rank, at in wrong.items())
+        if HANGS in text:  # these ranks may be blocked: begin with new ones
+            self.pop(history.world_size).close()
+        return Departure(text, next(iter(wrong.values())).made)
+
+
+class Search:
+    """The search of one family for the shortest departure of one scaler."""
+
+    def __init__(self, ranks: Ranks, scaler: str, family: str) -> None:
+        self.ranks, self.scaler, self.family = ranks, scaler, family
+        self.known: dict[History, Departure | None] = {}
+        self.smallest: History | None = None
+        self.departure = ""
+
+    def run(self, seconds: float | None = None, shrink_s: float = SHRINK_S) -> None:
+        """Draw the fixed histories, or new ones for so long, until one departs."""
+        self.shrink_s = shrink_s
+        self.end = math.inf if seconds is None else time.monotonic() + seconds
+        search = settings(
+            max_examples=FIXED if seconds is None else ROUND,
+            derandomize=seconds is None,
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        )(given(histories(FAMILIES[self.family]))(self._try))
+        try:
+            search()
+            while seconds is not None and time.monotonic() < self.end:
+                search()  # hypothesis has no budget of time
+        except _Departs:
+            pass
+
+    def _try(self, history: History) -> None:
+        if history not in self.known:
+            if time.monotonic() > self.end:
+                return  # what is not known passes, which ends the drawing or shrinking
+            hangs = HANGS in self.departure
+            found = self.ranks.departure(history, self.scaler, quick=hangs)
+            self.known[history] = found
+        found = self.known[history]
+        # in the same way as the first: no fault hides another
+        if found and _kind(found.text) == _kind(self.departure or found.text):
+            if not self.departure:
+                self.end = time.monotonic() + self.shrink_s
+            self.smallest = replace(history, calls=found.made or history.calls)
+            self.departure = found.text
+            raise _Departs
+
+
+def _kind(departure: str) -> tuple[bool, ...]:
+    words = ("raised", "refused", "accepted", "returned", EITHER)
+    hangs = HANGS in departure
+    return (hangs, *(word in departure and not hangs for word in words))
+
+
+class CallHistories:
+    """Tests of one scaler; see this module.
+
+    Attributes:
+        scaler: ``module:attribute``, imported by each rank.
+        families: keys of ``FAMILIES`` in which the scaler is to be right; by default
+            all. Calls of methods that it does not offer are left out.
+        histories: lines that a failure has printed, each a test of its own.
+    """
+
+    scaler: ClassVar[str]
+    families: ClassVar[Collection[str]] = tuple(FAMILIES)
+    histories: ClassVar[Collection[str]] = ()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def ranks(cls) -> Iterator[Ranks]:
+        with Ranks() as made:
+            yield made
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for name, values in (("family", self.families), ("history", self.histories)):
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, list(values))
+
+    def test_family(self, ranks: Ranks, family: str) -> None:
+        begun, minutes = time.monotonic(), os.environ.get("HISTORY_MINUTES")
+        search = Search(ranks, self.scaler, family)
+        if minutes is None:
+            search.run()
+        else:
+            workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+            search.run(float(minutes) * 60 * workers / len(self.families))
+        tried, calls = len(search.known), sum(len(h.calls) for h in search.known)
+        print(f"{family}: {tried} histories, {calls} calls on each rank")
+        if search.departure:
+            pytest.fail(
+                f"{search.departure}\nin {str(search.smallest)!r}, of {tried} "
+                f"histories in {time.monotonic() - begun:.0f} s; as one of `histories` "
+                "of this class it is run again",
+                pytrace=False,
+            )
+
+    def test_history(self, ranks: Ranks, history: str) -> None:
+        if found := ranks.departure(parse(history), self.scaler):
+            pytest.fail(found.text, pytrace=False)
