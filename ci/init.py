@@ -108,6 +108,8 @@ def _init(parsed: argparse.Namespace) -> int:
     job = FILES.get(parsed.ci)
     if job is not None:
         _refuse_existing(job, "move it away, or write the job into it by hand")
+    if job is None or parsed.out is not None:
+        _refuse_existing(out, "choose another name with --out")
     check_spec(spec)
     # only now: what can be wrong without torch has been said
     from ..conformance.draft.source import find_source, is_workload, load

@@ -38,7 +38,11 @@ _NORMS = nn.modules.batchnorm._BatchNorm
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random tensor: integers below ``high``, or normal values where it is 0."""
+    """A random tensor: integers below ``high``, or where it is 0 values from 0 to 1.
+
+    Values of one sign, as pixels are: gradients of the rows then add up, and stand out
+    of the rounding of half precision.
+    """
 
     shape: tuple[int, ...]
     high: int = 0
@@ -47,7 +51,7 @@ class Drawn:
         """Make it."""
         if self.high:
             return torch.randint(self.high, self.shape, generator=generator)
-        return torch.randn(self.shape, generator=generator)
+        return torch.rand(self.shape, generator=generator)
 
     @property
     def code(self) -> str:
@@ -56,7 +60,7 @@ class Drawn:
         if self.high:
             comma = "," if len(self.shape) == 1 else ""
             return f"torch.randint({self.high}, ({sizes}{comma}), generator=generator)"
-        return f"torch.randn({sizes}, generator=generator)"
+        return f"torch.rand({sizes}, generator=generator)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +80,8 @@ class Found:
     """Names of the modules to shard, each a block; or of containers of blocks."""
     containers: bool = False
     """Whether ``blocks`` names containers, of which all children are blocks."""
-    norms: str = ""
-    """The first batch norm that computes with the statistics of a batch."""
+    norms: bool = False
+    """Whether a batch norm computes with the statistics of a batch."""
 
     @property
     def lines(self) -> list[str]:
@@ -131,7 +135,7 @@ def probe(source: Source) -> Found:
                 targets=_targets(path, value, inputs),
                 blocks=blocks,
                 containers=containers,
-                norms=_norms(model),
+                norms=_has_norms(model),
             )
     return Found(problem=problem or "its forward takes no argument")
 
@@ -328,8 +332,5 @@ def _is_block(
     return inside == every
 
 
-def _norms(model: nn.Module) -> str:
-    return next(
-        (n for n, m in model.named_modules() if isinstance(m, _NORMS) and m.training),
-        "",
-    )
+def _has_norms(model: nn.Module) -> bool:
+    return any(isinstance(m, _NORMS) and m.training for m in model.modules())

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 
 from ...fixtures import WorkloadError
 from ..space.workload_checks import check_workload
-from .probe import ROWS, Found
+from .probe import Found
 from .source import Source
 
 __all__ = ["refusal", "workload_text"]
@@ -41,7 +41,6 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         found=found,
         module=module,
-        half=ROWS // 2,
         imports=_imports(source, found),
         refused=refused
         and _todo(f"gradparity refuses this workload as it is: {refused}"),
