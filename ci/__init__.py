@@ -1,1 +1,1 @@
-"""The gate: report + baseline + expectations -> exit code, and formats CI knows."""
+"""What a project checks in: a workload and its CI job (init), a baseline (the gate)."""

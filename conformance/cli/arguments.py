@@ -40,7 +40,10 @@ COMMANDS = "gradparity.commands"
 """Entry point group of further commands: functions (argv) -> exit code."""
 FORMATS = "gradparity.formats"
 """Entry point group of report formats: functions (Report) -> text."""
-_HELP = {"gate": "check a report against a baseline and expectations"}
+_HELP = {
+    "gate": "check a report against a baseline and expectations",
+    "init": "write a workload file for a model, and a CI job",
+}
 """Of the further commands that come with this package."""
 TOOLS_FOLDER = Path(__file__).parents[2] / "benchmarks"
 """Tools for work on gradparity itself: in a checkout, and not in an installed wheel."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..status import UsageError, did_you_mean, id_parts, unknown
 
-__all__ = ["TABLES", "check_values", "names_of"]
+__all__ = ["TABLES", "check_spec", "check_values", "names_of"]
 
 _ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -93,7 +93,7 @@ def check_values(parsed: argparse.Namespace) -> None:
         _check_law(parsed.what)
     for spec in [workload, *(getattr(parsed, "scaler", None) or ())]:
         if ":" in spec:
-            _check_spec(spec)
+            check_spec(spec)
 
 
 def _check(what: str, given: list[str]) -> None:
@@ -129,7 +129,7 @@ def _check_id(text: str) -> None:
         _check("optimizer", [optimizer])
 
 
-def _check_spec(spec: str) -> None:
+def check_spec(spec: str) -> None:
     """Refuse a missing module, or an attribute that its source never mentions."""
     module, _, attribute = spec.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):

@@ -35,7 +35,7 @@ from .recorder import Recorder, command_line, make_header
 from .runner import Case, Runner
 from .spmd import REPORT_NOTE
 
-__all__ = ["MAX_LOCALISED", "RunSettings", "run"]
+__all__ = ["MAX_LOCALISED", "RunSettings", "run", "told_once"]
 
 MAX_LOCALISED = 16
 """Number of parity failures that a run localises: each costs a second run."""
@@ -223,14 +223,7 @@ def _show(settings: RunSettings, console: Console, place: Place) -> None:
     if not settings.quiet:
         print_report(console, report)
     lines = [plain(text) for text in report.header.launcher.restarts]
-    reasons: dict[str, list[str]] = {}
-    for record in report.cases:
-        if record.status == "skipped":
-            reasons.setdefault(record.verdicts[0].message, []).append(record.scenario)
-    skipped = [
-        f"{of[0]}{f' and {len(of) - 1} more' if of[1:] else ''}: {why}"
-        for why, of in reasons.items()
-    ]
+    skipped = told_once(report.cases)
     left_out = [] if settings.scenarios else place.alone(not_tried, settings.selection)
     # a pass of what was tried must not look like a pass of everything
     lines += [plain(f"not tried: {why}") for why in [*skipped, *left_out]]
@@ -240,6 +233,22 @@ def _show(settings: RunSettings, console: Console, place: Place) -> None:
         lines.append(f"page:   {page}")
     if not settings.quiet:
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def told_once(cases: Sequence[CaseRecord]) -> list[str]:
+    """A line for each cause of skipped cases: the first case, and how many more."""
+    alike: dict[str, list[CaseRecord]] = {}
+    for case in cases:
+        if case.status == "skipped":
+            why = case.verdicts[0].message
+            # one exception of the user's code comes from many ranks, calls and meshes
+            cause = why.partition(": raised ")[2] or why
+            alike.setdefault(cause, []).append(case)
+    return [
+        f"{of[0].scenario}{f' and {len(of) - 1} more' if of[1:] else ''}: "
+        f"{of[0].verdicts[0].message}"
+        for of in alike.values()
+    ]
 
 
 # - After a restart by torchrun

@@ -17,6 +17,7 @@ from gradparity.conformance.report.terminal import (
     print_report,
     progress,
 )
+from gradparity.conformance.run.session import told_once
 from gradparity.conformance.status import Verdict
 from gradparity.tests.conformance.test_report import HOSTILE, case, report_of
 
@@ -138,3 +139,21 @@ def test_the_report_shows_how_much_each_law_compared() -> None:
     laws = {"parity.update": LawText(text="t", reason="r")}
     page = render_page(replace(report, header=replace(report.header, laws=laws)))
     assert "Compared here: 10 of 40 that were due." in page
+
+
+def test_cases_skipped_for_one_exception_are_one_line() -> None:
+    raised = "forward: raised RuntimeError: expected BFloat16 (mine.py line 3)"
+    messages = [
+        f"one process cannot run in bf16-params either: workload a:B: {raised}",
+        f"workload a:B: rank 1, {raised}",
+        "recipe 'resume' needs a checkpoint",
+        f"workload a:B: rank 0, {raised}",
+    ]
+    cases = [
+        replace(case("a:B", "skipped", why), scenario=f"dp{number}")
+        for number, why in enumerate(messages)
+    ]
+    assert told_once([case(), *cases]) == [
+        f"dp0 and 2 more: {messages[0]}",
+        f"dp2: {messages[2]}",
+    ]

@@ -1,0 +1,193 @@
+"""``gradparity init``: write a workload file for a model, and its CI job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..conformance.cli.arguments import Parser, file, one_of
+from ..conformance.cli.values import check_spec
+from ..conformance.files import create, writing
+from ..conformance.output import say
+from ..conformance.status import EXIT_CODES, USAGE, UsageError, WriteError, plain
+from .job import FILES, Address, address_of_gradparity, job_text, parse_address
+
+if TYPE_CHECKING:  # torch is imported when the options are known to be right
+    from ..conformance.draft.source import Source
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the files.
+
+    Args:
+        argv: arguments after ``gradparity init``; None takes the process's own.
+
+    Returns:
+        0 the files run as they are, 2 usage and nothing is written, 3 the disk is full,
+        4 a TODO is left in them.
+    """
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        parser = _parser()
+        parser.check_options(arguments)
+        return _init(parser.parse_args(arguments))
+    except UsageError as error:
+        return _fail(error, USAGE)
+    except WriteError as error:
+        return _fail(error, EXIT_CODES["error"])
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+
+
+def _fail(error: Exception, code: int) -> int:
+    say(f"gradparity init: {plain(str(error))}", error=True)
+    return code
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="gradparity init",
+        description="Write a workload file for a model, ready to run: batch and loss "
+        "are found by one forward on this machine, blocks are sharded by FSDP2.",
+        epilog="exit codes: 0 the files run as they are, 2 usage, 3 a file cannot be "
+        "written, 4 the files have a TODO that is yours",
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODULE:NAME",
+        help="a class of models or a function that returns one, both without "
+        "arguments; with --ci also a workload that there is already",
+    )
+    add(
+        "--out",
+        type=file,
+        metavar="FILE",
+        help="the workload file, in this folder or below (stack.py)",
+    )
+    add(
+        "--ci",
+        type=one_of("CI system", tuple(FILES)),
+        metavar="|".join(FILES),
+        help="also write the job that gates the workload",
+    )
+    add(
+        "--source",
+        type=_address,
+        metavar="URL",
+        help="with --ci: the repository of gradparity, URL[@REVISION], where it cannot "
+        "be seen from the installation",
+    )
+    return parser
+
+
+def _address(text: str) -> Address:
+    found = parse_address(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no repository, such as https://github.com/OWNER/gradparity"
+        )
+    return found
+
+
+def _init(parsed: argparse.Namespace) -> int:
+    spec = parsed.model
+    if not all(spec.partition(":")):
+        raise UsageError(
+            f"{spec!r} is no module:attribute, such as mypackage.model:MyModel"
+        )
+    if parsed.source and not parsed.ci:
+        raise UsageError("--source goes with --ci")
+    out = parsed.out or Path("stack.py")
+    workload = f"{_module(out)}:Workload"
+    job = FILES.get(parsed.ci)
+    if job is not None:
+        _refuse_existing(job, "move it away, or write the job into it by hand")
+    if job is None or parsed.out is not None:
+        _refuse_existing(out, "choose another name with --out")
+    check_spec(spec)
+    # only now: what can be wrong without torch has been said
+    from ..conformance.draft.source import find_source, is_workload, load
+
+    if job is not None and is_workload(load(spec)):
+        if parsed.out is not None:
+            raise UsageError(f"{spec} is a workload already: leave out --out")
+        return _write_job(parsed, job, spec)
+    _refuse_existing(out, "choose another name with --out")
+    code = _write_workload(find_source(spec), out, workload)
+    return code if job is None else max(code, _write_job(parsed, job, workload))
+
+
+def _module(out: Path) -> str:
+    """The name under which the current folder imports a file.
+
+    Raises:
+        UsageError: if it has none.
+    """
+    parts = out.with_suffix("").parts
+    if out.suffix != ".py" or not all(part.isidentifier() for part in parts):
+        raise UsageError(
+            f"--out {out}: expected a Python file in this folder or below, such as "
+            "stack.py or mypackage/stack.py: gradparity imports it from here"
+        )
+    return ".".join(parts)
+
+
+def _refuse_existing(path: Path, way: str) -> None:
+    if path.exists() or path.is_symlink():
+        raise UsageError(f"{path} exists and is left as it is: {way}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a new file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = create(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    with writing(path), file:
+        file.write(text.encode())
+
+
+def _write_workload(source: Source, out: Path, workload: str) -> int:
+    from ..conformance.draft.probe import probe
+    from ..conformance.draft.text import refusal, workload_text
+
+    module = workload.partition(":")[0]
+    found = probe(source)
+    text = workload_text(source, found, module)
+    refused = "" if found.problem else refusal(text)
+    _write(out, workload_text(source, found, module, refused))
+    for line in found.lines:
+        say(plain(line))
+    run = f"gradparity run --quick --workload {workload} --scaler none"
+    if problem := found.problem or refused:
+        say(plain(f"{out} has a TODO: {problem}"))
+        say(f"then: {run}")
+        return EXIT_CODES["inconclusive"]
+    say(f"wrote {out}; next: {run}")
+    return 0
+
+
+def _write_job(parsed: argparse.Namespace, path: Path, workload: str) -> int:
+    import torch
+
+    address = parsed.source or address_of_gradparity()
+    version = torch.__version__.partition("+")[0]
+    _write(path, text := job_text(parsed.ci, workload, address, version))
+    if "TODO" in text:
+        say(
+            f"{path} has a TODO: the repository of gradparity cannot be seen from this "
+            "installation: write it there, or give --source"
+        )
+        return EXIT_CODES["inconclusive"]
+    if parsed.ci == "gitlab":
+        say(f"wrote {path}; next: in .gitlab-ci.yml include: {path}")
+    else:
+        say(f"wrote {path}")
+    return 0

@@ -1,0 +1,122 @@
+"""The CI job that gates a workload, and where gradparity can be installed from."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from jinja2 import Environment, StrictUndefined
+
+from .. import __version__
+
+__all__ = ["FILES", "Address", "address_of_gradparity", "job_text", "parse_address"]
+
+FILES = {
+    "github": Path(".github", "workflows", "gradparity.yml"),
+    "gitlab": Path(".gitlab", "gradparity.yml"),
+}
+"""CI system -> the file of the job."""
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """A Git repository on a server, and what to check out there."""
+
+    host: str
+    path: str
+    """Owner and name: ``OWNER/gradparity``."""
+    revision: str = f"v{__version__}"
+    known: bool = True
+
+    @property
+    def url(self) -> str:
+        """The repository for ``git clone``; without a user's name or token."""
+        return f"https://{self.host}/{self.path}"
+
+
+UNKNOWN = Address(host="GIT-HOST", path="OWNER/gradparity", known=False)
+
+
+def parse_address(text: str) -> Address | None:
+    """Read ``https://HOST/OWNER/NAME[.git][@REVISION]`` or ``git@HOST:OWNER/NAME``."""
+    text = re.sub(r"^git@([\w.-]+):", r"https://\1/", text.removeprefix("git+"))
+    parts = urlsplit(text)
+    path, _, revision = parts.path.strip("/").partition("@")
+    path = path.removesuffix(".git")
+    fits = re.fullmatch(r"[\w.-]+(/[\w.-]+)+", path)
+    if parts.scheme not in ("https", "http", "ssh") or not parts.hostname or not fits:
+        return None
+    if not re.fullmatch(r"[\w./-]*", revision):
+        return None
+    port = f":{parts.port}" if parts.port and parts.scheme != "ssh" else ""
+    found = {"revision": revision} if revision else {}
+    return Address(host=f"{parts.hostname}{port}", path=path, **found)
+
+
+def address_of_gradparity() -> Address:
+    """Where this gradparity was installed from: a repository, or a checkout of one.
+
+    pip writes the origin of a package beside its metadata (PEP 610); a checkout has the
+    remote ``origin``.
+    """
+    try:
+        origin = json.loads(
+            distribution("gradparity").read_text("direct_url.json") or ""
+        )
+    except (PackageNotFoundError, ValueError):
+        return UNKNOWN
+    url, vcs = origin["url"], origin.get("vcs_info")
+    if vcs:
+        revision = vcs.get("requested_revision") or vcs["commit_id"]
+        return parse_address(f"{url}@{revision}") or UNKNOWN
+    if not url.startswith("file:"):
+        return UNKNOWN
+    folder = url2pathname(urlsplit(url).path)
+    asked = ["git", "-C", folder, "remote", "get-url", "origin"]
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(asked, capture_output=True, text=True, check=True)
+        return parse_address(told.stdout.strip()) or UNKNOWN
+    return UNKNOWN
+
+
+def job_text(system: str, workload: str, address: Address, torch: str) -> str:
+    """The file of a job.
+
+    Args:
+        system: a key of :data:`FILES`.
+        workload: ``module:attribute``.
+        address: of gradparity.
+        torch: the version to install.
+    """
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    if system == "github" and address.host != "github.com":
+        address = UNKNOWN  # an action of another server cannot be used
+    template = (_TEMPLATES / f"stack-{system}.yml.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        workload=workload,
+        address=address,
+        torch=torch,
+        python=".".join(map(str, sys.version_info[:2])),
+        project=_project(),
+    )
+
+
+def _project() -> str:
+    """What pip must install of the project in this folder."""
+    if Path("pyproject.toml").is_file() or Path("setup.py").is_file():
+        return " -e ."
+    return " -r requirements.txt" if Path("requirements.txt").is_file() else ""

@@ -1,0 +1,336 @@
+"""What one forward of a model shows: its inputs, its output, its blocks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .source import Source
+
+__all__ = ["ROWS", "Drawn", "Found", "probe"]
+
+ROWS = 8
+"""Rows of the batch: 2 ranks, and 3 unequal micro-batches on each of them."""
+LENGTH = 16
+SIDES = (32, 64, 224)
+"""Heights and widths of an image, tried where the model does not state its own."""
+MOST_LAYERS = 8
+"""An argument of any name is tried as the input of each of the first layers."""
+MOST_TRIALS = 32
+_IDS = re.compile(r"(.*_)?(input_ids|token_ids|tokens?|ids|idx|src|tgt)")
+_IMAGES = re.compile(r"pixel_values|(.*_)?(images?|imgs?)")
+_MASK = re.compile(r".*mask")
+_BESIDE = ("decoder_input_ids", "pixel_values")
+"""Optional arguments that some models need beside their main one."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random tensor: integers below ``high``, or where it is 0 values from 0 to 1.
+
+    Values of one sign, as pixels are: gradients of the rows then add up, and stand out
+    of the rounding of half precision.
+    """
+
+    shape: tuple[int, ...]
+    high: int = 0
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """Make it."""
+        if self.high:
+            return torch.randint(self.high, self.shape, generator=generator)
+        return torch.rand(self.shape, generator=generator)
+
+    @property
+    def code(self) -> str:
+        """Source text that makes it."""
+        sizes = ", ".join(map(str, self.shape))
+        if self.high:
+            comma = "," if len(self.shape) == 1 else ""
+            return f"torch.randint({self.high}, ({sizes}{comma}), generator=generator)"
+        return f"torch.rand({sizes}, generator=generator)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a workload file needs of a model; or why it was not found."""
+
+    problem: str = ""
+    """Why no inputs were found."""
+    inputs: Mapping[str, Drawn] = field(default_factory=dict)
+    """Argument of forward -> what it is given."""
+    by_name: bool = False
+    """Whether forward needs its arguments by name, and not one alone."""
+    output: str = "output"
+    """The tensor in what forward returns, as source text."""
+    targets: Drawn = Drawn((ROWS,))
+    blocks: tuple[str, ...] = ()
+    """Names of the modules to shard, each a block; or of containers of blocks."""
+    containers: bool = False
+    """Whether ``blocks`` names containers, of which all children are blocks."""
+    norms: bool = False
+    """Whether a batch norm computes with the statistics of a batch."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What was found, for the user to check."""
+        if self.problem:
+            return []
+        inputs = [f"{name} {_size(drawn)}" for name, drawn in self.inputs.items()]
+        loss = "cross entropy" if self.targets.high else "mean squared error"
+        blocks = "children of " if self.containers else ""
+        return [
+            f"inputs: {', '.join(inputs)}",
+            f"loss:   {loss} of {self.output} and targets {_size(self.targets)}",
+            f"blocks: {blocks}{', '.join(self.blocks) or 'none: the whole is sharded'}",
+        ]
+
+
+def _size(drawn: Drawn) -> str:
+    below = f", integers below {drawn.high}" if drawn.high else ""
+    return f"{list(drawn.shape)}{below}"
+
+
+def probe(source: Source) -> Found:
+    """Try inputs until one forward gives an output that depends on the parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = source.make()
+        problem = ""
+        for inputs, by_name in itertools.islice(_trials(model), MOST_TRIALS):
+            generator = torch.Generator().manual_seed(0)
+            drawn = {name: each.draw(generator) for name, each in inputs.items()}
+            calls: Counter[nn.Module] = Counter()
+            try:
+                with _counting(model, calls), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # `run` shows them
+                    output = model(**drawn) if by_name else model(*drawn.values())
+            except Exception as error:  # a user's code may raise any
+                shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in drawn.items())
+                text = " ".join(str(error).split())[:200]
+                told = f"with {shapes} it raised {type(error).__name__}: {text}"
+                problem = problem or told
+                continue
+            path, value = next(_differentiable(output), ("", None))
+            if value is None:
+                problem = problem or f"it returned {_kind(output)}, no tensor to train"
+                continue
+            blocks, containers = _blocks(model, calls)
+            return Found(
+                inputs=inputs,
+                by_name=by_name,
+                output=path,
+                targets=_targets(path, value, inputs),
+                blocks=blocks,
+                containers=containers,
+                norms=_has_norms(model),
+            )
+    return Found(problem=problem or "its forward takes no argument")
+
+
+def _kind(output: Any) -> str:
+    return type(output).__name__
+
+
+@contextmanager
+def _counting(model: nn.Module, calls: Counter[nn.Module]) -> Iterator[None]:
+    """A context that counts the calls of each module."""
+    hooks = [
+        module.register_forward_hook(lambda m, *_: calls.update([m]))
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# - Inputs
+
+
+def _trials(model: nn.Module) -> Iterator[tuple[dict[str, Drawn], bool]]:
+    """Arguments to try, the likely ones first; and whether they go by name."""
+    parameters = [
+        p
+        for p in signature(model.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    names = [p.name for p in parameters]
+    for chosen in _chosen(model, parameters) if names else [["input"]]:
+        by_name = len(chosen) > 1 or (bool(names) and chosen != names[:1])
+        kinds = [list(_candidates(model, name)) for name in chosen]
+        for drawn in itertools.product(*kinds):
+            yield dict(zip(chosen, drawn, strict=True)), by_name
+
+
+def _chosen(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[list[str]]:
+    """Names of arguments to give: those that are needed, or the main one."""
+    names = [p.name for p in parameters]
+    needed = [p.name for p in parameters if p.default is p.empty]
+    if needed:
+        yield needed
+        return
+    main = getattr(model, "main_input_name", None)  # transformers has it
+    if main not in names:
+        known = (n for n in names if _IDS.fullmatch(n) or _IMAGES.fullmatch(n))
+        main = next(known, names[0])
+    yield [main]
+    for other in _BESIDE:
+        if other in names and other != main:
+            yield [main, other]
+
+
+def _candidates(model: nn.Module, name: str) -> Iterator[Drawn]:
+    """Tensors to try for one argument: by its name, then by the first layer."""
+    words, sides = _words(model), list(_sides(model))
+    layers = [m for m in model.modules() if any(True for _ in m.parameters(False))]
+    channels = [m.in_channels for m in layers if isinstance(m, nn.Conv2d)]
+    images = [Drawn((ROWS, c, s, s)) for c in (channels or [3])[:1] for s in sides]
+    ids = [Drawn((ROWS, LENGTH), words)] if words else []
+    if _IDS.fullmatch(name):
+        yield from ids
+    elif _MASK.fullmatch(name):
+        yield Drawn((ROWS, LENGTH), 1)
+    elif _IMAGES.fullmatch(name):
+        yield from images
+    else:
+        for layer in layers[:MOST_LAYERS]:
+            match layer:
+                case nn.Embedding():
+                    yield Drawn((ROWS, LENGTH), layer.num_embeddings)
+                case nn.Linear():
+                    yield Drawn((ROWS, layer.in_features))
+                    yield Drawn((ROWS, LENGTH, layer.in_features))
+                case nn.Conv1d():
+                    yield Drawn((ROWS, layer.in_channels, LENGTH))
+                case nn.Conv2d():
+                    yield from images
+                case nn.Conv3d():
+                    yield Drawn((ROWS, layer.in_channels, LENGTH, LENGTH, LENGTH))
+                case nn.RNNBase():
+                    yield Drawn((ROWS, LENGTH, layer.input_size))
+                case nn.LayerNorm():
+                    yield Drawn((ROWS, LENGTH, *layer.normalized_shape))
+        yield from [*ids, *images]
+
+
+def _words(model: nn.Module) -> int:
+    """The size of the vocabulary: of the configuration, or of the first embedding."""
+    stated = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(stated, int):
+        return stated
+    return next(
+        (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 0
+    )
+
+
+def _sides(model: nn.Module) -> Iterator[int]:
+    """Sides of an image that the model states, or the usual ones."""
+    for owner in (getattr(model, "config", None), *model.modules()):
+        for name in ("image_size", "img_size"):
+            stated = getattr(owner, name, None)
+            side = stated[0] if isinstance(stated, list | tuple) and stated else stated
+            if isinstance(side, int):
+                yield side
+                return
+    yield from SIDES
+
+
+# - Output
+
+
+def _differentiable(output: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """Tensors that depend on parameters, with the way to them; logits come first."""
+    if isinstance(output, Tensor):
+        if output.requires_grad and output.is_floating_point() and output.ndim:
+            yield path, output
+        return
+    if isinstance(output, Mapping):
+        names = sorted(output, key=lambda name: name != "logits")
+        for name in names:
+            attribute = isinstance(name, str) and getattr(output, name, None)
+            way = f".{name}" if attribute is output[name] else f"[{name!r}]"
+            yield from _differentiable(output[name], path + way.replace("'", '"'))
+    elif isinstance(output, list | tuple):
+        for number, each in enumerate(output):
+            yield from _differentiable(each, f"{path}[{number}]")
+    elif hasattr(output, "__dict__"):
+        for name in sorted(vars(output), key=lambda name: name != "logits"):
+            yield from _differentiable(vars(output)[name], f"{path}.{name}")
+
+
+def _targets(path: str, value: Tensor, inputs: Mapping[str, Drawn]) -> Drawn:
+    """Classes where the output can be scores of them, else values of its shape."""
+    *rows, classes = value.shape
+    first = next(iter(inputs.values()))
+    scores = (classes > 1 and "hidden" not in path) and (
+        # a score for each token, or for each row of tokens or images
+        (bool(first.high) and tuple(rows) in (first.shape, first.shape[:1]))
+        or (len(first.shape) == 4 and len(rows) == 1)
+    )
+    return Drawn(tuple(rows), classes) if scores else Drawn(tuple(value.shape))
+
+
+# - Layout
+
+
+def _blocks(
+    model: nn.Module, calls: Mapping[nn.Module, int]
+) -> tuple[tuple[str, ...], bool]:
+    """The outermost repeated blocks: containers of nothing else, or their own names.
+
+    A block is a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that was
+    called once and has children itself. ``fully_shard`` gathers its parameters when it
+    is called, so none of them may be used from outside.
+    """
+    containers: list[str] = []
+    names: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        children = [(f"{name}.{n}".strip("."), m) for n, m in module.named_children()]
+        blocks = [c for c in children if _is_block(model, c[1], calls)]
+        kinds = Counter(type(block) for _, block in blocks)
+        if isinstance(module, _CONTAINERS) and max(kinds.values(), default=0) > 1:
+            names.extend(n for n, _ in blocks)
+            if len(blocks) == len(children) and name:
+                containers.append(name)
+            children = [c for c in children if c not in blocks]
+        for inner, child in children:
+            visit(child, inner)
+
+    visit(model, "")
+    whole = sum(len([*model.get_submodule(name).children()]) for name in containers)
+    if containers and whole == len(names):
+        return tuple(containers), True
+    return tuple(names), False
+
+
+def _is_block(
+    model: nn.Module, module: nn.Module, calls: Mapping[nn.Module, int]
+) -> bool:
+    own = {id(p) for p in module.parameters()}
+    composite = next(module.children(), None) is not None
+    if not own or not composite or calls.get(module) != 1:
+        return False
+    inside = sum(
+        id(p) in own for _, p in module.named_parameters(remove_duplicate=False)
+    )
+    every = sum(id(p) in own for _, p in model.named_parameters(remove_duplicate=False))
+    return inside == every
+
+
+def _has_norms(model: nn.Module) -> bool:
+    return any(isinstance(m, _NORMS) and m.training for m in model.modules())

@@ -1,0 +1,216 @@
+"""How a workload file imports and makes the model that the user has named."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ...fixtures.workloads import named
+from ..status import UsageError, as_usage
+
+__all__ = ["Source", "find_source", "is_workload", "load"]
+
+MOST_ELEMENTS = 2**28
+"""Largest model that is made here, in elements of all parameters: 1 GiB in fp32."""
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "image_size": 32,
+    "patch_size": 8,
+}
+"""Settings of a configuration of transformers, whose defaults are those of the largest
+models: each is set where the configuration has it, and more of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """How to make the model."""
+
+    spec: str
+    imports: tuple[tuple[str, str], ...]
+    """(module, name) of what ``call`` uses."""
+    call: str
+    """What is called to make it: ``MyModel``."""
+    configuration: str = ""
+    """Name of the class of its one argument, if it has one."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the configuration."""
+    make: Callable[[], nn.Module]
+
+    @property
+    def title(self) -> str:
+        """The last word of the spec."""
+        return self.spec.rpartition(":")[2]
+
+
+def load(spec: str) -> Any:
+    """What ``module:attribute`` names; a module in the current folder comes first.
+
+    Raises:
+        UsageError: if it names nothing.
+    """
+    if os.getcwd() not in sys.path:  # a script's path is where it is installed
+        sys.path.insert(0, os.getcwd())
+    with as_usage(ValueError):
+        return named("model", spec, "mypackage.model:MyModel")
+
+
+def is_workload(found: Any) -> bool:
+    """Whether an object is a workload, or a class of them."""
+    return hasattr(found, "meshes") and hasattr(found, "parallelize")
+
+
+def find_source(spec: str) -> Source:
+    """Find how to make the model that ``module:attribute`` names.
+
+    Args:
+        spec: names a function without arguments that returns a module, or a class of
+            modules whose one argument is a configuration that has defaults.
+
+    Raises:
+        UsageError: if it names neither, or if the model cannot be made; says what to
+            write.
+    """
+    found = load(spec)
+    way = f"write a function without arguments, {_way(spec)}"
+    if is_workload(found):
+        raise UsageError(f"{spec} is a workload already: add --ci for its CI job")
+    if isinstance(found, nn.Module):
+        raise UsageError(f"{spec} is a model already; each rank makes its own: {way}")
+    if not callable(found):
+        kind = type(found).__name__
+        raise UsageError(f"{spec} is of type {kind}, expected a function: {way}")
+    module, _, attribute = spec.partition(":")
+    imported = (module, attribute.partition(".")[0])
+    needed = list(_needed(found))
+    if not needed:
+        source = Source(spec=spec, imports=(imported,), call=attribute, make=found)
+        if problem := _problem(source):
+            raise UsageError(f"{spec} {problem}: {way}")
+        return source
+    told = f"{spec} needs {', '.join(needed)}"
+    for kind in _configurations(found, needed):
+        settings = _small(kind)
+        name = kind.__qualname__
+        # the configuration may be an attribute of the model's class
+        inside = (kind.__module__, name.partition(".")[0]) == (
+            getattr(found, "__module__", ""),
+            imported[1],
+        )
+        more = () if inside else ((_home(kind, module), name.partition(".")[0]),)
+        source = Source(
+            spec=spec,
+            imports=(imported, *more),
+            call=attribute,
+            configuration=name,
+            settings=settings,
+            make=partial(_configured, found, kind, settings),
+        )
+        # first without memory: a default may have billions of elements
+        with torch.device("meta"):
+            problem = _problem(source)
+        problem = problem or _problem(source)
+        if not problem:
+            return source
+        told += f", and with {name}() it {problem}"
+    raise UsageError(f"{told}: {way}")
+
+
+def _configured(found: Any, kind: Any, settings: Mapping[str, Any]) -> nn.Module:
+    made: nn.Module = found(kind(**settings))
+    return made
+
+
+def _problem(source: Source) -> str:
+    """Why the model cannot be made, or is too large; a verb and what follows."""
+    try:
+        made = source.make()
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)} line {frame.lineno}"
+        return f"raised {type(error).__name__}: {error} ({where})"
+    if not isinstance(made, nn.Module):
+        return f"gave a {type(made).__name__}, expected an nn.Module"
+    elements = sum(p.numel() for p in made.parameters() if not is_lazy(p))
+    if elements > MOST_ELEMENTS:
+        return f"has {elements:,} elements, at most {MOST_ELEMENTS:,} are allowed"
+    return ""
+
+
+def _way(spec: str) -> str:
+    """The line to add, and the name to give."""
+    module, _, attribute = spec.partition(":")
+    name = attribute.rpartition(".")[2]
+    return (
+        f"such as `def make_model(): return {name}(...)`, and name {module}:make_model"
+    )
+
+
+def _needed(made: Callable[..., Any]) -> Iterator[str]:
+    """Parameters without a default."""
+    with suppress(ValueError):  # some that are written in C have no signature
+        for parameter in inspect.signature(made).parameters.values():
+            variadic = parameter.kind in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            )
+            if parameter.default is parameter.empty and not variadic:
+                yield parameter.name
+
+
+def _configurations(found: Any, needed: list[str]) -> Iterator[type]:
+    """Classes of the one argument that a class of modules needs."""
+    if len(needed) > 1 or not isinstance(found, type):
+        return
+    hints: dict[str, Any] = {}
+    with suppress(Exception):  # an annotation may name what is imported for types only
+        hints = typing.get_type_hints(found.__init__)
+    seen = []
+    for kind in (
+        getattr(found, "config_class", None),
+        getattr(found, "Config", None),
+        hints.get(needed[0]),
+    ):
+        if isinstance(kind, type) and kind not in seen and not list(_needed(kind)):
+            if kind.__module__ != "builtins":
+                seen.append(kind)
+                yield kind
+
+
+def _small(kind: Any) -> dict[str, Any]:
+    """Settings that make a configuration of transformers small; none for others."""
+    if not hasattr(kind, "model_type"):
+        return {}
+    default = kind()
+    return {
+        name: size
+        for name, size in SMALL.items()
+        if isinstance(getattr(default, name, None), int)
+        and getattr(default, name) > size
+    }
+
+
+def _home(kind: type, module: str) -> str:
+    """The shortest module from which ``kind`` can be imported."""
+    name = kind.__qualname__.partition(".")[0]
+    for home in (module, kind.__module__.partition(".")[0]):
+        if hasattr(sys.modules.get(home), name):
+            return home
+    return kind.__module__

@@ -1,0 +1,170 @@
+"""The text of a workload file, from what was found of the model."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from ...fixtures import WorkloadError
+from ..space.workload_checks import check_workload
+from .probe import Found
+from .source import Source
+
+__all__ = ["refusal", "workload_text"]
+
+_TEMPLATE = Path(__file__).with_name("workload.py.jinja")
+_WIDTH = 88
+_BODY = " " * 8
+
+
+def workload_text(source: Source, found: Found, module: str, refused: str = "") -> str:
+    """The file.
+
+    Args:
+        source: how the model is made.
+        found: its inputs, output and blocks.
+        module: the name under which the file is imported.
+        refused: why the judge refuses the file as it is; it becomes a TODO.
+    """
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        found=found,
+        module=module,
+        imports=_imports(source, found),
+        refused=refused
+        and _todo(f"gradparity refuses this workload as it is: {refused}"),
+        problem=found.problem
+        and _todo(f"no inputs were found: {found.problem}. Draw a batch here."),
+        model=_model(source),
+        inputs=_inputs(found),
+        inputs_type="dict[str, Tensor]" if found.by_name else "Tensor",
+        output_type="Tensor" if found.output == "output" else "Any",
+        layout=_layout(found),
+    )
+
+
+def refusal(text: str) -> str:
+    """Why the judge refuses a workload file before its first run; empty: it does not.
+
+    The file is checked on this process: two models and batches, forward and backward,
+    the optimizer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # a name of its own: the file may be called as a module of the user's
+        name = f"gradparity_draft_{os.path.basename(folder)}"
+        Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
+        sys.path.insert(0, folder)
+        try:
+            check_workload(f"{name}:Workload")
+        except WorkloadError as error:
+            return str(error).removeprefix(f"workload {name}:Workload: ")
+        finally:
+            sys.path.remove(folder)
+            sys.modules.pop(name, None)
+    return ""
+
+
+def _todo(text: str) -> str:
+    return textwrap.fill(
+        f"TODO: {text}",
+        _WIDTH,
+        initial_indent="    # ",
+        subsequent_indent="    # ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _imports(source: Source, found: Found) -> str:
+    """The imports, sorted as ruff and isort sort them: modules of this folder last."""
+    others = {
+        "torch": ["Tensor", "nn"],
+        "torch.distributed.device_mesh": ["DeviceMesh"],
+        "torch.distributed.fsdp": ["MixedPrecisionPolicy", "fully_shard"],
+    }
+    own: dict[str, list[str]] = {}
+    for module, name in source.imports:
+        top = module.partition(".")[0]
+        here = Path(top).is_dir() or Path(f"{top}.py").is_file()
+        (own if here else others).setdefault(module, []).append(name)
+    blocks = ["import torch", *_from(others)]
+    typing = found.problem or found.by_name or found.output != "output"
+    return "\n".join(
+        [
+            *(["from typing import Any", ""] if typing else []),
+            *blocks,
+            *(["", *_from(own)] if own else []),
+        ]
+    )
+
+
+def _from(names: dict[str, list[str]]) -> Iterable[str]:
+    for module in sorted(names):
+        # constants, classes, functions, as isort has them
+        ordered = sorted(set(names[module]), key=lambda n: (not n[0].isupper(), n))
+        line = f"from {module} import {', '.join(ordered)}"
+        if len(line) > _WIDTH:
+            line = _listed(f"from {module} import ", "()", ordered, "")
+        yield line
+
+
+def _model(source: Source) -> str:
+    call = f"{_BODY}model: nn.Module = {source.call}("
+    if not source.configuration:
+        return f"{call})"
+    if not source.settings:
+        return f"{call}{source.configuration}())"
+    words = [f"{name}={value!r}" for name, value in source.settings.items()]
+    config = _listed(f"{_BODY}config = {source.configuration}", "()", words, _BODY)
+    return f"{config}\n{call}config)"
+
+
+def _inputs(found: Found) -> str:
+    codes = {name: drawn.code for name, drawn in found.inputs.items()}
+    if not found.by_name:
+        return "\n".join(f"{_BODY}inputs = {code}" for code in codes.values())
+    words = [f'"{name}": {code}' for name, code in codes.items()]
+    return _listed(f"{_BODY}inputs = ", "{}", words, _BODY)
+
+
+def _layout(found: Found) -> str:
+    if not found.blocks:
+        comment = "# no repeated blocks were found: shard large parts first, each alone"
+        return f"{_BODY}{comment}"
+    prefix = "model." if found.by_name else ""
+    names = [f'"{prefix}{name}"' for name in found.blocks]
+    shard = "fully_shard({}, mesh=mesh, mp_policy=policy)"
+    if not found.containers:
+        each = shard.format("model.get_submodule(name)")
+        return f"{_each('name', names)}\n{_BODY}    {each}"
+    each = shard.format("block")
+    if len(names) == 1:
+        loop = f"{_BODY}for block in model.get_submodule({names[0]}).children():"
+        return f"{loop}\n{_BODY}    {each}"
+    loop = f"{_BODY}    for block in model.get_submodule(stage).children():"
+    return f"{_each('stage', names)}\n{loop}\n{_BODY}        {each}"
+
+
+def _each(variable: str, names: list[str]) -> str:
+    comma = "," if len(names) == 1 else ""
+    line = f"{_BODY}for {variable} in ({', '.join(names)}{comma}):"
+    if len(line) <= _WIDTH:
+        return line
+    return _listed(f"{_BODY}for {variable} in ", "()", names, _BODY) + ":"
+
+
+def _listed(opening: str, brackets: str, words: Iterable[str], indent: str) -> str:
+    """One word a line, as formatters keep it for a comma after the last one."""
+    lines = "".join(f"{indent}    {word},\n" for word in words)
+    return f"{opening}{brackets[0]}\n{lines}{indent}{brackets[1]}"
