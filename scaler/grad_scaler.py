@@ -493,7 +493,7 @@ class GradScaler(_TorchGradScaler):
             raise
         if group is None:
             self._remember_overflow(optimizer, found, 0)
-            norm = global_norm(tensor_of(entries, scale.device), norm_type)
+            norm = entries[2]  # that of the one mesh a rank alone can have
         else:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             needs_rows = not is_one_sum(grads, norm_type, ranks)
@@ -519,21 +519,22 @@ class GradScaler(_TorchGradScaler):
         norm_type: float,
     ) -> Number:
         # What all ranks add to it after the first message, on all of them alike.
-        if result.rows is not None:  # they came with the message
-            return global_norm(result.rows, norm_type)
-        row = tensor_of(entries, torch.device("cpu"))
-        summary = result.read()
-        if not (summary.needs_rows or summary.found_inf):
-            part = part_of_sum(entries, norm_type)
-            total = self._sync.sum_of(result, part, norm_type)
-            if math.isfinite(total):  # no square has left the range of fp64
-                return total if math.isinf(norm_type) else math.sqrt(total)
-        rows = self._sync.rows_of(result, row)
+        rows = result.rows  # None unless they came with the message
+        if rows is None:
+            row = tensor_of(entries, torch.device("cpu"))
+            summary = result.read()
+            if not (summary.needs_rows or summary.found_inf):
+                part = part_of_sum(entries, norm_type)
+                total = self._sync.sum_of(result, part, norm_type)
+                if math.isfinite(total):  # no square has left the range of fp64
+                    return total if math.isinf(norm_type) else math.sqrt(total)
+            rows = self._sync.rows_of(result, row)
         try:
-            return global_norm(rows, norm_type)
+            norm = global_norm(rows, norm_type)
         except AmbiguousError:
             sums = self._sync.rows_of(result, bit_sums(grads))
-            return global_norm(rows, norm_type, sums)
+            norm = global_norm(rows, norm_type, sums)
+        return number_in(norm)
 
     def _scale_or_one(self) -> torch.Tensor:
         # A disabled scaler clips by the same norm; its gradients carry no scale.
