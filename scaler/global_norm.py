@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -108,17 +108,22 @@ class Places(NamedTuple):
 # - This rank's gradients, by mesh
 
 
-def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsByMesh:
+def grads_by_mesh(
+    optimizer: Any, record: OptimizerRecord, rank: int, *, allow_fp16: bool
+) -> GradsByMesh:
     """Collect the local gradients of an optimizer by where they lie.
 
     Partial gradients are summed up first, a collective over their mesh. ``rank`` is
     that of this process in the default process group.
+
+    Raises:
+        ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
     alone = Layout(_hashed(f"({rank},)"), (rank,), "plain", 1)
     by_mesh = GradsByMesh()
     gradients, locals_ = gradients_of(optimizer)
     if locals_ is gradients and gradients:  # no DTensor among them
-        by_mesh[alone] = by_device_and_dtype(gradients)
+        by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
         by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
         return by_mesh
     found, places = specs(gradients), record.places
@@ -141,7 +146,7 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         some = locals_
         if len(indices) < len(locals_):
             some = [locals_[index] for index in indices]
-        by_mesh[layout] = by_device_and_dtype(some)
+        by_mesh[layout] = by_device_and_dtype(some, allow_fp16=allow_fp16)
     return by_mesh
 
 
@@ -234,18 +239,14 @@ def _joined(each: Norms, norm_type: float) -> Number:
         return scaled_norm(each, norm_type)
     if norm_type == 2.0 and math.isfinite(norm := math.hypot(*each)):
         return norm
-    largest = _highest(each)
+    # As amax: nan is higher than any.
+    largest = math.nan if any(map(math.isnan, each)) else max(each, default=0.0)
     if math.isinf(norm_type) or not math.isfinite(largest) or len(each) < 2:
         return largest
     if largest == 0.0:
         return 0.0
     powers = math.fsum((part / largest) ** norm_type for part in each)
     return float(largest * powers ** (1.0 / norm_type))
-
-
-def _highest(values: Sequence[float]) -> float:
-    # As amax: nan is higher than any.
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 @lru_cache(maxsize=65536)
