@@ -700,7 +700,7 @@ class GradScaler(_TorchGradScaler):
             if norm_type is not None:
                 self._norm_over(result, GradsByMesh(), nothing, norm_type)
         except BaseException:
-            self._begin_anew(None, {})
+            self._begin_anew(None, _refresh_per_optimizer_state())
             raise
 
     # - Check and sync
