@@ -51,7 +51,7 @@ SIZES = (2, 4, 8, 16, 32)
 LARGE = 1 << 23
 """Elements of fp32 in the all-reduce that shows the bandwidth."""
 SCENARIO = "fsdp/{}/fp32/adamw/inf@r1s1:last/steps=3"
-SCALERS: dict[str, Any] = {"ours": GradScaler, "torch": torch.amp.GradScaler}
+MAX_NORM = 1e9  # the gradients stay as they are
 
 
 # - Real ranks
@@ -61,8 +61,9 @@ def agreement(repeats: int) -> dict[str, Any]:
     """Time the agreement on this rank, beside the bare collective.
 
     Returns:
-        ``ours``, ``torch`` and ``bare``: median seconds of a step; ``calls``: the
-        collectives of one later step of each scaler.
+        ``ours``, ``torch`` and ``bare``: median seconds of a step, ``ours, clip`` and
+        ``torch, clip`` of a clipped one; ``calls``: the collectives of one later step
+        of each, by the same names.
     """
     world = current_world()
     mesh = init_device_mesh("cpu", (world.world_size,))
@@ -71,10 +72,10 @@ def agreement(repeats: int) -> dict[str, Any]:
     message = torch.zeros(2, dtype=torch.int64)
     work: dict[str, Callable[[], Any]] = {"bare": lambda: dist.all_reduce(message)}
     calls = {}
-    for name, make in SCALERS.items():
+    for name, (make, act) in WORK.items():
         scaler = make("cpu", init_scale=1024.0, growth_interval=2**20)
         scaler.scale(torch.ones(()))
-        work[name] = partial(_step, scaler, held)
+        work[name] = partial(act, scaler, held)
         work[name]()  # the first iteration closes with a message more
         with Calls(mesh) as seen:
             work[name]()
@@ -85,6 +86,27 @@ def agreement(repeats: int) -> dict[str, Any]:
 def _step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
     scaler.update()
+
+
+def _our_clip(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.clip_and_step(optimizer, MAX_NORM)
+    scaler.update()
+
+
+def _torch_clip(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    parameters = optimizer.param_groups[0]["params"]
+    torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+    _step(scaler, optimizer)
+
+
+WORK: dict[str, tuple[Any, Callable[..., None]]] = {
+    "ours": (GradScaler, _step),
+    "torch": (torch.amp.GradScaler, _step),
+    "ours, clip": (GradScaler, _our_clip),
+    "torch, clip": (torch.amp.GradScaler, _torch_clip),
+}
+"""What is timed: a scaler, and an iteration of it."""
 
 
 def _medians(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]:
@@ -158,7 +180,7 @@ def real(size: int, repeats: int) -> dict[str, Any]:
         raise RuntimeError("the ranks issued different collectives")
     if any(rank["scaler_calls"] != trained[0]["scaler_calls"] for rank in trained):
         raise RuntimeError("the ranks issued different collectives in training")
-    times = {n: max(rank[n] for rank in ranks) for n in ("ours", "torch", "bare")}
+    times = {n: max(rank[n] for rank in ranks) for n in ("bare", *WORK)}
     slowest = {
         n: max(rank[n] for rank in trained) for n in ("step", "scaler_and_optimizer")
     }

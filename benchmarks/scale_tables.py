@@ -66,6 +66,7 @@ def tables(record: dict[str, Any]) -> dict[str, list[str]]:
             f"beta = {network['beta_s_per_byte'] * 1e9:.2f} ns a byte"
         ],
         "real": list(_real_table(record)),
+        "clip": list(_clip_table(record)),
         "training": list(_training_table(record)),
         "simulated": list(_simulated_table(record)),
         "paper": list(_paper_table(record)),
@@ -99,6 +100,29 @@ def _real_table(record: dict[str, Any]) -> Iterator[str]:
             _ms(seconds["bare"]),
             _ms(seconds["torch"]),
             f"{seconds['ours'] / seconds['torch']:.2f}",
+        )
+
+
+def _clip_table(record: dict[str, Any]) -> Iterator[str]:
+    yield row(
+        "ranks",
+        "collectives of a clip",
+        "of torch's",
+        "clip_and_step",
+        "torch's three calls",
+        "ours / torch's",
+    )
+    yield "|---|---|---|---|---|---|"
+    for each in record["real"]:
+        calls, seconds = each["calls"], each["seconds"]
+        ours, theirs = seconds["ours, clip"], seconds["torch, clip"]
+        yield row(
+            each["ranks"],
+            len(calls["ours, clip"]),
+            len(calls["torch, clip"]),
+            _ms(ours),
+            _ms(theirs),
+            f"{ours / theirs:.2f}",
         )
 
 

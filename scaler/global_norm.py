@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -108,17 +108,22 @@ class Places(NamedTuple):
 # - This rank's gradients, by mesh
 
 
-def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsByMesh:
+def grads_by_mesh(
+    optimizer: Any, record: OptimizerRecord, rank: int, *, allow_fp16: bool
+) -> GradsByMesh:
     """Collect the local gradients of an optimizer by where they lie.
 
     Partial gradients are summed up first, a collective over their mesh. ``rank`` is
     that of this process in the default process group.
+
+    Raises:
+        ValueError: an fp16 gradient, and ``allow_fp16`` is false.
     """
     alone = Layout(_hashed(f"({rank},)"), (rank,), "plain", 1)
     by_mesh = GradsByMesh()
     gradients, locals_ = gradients_of(optimizer)
     if locals_ is gradients and gradients:  # no DTensor among them
-        by_mesh[alone] = by_device_and_dtype(gradients)
+        by_mesh[alone] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
         by_mesh.kinds = _kinds(by_mesh, {alone.mesh: sum(map(torch.numel, gradients))})
         return by_mesh
     found, places = specs(gradients), record.places
@@ -141,7 +146,7 @@ def grads_by_mesh(optimizer: Any, record: OptimizerRecord, rank: int) -> GradsBy
         some = locals_
         if len(indices) < len(locals_):
             some = [locals_[index] for index in indices]
-        by_mesh[layout] = by_device_and_dtype(some)
+        by_mesh[layout] = by_device_and_dtype(some, allow_fp16=allow_fp16)
     return by_mesh
 
 
@@ -234,18 +239,14 @@ def _joined(each: Norms, norm_type: float) -> Number:
         return scaled_norm(each, norm_type)
     if norm_type == 2.0 and math.isfinite(norm := math.hypot(*each)):
         return norm
-    largest = _highest(each)
+    # As amax: nan is higher than any.
+    largest = math.nan if any(map(math.isnan, each)) else max(each, default=0.0)
     if math.isinf(norm_type) or not math.isfinite(largest) or len(each) < 2:
         return largest
     if largest == 0.0:
         return 0.0
     powers = math.fsum((part / largest) ** norm_type for part in each)
     return float(largest * powers ** (1.0 / norm_type))
-
-
-def _highest(values: Sequence[float]) -> float:
-    # As amax: nan is higher than any.
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 @lru_cache(maxsize=65536)
@@ -281,7 +282,7 @@ _ROUNDING = 2.0**-12
 
 def global_norm(
     entries: torch.Tensor, norm_type: float, sums: torch.Tensor | None = None
-) -> Number:
+) -> torch.Tensor:
     """Return the norm over all ranks. See [Note: Each replica once].
 
     Args:
@@ -290,40 +291,44 @@ def global_norm(
         sums: (...), int64: `bit_sums` of all ranks, if these must tell replicas.
 
     Returns:
-        A number, or (), fp64, on the device of the entries; without a synchronisation.
+        (), fp64, on the device of the entries.
 
     Raises:
-        AmbiguousError: it takes ``sums``.
+        AmbiguousError: it takes ``sums``; never on an accelerator.
     """
-    rows = entries.reshape(-1, 3)
-    if not rows.is_cpu:
-        return _norm_on_device(rows, norm_type)
-    found: list[list[float]] = rows.tolist()
-    largest = _highest([norm for _, _, norm in found])
-    if math.isinf(norm_type) or not math.isfinite(largest) or largest == 0.0:
+    # No size depends on the data, so nothing is read; the work grows as n log n.
+    mesh, kind, norm = entries.reshape(-1, 3).T.contiguous()  # (n,) each
+    largest = norm.amax()
+    if math.isinf(norm_type):
         return largest
-    bits = [0] * len(found) if sums is None else sums.flatten().tolist()
-    powers: dict[float, list[float]] = {}
-    kinds: dict[float, float] = {}
-    exact: dict[float, int] = Counter()
-    for (mesh, kind, norm), of_bits in zip(found, bits, strict=True):
-        if mesh:
-            powers.setdefault(mesh, []).append((norm / largest) ** norm_type)
-            kinds.setdefault(mesh, kind)
-            exact[mesh] = (exact[mesh] + of_bits) % 2**64
-    # fsum rounds once, whatever the order.
-    totals = {mesh: math.fsum(some) for mesh, some in powers.items()}
-    if sums is None:
-        once = {(kinds[mesh], total): total for mesh, total in totals.items()}
-        by_kind: dict[float, float] = {}
-        for kind, total in sorted(once):
-            if total <= by_kind.get(kind, -1.0) * (1.0 + _ROUNDING) ** norm_type:
-                raise AmbiguousError
-            by_kind[kind] = total
-    else:
-        once = {(kinds[mesh], exact[mesh]): totals[mesh] for mesh in sorted(totals)}
-    total = math.fsum(once.values())
-    return float(largest * total ** (1.0 / norm_type))
+    is_usable = largest.isfinite() & (largest > 0.0)
+    divisor = torch.where(is_usable, largest, 1.0)
+    # Powers are added as integers, so that ranks in another order have the same sum.
+    one = 2.0 ** min(52, 62 - len(norm).bit_length())  # the sum of all fits int64
+    power = ((norm / divisor).pow(norm_type) * one).round().long()
+    # Entries of one mesh get one place, and with it the sum over the mesh.
+    place = torch.searchsorted(mesh.sort().values, mesh)
+
+    def over_mesh(each: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(each).index_add_(0, place, each)[place]
+
+    total = over_mesh(power)
+    known_by = total if sums is None else over_mesh(sums.flatten())
+    # Sorted by kind, then by what replicas have in common, equal ones are neighbours:
+    # all but one are copies, entries of one mesh among them.
+    order = known_by.argsort()
+    order = order[kind[order].argsort(stable=True)]
+    kind, known_by, total = kind[order], known_by[order], total[order]
+    is_one_kind = kind[1:] == kind[:-1]
+    is_copy = is_one_kind & (known_by[1:] == known_by[:-1])
+    if sums is None and entries.is_cpu:
+        each = (total.double() / one).pow(1.0 / norm_type)
+        is_near = each[1:] <= each[:-1] * (1.0 + _ROUNDING)
+        if bool((is_one_kind & is_near & ~is_copy & is_usable).any()):
+            raise AmbiguousError
+    total[1:].masked_fill_(is_copy, 0)
+    whole = (total.sum().double() / one).pow(1.0 / norm_type) * divisor
+    return torch.where(is_usable, whole, largest)
 
 
 def bit_sums(grads: GradsByMesh) -> torch.Tensor:
@@ -340,31 +345,6 @@ def bit_sums(grads: GradsByMesh) -> torch.Tensor:
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _norm_on_device(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
-    # The same without reading anything: no size depends on the data, and the work grows
-    # as n log n. Powers are added as integers, whose sum does not depend on the order.
-    largest = rows[:, 2].amax()
-    if math.isinf(norm_type):
-        return largest
-    is_usable = largest.isfinite() & (largest > 0.0)
-    divisor = torch.where(is_usable, largest, 1.0)
-    mesh, kind, norm = rows.T.contiguous()
-    one = 2.0 ** min(52, 62 - len(rows).bit_length())  # the sum of all fits int64
-    power = ((norm / divisor).pow(norm_type) * one).round().long()
-    # Entries of one mesh get one place, and with it the sum over the mesh.
-    place = torch.searchsorted(mesh.sort().values, mesh)
-    total = torch.zeros_like(power).index_add_(0, place, power)[place]
-    # Sorted by kind, then by sum, equal ones are neighbours: all but one are copies,
-    # entries of one mesh among them.
-    order = total.argsort()
-    order = order[kind[order].argsort(stable=True)]
-    kind, total = kind[order], total[order]
-    is_copy = (kind[1:] == kind[:-1]) & (total[1:] == total[:-1])
-    total[1:].masked_fill_(is_copy, 0)
-    whole = (total.sum().double() / one).pow(1.0 / norm_type) * divisor
-    return torch.where(is_usable, whole, largest)
 
 
 def clip_factor(norm: Number, max_norm: float) -> Number:

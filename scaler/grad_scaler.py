@@ -57,7 +57,6 @@ from .global_norm import (
     part_of_sum,
 )
 from .grads import (
-    FP16_REFUSED,
     FoundInf,
     Number,
     any_of,
@@ -460,31 +459,28 @@ class GradScaler(_TorchGradScaler):
         max_norm: float,
         norm_type: float,
     ) -> _Measured:
-        # The global norm. Gradients are only read, unless they must be divided first:
-        # below a scale of 1 what overflows while it is divided shows only afterwards.
+        # The global norm. Gradients are only read, unless they must be divided first.
         scale, group = self._scale_or_one(), self._find_group(optimizer, record)
+        carried = number_in(scale)
         found: FoundInf = {**state["found_inf_per_device"]}  # of an earlier unscale_
         grads = GradsByMesh()
         try:
             max_norm = check_number("max_norm", max_norm)
             norm_type = check_number("norm_type", norm_type)
             if optimizer is not None and record is not None:
-                if self._must_unscale_first(state):
+                if state["stage"] is OptState.READY and _is_below_one(carried):
                     found = self._unscale_here(optimizer, state)
                 rank = dist.get_rank() if group is not None else 0
-                grads = grads_by_mesh(optimizer, record, rank)
-                dtypes = {dtype for some in grads.values() for _, dtype in some}
-                refuses = self._enabled and self._fp16_gradients == "refuse"
-                if refuses and torch.float16 in dtypes:
-                    raise ValueError(FP16_REFUSED)
+                allow_fp16 = not self._enabled or self._fp16_gradients == "in_place"
+                grads = grads_by_mesh(optimizer, record, rank, allow_fp16=allow_fp16)
                 if group is None and any(len(layout.ranks) > 1 for layout in grads):
                     raise ValueError(
                         f"{method} needs the gradients of all ranks of a mesh, and "
                         "this scaler syncs with no other rank. Do not pass "
                         "agree_over='local'."
                     )
-            is_divided = not self._enabled or state["stage"] is OptState.UNSCALED
-            carried = number_in(torch.ones_like(scale) if is_divided else scale)
+            if state["stage"] is OptState.UNSCALED:
+                carried = carried / carried  # one, on the device of the scale
             entries, flag = local_norms(grads, norm_type, carried)
             if flag is not None:
                 found = {scale.device: any_of([flag, *found.values()], scale.device)}
@@ -493,7 +489,7 @@ class GradScaler(_TorchGradScaler):
             raise
         if group is None:
             self._remember_overflow(optimizer, found, 0)
-            norm = global_norm(tensor_of(entries, scale.device), norm_type)
+            norm = entries[2]  # that of the one mesh a rank alone can have
         else:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             needs_rows = not is_one_sum(grads, norm_type, ranks)
@@ -507,8 +503,8 @@ class GradScaler(_TorchGradScaler):
         state["found_inf_per_device"] = found
         if optimizer is None:
             _add_found(self._per_optimizer_states[id(None)], found)
-        factor = clip_factor(norm, max_norm)
         overflows = self._enabled and is_true(any_of(found.values(), scale.device))
+        factor = clip_factor(norm, max_norm)
         return _Measured(norm, grads, carried, factor, not overflows)
 
     def _norm_over(
@@ -519,21 +515,22 @@ class GradScaler(_TorchGradScaler):
         norm_type: float,
     ) -> Number:
         # What all ranks add to it after the first message, on all of them alike.
-        if result.rows is not None:  # they came with the message
-            return global_norm(result.rows, norm_type)
-        row = tensor_of(entries, torch.device("cpu"))
-        summary = result.read()
-        if not (summary.needs_rows or summary.found_inf):
-            part = part_of_sum(entries, norm_type)
-            total = self._sync.sum_of(result, part, norm_type)
-            if math.isfinite(total):  # no square has left the range of fp64
-                return total if math.isinf(norm_type) else math.sqrt(total)
-        rows = self._sync.rows_of(result, row)
+        rows = result.rows  # None unless they came with the message
+        if rows is None:
+            row = tensor_of(entries, torch.device("cpu"))
+            summary = result.read()
+            if not (summary.needs_rows or summary.found_inf):
+                part = part_of_sum(entries, norm_type)
+                total = self._sync.sum_of(result, part, norm_type)
+                if math.isfinite(total):  # no square has left the range of fp64
+                    return total if math.isinf(norm_type) else math.sqrt(total)
+            rows = self._sync.rows_of(result, row)
         try:
-            return global_norm(rows, norm_type)
+            norm = global_norm(rows, norm_type)
         except AmbiguousError:
             sums = self._sync.rows_of(result, bit_sums(grads))
-            return global_norm(rows, norm_type, sums)
+            norm = global_norm(rows, norm_type, sums)
+        return number_in(norm)
 
     def _scale_or_one(self) -> torch.Tensor:
         # A disabled scaler clips by the same norm; its gradients carry no scale.
@@ -542,12 +539,6 @@ class GradScaler(_TorchGradScaler):
         has_device = self._device != "cuda" or torch.cuda.is_available()
         device = self._device if has_device else "cpu"
         return torch.ones((), dtype=torch.float32, device=device)
-
-    def _must_unscale_first(self, state: State) -> bool:
-        if not self._enabled or state["stage"] is not OptState.READY:
-            return False
-        scale = number_in(self._scale_or_one())
-        return isinstance(scale, float) and scale < 1.0
 
     # - Step
 
@@ -593,11 +584,14 @@ class GradScaler(_TorchGradScaler):
                     self.unscale_(optimizer)
             elif takes_scaler(optimizer, stacklevel=3):
                 kwargs["grad_scaler"] = self
-            elif self._must_unscale_first(state):
-                self._check_and_sync(optimizer, state, record, "step", allow_fp16=True)
             elif state["stage"] is OptState.READY:
-                self._check_inf_per_device(optimizer)
-                grad_scale = self._scale
+                if _is_below_one(number_in(self._scale_or_one())):
+                    self._check_and_sync(
+                        optimizer, state, record, "step", allow_fp16=True
+                    )
+                else:
+                    self._check_inf_per_device(optimizer)
+                    grad_scale = self._scale
             return self._step_checked(
                 optimizer, state, record, grad_scale, *args, **kwargs
             )
@@ -706,7 +700,7 @@ class GradScaler(_TorchGradScaler):
             if norm_type is not None:
                 self._norm_over(result, GradsByMesh(), nothing, norm_type)
         except BaseException:
-            self._begin_anew(None, {})
+            self._begin_anew(None, _refresh_per_optimizer_state())
             raise
 
     # - Check and sync
@@ -947,8 +941,7 @@ class GradScaler(_TorchGradScaler):
         if chosen is not None:
             scale.fill_(chosen)
         elif found:
-            found_inf = found[0] if len(found) == 1 else any_of(found, scale.device)
-            self._move_scale(found_inf.to(scale.device), tracker)
+            self._move_scale(any_of(found, scale.device), tracker)
         self._end_states()
         most = self._policy.max_consecutive_skips
         if new_scale is not None or most is None:
@@ -1152,6 +1145,11 @@ def _add_found(state: State, found: FoundInf) -> None:
     flags = state["found_inf_per_device"]
     for flag in found.values():
         flags[len(flags)] = flag
+
+
+def _is_below_one(scale: Number) -> bool:
+    # Gradients then grow when they are divided: what overflows shows only afterwards.
+    return isinstance(scale, float) and scale < 1.0
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:

@@ -104,10 +104,7 @@ def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:
                 for p in parameters_of(optimizer)
                 if p.grad is not None
             ]
-    groups = by_device_and_dtype(locals_)
-    if not allow_fp16 and torch.float16 in [dtype for _, dtype in groups]:
-        raise ValueError(FP16_REFUSED)
-    return groups
+    return by_device_and_dtype(locals_, allow_fp16=allow_fp16)
 
 
 def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
@@ -132,17 +129,22 @@ def local_tensor(parameter: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
     return sparse_values(gradient)
 
 
-def by_device_and_dtype(tensors: list[torch.Tensor]) -> Gradients:
-    """Group tensors as the foreach kernels want them, keeping their order."""
-    if not tensors:
-        return {}
+def by_device_and_dtype(tensors: list[torch.Tensor], *, allow_fp16: bool) -> Gradients:
+    """Group tensors as the foreach kernels want them, keeping their order.
+
+    Raises:
+        ValueError: one is fp16, and ``allow_fp16`` is false.
+    """
+    groups: Gradients = {}
     # Making a device for each tensor costs more than these looks at all of them.
     is_one = len(tensors) == 1
     if is_one or (all(map(_IS_CPU, tensors)) and len(set(map(_DTYPE, tensors))) == 1):
-        return {(tensors[0].device, tensors[0].dtype): tensors}
-    groups: Gradients = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        groups[tensors[0].device, tensors[0].dtype] = tensors
+    else:
+        for tensor in tensors:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    if not allow_fp16 and torch.float16 in [dtype for _, dtype in groups]:
+        raise ValueError(FP16_REFUSED)
     return groups
 
 
@@ -172,7 +174,8 @@ def check_and_unscale_(
         not finite.
     """
     found: FoundInf = {}
-    may_overflow = is_above(inv_scale, 1.0)
+    once = number_in(inv_scale)
+    may_overflow = isinstance(once, float) and once > 1.0
     grad_mode = torch.is_grad_enabled()
     try:
         set_grad_enabled(False)
@@ -224,12 +227,6 @@ def number_in(tensor: torch.Tensor) -> Number:
     # Unlike item, tolist is not counted as a synchronisation, which it is not here.
     value: Any = tensor.tolist()
     return float(tensor.item() if isinstance(value, list) else value)
-
-
-def is_above(tensor: torch.Tensor, bound: float) -> bool:
-    """Return whether the host can see a number above a bound, at no synchronisation."""
-    number = number_in(tensor)
-    return isinstance(number, float) and number > bound
 
 
 def is_true(found_inf: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
-from gradparity.scaler import GradScaler, global_norm, grad_scaler
+from gradparity.scaler import GradScaler, grad_scaler
 from gradparity.scaler.local_norms import norms
 from gradparity.tests.stepping import BOTH, FUSED
 
@@ -41,16 +41,11 @@ def exact(
     return norm, [g * factor for g in unscaled]
 
 
-def norm_on_device(entries: Tensor, order: float) -> Tensor:
-    return global_norm._norm_on_device(entries.reshape(-1, 3), order)
-
-
 @pytest.fixture(params=["host", "device"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On a device no number is known to the host: arithmetic is with tensors."""
     if request.param == "device":
         monkeypatch.setattr(grad_scaler, "number_in", Tensor.double)
-        monkeypatch.setattr(grad_scaler, "global_norm", norm_on_device)
     return str(request.param)
 
 

@@ -7,7 +7,8 @@ dropped. The iterations after it must be those of a run that never had the batch
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import count, takewhile
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradparity import scaler as ours
 from gradparity.multiprocess import Cluster
 from gradparity.scaler import GradScaler, PeerFailedError, ShardedGradScaler
+from gradparity.scaler.sync import OverflowSync
 from gradparity.tests.stepping import BOTH, FUSED
 
 INF = float("inf")
@@ -64,7 +66,7 @@ class RaisesAt(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.at, self.before_sync = at, before_sync
         self.count, self.struck = 0, False
-        self.is_inside = self.is_sent = self.is_on = False
+        self.is_inside = self.is_sent = self.is_on = self.is_stepped = False
         optimizer.register_step_pre_hook(self._enter)
         optimizer.register_step_post_hook(self._leave)
 
@@ -74,6 +76,7 @@ class RaisesAt(TorchDispatchMode):
 
     def _leave(self, *_: Any) -> None:
         self.is_inside = False
+        self.is_stepped |= self.is_on
         self._event()
 
     def _event(self) -> None:
@@ -311,16 +314,64 @@ def test_a_step_that_raised_is_called_again(make: Any, fused: bool, when: str) -
         assert run.steps() == moved + 1
 
 
+@SEQUENCE
+def test_the_second_of_two_optimizers_raises(name: str) -> None:
+    """What the first one did in the iteration stands."""
+    calls = SEQUENCES[name]
+
+    def trial(at: int) -> bool:
+        first, second = Run(GradScaler, False), Run(GradScaler, False)
+        second.scaler = scaler = first.scaler
+        strike = RaisesAt(second.optimizer, at)
+        for drops in (False, True, False):
+            for run in (first, second):
+                run.backward()
+            for call in calls:
+                call(scaler, first.optimizer)
+            with strike.on() if drops else nullcontext(), suppress(Struck):
+                for call in calls:
+                    call(scaler, second.optimizer)
+            scaler.update()
+        lost = strike.struck and not strike.is_stepped
+        steps = first.steps(), second.steps()
+        assert steps == (3.0, 2.0 if lost else 3.0), f"call {at} raised"
+        assert scaler.state_dict()["_growth_tracker"] == 3
+        return strike.struck
+
+    numbers = takewhile(trial, count(1))
+    assert len(list(numbers)) > 3
+
+
 # - Ranks
+
+
+@contextmanager
+def exchanged(deferred: bool) -> Iterator[None]:
+    """``deferred``: as an accelerator has it, where the host reads a sync later."""
+    before = OverflowSync.__dict__["_is_deferred"]
+    if deferred:
+        OverflowSync._is_deferred = staticmethod(lambda _: True)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OverflowSync._is_deferred = before  # type: ignore[method-assign]
 
 
 @FUSED
 @SEQUENCE
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("updates", [False, True])
-@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize(
+    ("alike", "deferred"), [(True, False), (False, False), (True, True)]
+)
 def test_each_call_out_raises_once_on_ranks(
-    two: Cluster, fused: bool, name: str, before: int, updates: bool, alike: bool
+    two: Cluster,
+    fused: bool,
+    name: str,
+    before: int,
+    updates: bool,
+    alike: bool,
+    deferred: bool,
 ) -> None:
     """``alike``: on both ranks, else on one of them, before it has sent its message."""
     calls = SEQUENCES[name]
@@ -344,4 +395,88 @@ def test_each_call_out_raises_once_on_ranks(
             if run.state() != expected:
                 wrong.append(f"call {at}: {run.state()}, expected {expected}")
 
+    def on_rank() -> list[str]:
+        with exchanged(deferred):
+            return sweep()
+
+    assert two.with_options(timeout_s=SOON_S).run(on_rank) == [["True"]] * 2
+
+
+@pytest.mark.parametrize("name", ["step", "clip", "clip_and_step"])
+@pytest.mark.parametrize("lacking", ["struck", "waiting"])
+def test_a_call_raises_beside_a_rank_without_an_optimizer(
+    two: Cluster, name: str, lacking: str
+) -> None:
+    """It raises on the rank that lacks one, or on the other; before its message."""
+    calls = SEQUENCES[name]
+    without: Calls = [lambda scaler, _: scaler.step_without_optimizer()]
+
+    def sweep() -> list[str]:
+        at, wrong = 0, list[str]()
+        lacks = dist.get_rank() == 1
+        while True:
+            at += 1
+            run = Run(GradScaler, False)
+            mine = without if lacks else calls
+            is_struck = lacks == (lacking == "struck")
+            strike = RaisesAt(run.optimizer, at if is_struck else -1, before_sync=True)
+            run.iterate(mine)
+            run.backward()
+            has_raised = False
+            try:
+                with strike.on():
+                    for call in mine:
+                        call(run.scaler, run.optimizer)
+            except (Struck, PeerFailedError):
+                has_raised = True
+            run.scaler.update()
+            run.iterate(mine)
+            steps = 0.0 if lacks else 2.0 if has_raised else 3.0
+            tracker = 2 if has_raised else 3
+            if run.state() != (steps, 1024.0, tracker):
+                wrong.append(f"call {at}: {run.state()}")
+            if not has_raised:
+                return [*wrong, f"{at > 1}"]
+
     assert two.with_options(timeout_s=SOON_S).run(sweep) == [["True"]] * 2
+
+
+@FUSED
+@pytest.mark.parametrize("name", ["step", "clip_and_step"])
+def test_interrupted_before_each_line_on_ranks(
+    two: Cluster, fused: bool, name: str
+) -> None:
+    """On both ranks before the same line: both raise, or both are right."""
+    calls = SEQUENCES[name]
+
+    def trial(at: int) -> tuple[bool, str]:
+        run = Run(GradScaler, fused)
+        strike = InterruptsAt(at)
+        try:
+            steps, *_ = drop_a_batch(
+                run, calls, strike, before=1, bad=False, updates=False
+            )
+            if not strike.struck:
+                return False, ""
+            for _ in range(2):
+                run.iterate(calls)
+        except (RuntimeError, AssertionError) as error:  # a refusal, no wrong step
+            is_right = "assert" not in str(error) and run.steps() in (1.0, 2.0, 3.0)
+            return True, f"refused: {is_right}"
+        finally:
+            torch.set_grad_enabled(True)
+        return True, f"right: {run.steps() == steps}"
+
+    def sweep() -> list[str]:
+        found, at = list[str](), 0
+        while True:
+            at += 1
+            was_struck, outcome = trial(at)
+            if not was_struck:
+                return found
+            found.append(outcome)
+
+    first, second = two.with_options(timeout_s=3 * SOON_S).run(sweep)
+    assert first == second
+    assert len(first) > 100
+    assert set(first) <= {"right: True", "refused: True"}
