@@ -41,6 +41,7 @@ PACKAGES = {
     "torch_ddp_hooks": "torch",
     "torch_fsdp1": "torch",
     "torch_fsdp1_flat": "torch",
+    "torch_hsdp_all_reduce": "torch",
     "torch_interleaved": "torch",
     "torch_pipeline": "torch",
     "torch_pipeline_calls": "torch",
@@ -117,6 +118,13 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                 ("torch_ddp_hooks:Plain", "dp2/2/fp32", "accumulate-no-sync"),
                 ("torch_fsdp1:GradientsAndStates", "dp2/2/fp32", "accumulate-no-sync"),
                 ("torch_fsdp1:Hybrid", "dp_replicate2-dp_shard2/4/fp32", "accumulate"),
+                (
+                    *(
+                        "torch_hsdp_all_reduce:EachUsed",
+                        "dp_replicate2-dp_shard1/2/fp32",
+                    ),
+                    "accumulate",
+                ),
                 ("torch_zero_redundancy:Buckets", "dp2/2/fp32", "clip-norm"),
                 ("peft_adapters:Lora", "dp2/2/fp32", "accumulate-no-sync"),
                 ("peft_adapters:Dora", "dp2/2/fp32", "accumulate"),
@@ -156,21 +164,31 @@ def test_earlier_backwards_that_zero_drops_are_found(
 
 
 @pytest.mark.parametrize(
-    ("stack", "place", "laws"),
+    ("stack", "place", "recipe", "laws"),
     [
         (
-            *("torch_fsdp1:HybridOne", "dp_replicate2-dp_shard1/2/fp32"),
+            *("torch_fsdp1:HybridOne", "dp_replicate2-dp_shard1/2/fp32", "plain"),
             {"agreement.replicas", *COMPARED},
         ),
-        ("fairscale_sharded:OptimizerClears", "dp2/2/fp32", COMPARED),
-        ("megatron_fsdp_stages:WeightsNotOverlapped", "dp2-tp1/2/fp32", COMPARED),
-        ("megatron_fsdp_stages:GradientsNotOverlapped", "dp2-tp1/2/fp32", COMPARED),
+        (
+            *("torch_hsdp_all_reduce:Branch", "dp_replicate2-dp_shard1/2/fp32"),
+            *("accumulate", COMPARED),
+        ),
+        ("fairscale_sharded:OptimizerClears", "dp2/2/fp32", "plain", COMPARED),
+        (
+            *("megatron_fsdp_stages:WeightsNotOverlapped", "dp2-tp1/2/fp32"),
+            *("plain", COMPARED),
+        ),
+        (
+            *("megatron_fsdp_stages:GradientsNotOverlapped", "dp2-tp1/2/fp32"),
+            *("plain", COMPARED),
+        ),
     ],
 )
 def test_a_finding_of_docs_wild_is_one_for_the_judge(
-    runner: Runner, stack: str, place: str, laws: set[str]
+    runner: Runner, stack: str, place: str, recipe: str, laws: set[str]
 ) -> None:
-    found = judged(runner, stack, place, "plain")
+    found = judged(runner, stack, place, recipe)
     assert found.status == "fail", found.problem
     assert {v.law for v in found.verdicts if v.status == "fail"} == laws
 
