@@ -22,13 +22,13 @@ class Stack(Regression):
     """Each rank steps some of the parameters, whole, and broadcasts them."""
 
     clip_norm, buckets = 0.1, False
-    settings: ClassVar = {"lr": 0.05, "momentum": 0.9}
+    settings: ClassVar[dict[str, Any]] = {"lr": 0.05, "momentum": 0.9}
 
     def optimizer(self, parameters: Named) -> optim.Optimizer:
         return optim.SGD([p for _, p in parameters], **self.settings)
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
-        stack = DistributedDataParallel(model, device_mesh=mesh)
+        stack: Any = DistributedDataParallel(model, device_mesh=mesh)
         stack.own = ZeroRedundancyOptimizer(
             stack.parameters(),
             optimizer_class=optim.SGD,

@@ -259,12 +259,11 @@ def trained(dtype: torch.dtype) -> list[torch.Tensor]:
     model = DistributedDataParallel(layer)
     rank = dist.get_rank()
     rows = torch.randn(2, 3, 4, dtype=dtype)[rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        model.zero_grad()
+        optimizer.zero_grad()
         model(rows).pow(2).mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
+        optimizer.step()
     part, both = torch.empty(2, 4, dtype=dtype), torch.empty(8, 4, dtype=dtype)
     mine = layer.weight.detach() + rank
     work = dist.reduce_scatter_tensor(part, mine, async_op=True)
