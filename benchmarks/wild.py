@@ -8,13 +8,15 @@ torch and the package, ``docs/wild/NAME.md`` tells it to a maintainer, and
 the sentence of the page that depends on it, and the table of docs/wild/README.md. What
 the survey of transformers wrote is run and listed, and left as it is.
 
-Each script runs alone, so each holds the frame of ``wild_frame.py``: ``--frame`` copies
-it there after a change.
+Each script runs alone, so each holds the frame of ``wild_frame.py``, and what it needs
+in the place of CUDA: ``--frame`` copies both there after a change. A script whose
+package is not installed is named and not run; its record stays as it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -32,6 +34,7 @@ from gradparity.benchmarks.tables import row, write_between
 
 __all__ = [
     "BESIDE",
+    "INSTALLED_BY_HAND",
     "PACKAGES",
     "PAGES",
     "README",
@@ -41,6 +44,7 @@ __all__ = [
     "frame",
     "package_of",
     "run_script",
+    "stand_in",
     "told_by_page",
     "with_frame",
     "write_pages",
@@ -54,12 +58,16 @@ TIMEOUT_S = 600.0
 """Of one script; most take less than 20 s on an idle machine."""
 PACKAGES = {
     "deepspeed": "deepspeed",
+    "fairscale": "fairscale",
     "megatron-core": "megatron",
+    "megatron-fsdp": "megatron_fsdp",
     "peft": "peft",
     "torch": "torch",
     "transformers": "transformers",
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
+INSTALLED_BY_HAND = {"megatron-fsdp": "pip install --no-deps megatron-fsdp==0.6.1"}
+"""What ``make wild`` does not install, and the line that does."""
 BESIDE = {"peft": ("transformers",)}
 """What a package requires and a script for it may use, too."""
 SURVEYED = "transformers"
@@ -70,6 +78,8 @@ EXIT_CODES = {"bug": 1, "no bug": 0}
 """Of a script by its verdict; one without verdict has another, for example 3."""
 _FRAME = re.compile(r"# - The frame\b.*?\n# - The finding\n", re.DOTALL)
 """What is the same in all scripts."""
+_STAND_IN = re.compile(r"# - The stand-in for CUDA\b.*?\n# - On a CPU\n", re.DOTALL)
+"""What is the same in all scripts of packages that ask for CUDA."""
 
 
 class ScriptError(Exception):
@@ -103,12 +113,19 @@ def frame() -> str:
     return "".join(re.sub("  # type: ignore.*", "", line) for line in lines)
 
 
+def stand_in() -> str:
+    """The lines that scripts of packages that ask for CUDA share, with their marks."""
+    source = ROOT / "examples" / "stacks" / "without_cuda.py"
+    (found,) = _STAND_IN.findall(source.read_text())
+    return str(found)
+
+
 def with_frame(script: str) -> str:
     """The text of a script with today's frame in the place of the one that it has."""
     new, count = _FRAME.subn(lambda _: frame(), script)
     if count != 1:
         raise ValueError(f"expected one frame between its two marks, found {count}")
-    return new
+    return _STAND_IN.sub(lambda _: stand_in(), new)
 
 
 # - Running
@@ -217,7 +234,10 @@ def _made(record: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, record, write the pages; exit code 1 unless every script shows its bug."""
+    """Run, record, write the pages; exit code 1 unless every script shows its bug.
+
+    A script that was not run shows nothing.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     names = sorted(p.stem for p in PAGES.glob("*.py"))
     parser.add_argument("name", nargs="*", help="a finding; all of them if left out")
@@ -237,14 +257,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             script.write_text(with_frame(script.read_text()))
         return 0
     RECORDS.mkdir(parents=True, exist_ok=True)
-    shown = [_shows(name, run=not options.pages) for name in chosen]
+    shown = sum(_shows(name, run=not options.pages) for name in chosen)
     write_pages()
-    return int(not all(shown))
+    print(f"{shown} of {len(chosen)} findings show")
+    return int(shown < len(chosen))
 
 
 def _shows(name: str, *, run: bool) -> bool:
     """Whether a finding is one, and its record if it is no survey's."""
-    surveyed = name.startswith(SURVEYED)
+    surveyed, package = name.startswith(SURVEYED), package_of(name)
+    if run and importlib.util.find_spec(PACKAGES[package]) is None:
+        line = INSTALLED_BY_HAND.get(package, f"pip install {package}")
+        print(f"{name}: not run, {package} is not installed: {line}", flush=True)
+        return False
     file = RECORDS / f"{name}.json"
     try:
         if surveyed and run:

@@ -11,6 +11,7 @@ import pytest
 
 from gradparity.benchmarks.wild import (
     BESIDE,
+    INSTALLED_BY_HAND,
     PACKAGES,
     PAGES,
     README,
@@ -18,8 +19,10 @@ from gradparity.benchmarks.wild import (
     SURVEYED,
     ScriptError,
     frame,
+    main,
     package_of,
     run_script,
+    stand_in,
     told_by_page,
     write_pages,
 )
@@ -65,7 +68,10 @@ def test_a_script_is_short_and_needs_torch_and_the_package_alone(script: Path) -
     source = script.read_text()
     tree = ast.parse(source)
     assert source.count(frame()) == 1, "python -m gradparity.benchmarks.wild --frame"
-    assert len(source.replace(frame(), "").splitlines()) <= LINES
+    asks_for_cuda = "# - The stand-in for CUDA" in source
+    assert source.count(stand_in()) == asks_for_cuda
+    own = source.replace(frame(), "").replace(stand_in(), "")
+    assert len(own.splitlines()) <= LINES
     package = package_of(script.stem)
     allowed = {"torch", PACKAGES[package], *BESIDE.get(package, ())}
     assert imported(tree) <= allowed | sys.stdlib_module_names
@@ -97,6 +103,23 @@ def test_a_script_shows_its_bug(name: str) -> None:
     told, lines = run_script(script)
     assert told["verdict"] == "bug"
     assert lines[-1] == "verdict: bug"
+
+
+def test_a_script_without_its_package_is_named_and_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "megatron-fsdp-no-units"
+    record = (RECORDS / f"{name}.json").read_text()
+    monkeypatch.setitem(PACKAGES, "megatron-fsdp", "no_such_package_anywhere")
+    monkeypatch.setattr("gradparity.benchmarks.wild.write_pages", lambda: None)
+    assert main([name]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == (
+        f"{name}: not run, megatron-fsdp is not installed: "
+        f"{INSTALLED_BY_HAND['megatron-fsdp']}"
+    )
+    assert out[-1] == "0 of 1 findings show"
+    assert (RECORDS / f"{name}.json").read_text() == record
 
 
 CRASHES = {

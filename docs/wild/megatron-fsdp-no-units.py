@@ -1,0 +1,153 @@
+"""Megatron-FSDP: its defaults divide by zero: ZeRO 3 without fsdp_unit_modules.
+
+python megatron-fsdp-no-units.py; exit code 1 where the bug shows.
+"""
+
+# - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
+import os
+import sys
+import tempfile
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def crashed(*error: Any) -> NoReturn:
+    """Where anything raises, an import of what follows too."""
+    sys.__excepthook__(*error)
+    sys.exit(3)
+
+
+def as_rank(rank: int, main: Any, given: Any, ranks: int, folder: str) -> None:
+    """Call main in a process group, and keep what it returns."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ |= {name: str(number) for name, number in where.items()}
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    try:
+        torch.save(main(rank, *given), f"{folder}/{rank}.pt")
+        dist.barrier()  # no rank leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(main: Any, *given: Any, ranks: int = 2) -> list[Any]:
+    """What main(rank, *given) returns on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(as_rank, (main, given, ranks, folder), ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def off(found: Any, exact: torch.Tensor) -> float:
+    """The relative error; a gradient that is missing counts as zero."""
+    return float(((0 if found is None else found) - exact).norm() / exact.norm())
+
+
+def tell(bug: bool, package: str, **lines: str) -> NoReturn:
+    """Print the verdict and end."""
+    versions = {name: version(name) for name in dict.fromkeys((package, "torch"))}
+    print("versions:", *(f"{name} {number}" for name, number in versions.items()))
+    for key, text in lines.items():
+        print(f"{key.replace('_', ' ')}: {text}")
+    print("verdict:", "bug" if bug else "no bug", flush=True)
+    sys.exit(int(bug))
+
+
+sys.excepthook = crashed
+# - The finding
+# - The stand-in for CUDA, as in examples/stacks/without_cuda.py
+# isort: split
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from unittest.mock import patch
+
+
+class Ended:
+    """A stream, event or collective in which nothing is left to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return Ended
+
+
+class Scaled(float):
+    """NCCL's premultiplied sum: each rank's input times this factor, then the sum."""
+
+
+def at_once(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Ended:
+    """A collective that has ended when it returns."""
+    if isinstance(factor := kwargs.get("op"), Scaled):
+        kwargs["op"] = dist.ReduceOp.SUM
+        if "input" not in kwargs:
+            args[0].mul_(factor)
+        else:  # NCCL does not write to it
+            kwargs["input"] = kwargs["input"] * factor
+    call(*args, **kwargs | {"async_op": False})
+    return Ended()
+
+
+@contextmanager
+def without_cuda() -> Iterator[None]:
+    """Import, lay out and train in it: there is one device, and it never waits."""
+    names = "Stream", "Event", "current_stream", "synchronize", "empty_cache"
+    device: dict[str, Any] = dict.fromkeys(names, Ended) | {"stream": nullcontext}
+    calls = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
+    groups: dict[str, Any] = {n: partial(at_once, getattr(dist, n)) for n in calls}
+    groups["_coalescing_manager"] = lambda *_, **__: nullcontext(Ended())
+    with (
+        patch.multiple(torch.cuda, current_device=lambda: 0, **device),
+        patch.multiple(torch.Tensor, cuda=lambda tensor, *_, **__: tensor),
+        patch.multiple(dist, _make_nccl_premul_sum=Scaled, **groups),
+    ):
+        yield
+
+
+# - On a CPU
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.modules["megatron"] = None  # a Megatron-Core beside it may be too old for it
+UNITS = {"fsdp_unit_modules left out": {}, "units": {"fsdp_unit_modules": [nn.Linear]}}
+STAGES = 0, 1, 2, 3  # 3 is the default
+
+
+@without_cuda()
+def rank_main(rank: int) -> dict[str, str]:
+    """What fully_shard_model raises, for each stage."""
+    from megatron_fsdp import fully_shard_model
+
+    mesh, found = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), {}
+    for stage in STAGES:
+        for name, units in UNITS.items():
+            found[f"ZeRO {stage}, {name}"] = "is laid out"
+            try:
+                fully_shard_model(
+                    nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)),
+                    device_mesh=mesh,
+                    dp_shard_dim="dp",
+                    tp_dim="tp",
+                    device=torch.device("cpu"),
+                    zero_dp_strategy=stage,
+                    **units,
+                )
+            except ZeroDivisionError as error:
+                found[f"ZeRO {stage}, {name}"] = f"raises ZeroDivisionError: {error}"
+    return found
+
+
+if __name__ == "__main__":
+    found = on_ranks(rank_main)[0]
+    for name, text in found.items():
+        print(f"{name}: {text}")
+    tell(
+        "ZeroDivisionError" in found["ZeRO 3, fsdp_unit_modules left out"],
+        "megatron-fsdp",
+        parameter="none, nothing is laid out",
+        relative_error="none: the call raises",
+        reference="the same call with units, or with another stage",
+    )

@@ -1,0 +1,36 @@
+r"""Megatron-FSDP's ZeRO 1 and 2 as workloads, and two settings that train wrong.
+
+    gradparity run --quick --precision fp32 --scaler none \
+        --workload examples.stacks.megatron_fsdp_stages:Zero1
+
+Needs megatron-fsdp, as docs/stacks.md says. Zero1 and Zero2 end with PASS in half a
+minute, the others with FAIL.
+"""
+
+from typing import ClassVar
+
+from .megatron_fsdp_zero3 import Zero3
+
+
+class Zero2(Zero3):
+    """Gradients and states are sharded."""
+
+    settings: ClassVar = {"zero_dp_strategy": 2}
+
+
+class Zero1(Zero3):
+    """States are sharded; gradients are reduced in place, so once a step."""
+
+    settings: ClassVar = {"zero_dp_strategy": 1}
+
+
+class WeightsNotOverlapped(Zero3):
+    """New weights are never gathered: docs/wild/megatron-fsdp-param-gather.md."""
+
+    settings: ClassVar = {"zero_dp_strategy": 1, "overlap_param_gather": False}
+
+
+class GradientsNotOverlapped(Zero3):
+    """A backward reduces twice: docs/wild/megatron-fsdp-grad-reduce.md."""
+
+    settings: ClassVar = {"zero_dp_strategy": 1, "overlap_grad_reduce": False}
