@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradparity.benchmarks.tables import row
+from gradparity.scaler.sync import ROW_LENGTH
+from gradparity.scaler.sync_message import FULL_LENGTH
 
 # - On paper
 
@@ -24,20 +26,29 @@ def _tree(ranks: int, size: float) -> tuple[float, float]:
     return 2 * depth, 2 * depth * size
 
 
-def _doubling(ranks: int, size: float) -> tuple[float, float]:
-    depth = math.ceil(math.log2(ranks))
-    return depth, depth * size
+def _gather_ring(ranks: int, size: float) -> tuple[float, float]:
+    return ranks - 1, size * (ranks - 1)
 
 
-ALGORITHMS = {"ring": _ring, "tree": _tree, "recursive doubling": _doubling}
+def _gather_doubling(ranks: int, size: float) -> tuple[float, float]:
+    return math.ceil(math.log2(ranks)), size * (ranks - 1)
+
+
+ALGORITHMS = {
+    "all-reduce, ring": _ring,
+    "all-reduce, tree": _tree,
+    "all-gather, ring": _gather_ring,
+    "all-gather, doubling": _gather_doubling,
+}
 """Name -> (messages one after the other, bytes one after the other)."""
 ON_PAPER = (1_000, 10_000, 100_000)
-MESSAGE = 29 * 8  # on an accelerator, where these algorithms run; 16 over gloo
+PACKED = 16  # over gloo
+GATHERED = (FULL_LENGTH + ROW_LENGTH) * 8  # on an accelerator
 FLAG = 4
 
 
 def modelled(algorithm: str, ranks: int, size: float, net: dict[str, float]) -> float:
-    """Seconds of one all-reduce of ``size`` bytes over ``ranks``."""
+    """Seconds of one collective of ``size`` bytes a rank over ``ranks``."""
     hops, sent = ALGORITHMS[algorithm](ranks, size)
     return hops * net["alpha_s"] + sent * net["beta_s_per_byte"]
 
@@ -169,21 +180,29 @@ def _simulated_table(record: dict[str, Any]) -> Iterator[str]:
         )
 
 
+OURS = {
+    "all-reduce, ring": PACKED,
+    "all-gather, ring": GATHERED,
+    "all-gather, doubling": GATHERED,
+}
+"""Of our scaler: algorithm -> bytes a rank."""
+
+
 def _paper_table(record: dict[str, Any]) -> Iterator[str]:
-    yield row("ranks", *ALGORITHMS, "of a step of 1 s, by tree")
-    yield "|---|" + "---|" * (len(ALGORITHMS) + 1)
+    sizes = [f"{name}, {size} bytes" for name, size in OURS.items()]
+    yield row("ranks", *sizes, "of a step of 1 s, by doubling")
+    yield "|---|" + "---|" * (len(OURS) + 1)
     for ranks in ON_PAPER:
-        took = {n: modelled(n, ranks, MESSAGE, record["network"]) for n in ALGORITHMS}
-        yield row(f"{ranks:,}", *map(_ms, took.values()), f"{took['tree']:.2%}")
+        took = {n: modelled(n, ranks, m, record["network"]) for n, m in OURS.items()}
+        share = took["all-gather, doubling"]
+        yield row(f"{ranks:,}", *map(_ms, took.values()), f"{share:.2%}")
 
 
 def _torch_table(record: dict[str, Any]) -> Iterator[str]:
-    yield row("ranks", "axes", "torch, ring", "ours, ring", "torch, tree", "ours, tree")
-    yield "|---|---|---|---|---|---|"
+    theirs = "all-reduce, ring", "all-reduce, tree"
+    yield row("ranks", "axes", *(f"torch, {name}" for name in theirs))
+    yield "|---|---|---|---|"
     for ranks in ON_PAPER:
         for axes in (1, 2):
-            cells = []
-            for name in ("ring", "tree"):
-                cells.append(_ms(modelled_torch(name, ranks, axes, record["network"])))
-                cells.append(_ms(modelled(name, ranks, MESSAGE, record["network"])))
-            yield row(f"{ranks:,}", axes, *cells)
+            took = [modelled_torch(n, ranks, axes, record["network"]) for n in theirs]
+            yield row(f"{ranks:,}", axes, *map(_ms, took))

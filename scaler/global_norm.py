@@ -298,7 +298,7 @@ def global_norm(
     """
     # No size depends on the data, so nothing is read; the work grows as n log n.
     mesh, kind, norm = entries.reshape(-1, 3).T.contiguous()  # (n,) each
-    largest = norm.amax()
+    largest: torch.Tensor = norm.amax()
     if math.isinf(norm_type):
         return largest
     is_usable = largest.isfinite() & (largest > 0.0)

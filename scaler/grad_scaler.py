@@ -77,7 +77,7 @@ from .optimizer_record import (
     takes_scaler,
 )
 from .scale_update import advance, checked_scale
-from .sync import Clip, OverflowSync, SyncResult
+from .sync import ROW_LENGTH, Clip, OverflowSync, SyncResult
 from .sync_group import AgreeOver, SyncGroup
 from .sync_message import CHECK, CLIP, LOAD, Local, Shared
 from .torch_internals import no_compile
@@ -690,15 +690,14 @@ class GradScaler(_TorchGradScaler):
         try:
             if (group := self._find_group(None, None)) is None:
                 return
-            nothing = local_norms(GradsByMesh(), 2.0, 1.0)[0]
-            found, result = self._synced(
-                None, None, {}, group, "step_without_optimizer", None, row=nothing
-            )
-            _add_found(self._per_optimizer_states[id(None)], found)
+            method = "step_without_optimizer"
+            nothing: list[Number] = [0.0] * ROW_LENGTH
+            found, result = self._synced(None, None, {}, group, method, None)
             # On an accelerator the rows have come with the message.
             norm_type = None if result.is_deferred else result.read().norm_type
             if norm_type is not None:
                 self._norm_over(result, GradsByMesh(), nothing, norm_type)
+            _add_found(self._per_optimizer_states[id(None)], found)
         except BaseException:
             self._begin_anew(None, _refresh_per_optimizer_state())
             raise

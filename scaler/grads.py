@@ -59,7 +59,13 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     # The loops over parameters are what many small gradients cost: they stay in C, or
     # are comprehensions.
     try:
-        gradients = _gradients(optimizer)
+        with DisableTorchFunctions():
+            gradients: list[Any] = [
+                gradient
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if (gradient := parameter.grad) is not None
+            ]
     except AttributeError:
         others = [type(p) for p in parameters_of(optimizer) if not hasattr(p, "grad")]
         raise AssertionError(
@@ -74,16 +80,6 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     if not kinds <= _PLAIN or (is_plain and any(map(_IS_SPARSE, locals_))):
         return gradients, None  # sparse, of another class, or still on its way
     return gradients, locals_
-
-
-def _gradients(optimizer: Any) -> list[Any]:
-    with DisableTorchFunctions():
-        return [
-            gradient
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if (gradient := parameter.grad) is not None
-        ]
 
 
 def local_gradients(optimizer: Any, *, allow_fp16: bool) -> Gradients:

@@ -125,7 +125,10 @@ def test_the_record_holds_what_the_page_claims() -> None:
     record = json.loads(scale.RESULTS.read_text())
     assert [each["ranks"] for each in record["real"]] == list(scale.SIZES)
     for each in record["real"]:
-        assert each["calls"]["ours"] == [["allreduce", "world", "[2] int64", 16]]
+        packed = ["allreduce", "world", "[2] int64", 16]
+        assert each["calls"]["ours"] == [packed]
+        assert each["calls"]["ours, clip"][0] == packed
+        assert len(each["calls"]["ours, clip"]) == 2
         assert each["training"]["scaler_calls"] == 1
         assert each["training"]["sent"] == 16
         assert each["scenario"]["status"] == "pass"
@@ -150,7 +153,8 @@ def test_the_tables_of_the_page_are_those_of_the_record() -> None:
 
 def test_the_model_by_hand() -> None:
     net = {"alpha_s": 1.0, "beta_s_per_byte": 0.5}
-    assert modelled("ring", 5, 100, net) == 8 + 0.5 * 160
-    assert modelled("tree", 1000, 100, net) == 20 + 0.5 * 2000
-    assert modelled("recursive doubling", 1024, 100, net) == 10 + 0.5 * 1000
-    assert modelled_torch("ring", 100, 2, net) == 2 * (18 + 0.5 * 7.2)
+    assert modelled("all-reduce, ring", 5, 100, net) == 8 + 0.5 * 160
+    assert modelled("all-reduce, tree", 1000, 100, net) == 20 + 0.5 * 2000
+    assert modelled("all-gather, ring", 5, 100, net) == 4 + 0.5 * 400
+    assert modelled("all-gather, doubling", 1000, 100, net) == 10 + 0.5 * 99900
+    assert modelled_torch("all-reduce, ring", 100, 2, net) == 2 * (18 + 0.5 * 7.2)

@@ -350,7 +350,7 @@ def exchanged(deferred: bool) -> Iterator[None]:
     """``deferred``: as an accelerator has it, where the host reads a sync later."""
     before = OverflowSync.__dict__["_is_deferred"]
     if deferred:
-        OverflowSync._is_deferred = staticmethod(lambda _: True)  # type: ignore[method-assign]
+        OverflowSync._is_deferred = staticmethod(lambda device: True)  # type: ignore[method-assign]
     try:
         yield
     finally:
