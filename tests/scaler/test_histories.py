@@ -105,9 +105,9 @@ class TestTorch(CallHistories):
 
 
 @pytest.mark.slow
-class TestTorchIsNeverAccused(TestTorch):
+class TestTorchIsNeverAccused(CallHistories):
+    scaler = TORCH
     families = tuple(name for name in FAMILIES if FAMILIES[name].world_size == 1)
-    histories = ()
 
 
 class TestPlain(CallHistories):
@@ -122,14 +122,14 @@ class TestPlain(CallHistories):
 
 
 @pytest.mark.slow
-class TestPlainIsNeverAccused(TestPlain):
+class TestPlainIsNeverAccused(CallHistories):
+    scaler = PLAIN
     families = tuple(
         name
         for name in FAMILIES
         if name not in ("sparse", "complex", "user-scale", "orders", "failures")
         and name != "two-scalers"  # it is not right in these
     )
-    histories = ()
 
 
 class TestSharded(CallHistories):
