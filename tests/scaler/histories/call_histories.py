@@ -34,7 +34,7 @@ from .history import FAMILIES, History, histories, parse
 
 __all__ = ["CallHistories", "Ranks", "Search"]
 
-FIXED, ROUND = 12, 100
+FIXED, ROUND = 8, 100
 """Histories of a family: those that are drawn every time, and those of a round."""
 SHRINK_S = 20.0
 """How long a departure is shrunk."""
@@ -174,11 +174,16 @@ class CallHistories:
             yield made
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        for name, values in (("family", self.families), ("history", self.histories)):
-            if name in metafunc.fixturenames:
-                metafunc.parametrize(name, list(values))
+        metafunc.parametrize("case", [*self.families, *self.histories])
 
-    def test_family(self, ranks: Ranks, family: str) -> None:
+    def test_follows_the_oracle(self, ranks: Ranks, case: str) -> None:
+        if case in FAMILIES:
+            self.search(ranks, case)
+        elif found := ranks.departure(parse(case), self.scaler):
+            pytest.fail(found.text, pytrace=False)
+
+    def search(self, ranks: Ranks, family: str) -> None:
+        """Draw histories of one family; fail where one departs."""
         begun, minutes = time.monotonic(), os.environ.get("HISTORY_MINUTES")
         search = Search(ranks, self.scaler, family)
         if minutes is None:
@@ -195,7 +200,3 @@ class CallHistories:
                 "of this class it is run again",
                 pytrace=False,
             )
-
-    def test_history(self, ranks: Ranks, history: str) -> None:
-        if found := ranks.departure(parse(history), self.scaler):
-            pytest.fail(found.text, pytrace=False)
