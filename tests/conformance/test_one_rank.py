@@ -18,7 +18,9 @@ from gradparity.tests.conformance.test_workload_steps import (
     PLAIN,
     Engine,
     MicroBatches,
+    StepsTwice,
     Trains,
+    TrainsOnTwoAxes,
     failed,
 )
 from gradparity.tests.stacks import Named, Right
@@ -54,10 +56,13 @@ def test_the_fault_is_caught_and_the_right_twin_passes(
     assert right.status == "pass", (right.problem, failed(right))
     wrong = case(runner, pair.broken)
     assert {*failed(wrong)} & {*pair.laws}, (wrong.problem, failed(wrong))
-    assert "(reference: one rank, in fp64; noise of" in message(right, "parity.loss")
+    told = message(right, "parity.loss")
+    assert "(reference: one rank, in fp64; noise of" in told
+    # a step, or an iteration of a state, in each micro-batch is another training
+    assert ("micro-batches cut again" in told) == (name not in ("R01", "R07"))
 
 
-@pytest.mark.parametrize("name", ["R01", "R02", "R04"])
+@pytest.mark.parametrize("name", ["R01", "R04", "R09"])
 def test_in_bf16_and_in_parts_the_right_twin_passes(runner: Runner, name: str) -> None:
     for more in ({"precision": "bf16-autocast"}, {"recipe": "accumulate"}):
         found = case(runner, ONE_RANK[name].fixed, **more)
@@ -130,6 +135,54 @@ class ReportsTwice(Alone):
         return loss, norm * stack.kept["ranks"]
 
 
+class AloneOnTwoAxes(TrainsOnTwoAxes):
+    """Shards of shards; the one rank has both axes, at size 1."""
+
+    reference = "one rank"
+
+
+class AddsUp(AloneOnTwoAxes):
+    """Gradients grow with the ranks of one axis."""
+
+    def clip(self, stack: Engine) -> Any:
+        for p in stack.module.parameters():
+            if p.grad is not None:
+                p.grad *= p.device_mesh.size()  # type: ignore[attr-defined]  # a DTensor
+        return None
+
+
+class Lacks(Alone):
+    """On one rank it has one layer of two."""
+
+    def weights(self, stack: Engine) -> Any:
+        kept = super().weights(stack)
+        alone = torch.distributed.get_world_size() == 1
+        return {n: p for n, p in kept.items() if not (alone and ".0." in n)}
+
+
+def test_meshes_of_several_axes_are_narrowed_to_one_rank(runner: Runner) -> None:
+    right = case(runner, own(AloneOnTwoAxes), place="dp2-tp2/4")
+    assert right.status == "pass", (right.problem, failed(right))
+    wrong = case(runner, own(AddsUp), place="dp2-tp2/4")
+    assert "parity.gradient" in failed(wrong), wrong.problem
+    lacks = case(runner, own(Lacks))
+    assert lacks.status == "error"
+    assert "parallelize: on one rank it leaves out 64 of 64 elements of 0.weight" in (
+        lacks.problem
+    )
+
+
+class StepsTwiceAlone(StepsTwice):
+    """The plain reference refuses a second step of the same parameters."""
+
+    reference = "one rank"
+
+
+def test_an_optimizer_may_step_several_times(runner: Runner) -> None:
+    found = case(runner, own(StepsTwiceAlone))
+    assert found.status == "pass", (found.problem, failed(found))
+
+
 # - What such a reference can and cannot see
 
 
@@ -189,17 +242,33 @@ class Draws(Alone):
         return super().backward(stack, noisy, scaler)
 
 
+class Noise(nn.Module):
+    """Noise that no probability turns off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+class DrawsInALayer(Alone):
+    """A layer draws it."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 4))
+
+
 def test_training_that_is_not_deterministic_is_inconclusive(runner: Runner) -> None:
     found = case(runner, own(Remembers))
     assert failed(found) == {}
     assert message(found, "parity.gradient").startswith(
         "two runs of train_step on one rank with the same seed differ in the "
     )
-    found = case(runner, own(Draws))
-    assert failed(found) == {}
-    assert "which depend on the number of ranks: draw them in batch()" in message(
-        found, "parity.gradient"
-    )
+    for stack, words in (
+        (Draws, "on one rank train_step itself drew random numbers in the passes"),
+        (DrawsInALayer, "on one rank Noise 1 drew random numbers in the passes"),
+    ):
+        found = case(runner, own(stack))
+        assert failed(found) == {}
+        assert message(found, "parity.gradient").startswith(words)
 
 
 # - What is refused, and the line to add
@@ -237,7 +306,7 @@ class TakesOneNorm(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
         held = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in held]).norm()  # type: ignore[union-attr]  # held have one
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
         for p in held:
             p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / float(norm))
 
@@ -252,10 +321,22 @@ class NeedsClosure(Trains):
         return torch.optim.LBFGS([p for _, p in parameters])
 
 
+class Counts(nn.Module):
+    """A layer that computes with a state, as a spectral norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / self.calls
+
+
 class Iterates(Right):
     def model(self) -> nn.Module:
-        first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-        return nn.Sequential(first, nn.Linear(8, 4))
+        return nn.Sequential(Counts(), nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize("stack", [Coupled, NeedsClosure, Iterates])
@@ -308,7 +389,7 @@ def test_weights_move_by_a_unit_and_no_more() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
-    moved = Variation(moved=1).change_weights(model).weight.detach()  # type: ignore[union-attr]  # a tensor
+    moved = Variation(moved=1).change_weights(model).get_parameter("weight").detach()
     off = ((moved.double() - before.double()) / before.double()).abs()
     assert 0 < float(off.max()) <= 2 * UNIT
     assert float((off > 0).double().mean()) > 0.9
