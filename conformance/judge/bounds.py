@@ -116,6 +116,8 @@ class ParityBounds:
     loss: Sequence[dict[str, Pair]]
     norm: Sequence[dict[str, Pair]] = ()
     """Of the norm of the whole unscaled gradient before it is clipped."""
+    average: Sequence[dict[str, Pair]] = ()
+    """Of the running average of the weights, minus their initial values."""
     noisy: Sequence[Reference] = ()
     """The correct runs that the bounds are made of."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
@@ -145,19 +147,26 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     weights = _weights(truth, runs, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
     noisy = [_weighted(r.updates, weights) for r in runs]
+    averages = _weighted(truth.averages, weights)
+    hidden = _weighted(_hidden(truth, truth.updates), weights)
     return ParityBounds(
-        truth=replace(truth, updates=updates),
+        truth=replace(truth, updates=updates, averages=averages),
         weights=weights,
         gradient=gradient,
-        update=_bound(
-            updates, noisy, precision, skipped, _weighted(_hidden(truth), weights)
-        ),
+        update=_bound(updates, noisy, precision, skipped, hidden),
         loss=_bound(_losses(truth), [_losses(r) for r in runs], precision, always),
         norm=_bound(
             _norms(truth),
             [_norms(r) for r in runs],
             precision,
             [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
+        ),
+        average=_bound(
+            averages,
+            [_weighted(run.averages, weights) for run in runs],
+            precision,
+            always,
+            _weighted(_hidden(truth, truth.averages), weights),
         ),
         noisy=runs,
         moves=_moves(truth),
@@ -246,24 +255,24 @@ def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
     )
 
 
-def _spacings(truth: Reference) -> list[Tensors]:
+def _spacings(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
     """Distance to the next fp32 number at the value that is stored after each step."""
     return [
         {n: np.spacing(np.abs(truth.start[n] + t).astype(np.float32)) for n, t in u}
-        for u in (updates.items() for updates in truth.updates)
+        for u in (updates.items() for updates in moved)
     ]
 
 
-def _hidden(truth: Reference) -> list[Tensors]:
-    """Errors of updates that the rounding of the stored fp32 parameters explains."""
-    return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth)]
+def _hidden(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
+    """Errors that the rounding of the stored fp32 values explains."""
+    return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth, moved)]
 
 
 def _moves(truth: Reference) -> list[dict[str, NDArray[np.bool_]]]:
     """Elements that a step moves by at least what a stored fp32 parameter can show."""
     before = {n: np.zeros(t.shape) for n, t in truth.start.items()}
     found = []
-    for now, least in zip(truth.updates, _spacings(truth), strict=True):
+    for now, least in zip(truth.updates, _spacings(truth, truth.updates), strict=True):
         found.append({n: np.abs(now[n] - before[n]) >= least[n] for n in now})
         before = now
     return found
@@ -318,7 +327,8 @@ def _weighted(
 ) -> tuple[Tensors, ...]:
     return tuple(
         {n: t * weight[n] for n, t in tensors.items()}
-        for tensors, weight in zip(steps, weights, strict=True)
+        # a workload need not give averages
+        for tensors, weight in zip(steps, weights, strict=False)
     )
 
 

@@ -244,6 +244,10 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
         for at in trace.steps
     ]
     return Reference(
+        averages=tuple(
+            {n: whole(n, v, trace.index[n]) - start[n] for n, v in at.averages.items()}
+            for at in trace.steps
+        ),
         losses=tuple(_number(at.loss) for at in trace.steps),
         gradients=tuple(gradients(at) for at in trace.steps),
         updates=tuple({n: now[n] - start[n] for n in now} for now in after),

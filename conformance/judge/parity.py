@@ -48,7 +48,8 @@ class ParityRow:
     """One comparison: a tensor on a rank at a step against the fp64 truth."""
 
     kind: str
-    """``gradient``, ``update`` (parameter minus its initial value) or ``loss``."""
+    """``gradient``, ``update`` (parameter minus its initial value), ``loss`` or
+    ``average`` (of the weights, minus the initial values)."""
     step: int
     parameter: str
     rank: int
@@ -380,6 +381,15 @@ def _measured(
                     parity_bounds.update[step][name],
                 )
                 yield _Measured("update", rows or (), live, len(index) - live)
+                if truth.averages and name in at.averages:
+                    rows = live and _compare(
+                        ("average", step, name, trace.rank),
+                        (at.averages[name] - trace.start[name].astype(np.float64))
+                        * weight,
+                        (truth.averages[step][name], index),
+                        parity_bounds.average[step][name],
+                    )
+                    yield _Measured("average", rows or (), live, len(index) - live)
 
 
 def _gradient(

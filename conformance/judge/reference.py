@@ -117,6 +117,9 @@ class Reference:
     """Per step: the largest error of the routers' scores."""
     settings: tuple[Settings, ...] = ()
     """Per step: what the workload's ``scheduler`` has set; empty without one."""
+    averages: tuple[dict[str, Doubles], ...] = ()
+    """Per step: the running average of the weights minus their initial values, where
+    the workload on one rank gives it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,6 +141,9 @@ class StepTrace:
     """Digest of the learning rate's schedule before and after the step, if given."""
     average: tuple[Average, Average] | None = None
     """The running average of the weights before and after the step, if given."""
+    averages: dict[str, Floats] = field(default_factory=dict)
+    """Its values after the step, where they are laid out as the parameters and the
+    reference is the workload on one rank."""
     skips: tuple[int, int] | None = None
     """Skipped steps that the stack has counted, before and after the step, if given."""
     scale_before: float = 1.0

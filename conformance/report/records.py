@@ -150,8 +150,8 @@ class Curves(_Part, frozen=True, kw_only=True):
 class Comparison(_Part, frozen=True, kw_only=True):
     """A tensor against the fp64 reference, with the bound of its error."""
 
-    kind: Annotated[str, Meta(pattern="^(gradient|update|loss)$")]
-    """An update is a parameter minus its initial value."""
+    kind: Annotated[str, Meta(pattern="^(gradient|update|loss|average)$")]
+    """An update, or an average of weights, is taken minus the initial value."""
     parameter: str
     step: Count
     rank: Count

@@ -180,6 +180,26 @@ def average(evidence: Evidence) -> Finding:
     compared, torn = _torn(evidence)
     if torn is not None:
         return torn
+    # elsewhere the noise is not known
+    parity = evidence.parity if evidence.device == "cpu" else None
+    if parity is not None and (row := parity.first_bad.get("average")) is not None:
+        doubt = parity.doubt(row.step, "update", row.parameter)
+        text = f"; but {doubt.text}" if doubt is not None else ""
+        return Finding(
+            status=Status.FAIL if doubt is None else Status.INCONCLUSIVE,
+            message=f"step {row.step}: the running average of {row.parameter} on rank "
+            f"{row.rank} departs from that of the same train_step: relative "
+            f"{row.measure} of the error {row.error:.3g}, bound {row.bound:.3g} "
+            f"(reference: {parity.reference}){text}",
+            step=row.step,
+            ranks=(row.rank,),
+            parameter=row.parameter,
+            numbers={"error": row.error, "bound": row.bound},
+            cause="departs from one rank",
+            compared=compared + parity.compared["average"],
+        )
+    alike = 0 if parity is None else parity.compared["average"]
+    compared += alike
     seen = 0
     for at in _beside(evidence, "average"):
         seen += 1
@@ -197,6 +217,8 @@ def average(evidence: Evidence) -> Finding:
     if not compared and not loads.compared and evidence.unseen == 0:
         return skipped("no step was skipped, and no two ranks move the same average")
     what = "averages untouched by a skip, or equal on two ranks"
+    if alike:
+        what += f", of which {alike} elements within the bounds of one rank"
     return loads.counted(compared, what, evidence.unseen)
 
 
