@@ -36,13 +36,14 @@ from gradparity.conformance.run.recorder import make_header
 from gradparity.conformance.run.session import RunSettings, run
 from gradparity.conformance.space.catalogue import Selection, select
 from gradparity.conformance.status import UsageError
-from gradparity.fixtures.specimens import SPECIMENS, Pair
+from gradparity.fixtures.specimens import ONE_RANK, SPECIMENS, Pair
 from gradparity.multiprocess import Cluster
 
 RESULTS = Path(__file__).parent / "results" / "specimens.json"
 SEEDS = 20
 TIMEOUT_S = 120.0
 """Of one scenario."""
+ALL = SPECIMENS | ONE_RANK
 
 
 # - The judge
@@ -168,7 +169,7 @@ def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[st
             print(name, json.dumps(rows[name]), flush=True)
     seconds = time.monotonic() - start
     if peers:
-        _add_peers(rows)
+        _add_peers({name: row for name, row in rows.items() if name in SPECIMENS})
     return {
         "provenance": {
             "torch": header.torch,
@@ -182,12 +183,13 @@ def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[st
         "seeds": seeds,
         "steps": STEPS,
         "seconds": round(seconds, 1),
-        "specimens": rows,
+        "specimens": {n: row for n, row in rows.items() if n in SPECIMENS},
+        "one_rank": {n: row for n, row in rows.items() if n in ONE_RANK},
     }
 
 
 def _row(name: str, seeds: int) -> dict[str, Any]:
-    pair = SPECIMENS[name]
+    pair = ALL[name]
     found = judged(pair.broken)
     with Runner(folder=".", timeout_s=TIMEOUT_S) as runner:
         wrong = [
@@ -227,7 +229,7 @@ def _add_peers(rows: dict[str, dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge, write the record and the page, print the tables."""
     parser = argparse.ArgumentParser(prog="specimens", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=SPECIMENS, default=None)
+    parser.add_argument("--only", nargs="+", choices=ALL, default=None)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=2, help="pairs judged at once")
     parser.add_argument("--no-peers", action="store_true", help="the judge alone")
@@ -236,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.page is not None:
         write_tables(json.loads(given.page.read_text()))
         return 0
-    names = given.only or list(SPECIMENS)
+    names = given.only or list(ALL)
     record = measure(names, given.seeds, given.jobs, not given.no_peers)
     if given.no_peers:  # what was found is printed
         return 0

@@ -1,0 +1,344 @@
+"""``reference = "one rank"``: any deterministic training is judged against itself."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.rank.variation import UNIT, SameSkips, Variation
+from gradparity.conformance.space.workload_checks import check_workload
+from gradparity.fixtures import REFERENCE_LINE, Batch, WorkloadError, resolve_workload
+from gradparity.fixtures.specimens import ONE_RANK
+from gradparity.tests.conformance.test_workload_steps import (
+    PLAIN,
+    Engine,
+    MicroBatches,
+    Trains,
+    failed,
+)
+from gradparity.tests.stacks import Named, Right
+
+MODULE = "gradparity.tests.conformance.test_one_rank"
+
+
+def case(runner: Runner, spec: str, scaler: str = "none", **more: str) -> Case:
+    place = more.pop("place", "dp2/2")
+    faults, precision = more.pop("faults", "none"), more.pop("precision", "fp32")
+    settings = ",".join(f"{k}={v}" for k, v in {"steps": "4", **more}.items())
+    text = f"{place}/{precision}/own/{faults}/model={spec},{settings}"
+    return runner.run(scaler, Scenario.parse(text))
+
+
+def own(stack: type) -> str:
+    return f"{MODULE}:{stack.__name__}"
+
+
+def message(found: Case, law: str) -> str:
+    return next(v.message for v in found.verdicts if v.law == law)
+
+
+# - Pairs
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_the_fault_is_caught_and_the_right_twin_passes(
+    runner: Runner, name: str
+) -> None:
+    pair = ONE_RANK[name]
+    right = case(runner, pair.fixed)
+    assert right.status == "pass", (right.problem, failed(right))
+    wrong = case(runner, pair.broken)
+    assert {*failed(wrong)} & {*pair.laws}, (wrong.problem, failed(wrong))
+    assert "(reference: one rank, in fp64; noise of" in message(right, "parity.loss")
+
+
+@pytest.mark.parametrize("name", ["R01", "R02", "R04"])
+def test_in_bf16_and_in_parts_the_right_twin_passes(runner: Runner, name: str) -> None:
+    for more in ({"precision": "bf16-autocast"}, {"recipe": "accumulate"}):
+        found = case(runner, ONE_RANK[name].fixed, **more)
+        assert found.status == "pass", (more, found.problem, failed(found))
+
+
+def test_the_example_of_a_gan_passes_and_is_short(runner: Runner) -> None:
+    text = Path(__file__).parents[2] / "examples" / "gan.py"
+    assert len(text.read_text().splitlines()) <= 60
+    found = case(runner, "gradparity.examples.gan:Gan")
+    assert found.status == "pass", (found.problem, failed(found))
+
+
+# - With a scaler
+
+
+class Alone(Trains):
+    """An engine that could be compared with the plain reference, too."""
+
+    reference = "one rank"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"faults": "inf@r1s2:0.bias"},
+        {"faults": "nan@r0s1:loss", "precision": "bf16-autocast"},
+        {"recipe": "clip-norm"},
+    ],
+)
+def test_one_rank_skips_and_clips_as_the_ranks(
+    runner: Runner, more: dict[str, str]
+) -> None:
+    found = case(runner, own(Alone), PLAIN, **more)
+    assert found.status == "pass", (found.problem, failed(found))
+    assert "train_step on one rank" in message(found, "norm.factor")
+
+
+def test_norms_and_schedules_are_those_of_one_rank(runner: Runner) -> None:
+    found = case(runner, own(CountsRanks))
+    assert found.status == "fail"
+    assert (
+        "lr of 0.weight is 0.02 on rank 0 at step 0, and 0.01 on one rank"
+        in (failed(found)["parity.update"])
+    )
+    assert "norm.reported" in failed(case(runner, own(ReportsTwice)))
+
+
+class CountsRanks(Alone):
+    """The rate grows with the ranks, which is right only where a sum needs it."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.optimizer.param_groups[0]["lr"] *= mesh.size()
+        return engine
+
+
+class ReportsTwice(Alone):
+    """It reports the norm times its ranks."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.kept["ranks"] = mesh.size()
+        return engine
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        loss, norm = super().train_step(stack, micro_batches, scaler)
+        return loss, norm * stack.kept["ranks"]
+
+
+# - What such a reference can and cannot see
+
+
+class HalvesTheLoss(Alone):
+    """Wrong on one rank, too."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(output, targets) / 2
+
+
+def test_what_is_wrong_on_one_rank_is_not_seen(runner: Runner) -> None:
+    found = case(runner, own(HalvesTheLoss))
+    assert found.status == "pass"
+
+
+class InFp32(Alone):
+    """Its weights are fp32 whatever the model was."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        return super().parallelize(model.float(), mesh)
+
+
+class InFp32Local(InFp32):
+    """The same, with gradients that are not averaged."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.module = engine.module.module
+        return engine
+
+
+def test_a_stack_without_fp64_is_compared_in_its_precision(runner: Runner) -> None:
+    found = case(runner, own(InFp32))
+    assert found.status == "pass", (found.problem, failed(found))
+    assert "one rank, in fp32 (no fp64)" in message(found, "parity.loss")
+    assert "parity.gradient" in failed(case(runner, own(InFp32Local)))
+
+
+class Remembers(Alone):
+    """Each stack is another one."""
+
+    made = itertools.count()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.optimizer.param_groups[0]["lr"] *= 1 + next(Remembers.made)
+        return engine
+
+
+class Draws(Alone):
+    """Each rank draws noise for its own rows."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        noisy = [(x + torch.randn_like(x), y) for x, y in micro_batches]
+        return super().backward(stack, noisy, scaler)
+
+
+def test_training_that_is_not_deterministic_is_inconclusive(runner: Runner) -> None:
+    found = case(runner, own(Remembers))
+    assert failed(found) == {}
+    assert message(found, "parity.gradient").startswith(
+        "two runs of train_step on one rank with the same seed differ in the "
+    )
+    found = case(runner, own(Draws))
+    assert failed(found) == {}
+    assert "which depend on the number of ranks: draw them in batch()" in message(
+        found, "parity.gradient"
+    )
+
+
+# - What is refused, and the line to add
+
+
+class Wrong(Alone):
+    reference = "two ranks"
+
+
+class WithoutSteps(Right):
+    reference = "one rank"
+
+
+class Scheduled(Alone):
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (Wrong, "reference: got 'two ranks', expected 'one rank'"),
+        (WithoutSteps, "reference: 'one rank' needs train_step"),
+        (Scheduled, "scheduler: it is for the plain reference"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(stack: type, words: str) -> None:
+    with pytest.raises(WorkloadError, match=words):
+        resolve_workload(own(stack))
+
+
+class TakesOneNorm(torch.optim.SGD):
+    """Gradients over their common norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
+        held = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()  # type: ignore[union-attr]  # held have one
+        for p in held:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / float(norm))
+
+
+class Coupled(Trains):
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return TakesOneNorm([p for _, p in parameters], lr=0.1)
+
+
+class NeedsClosure(Trains):
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([p for _, p in parameters])
+
+
+class Iterates(Right):
+    def model(self) -> nn.Module:
+        first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        return nn.Sequential(first, nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("stack", [Coupled, NeedsClosure, Iterates])
+def test_what_the_plain_reference_refuses_ends_in_the_line_to_add(stack: type) -> None:
+    with pytest.raises(WorkloadError) as refused:
+        check_workload(own(stack))
+    assert str(refused.value).endswith(REFERENCE_LINE)
+
+
+class Sharp(Trains):
+    """SAM, which the plain reference does not do."""
+
+    clip_norm = None  # type: ignore[assignment]  # as absent
+
+    def clip(self, stack: Engine) -> Any:
+        held = [p for p in stack.module.parameters() if p.grad is not None]
+        before = [p.detach().clone() for p in held]
+        with torch.no_grad():
+            for p in held:
+                p.add_(p.grad, alpha=0.5)  # type: ignore[arg-type]  # held have one
+        stack.optimizer.zero_grad()
+        self.backward(stack, self.parts, None)
+        with torch.no_grad():
+            for p, old in zip(held, before, strict=True):
+                p.copy_(old)
+        return None
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        self.parts = micro_batches
+        return super().backward(stack, micro_batches, scaler)
+
+
+class SharpAlone(Sharp):
+    reference = "one rank"
+
+
+def test_what_departs_from_the_plain_reference_names_the_line(runner: Runner) -> None:
+    found = failed(case(runner, own(Sharp)))
+    assert found["parity.gradient"].endswith(f"PowerSGD), {REFERENCE_LINE}")
+    found = failed(case(runner, own(SharpAlone)))
+    assert found == {}
+
+
+# - Variations
+
+
+def test_weights_move_by_a_unit_and_no_more() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    moved = Variation(moved=1).change_weights(model).weight.detach()  # type: ignore[union-attr]  # a tensor
+    off = ((moved.double() - before.double()) / before.double()).abs()
+    assert 0 < float(off.max()) <= 2 * UNIT
+    assert float((off > 0).double().mean()) > 0.9
+
+
+def test_micro_batches_of_one_rank_have_the_rows_of_all_ranks() -> None:
+    spec = own(Alone)
+    text = f"dp2/2/fp32/own/none/model={spec},recipe=accumulate"
+    rows = torch.arange(16.0).unsqueeze(1)
+    batch = Batch(inputs=rows, targets=rows)
+    scenario = Scenario.parse(text)
+    first, second = Variation().micro_batches(batch, scenario)
+    assert first.inputs.flatten().tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert second.inputs.flatten().tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+    for varied in (Variation(permuted=True), Variation(parts=2)):
+        parts = varied.micro_batches(batch, scenario)
+        found = torch.cat([part.inputs for part in parts]).flatten()
+        assert sorted(found.tolist()) == list(range(16))
+        assert not torch.equal(parts[0].inputs, first.inputs)
+
+
+def test_the_scaler_of_one_rank_skips_where_it_must() -> None:
+    weight, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in (weight, other)]
+    names = {"weight": weight, "other": other}
+    scaler = SameSkips((frozenset({"weight"}), frozenset()), (4.0, 2.0), names)
+    for _ in range(2):
+        for p, optimizer in zip((weight, other), optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(p.sum()).backward()
+            scaler.step(optimizer)
+        scaler.update()
+    assert (weight.item(), other.item()) == (0.0, -1.0)
