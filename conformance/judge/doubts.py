@@ -91,10 +91,7 @@ def _drew(steps: Sequence[Seen]) -> Iterator[Doubt]:
 
 
 def _drew_on_ranks(steps: Sequence[Seen]) -> Iterator[Doubt]:
-    text = (
-        ", which depend on the number of ranks: draw them in batch(), where they have "
-        "rows, or set the size of the noise to 0 in the workload"
-    )
+    text = ", and the reference, on one rank, did not: draw them in batch()"
     yield from _drawn(steps, text)
 
 

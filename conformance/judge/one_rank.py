@@ -108,7 +108,13 @@ def _references(
 
     plain = trained(PLAIN)
     undecided = ""
-    if differs := _difference(plain, trained(PLAIN)):
+    if plain.drew:
+        undecided = (
+            f"on one rank {plain.drew} drew random numbers in the passes, which depend "
+            "on the number of ranks: draw them in batch(), where they have rows, or set "
+            "the size of the noise to 0 in the workload"
+        )
+    elif differs := _difference(plain, trained(PLAIN)):
         undecided = (
             f"two runs of train_step on one rank with the same seed differ in {differs}"
             ": draw all random numbers in batch(), or from torch's generator, and keep "
@@ -253,6 +259,7 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
         updates=tuple({n: now[n] - start[n] for n in now} for now in after),
         start=start,
         initial=trace.initial,
+        drew=next((_drawn(at) for at in trace.steps if at.drew), ""),
         norms=tuple(_number(at.reported_norm) for at in trace.steps),
         settings=tuple(
             tuple(
@@ -264,6 +271,10 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
             for at in trace.steps
         ),
     )
+
+
+def _drawn(at: StepTrace) -> str:
+    return str(at.draws[0]) if at.draws else "train_step itself"
 
 
 def _number(value: float | None) -> float:

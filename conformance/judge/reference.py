@@ -120,6 +120,8 @@ class Reference:
     averages: tuple[dict[str, Doubles], ...] = ()
     """Per step: the running average of the weights minus their initial values, where
     the workload on one rank gives it."""
+    drew: str = ""
+    """What drew random numbers first on one rank, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

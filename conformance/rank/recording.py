@@ -57,7 +57,9 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Note which random numbers a step's passes draw; choose as the reference did."""
     generator = torch.get_rng_state()
     random = engine.scenario.parsed_recipe.training.random
-    log = DrawLog(engine.module, engine.recomputed) if random else None
+    # a reference on one rank must not draw, and says where it did
+    logs = random or engine.variation is not None
+    log = DrawLog(engine.module, engine.recomputed) if logs else None
     choices = ChoiceLog(engine.choices[seen.step]) if engine.choices else None
     with log or nullcontext(), choices or nullcontext():
         yield
@@ -65,7 +67,7 @@ def recording_draws(engine: Engine, seen: StepTrace) -> Iterator[None]:
         seen.unclear_choices = choices.unclear
     if log is not None:
         seen.draws, seen.drawn_outside = log.draws, log.outside
-    # by the generator, because the log is active only where random layers are on
+    # by the generator, because the log is not active in every run
     seen.drew = not torch.equal(generator, torch.get_rng_state())
 
 

@@ -58,7 +58,7 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         found = replace(found, message=text)
     elif first is not None and evidence.scenario.workload.train_step is not None:
         text = f"{found.message}; if this is no single step from averaged gradients"
-        text += f" (SAM, local SGD, PowerSGD), {REFERENCE_LINE}"
+        text += f" (SAM, PowerSGD), {REFERENCE_LINE}"
         found = replace(found, message=text)
     return replace(
         found,
