@@ -111,8 +111,8 @@ def _references(
     if plain.drew:
         undecided = (
             f"on one rank {plain.drew} drew random numbers in the passes, which depend "
-            "on the number of ranks: draw them in batch(), where they have rows, or set "
-            "the size of the noise to 0 in the workload"
+            "on the number of ranks: draw them in batch(), where they have rows, or "
+            "set the size of the noise to 0 in the workload"
         )
     elif differs := _difference(plain, trained(PLAIN)):
         undecided = (

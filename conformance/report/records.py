@@ -123,6 +123,8 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """Law -> its text; of two that break at one step, the first is the cause."""
     require: tuple[str, ...] = ()
     """The scalers that decide what the report comes to; empty means all of them."""
+    reference: str = ""
+    """What the workload declares as its reference; empty: the judge's own loop."""
 
 
 class Curves(_Part, frozen=True, kw_only=True):

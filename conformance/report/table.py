@@ -181,9 +181,10 @@ def _provenance(report: Report) -> str:
         f"gradparity {header.gradparity}",
         *([f"commit {header.commit}"] if header.commit else []),
     )
+    whose = f" ({header.reference})" if header.reference else ""
     return (
-        f"Errors against one process in fp64; a bound is 8 times what one process "
-        f"itself errs in that precision. {escape(', '.join(facts))}"
+        f"Errors against one process in fp64{escape(whose)}; a bound is 8 times what "
+        f"one process itself errs in that precision. {escape(', '.join(facts))}"
     )
 
 

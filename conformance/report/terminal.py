@@ -200,6 +200,8 @@ def _left_out(report: Report) -> str:
 def print_report(console: Console, report: Report) -> None:
     """Print the matrix, how much was compared, and where parity begins to fail."""
     console.print(_matrix(report))
+    if report.header.reference:
+        console.print(Text(f"reference: {plain(report.header.reference)}"))
     if text := _left_out(report):
         console.print(Text(plain(text), style="dim"), soft_wrap=True)
     found = places(report)

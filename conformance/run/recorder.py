@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from ... import __version__
-from ...fixtures import DATASETS, WorkloadError, is_workload, resolve_workload
+from ...fixtures import DATASETS, ONE_RANK, WorkloadError, is_workload, resolve_workload
 from ...multiprocess import WorldError
 from ..judge import laws as laws  # enters them into LAWS
 from ..judge.law import LAWS, Evidence
@@ -76,6 +76,7 @@ def make_header(
         restarts: one line per restart, on the cases kept from earlier attempts.
         require: the scalers that decide what the report comes to; empty means all.
     """
+    data = sorted(set(data))
     return Header(
         schema=SCHEMA_VERSION,
         gradparity=__version__,
@@ -91,7 +92,7 @@ def make_header(
         seed=seed,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         planned=planned,
-        data={name: _fingerprint(name) for name in sorted(set(data))},
+        data={name: _fingerprint(name) for name in data},
         environment={k: os.environ[k] for k in _RELEVANT if k in os.environ},
         launcher=msgspec.structs.replace(place.launcher(), restarts=restarts),
         gpus=tuple(place.gpu_names()),
@@ -99,6 +100,9 @@ def make_header(
             law.id: LawText(text=law.text, reason=law.reason) for law in LAWS.values()
         },
         require=tuple(require),
+        reference=ONE_RANK
+        if any(resolve_workload(name).one_rank for name in data if is_workload(name))
+        else "",
     )
 
 
