@@ -18,7 +18,9 @@ from gradparity.tests.conformance.test_workload_steps import (
     PLAIN,
     Engine,
     MicroBatches,
+    StepsTwice,
     Trains,
+    TrainsOnTwoAxes,
     failed,
 )
 from gradparity.tests.stacks import Named, Right
@@ -128,6 +130,54 @@ class ReportsTwice(Alone):
     ) -> Any:
         loss, norm = super().train_step(stack, micro_batches, scaler)
         return loss, norm * stack.kept["ranks"]
+
+
+class AloneOnTwoAxes(TrainsOnTwoAxes):
+    """Shards of shards; the one rank has both axes, at size 1."""
+
+    reference = "one rank"
+
+
+class AddsUp(AloneOnTwoAxes):
+    """Gradients grow with the ranks of one axis."""
+
+    def clip(self, stack: Engine) -> Any:
+        for p in stack.module.parameters():
+            if p.grad is not None:
+                p.grad *= p.device_mesh.size()  # type: ignore[attr-defined]  # a DTensor
+        return None
+
+
+class Lacks(Alone):
+    """On one rank it has one layer of two."""
+
+    def weights(self, stack: Engine) -> Any:
+        kept = super().weights(stack)
+        alone = torch.distributed.get_world_size() == 1
+        return {n: p for n, p in kept.items() if not (alone and ".0." in n)}
+
+
+def test_meshes_of_several_axes_are_narrowed_to_one_rank(runner: Runner) -> None:
+    right = case(runner, own(AloneOnTwoAxes), place="dp2-tp2/4")
+    assert right.status == "pass", (right.problem, failed(right))
+    wrong = case(runner, own(AddsUp), place="dp2-tp2/4")
+    assert "parity.gradient" in failed(wrong), wrong.problem
+    lacks = case(runner, own(Lacks))
+    assert lacks.status == "error"
+    assert "parallelize: on one rank it leaves out 64 of 64 elements of 0.weight" in (
+        lacks.problem
+    )
+
+
+class StepsTwiceAlone(StepsTwice):
+    """The plain reference refuses a second step of the same parameters."""
+
+    reference = "one rank"
+
+
+def test_an_optimizer_may_step_several_times(runner: Runner) -> None:
+    found = case(runner, own(StepsTwiceAlone))
+    assert found.status == "pass", (found.problem, failed(found))
 
 
 # - What such a reference can and cannot see
