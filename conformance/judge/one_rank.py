@@ -122,14 +122,12 @@ def _references(
         )
     truth = _in_fp64(scenario, skipped, scales)
     variations = list(NOISY)
-    if truth is None:
-        # nothing shows whether rows may be permuted or cut
-        variations = [replace(v, permuted=False, parts=1) for v in variations]
-    for change in ("permuted", "parts") if truth is not None else ():
-        tried = {"permuted": True, "parts": 2}[change]
-        if not _changes_nothing(scenario, truth, replace(TRUTH, **{change: tried})):
-            default = getattr(PLAIN, change)
-            variations = [replace(v, **{change: default}) for v in variations]
+    # without fp64 nothing shows whether rows may be permuted or cut
+    wide = truth is not None
+    if not (wide and _changes_nothing(scenario, replace(TRUTH, permuted=True))):
+        variations = [replace(v, permuted=False) for v in variations]
+    if not (wide and _changes_nothing(scenario, replace(TRUTH, parts=2))):
+        variations = [replace(v, parts=1) for v in variations]
     variations = list(dict.fromkeys(variations))
     noisy = [plain, *(trained(v) for v in variations if v != PLAIN)]
     words = dict.fromkeys(word for v in variations for word in v.words)
@@ -155,9 +153,7 @@ def _in_fp64(
     return None
 
 
-def _changes_nothing(
-    scenario: Scenario, truth: Reference, variation: Variation
-) -> bool:
+def _changes_nothing(scenario: Scenario, variation: Variation) -> bool:
     """Whether a variation leaves the gradients of the first steps as they are."""
     steps = min(TRIED, scenario.steps)
     alone = Alone(
@@ -165,16 +161,15 @@ def _changes_nothing(
         skipped=(frozenset[str](),) * steps,
         scales=(1.0,) * steps,
     )
-    # without skips, as the steps of the truth that are compared
+    # both without skips, which need not be those of so few steps
     whole = replace(alone, variation=TRUTH)
     try:
         runs = [_wide(scenario, each, steps) for each in (whole, alone)]
     except (WorkloadError, CannotError):
         return False  # e.g. the stack takes one micro-batch alone
     for one, other in zip(*(run.gradients for run in runs), strict=True):
-        largest = max(
-            (float(np.abs(g).max()) for g in one.values() if g.size), default=0
-        )
+        sizes = (float(np.abs(g).max()) for g in one.values() if g.size)
+        largest = max(sizes, default=0.0)
         if one.keys() != other.keys() or not all(
             (np.abs(one[n] - other[n]) <= FP32_INSIDE * largest).all() for n in one
         ):

@@ -303,7 +303,7 @@ class TakesOneNorm(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
         held = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in held]).norm()  # type: ignore[union-attr]  # held have one
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
         for p in held:
             p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / float(norm))
 
@@ -386,7 +386,7 @@ def test_weights_move_by_a_unit_and_no_more() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
-    moved = Variation(moved=1).change_weights(model).weight.detach()  # type: ignore[union-attr]  # a tensor
+    moved = Variation(moved=1).change_weights(model).get_parameter("weight").detach()
     off = ((moved.double() - before.double()) / before.double()).abs()
     assert 0 < float(off.max()) <= 2 * UNIT
     assert float((off > 0).double().mean()) > 0.9

@@ -43,7 +43,9 @@ class MadeUp(Place):
     def ranks(self, world: int) -> Any:
         return self
 
-    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+    def alone(
+        self, function: Callable[..., Any], *args: Any, in_group: bool = False
+    ) -> Any:
         return function(*args)
 
     def run(self, _: Any, scenario: Scenario, spec: str, *rest: Any) -> Traces:
