@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -58,8 +58,8 @@ def parse_address(text: str) -> Address | None:
     if not re.fullmatch(r"[\w./-]*", revision):
         return None
     port = f":{parts.port}" if parts.port and parts.scheme != "ssh" else ""
-    found = {"revision": revision} if revision else {}
-    return Address(host=f"{parts.hostname}{port}", path=path, **found)
+    found = Address(host=f"{parts.hostname}{port}", path=path)
+    return replace(found, revision=revision) if revision else found
 
 
 def address_of_gradparity() -> Address:

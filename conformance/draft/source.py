@@ -95,8 +95,8 @@ def find_source(spec: str) -> Source:
     if isinstance(found, nn.Module):
         raise UsageError(f"{spec} is a model already; each rank makes its own: {way}")
     if not callable(found):
-        kind = type(found).__name__
-        raise UsageError(f"{spec} is of type {kind}, expected a function: {way}")
+        got = type(found).__name__
+        raise UsageError(f"{spec} is of type {got}, expected a function: {way}")
     module, _, attribute = spec.partition(":")
     imported = (module, attribute.partition(".")[0])
     needed = list(_needed(found))
@@ -181,7 +181,7 @@ def _configurations(found: Any, needed: list[str]) -> Iterator[type]:
         return
     hints: dict[str, Any] = {}
     with suppress(Exception):  # an annotation may name what is imported for types only
-        hints = typing.get_type_hints(found.__init__)
+        hints = typing.get_type_hints(vars(found)["__init__"])
     seen = []
     for kind in (
         getattr(found, "config_class", None),

@@ -40,7 +40,7 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
     )
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         found=found,
-        module=module,
+        command=_command(module),
         imports=_imports(source, found),
         refused=refused
         and _todo(f"gradparity refuses this workload as it is: {refused}"),
@@ -73,6 +73,14 @@ def refusal(text: str) -> str:
             sys.path.remove(folder)
             sys.modules.pop(name, None)
     return ""
+
+
+def _command(module: str) -> str:
+    words = f"--workload {module}:Workload --scaler none"
+    line = f"    gradparity run --quick {words}"
+    if len(line) <= _WIDTH:
+        return line
+    return f"    gradparity run --quick \\\n        {words}"
 
 
 def _todo(text: str) -> str:
