@@ -161,12 +161,12 @@ def _content(batch: Batch) -> int:
 
 
 def check_whole(workload: ResolvedWorkload, traces: Sequence[RankTrace]) -> None:
-    """Check that the ranks together hold every element of the model.
+    """Check that the ranks together hold every element of a model under test.
 
     Raises:
         WorkloadError: names the parameter with missing elements.
     """
-    if not all(t.index for t in traces):
+    if OfWorkload.JUDGED not in workload.has or not all(t.index for t in traces):
         return
     for name, parameter in workload.model().named_parameters():
         parts = [t.index[name] for t in traces if name in t.index]

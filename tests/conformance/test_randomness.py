@@ -144,7 +144,7 @@ def test_the_recipe_needs_random_layers() -> None:
     text = f"dp2/2/fp32/own/none/model={PLAIN_MODULE}:Right,recipe=random"
     with pytest.raises(UsageError, match=r"random layers, and .*Right has none"):
         Scenario.parse(text)
-    with pytest.raises(UsageError, match="unknown recipe 'random'"):
+    with pytest.raises(UsageError, match="recipe 'random': it tests a user's stack"):
         Scenario.parse("ddp/2/fp32/sgd/none/recipe=random")
 
 

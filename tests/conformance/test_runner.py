@@ -48,7 +48,9 @@ class MadeUp(Place):
     ) -> Any:
         return function(*args)
 
-    def run(self, _: Any, scenario: Scenario, spec: str, *rest: Any) -> Traces:
+    def run(
+        self, _: Any, scenario: Scenario, spec: str, *rest: Any, **more: Any
+    ) -> Traces:
         self.calls.append(spec)
         left = self.runs[spec]
         return (left.pop(0) if len(left) > 1 else left[0])()
