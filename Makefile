@@ -7,8 +7,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# torchtitan and what importing a model of it needs, of the much that it names.
-TITAN  := torchtitan spmd_types tyro docstring-parser typeguard
+# Installed without the much that they name: torchtitan with what importing a model of it
+# needs, and Megatron-FSDP.
+ALONE  := torchtitan spmd_types tyro docstring-parser typeguard megatron-fsdp
 REPORT := parity-report
 BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank; ranks are the parallelism here.
@@ -113,7 +114,7 @@ dist:  ## sdist and wheel in dist/, each installed into an empty environment and
 	sh .ci/dist "$(PYTHON)"
 
 relock: ## renew constraints.txt from pyproject.toml in a throw-away environment
-	TITAN="$(TITAN)" sh .ci/relock "$(PYTHON)"
+	ALONE="$(ALONE)" sh .ci/relock "$(PYTHON)"
 
 clean:
 	rm -rf $(VENV) $(REPORT) parity-peers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -135,5 +136,5 @@ $(READY_TEST): $(READY)
 	@echo "installing what the tests need, trainers and scalers of others among it: two minutes or more"
 	$(PIP) --upgrade wheel
 	$(PIP) --no-build-isolation -e '.[test,peers,stacks]'
-	$(PIP) --no-deps $(TITAN)
+	$(PIP) --no-deps $(ALONE)
 	@touch $@
