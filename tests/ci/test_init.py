@@ -374,7 +374,7 @@ def test_the_address_is_that_of_the_installation(
 
         def read_text(self, name: str) -> str | None:
             assert name == "direct_url.json"
-            return self.origin and json.dumps(self.origin)
+            return json.dumps(self.origin) if self.origin else None
 
     def found(origin: object) -> Address:
         installed: Callable[[str], Installed] = lambda _: Installed(origin)  # noqa: E731
