@@ -49,7 +49,7 @@ def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
     try:
         with Runner(folder=".", timeout_s=60) as other:
             # here, where what is patched is patched
-            monkeypatch.setattr(other.place, "alone", lambda call, *args: call(*args))
+            monkeypatch.setattr(other.place, "alone", lambda call, *args, **_: call(*args))
             assert failed(case(other, stacks.TopOne, *TIPS)) == {"parity.gradient"}
     finally:
         reference._train.cache_clear()
@@ -88,10 +88,10 @@ def test_a_run_that_skips_is_made_again_with_a_reference_that_skips(
     schedules: list[Schedule] = []
     alone = judge.place.alone
 
-    def noted(function: Callable[..., Any], *args: Any) -> Any:
+    def noted(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if function is expected_choices:
             schedules.append(args[1])
-        return alone(function, *args)
+        return alone(function, *args, **options)
 
     monkeypatch.setattr(judge.place, "alone", noted)
     text = (
