@@ -28,12 +28,13 @@ from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures.faulty import RIGHT
-from gradparity.fixtures.specimens import SPECIMENS
+from gradparity.fixtures.specimens import ONE_RANK, SPECIMENS
 
 RESULTS = Path(__file__).parent / "results" / "right_stacks.json"
 SEEDS = 5
 
 EXAMPLES = (
+    "gan:Gan",
     "qwen3:Stack",
     "workload:Stack",
     "stacks.accelerate_fsdp2:Stack",
@@ -44,14 +45,27 @@ EXAMPLES = (
     "stacks.deepspeed_stages:Owned2",
     "stacks.deepspeed_stages:Zero3",
     "stacks.deepspeed_zero:Zero1",
+    "stacks.fairscale_sharded:Stack",
     "stacks.hf_trainer:Stack",
     "stacks.lightning_model_parallel:Stack",
+    "stacks.megatron_fsdp_stages:Zero1",
+    "stacks.megatron_fsdp_stages:Zero2",
+    "stacks.megatron_fsdp_zero3:Zero3",
     "stacks.megatron_gpt:Stack",
     "stacks.peft_adapters:Lora",
     "stacks.peft_adapters:Dora",
     "stacks.peft_adapters:ModulesToSave",
     "stacks.peft_adapters:Ia3",
     "stacks.peft_plan:PlanLora",
+    "stacks.torch_compiled_fsdp2:Layers",
+    "stacks.torch_compiled_fsdp2:Whole",
+    "stacks.torch_ddp_hooks:Fp16",
+    "stacks.torch_ddp_hooks:Plain",
+    "stacks.torch_fsdp1:Full",
+    "stacks.torch_fsdp1:GradientsAndStates",
+    "stacks.torch_fsdp1:Hybrid",
+    "stacks.torch_fsdp1_flat:Flat",
+    "stacks.torch_hsdp_all_reduce:EachUsed",
     "stacks.torch_interleaved:LoopedBfs",
     "stacks.torch_interleaved:Interleaved",
     "stacks.torch_pipeline:GPipe",
@@ -62,14 +76,16 @@ EXAMPLES = (
     "stacks.torch_pipelines:InterleavedZeroBubble",
     "stacks.torch_pipelines:ZeroBubbleV",
     "stacks.torch_pipelines:DualPipeV",
+    "stacks.torch_zero_redundancy:Buckets",
+    "stacks.torch_zero_redundancy:Stack",
     "stacks.torchao_float8:Float8AllGather",
     "stacks.torchao_float8:Rowwise",
     "stacks.torchao_float8:Tensorwise",
     "stacks.torchao_float8_tp:Stack",
     "stacks.torchtitan_debug:Stack",
 )
-"""Of the folder ``examples``, without those of which ``docs/stacks.md`` says that their
-package is wrong: ``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""
+"""Of the folder ``examples``, without those of which ``docs/stacks.md`` says that they
+are wrong, such as ``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""
 
 ONCE_ACCUSED = {
     "stacks": (
@@ -208,7 +224,9 @@ class _Found:
 def corpus() -> dict[str, str]:
     """Spec of a workload, or of a scaler, -> where it comes from."""
     found = {f"examples.{name}": "example" for name in EXAMPLES}
-    found |= {pair.fixed: f"specimen {name}" for name, pair in SPECIMENS.items()}
+    found |= {
+        pair.fixed: f"specimen {name}" for name, pair in (SPECIMENS | ONE_RANK).items()
+    }
     for module, names in ONCE_ACCUSED.items():
         found |= {f"gradparity.tests.{module}:{name}": "once accused" for name in names}
     return found | {f"{s.__module__}:{s.__qualname__}": _SCALER for s in RIGHT}

@@ -38,7 +38,6 @@ from ...multiprocess.rank.global_state import seed_everything
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
-from ..rank.worker import observe_rank
 from ..space.facts import FP32_INSIDE, NewTensorsInFp64
 from ..space.scenario import Scenario
 from .reference import Reference, Schedule
@@ -199,6 +198,9 @@ def _train(
         steps: how many.
         dtype: in which all parameters and gradients must be.
     """
+    # imported where it runs: judging needs none of what makes a run
+    from ..rank.worker import observe_rank
+
     # the generators stand where those of the ranks stood
     seed_everything(0)
     # Compiled code is what is judged, and not with what it is compared.

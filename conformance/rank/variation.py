@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...fixtures import Batch
-from ..space.scenario import Scenario
+
+if TYPE_CHECKING:
+    from ..space.scenario import Scenario
 
 __all__ = ["Alone", "Variation"]
 

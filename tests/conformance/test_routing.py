@@ -49,7 +49,9 @@ def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
     try:
         with Runner(folder=".", timeout_s=60) as other:
             # here, where what is patched is patched
-            monkeypatch.setattr(other.place, "alone", lambda call, *args, **_: call(*args))
+            monkeypatch.setattr(
+                other.place, "alone", lambda call, *args, **_: call(*args)
+            )
             assert failed(case(other, stacks.TopOne, *TIPS)) == {"parity.gradient"}
     finally:
         reference._train.cache_clear()
