@@ -86,7 +86,9 @@ def _shown(case: CaseRecord) -> dict[str, Any]:
     failed = [v for v in case.verdicts if v.status == "fail"]
     at = getattr(case, "location", None)  # of parity alone; random laws say it so:
     drew = next((v.cause for v in failed if v.law.startswith("random.")), "")
-    located = {"where": "draw", "module": drew.partition(":")[0]} if drew else {}
+    # "Dropout mlp.dropout: ..."
+    module = drew.partition(":")[0].rpartition(" ")[2]
+    located = {"where": "draw", "module": module} if drew else {}
     return {
         "scenario": case.scenario,
         "laws": [v.law for v in failed],

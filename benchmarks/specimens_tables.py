@@ -28,6 +28,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
         "sums": "\n".join(_sums(record)),
         "known": "\n".join(_each(_named(record, "W"))),
         "unseen": "\n".join(_each(_named(record, "U"))),
+        "rounded": "\n".join(_each(_named(record, "Q"))),
     }
 
 
