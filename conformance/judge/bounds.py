@@ -338,10 +338,11 @@ def _weights(
 def _weighted(
     steps: Sequence[Tensors], weights: Sequence[Tensors]
 ) -> tuple[Tensors, ...]:
+    if not steps:  # a workload need not give averages
+        return ()
     return tuple(
         {n: t * weight[n] for n, t in tensors.items()}
-        # a workload need not give averages
-        for tensors, weight in zip(steps, weights, strict=False)
+        for tensors, weight in zip(steps, weights, strict=True)
     )
 
 
