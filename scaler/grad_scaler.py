@@ -360,8 +360,9 @@ class GradScaler(_TorchGradScaler):
 
         The same as `clip_grad_norm_` and `step`, faster: a fused optimizer divides and
         clips in its own kernel, by its ``grad_scale``; others take one multiplication.
-        Afterwards ``.grad`` of a fused optimizer is as it was, scaled and not clipped;
-        that of others is unscaled and clipped. A disabled scaler clips and steps.
+        Afterwards ``.grad`` is unscaled and clipped; with a fused optimizer it is what
+        the kernel leaves, and torch's write just this back. A disabled scaler clips and
+        steps.
 
         Args:
             optimizer: as in `clip_grad_norm_`; None on a rank without parameters.

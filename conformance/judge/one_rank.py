@@ -119,13 +119,14 @@ def _references(
             ": draw all random numbers in batch(), or from torch's generator, and keep "
             "nothing from one stack to the next"
         )
-    truth = _in_fp64(scenario, skipped, scales)
+    in_fp64 = Alone(variation=TRUTH, skipped=skipped, scales=scales)
+    truth = _in_fp64(scenario, in_fp64, scenario.steps)
     variations = list(NOISY)
     # without fp64 nothing shows whether rows may be permuted or cut
-    wide = truth is not None
-    if not (wide and _changes_nothing(scenario, replace(TRUTH, permuted=True))):
+    first = None if truth is None else _first_steps(scenario, TRUTH)
+    if not _changes_nothing(scenario, first, replace(TRUTH, permuted=True)):
         variations = [replace(v, permuted=False) for v in variations]
-    if not (wide and _changes_nothing(scenario, replace(TRUTH, parts=2))):
+    if not _changes_nothing(scenario, first, replace(TRUTH, parts=2)):
         variations = [replace(v, parts=1) for v in variations]
     variations = list(dict.fromkeys(variations))
     noisy = [plain, *(trained(v) for v in variations if v != PLAIN)]
@@ -135,38 +136,26 @@ def _references(
     return OneRank(truth=truth or plain, noisy=noisy, text=text, undecided=undecided)
 
 
-def _in_fp64(
-    scenario: Scenario,
-    skipped: tuple[frozenset[str], ...],
-    scales: tuple[float, ...],
-) -> Reference | None:
-    """The run in fp64, or None; see [Note: Truth on one rank]."""
-    alone = Alone(variation=TRUTH, skipped=skipped, scales=scales)
+def _in_fp64(scenario: Scenario, alone: Alone, steps: int) -> Reference | None:
+    """A run in fp64, or None; see [Note: Truth on one rank]."""
     for wide in (nullcontext(), NewTensorsInFp64()):
         try:
             with wide:
-                return _train(scenario, alone, scenario.steps, torch.float64)
+                return _train(scenario, alone, steps, torch.float64)
         # what is raised without fp64, too, was raised by the plain run
         except (WorkloadError, CannotError):
             continue
     return None
 
 
-def _changes_nothing(scenario: Scenario, variation: Variation) -> bool:
+def _changes_nothing(
+    scenario: Scenario, first: Reference | None, variation: Variation
+) -> bool:
     """Whether a variation leaves the gradients of the first steps as they are."""
-    steps = min(TRIED, scenario.steps)
-    alone = Alone(
-        variation=variation,
-        skipped=(frozenset[str](),) * steps,
-        scales=(1.0,) * steps,
-    )
-    # both without skips, which need not be those of so few steps
-    whole = replace(alone, variation=TRUTH)
-    try:
-        runs = [_wide(scenario, each, steps) for each in (whole, alone)]
-    except (WorkloadError, CannotError):
+    varied = first and _first_steps(scenario, variation)
+    if not (first and varied):
         return False  # e.g. the stack takes one micro-batch alone
-    for one, other in zip(*(run.gradients for run in runs), strict=True):
+    for one, other in zip(first.gradients, varied.gradients, strict=True):
         sizes = (float(np.abs(g).max()) for g in one.values() if g.size)
         largest = max(sizes, default=0.0)
         if one.keys() != other.keys() or not all(
@@ -176,12 +165,16 @@ def _changes_nothing(scenario: Scenario, variation: Variation) -> bool:
     return True
 
 
-def _wide(scenario: Scenario, alone: Alone, steps: int) -> Reference:
-    try:
-        return _train(scenario, alone, steps)
-    except WorkloadError:
-        with NewTensorsInFp64():
-            return _train(scenario, alone, steps)
+def _first_steps(scenario: Scenario, variation: Variation) -> Reference | None:
+    """The first steps, without skips; None if the stack cannot make them."""
+    steps = min(TRIED, scenario.steps)
+    alone = Alone(
+        variation=variation,
+        # the scenario's skips need not be those of so few steps
+        skipped=(frozenset[str](),) * steps,
+        scales=(1.0,) * steps,
+    )
+    return _in_fp64(scenario, alone, steps)
 
 
 def _train(

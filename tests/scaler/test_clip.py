@@ -259,6 +259,25 @@ def test_a_clip_is_applied_once(make: Any, step: Any) -> None:
     assert (before - params[0]).norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
+@FUSED
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad],
+)
+def test_what_grad_holds_after_a_step(make: Any, clips: bool, fused: bool) -> None:
+    gradients = [torch.randn(shape) * SCALE for shape in [(), (5,), (7, 40)]]
+    params, scaler = parameters_with(gradients), scaled()
+    optimizer = make(params, fused=fused)
+    if clips:
+        scaler.clip_and_step(optimizer, 0.5)
+    else:
+        scaler.step(optimizer)
+    _, expected = exact(gradients, SCALE, 0.5 if clips else math.inf, 2.0)
+    for p, gradient in zip(params, expected, strict=True):
+        assert p.grad is not None and error(p.grad, gradient) < 1e-6
+
+
 def test_errors() -> None:
     params = parameters_with([torch.full((2,), math.inf)])
     optimizer = torch.optim.SGD(params, lr=1.0)
