@@ -1,4 +1,9 @@
-"""Scenarios, traces, laws, reference training, parity, report and command line."""
+"""Scenarios, traces, laws, reference training, parity, report and command line.
+
+The way of a value: ``space`` chooses a scenario, ``rank`` trains it and records traces,
+``judge`` compares them with a reference, ``run`` does so for all cases and writes a
+report, which ``report`` reads and shows. docs/architecture.md has what runs, in order.
+"""
 
 from __future__ import annotations
 
