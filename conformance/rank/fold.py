@@ -219,11 +219,9 @@ def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
     is seen by the nodes of the autograd graph, which it makes.
     """
     moved: int | None = None  # nodes when the first one had stepped
-    evaluated: dict[int, int] = {}  # optimizer under way -> nodes at its first use
+    evaluated: dict[int, int] = {}  # optimizer -> nodes at its first use
     for event in events:
-        if event.kind is Kind.BEGINS:
-            evaluated.pop(event.optimizer, None)
-        elif event.kind is Kind.STEPPED and moved is None:
+        if event.kind is Kind.STEPPED and moved is None:
             moved = event.nodes
         elif event.kind is Kind.USES:
             # a closure evaluates the loss again once the optimizer has moved weights

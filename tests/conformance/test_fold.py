@@ -196,6 +196,14 @@ def test_inner_optimizers_of_other_elements_take_nothing() -> None:
     other = trace(1, [step(0, "abc", *step(1, "b"))], shard="second half")
     for found in fold([one, other]):
         assert (used(found), found.left) == ("abc", set())
+    replicas = [trace(rank, [step(0, "abc")], shard="first half") for rank in (0, 1)]
+    for found in fold([*replicas, other])[:2]:
+        assert (used(found), found.left) == ("abc", set())
+
+
+def test_what_nobody_uses_is_left_to_nobody() -> None:
+    for found in folded([step(0, "ab")], [step(0, "ab")]):
+        assert found.left == set()
 
 
 def test_a_parameter_of_another_ranks_optimizer_is_left_to_it() -> None:
