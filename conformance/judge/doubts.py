@@ -42,7 +42,7 @@ def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[D
         text = (
             f"the stack moves {unclear} for copies of the parameters, with other "
             "values in other groups, and nothing says which parameter has which: let "
-            "weights(stack) give the tensors that the optimizer steps"
+            "optimizers(stack) give the param group of each name"
         )
         # settings change nothing before the first step of an optimizer
         found.append(Doubt(since_step=0, since="update", text=text))

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from ...fixtures import CannotError, WorkloadError
 from ...multiprocess.rank.global_state import seed_everything
+from ..rank.fold import fold
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
@@ -199,7 +200,7 @@ def _train(
     # Compiled code is what is judged, and not with what it is compared.
     with torch.compiler.set_stance("force_eager"):
         try:
-            trace = observe_rank(
+            seen = observe_rank(
                 scenario, NO_SCALER, os.getcwd(), last=steps - 1, alone=alone
             )
         except WorkloadError as error:
@@ -207,6 +208,7 @@ def _train(
             told = WorkloadError(text)
             told.call = error.call
             raise told from error
+    (trace,) = fold([seen])
     found = [
         *trace.start.values(),
         *(g for s in trace.steps for g in s.gradients.values()),

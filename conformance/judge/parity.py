@@ -162,19 +162,13 @@ def _idle(seen: Seen) -> Idle:
     zeros, absent = set(), set()
     for name in names:
         held = [pair for pair in seen if len(pair[0].index.get(name, ()))]
-        # a rank whose optimizer never takes this parameter says nothing about it
-        held = [pair for pair in held if _hands_over(pair[0], name)] or held
+        held = [pair for pair in held if name not in pair[0].left]
         had = [at.gradients[name] for _, at in held if name in at.gradients]
         if not had:
             absent.add(name)
         elif len(had) == len(held) and not any(values.any() for values in had):
             zeros.add(name)
     return Idle(zeros=frozenset(zeros), absent=frozenset(absent))
-
-
-def _hands_over(trace: RankTrace, name: str) -> bool:
-    """Whether an optimizer of this rank is ever given the gradient of a parameter."""
-    return any(name in at.gradients for at in trace.steps)
 
 
 def _check_counts(
@@ -259,7 +253,7 @@ def _gradient(
     receives the new weights.
     """
     true, had = parity_bounds.truth.gradients[step].get(name), name in at.gradients
-    if not had and (true is None or _left_to_another(seen, trace, name)):
+    if not had and (true is None or name in trace.left):
         return
     places = trace.places(at, name)
     bound = (0.0, 0.0) if true is None else parity_bounds.gradient[step][name]
@@ -273,13 +267,6 @@ def _gradient(
         bound,
     )
     yield _Measured("gradient", rows, len(places))
-
-
-def _left_to_another(seen: Seen, trace: RankTrace, name: str) -> bool:
-    return not _hands_over(trace, name) and any(
-        name in at.gradients and other.shards.get(name) == trace.shards.get(name)
-        for other, at in seen
-    )
 
 
 def _clip_rows(

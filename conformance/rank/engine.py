@@ -93,8 +93,9 @@ class Engine:
     index: dict[str, NDArray[np.int64]]
     """Name -> place of each local element in the flat full tensor."""
     optimizers: list[torch.optim.Optimizer]
+    """Those of the judge's loop; those that a ``train_step`` was seen to use."""
     owned: list[list[str]]
-    """Per optimizer: names of its parameters."""
+    """Per optimizer of the judge's loop: names of its parameters."""
     device: torch.device
     schedule: ScheduleGPipe | None = None
     """The pipeline schedule, where the topology is a pipeline."""
@@ -522,7 +523,7 @@ def build_engine(
         trained=trained,
         index=index,
         optimizers=[] if own_step else _make_optimizers(scenario, parameters),
-        owned=[[*parameters]] if own_step else _split(scenario, parameters),
+        owned=[] if own_step else _split(scenario, parameters),
         device=device,
         recomputed=recomputed,
         variation=variation,

@@ -34,7 +34,6 @@ from .torch_internals import (
 from .trace import Collective, Reduction, Setting
 
 __all__ = [
-    "NO_STATE",
     "CallLog",
     "ReductionLog",
     "digest",
@@ -64,13 +63,17 @@ def digest(tensor: Tensor) -> str:
     return _hash([part.view(-1).view(torch.uint8).numpy().tobytes()])
 
 
-def optimizer_digest(optimizer: Optimizer) -> str:
+def optimizer_digest(optimizer: object) -> str:
     """Digest of the whole state of ``optimizer``, in parameter order.
+
+    Of an object that is no optimizer of torch no state is known.
 
     Zeros are left out: a fused optimizer is also called at a skipped step and may
     create its state then. That state is all zeros, which trains like no state.
     """
     parts: list[bytes] = []
+    if not isinstance(optimizer, Optimizer):
+        return _hash(parts)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -94,10 +97,6 @@ def _held(value: Any) -> Iterator[Any]:
     names, _ = flatten()
     for name in names:
         yield from _held(getattr(part, name))
-
-
-NO_STATE = hashlib.blake2b(digest_size=8).hexdigest()
-"""The digest of an optimizer without state."""
 
 
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum", "weight_decay")

@@ -3,7 +3,8 @@
 ``train_step`` makes the passes, the clipping and the step, so the judge cannot act
 between them as in its own loop. It acts inside: ``train_step`` gets the scaler behind a
 thin object that watches its calls and plants faults, and hooks that torch calls for
-every optimizer show which gradients are used.
+every optimizer show which gradients are used. All of it becomes :class:`Events`, from
+which ``fold`` finds out afterwards who decides and who steps what.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ...fixtures import (
-    Batch,
+    REFERENCE_LINE,
     CannotError,
     ResolvedFault,
     ResolvedWorkload,
@@ -35,30 +36,24 @@ from ...fixtures import (
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
 from .engine import Engine
+from .events import Events
+from .fold import steps_again
 from .judged import Judged, JudgedError
 from .local_parts import by_full_name, read_local_parts
-from .observe import (
-    CallLog,
-    digest,
-    non_finite,
-    optimizer_digest,
-    partial_ranks,
-    scheduled,
-)
+from .observe import CallLog, digest, partial_ranks
 from .recording import (
     digests_of,
     floats,
     global_batch,
-    grad_scale_of,
     local_gradients,
     record_effect,
-    record_gradient,
+    record_raw,
     recording_draws,
     recording_reductions,
 )
-from .trace import Average, Decision, RankTrace, Restored, Setting, StepTrace
+from .trace import Average, Kind, RankTrace, Restored, StepTrace
 from .values import by_value
-from .watched import OptimizerCalls, WatchedScaler, parameters_of
+from .watched import WatchedScaler, watching_optimizers
 
 __all__ = ["OwnStep", "clip_norm_handed"]
 
@@ -133,83 +128,45 @@ class OwnStep:
         self.engine = engine
         self.judged = judged
         self.workload = engine.scenario.workload
-        self.calls = OptimizerCalls(self.workload, self._record_gradients)
-        self.seen = StepTrace(step=-1)
-        self.faults: tuple[ResolvedFault, ...] = ()
-        self.non_finite: dict[str, bool] | None = None
-        """Name -> whether its raw gradient is bad; None until a scaler reads them."""
-        self.unknown = engine.owned[0]
-        """Names whose optimizer was not seen yet, or steps copies of the parameters."""
-        self.handed: list[list[str]] = []
-        """Names of what a scaler was handed; optimizers inside of it decide with it."""
-        self.given: list[Optimizer] = []
-        """What a scaler was handed in this step."""
-        self.copied: dict[int, list[dict[str, Setting]]] = {}
-        """Optimizers that step copies, by identity -> settings of their param groups in
-        this step."""
-        self.called: list[list[str]] = []
-        self.found: list[str] = []
-        """Digests of optimizers that were first seen in this step, before they step."""
-        self.scaled = self.parts = 0
-        self.container: list[str] = []
-        """Names of the optimizer that others may be inside of."""
-        self.contained: set[str] = set()
-        """Names of all optimizers that had others inside."""
-        self.inside: set[str] = set()
-        """Names of those others."""
-        self.copies_gradients = 0.0
-        """Sum of squares of the gradients of copies, which an optimizer steps."""
-        self.steps_copies = False
-        """Whether it has stepped them with other gradients than the parameters have."""
         self.excused = False
         """Whether some step has moved weights, or had a gradient that is not finite."""
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
         """Train one step with the faults that are due in it; fills ``seen``."""
         engine, judged, workload = self.engine, self.judged, self.workload
-        self.seen, self.faults, self.non_finite = seen, faults, None
-        self.called.clear()
-        self.given.clear()
-        self.copied.clear()
-        self.found.clear()
-        self.scaled = 0
-        self.copies_gradients = 0.0
         micro_batches = engine.micro_batches(global_batch(engine, seen.step))
-        self.parts = len(micro_batches)
         seen.scale_before, seen.growth_before = judged.state()
-        before, log = digests_of(engine), CallLog()
-        was = self._says()
+        before, log = digests_of(engine)[0], CallLog()
+        events = Events(engine, seen)
+        was = self._says(seen)
         precision = engine.scenario.parsed_precision
         autocast = precision.autocast(engine.device.type)
-        with self.calls.watching(), autocast, recording_draws(engine, seen):
+        with watching_optimizers(events.note), autocast, recording_draws(engine, seen):
             # a cast weight that is kept has the graph of the backward before: what a
             # later micro-batch adds to it would be lost
             torch.set_autocast_cache_enabled(False)
-            loss, norm = self._train(micro_batches, log)
+            scaler = self._watched(events, faults, len(micro_batches), log)
+            with _scaler_at_fault(), recording_reductions(engine, seen):
+                assert workload.train_step is not None
+                loss, norm = workload.train_step(engine.module, micro_batches, scaler)
+        self._check_once(seen)
         seen.collectives = log.collectives
         seen.loss = as_number(workload, "loss", loss)
         seen.reported_norm = as_number(workload, "norm", norm)
         seen.weight = engine.weight_of(micro_batches)
-        now = self._says()
+        now = self._says(seen)
         seen.schedule, seen.average, seen.skips = map(_both, was, now)
         seen.scale_after, seen.growth_after = judged.state()
         if workload.gradients is not None:
-            self._keep_given_gradients()
-        else:
-            self._leave_out_unused()
-        self._decide()
-        owned = [self._enter(optimizer) for optimizer in engine.optimizers]
-        # by identity: two optimizers may have equal lists of names
-        numbers = {id(names): number for number, names in enumerate(engine.owned)}
-        deciding = [numbers.get(id(names)) for names in owned]
-        before = before[0], [*before[1], *self.found]
-        record_effect(engine, seen, before, deciding)
+            self._keep_given_gradients(seen)
+        record_effect(engine, seen, (before, events.before))
         if not seen.step:
-            self._check_no_numbers()
-        changed = [d.parameters_changed for d in seen.decisions]
+            self._check_no_numbers(seen)
+        called = any(event.kind is Kind.BEGINS for event in seen.events)
+        training = any(map(engine.trains, engine.index))
         # a loss scaling of the stack's own may skip, for what only other ranks see
-        moved = self.calls.seen > 0 or False not in changed
-        self.excused |= judged.scaler is not None or moved or bool(seen.non_finite)
+        moved = called or bool(seen.changed) or not training
+        self.excused |= judged.scaler is not None or moved or bool(seen.bad)
 
     def check_stepped(self) -> None:
         """See that the stack has stepped, or had a reason not to, in some step."""
@@ -232,33 +189,46 @@ class OwnStep:
             if name not in engine.trained and any(g.any() for g in found):
                 text = "frozen parameters train again once parallelize is done"
                 raise CannotError(f"{text}: {name}")
-        decisions = [d for seen in trace.steps for d in seen.decisions]
-        # without gradients an optimizer moves nothing: then they are not hidden
-        called = any(d.optimizer_called and d.parameters_changed for d in decisions)
-        hidden = self.workload.gradients is None and not any(
-            seen.gradients for seen in trace.steps
+
+    def _watched(
+        self,
+        events: Events,
+        faults: tuple[ResolvedFault, ...],
+        parts: int,
+        log: CallLog,
+    ) -> WatchedScaler | None:
+        """The judged scaler, with the faults of a step of ``parts`` micro-batches."""
+        engine, seen, scaled = self.engine, events.seen, count()
+        if self.judged.scaler is None:
+            return None
+
+        def injected(loss: Tensor) -> Tensor:
+            where, at = (dist.get_rank(), seen.step), (next(scaled), parts)
+            bad, told = inject_loss(faults, loss, where, at)
+            seen.faults += told
+            return bad
+
+        @contextmanager
+        def handing(optimizer: Any) -> Iterator[None]:
+            if seen.raw is None:
+                gradients = local_gradients(engine)
+                seen.faults += inject(faults, gradients, dist.get_rank(), seen.step)
+                record_raw(engine, seen)
+            events.note(Kind.HANDED, optimizer)
+            try:
+                yield
+            finally:
+                events.note(Kind.RETURNED, optimizer)
+
+        return WatchedScaler(
+            self.judged.scaler,
+            watch=partial(self._watch, log),
+            inject=injected,
+            handing=handing,
+            new_scale=self.judged.manual_scale(seen.step),
         )
-        if self.steps_copies:  # the law says that nothing could be compared, and why
-            return
-        if hidden and called and any(map(self.engine.trains, self.engine.index)):
-            text = "an optimizer was called, and no parameter had a grad: write"
-            raise self.workload.refuse("gradients", f"{text} gradients(stack)")
 
-    def _train(self, micro_batches: list[Batch], log: CallLog) -> tuple[Any, Any]:
-        assert self.workload.train_step is not None
-        scaler = self.judged.scaler
-        if scaler is not None:
-            scaler = WatchedScaler(
-                scaler,
-                watch=partial(self._watch, log),
-                inject=self._inject_loss,
-                before=self._before_scaler_call,
-                new_scale=self.judged.manual_scale(self.seen.step),
-            )
-        with _scaler_at_fault(), recording_reductions(self.engine, self.seen):
-            return self.workload.train_step(self.engine.module, micro_batches, scaler)
-
-    def _says(self) -> tuple[str | None, Average | None, int | None]:
+    def _says(self, seen: StepTrace) -> tuple[str | None, Average | None, int | None]:
         """The stack's schedule, average and count of skips, where it gives them."""
         workload, stack = self.workload, self.engine.module
         schedule = workload.lr_schedule and by_value(workload.lr_schedule(stack))
@@ -270,7 +240,7 @@ class OwnStep:
             parts = {n: local(p.detach()) for n, p in given.items()}
             average = {n: (part.numel(), digest(part)) for n, part in parts.items()}
             if workload.one_rank:
-                self.seen.averages = {
+                seen.averages = {
                     name: floats(part)
                     for name, part in parts.items()
                     if part.numel() == len(self.engine.index.get(name, ()))
@@ -370,7 +340,7 @@ class OwnStep:
             self.judged.scaler,
             watch=self.judged.watch,
             inject=lambda loss: loss,
-            before=lambda _: None,
+            handing=lambda _: nullcontext(),
             new_scale=None,
         )
 
@@ -383,153 +353,27 @@ class OwnStep:
             else:
                 yield
 
-    def _inject_loss(self, loss: Tensor) -> Tensor:
-        where, at = (dist.get_rank(), self.seen.step), (self.scaled, self.parts)
-        self.scaled += 1
-        loss, injected = inject_loss(self.faults, loss, where, at)
-        self.seen.faults += injected
-        return loss
+    def _check_once(self, seen: StepTrace) -> None:
+        """Check that no parameter has stepped twice, where one update is compared.
 
-    def _before_scaler_call(self, optimizer: Any) -> None:
-        """Inject faults and read the raw gradients, once a step."""
-        names = self._enter(optimizer)
-        # by identity: two optimizers may have equal lists of names
-        if not any(names is known for known in self.handed):
-            self.handed.append(names)
-        if isinstance(optimizer, Optimizer):
-            self.given.append(optimizer)
-            self._record_settings(optimizer, names)
-        if self.non_finite is None:
-            engine, seen = self.engine, self.seen
-            gradients = local_gradients(engine)
-            seen.faults += inject(self.faults, gradients, dist.get_rank(), seen.step)
-            self.non_finite = {
-                name: non_finite(gradient, seen.scale_before)
-                for name, gradient in gradients.items()
-            }
-
-    def _enter(self, optimizer: Any) -> list[str]:
-        """Names of an optimizer's parameters; a new one decides for itself.
-
-        [Note: Optimizers that are found]
-        The judge is not given a stack's optimizers: it finds one when a scaler receives
-        it, or when it steps. ``engine.owned`` has a list of names for each decision.
-        The first list are the names without a known optimizer; one that is found takes
-        its names out of it and gets a list at the end, so that decisions keep their
-        numbers from step to step. Two kinds get no list:
-        - an optimizer without known parameters, such as one of fp32 copies, decides for
-          the first list;
-        - an optimizer of some parameters of one that the scaler has received is inside
-          that one, and skips with it.
+        Raises:
+            WorkloadError: if an optimizer came again for the same parameters.
         """
-        engine, mine = self.engine, {id(p) for p in parameters_of(optimizer)}
-        if isinstance(optimizer, torch.optim.Optimizer) and not any(
-            optimizer is known for known in engine.optimizers
-        ):
-            engine.optimizers.append(optimizer)
-            self.found.append(optimizer_digest(optimizer))
-        names = [n for n, p in engine.parameters.items() if id(p) in mine]
-        if not names:
-            return self.unknown
-        for owned in engine.owned:
-            if owned == names and owned is not self.unknown:
-                return owned
-        for owned in self.handed:
-            # inside of an optimizer that the scaler was handed: it skips with that one
-            if set(names) < set(owned) and owned is not self.unknown:
-                return owned
-        # in place: engine.owned[0] is this very list
-        self.unknown[:] = [n for n in self.unknown if n not in names]
-        engine.owned.append(names)
-        return names
-
-    def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy what an optimizer uses, at the moment it is called."""
-        engine, seen = self.engine, self.seen
-        names = self._enter(optimizer)
-        self.called.append(names)
-        if self.calls.is_inside(optimizer):
-            self.contained.update(self.container)
-            self.inside.update(names)
-        else:
-            self.container = names
-        if self.calls.is_late:
-            seen.late += names
-        # inside of the scaler's call it may be the scaler that has changed them
-        if not any(optimizer is given for given in self.given):
-            self._record_settings(optimizer, names)
-        if self.workload.gradients is not None:
-            return
-        scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
-        if names is self.unknown:
-            self.copies_gradients += sum(
-                float(np.square(floats(local(p.grad) / scale), dtype=np.float64).sum())
-                for p in parameters_of(optimizer)
-                if p.grad is not None
+        again = None if self.workload.one_rank else steps_again(seen.events)
+        if again is not None:
+            name = type(self.engine.optimizers[again]).__name__
+            text = f"stepped twice in one call: {name}.step() came again for the same"
+            raise self.workload.refuse(
+                "train_step", f"{text} parameters; {REFERENCE_LINE}"
             )
-        for name in names:
-            # once: a container and the optimizer inside of it use the same gradient
-            if name in gradients and name not in seen.gradients:
-                record_gradient(engine, seen, name, gradients[name], scale)
 
-    def _record_settings(
-        self, optimizer: torch.optim.Optimizer, names: list[str]
-    ) -> None:
-        """Note with which settings an optimizer steps each parameter."""
-        groups = [(scheduled(g), g["params"]) for g in optimizer.param_groups]
-        if names is self.unknown:
-            self.copied[id(optimizer)] = [settings for settings, p in groups if p]
-            self.seen.copies = [s for held in self.copied.values() for s in held]
-            return
-        every = {id(p): settings for settings, params in groups for p in params}
-        stepped = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
-        for name in names:
-            held = id(self.engine.parameters[name])
-            # an optimizer whose parameters have no grad keeps its own gradients
-            if not stepped or held in stepped:
-                self.seen.settings[name] = every[held]
-
-    def leave_to_owners(self, trace: RankTrace) -> None:
-        """Forget the gradients that only optimizers inside of others on ranks use.
-
-        In ZeRO-1 an optimizer has all parameters, and the one inside of it this rank's.
-        Gradients may be reduced to the rank that uses them: elsewhere they are left as
-        backward made them. What no rank has inside, the container steps itself.
-        """
-        found: list[Any] = [None] * dist.get_world_size()
-        mine = {(name, trace.shards[name]) for name in self.inside}
-        dist.all_gather_object(found, mine)
-        used = set().union(*found)
-        for name in self.contained - self.inside:
-            if (name, trace.shards[name]) in used:
-                for seen in trace.steps:
-                    for held in (seen.gradients, seen.places, seen.partial):
-                        held.pop(name, None)
-
-    def _leave_out_unused(self) -> None:
-        """Forget the gradients of parameters whose copies were stepped with others.
-
-        An engine may reduce gradients into its own buffers, step its shards of copies
-        of the parameters with them, and leave the result of backward in ``.grad``.
-        """
-        seen = self.seen
-        held = [name for name in self.unknown if name in seen.gradients]
-        squares = (np.square(seen.gradients[n], dtype=np.float64) for n in held)
-        size = float(sum(found.sum() for found in squares))
-        # the same numbers in another order of summation: in fp32, over 2^14 of them
-        same = 2.0**14 * 2.0**-24
-        if held and not np.isclose(self.copies_gradients, size, rtol=same, atol=0.0):
-            self.steps_copies = True
-            for name in held:
-                del seen.gradients[name], seen.places[name], seen.partial[name]
-
-    def _check_no_numbers(self) -> None:
+    def _check_no_numbers(self, seen: StepTrace) -> None:
         """Check that no copies of element numbers have been written back."""
         engine = self.engine
         if engine.is_single or engine.gives_weights:
             return
         to_start = to_numbers = 0.0
-        for name, now in self.seen.parameters.items():
+        for name, now in seen.parameters.items():
             places = engine.index[name]
             start = engine.whole[name].reshape(-1).cpu().numpy()[places]
             to_start += float(np.abs(now - start).sum())
@@ -542,8 +386,8 @@ class OwnStep:
                 "model is laid out with its true values",
             )
 
-    def _keep_given_gradients(self) -> None:
-        engine, seen = self.engine, self.seen
+    def _keep_given_gradients(self, seen: StepTrace) -> None:
+        engine = self.engine
         assert self.workload.gradients is not None
         given = self.workload.gradients(engine.module)
         for name, part in read_local_parts(
@@ -552,19 +396,3 @@ class OwnStep:
             seen.places[name] = part.places
             seen.partial[name], parts = partial_ranks(part.tensor)
             seen.gradients[name] = floats(local(part.tensor) / parts)
-
-    def _decide(self) -> None:
-        """What each optimizer did; parameters whose optimizer is not known go first."""
-        seen, bad = self.seen, dict(self.non_finite or {})
-        if not self.unknown and not seen.step:  # later their numbers are in use
-            del self.engine.owned[0]
-        for name, values in seen.gradients.items():
-            if name not in bad:
-                bad[name] = not np.isfinite(values).all()
-        seen.decisions = [
-            Decision(
-                non_finite=[n for n in names if bad.get(n)],
-                optimizer_called=any(names is called for called in self.called),
-            )
-            for names in self.engine.owned
-        ]

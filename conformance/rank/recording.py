@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -13,7 +13,6 @@ from ...fixtures import Batch, OfWorkload, local
 from .engine import Engine
 from .layout_checks import same_everywhere
 from .observe import (
-    NO_STATE,
     ReductionLog,
     digest,
     gradient_places,
@@ -23,7 +22,7 @@ from .observe import (
 )
 from .randomness import DrawLog
 from .routing import ChoiceLog
-from .trace import Decision, Floats, StepTrace
+from .trace import Event, Floats, Kind, StepTrace
 
 __all__ = [
     "digests_of",
@@ -32,9 +31,9 @@ __all__ = [
     "grad_scale_of",
     "local_gradients",
     "next_batch",
-    "raw_decisions",
     "record_effect",
     "record_gradient",
+    "record_raw",
     "recording_draws",
     "recording_gradients",
     "recording_reductions",
@@ -71,18 +70,12 @@ def recording_reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
     seen.reductions = log.reductions
 
 
-def raw_decisions(
-    engine: Engine, gradients: Mapping[str, Tensor], scale: float
-) -> list[Decision]:
-    """Per optimizer: which of its gradients are bad, before the scaler sees them."""
-    return [
-        Decision(
-            non_finite=[
-                n for n in names if n in gradients and non_finite(gradients[n], scale)
-            ]
-        )
-        for names in engine.owned
-    ]
+def record_raw(engine: Engine, seen: StepTrace) -> None:
+    """See which gradients are bad, before a scaler reads them."""
+    seen.raw = {
+        name: non_finite(gradient, seen.scale_before)
+        for name, gradient in local_gradients(engine).items()
+    }
 
 
 def next_batch(engine: Engine, step: int) -> Batch:
@@ -116,12 +109,10 @@ def recording_gradients(engine: Engine, seen: StepTrace) -> Iterator[None]:
     """Copy the gradients at the moment an optimizer is called."""
 
     def watch(number: int, optimizer: torch.optim.Optimizer) -> None:
-        if seen.decisions[number].optimizer_called:
-            return  # its class has changed them and calls the step of its base class
-        seen.decisions[number].optimizer_called = True
         scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
         for name in engine.owned[number]:
-            if name in gradients:
+            # once: its class may change them and call the step of its base class
+            if name in gradients and name not in seen.gradients:
                 record_gradient(engine, seen, name, gradients[name], scale)
 
     with ExitStack() as hooks:
@@ -169,26 +160,15 @@ def digests_of(engine: Engine) -> tuple[dict[str, str], list[str]]:
 
 
 def record_effect(
-    engine: Engine,
-    seen: StepTrace,
-    before: tuple[dict[str, str], list[str]],
-    deciding: Sequence[int | None],
+    engine: Engine, seen: StepTrace, before: tuple[dict[str, str], Sequence[str]]
 ) -> None:
-    """See what has changed; ``deciding`` gives the decision of each optimizer.
-
-    It is None for an optimizer that steps tensors beside the model only.
-    """
+    """See what has changed since ``before``, as :func:`digests_of` gives it."""
     held = engine.local_tensors()
     seen.digests = {name: digest(part) for name, part in held.items()}
-    for number, decision in enumerate(seen.decisions):
-        moving = [name for name in engine.owned[number] if engine.trains(name)]
-        if moving:
-            changed = [seen.digests[name] != before[0][name] for name in moving]
-            decision.parameters_changed = any(changed)
-    states = [optimizer_digest(optimizer) for optimizer in engine.optimizers]
-    # of one that was first seen in this step nothing was known before
-    known = before[1] + [NO_STATE] * (len(states) - len(before[1]))
-    for place, state, earlier in zip(deciding, states, known, strict=True):
-        if place is not None:
-            seen.decisions[place].state_changed |= state != earlier
+    seen.changed = frozenset(n for n, d in seen.digests.items() if d != before[0][n])
     seen.parameters = {name: floats(part) for name, part in held.items()}
+    for number, (optimizer, was) in enumerate(
+        zip(engine.optimizers, before[1], strict=True)
+    ):
+        if optimizer_digest(optimizer) != was:
+            seen.events.append(Event(kind=Kind.CHANGED, optimizer=number))

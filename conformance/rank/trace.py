@@ -7,7 +7,9 @@ memory for the comparison with the reference; everything else goes into the repo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,9 @@ __all__ = [
     "Collective",
     "Decision",
     "Draw",
+    "Event",
+    "Group",
+    "Kind",
     "Misuse",
     "Problem",
     "RankTrace",
@@ -104,18 +109,64 @@ class Draw:
         return f"{self.layer} {self.module}".strip()
 
 
+class Kind(StrEnum):
+    """What happens to an optimizer in a training step."""
+
+    HANDED = "handed"
+    """A call of the scaler with it begins."""
+    RETURNED = "returned"
+    """That call has ended."""
+    BEGINS = "begins"
+    """Its own ``step`` begins."""
+    USES = "uses"
+    """It is about to use gradients; again after each evaluation of a closure."""
+    STEPPED = "stepped"
+    """Its ``step`` has ended."""
+    CHANGED = "changed"
+    """After the step its state is another one."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A param group, as its optimizer had it at an event."""
+
+    names: tuple[str, ...] = ()
+    """Its parameters, by their names in the model; empty: it steps other tensors."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """What schedules move, as far as it is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to an optimizer in a training step."""
+
+    kind: Kind
+    optimizer: int
+    """Its number: the optimizers of a rank are counted as they are first seen."""
+    groups: tuple[Group, ...] = ()
+    with_grad: frozenset[str] = frozenset()
+    """Those of its parameters that have a gradient."""
+    recorded: frozenset[str] = frozenset()
+    """Parameters whose gradient was copied here, where it is used first."""
+    nodes: int = 0
+    """Nodes of the autograd graph so far: a forward makes more of them."""
+
+    @property
+    def names(self) -> list[str]:
+        """All of its parameters; empty where it steps other tensors."""
+        return [name for group in self.groups for name in group.names]
+
+
 @dataclass(kw_only=True)
 class Decision:
-    """What one optimizer did in one step on one rank."""
+    """What the optimizers of a decision group did in one step on one rank."""
 
     non_finite: list[str] = field(default_factory=list)
     """Its parameters whose local gradient is not finite, scaled or unscaled."""
-    optimizer_called: bool = False
-    """Whether ``optimizer.step`` ran (a fused one runs on skipped steps, too)."""
     parameters_changed: bool | None = None
     """Whether any local element changed; None where nothing of it trains here."""
     state_changed: bool = False
-    """Whether the optimizer's state changed."""
+    """Whether the state of any of its optimizers changed."""
 
 
 Average = dict[str, tuple[int, str]]
@@ -151,8 +202,16 @@ class StepTrace:
     growth_before: int | None = 0
     """The growth tracker; None where the scaler's state_dict lacks it."""
     growth_after: int | None = 0
+    events: list[Event] = field(default_factory=list)
+    """What happened to optimizers, in order; ``fold`` makes the decisions of it, the
+    settings and what is late."""
+    raw: dict[str, bool] | None = None
+    """Parameter name -> whether its gradient was not finite when a scaler was about to
+    read the gradients; None where none did."""
+    changed: frozenset[str] = frozenset()
+    """Parameters of which a local element changed."""
     decisions: list[Decision] = field(default_factory=list)
-    """One an optimizer."""
+    """One a decision group."""
     faults: list[str] = field(default_factory=list)
     """Faults that were injected, as text."""
     digests: dict[str, str] = field(default_factory=dict)
@@ -179,10 +238,10 @@ class StepTrace:
     """How often numbers were drawn there in no call of a module that is seen."""
     drew: bool = False
     """Whether anything drew random numbers in the passes."""
-    settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
+    settings: dict[str, Mapping[str, Setting]] = field(default_factory=dict)
     """Parameter name -> what schedules move in its param group, as the optimizer had it
     when it was called, where the workload trains by itself."""
-    copies: list[dict[str, Setting]] = field(default_factory=list)
+    copies: list[Mapping[str, Setting]] = field(default_factory=list)
     """The same of each param group of optimizers that step none of the parameters
     themselves, but copies of them."""
     late: list[str] = field(default_factory=list)
@@ -192,8 +251,18 @@ class StepTrace:
     """Rows of a learned router that could be either of two of the reference."""
 
     @property
+    def bad(self) -> set[str]:
+        """Parameters whose gradient is not finite, before or after it is unscaled."""
+        read = self.raw or {}
+        return {name for name, is_bad in read.items() if is_bad} | {
+            name
+            for name, values in self.gradients.items()
+            if name not in read and not np.isfinite(values).all()
+        }
+
+    @property
     def non_finite(self) -> list[str]:
-        """Parameters of all optimizers whose local gradient is not finite."""
+        """Parameters of all decisions whose local gradient is not finite."""
         return [name for decision in self.decisions for name in decision.non_finite]
 
     @property
@@ -243,8 +312,13 @@ class RankTrace:
     """Parameter name -> place of each local element in the flat full tensor."""
     shards: dict[str, str]
     """Parameter name -> digest of ``index``: equal digests mean replicas."""
+    trains: frozenset[str] = frozenset()
+    """Parameters that have local elements and require a gradient."""
     owned: list[list[str]] = field(default_factory=list)
-    """Per optimizer: names of its parameters."""
+    """Per decision group: names of its parameters, equal on all ranks."""
+    left: frozenset[str] = frozenset()
+    """Parameters that another rank, which holds the same elements, steps for this
+    one: no gradient of them is due here."""
     reduce_dtype: str = ""
     """In which dtype the workload promises to reduce gradients; empty: no promise."""
     initial: str = ""

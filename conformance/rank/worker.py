@@ -40,15 +40,15 @@ from .recording import (
     floats,
     local_gradients,
     next_batch,
-    raw_decisions,
     record_effect,
+    record_raw,
     recording_draws,
     recording_gradients,
     recording_reductions,
 )
 from .routing import Choices
 from .scaler_spec import load_scaler
-from .trace import RankTrace, Saved, StepTrace
+from .trace import Event, Group, Kind, RankTrace, Saved, StepTrace
 from .variation import Alone
 
 __all__ = ["JudgedError", "all_say_right", "checked_collective", "observe_rank"]
@@ -114,7 +114,7 @@ def observe_rank(
             coordinate={axis: mesh.get_local_rank(axis) for axis in shape},
             index=engine.index,
             shards={name: shard_id(index) for name, index in engine.index.items()},
-            owned=engine.owned,
+            trains=frozenset(filter(engine.trains, engine.index)),
             initial=engine.initial,
             start={name: floats(part) for name, part in engine.local_tensors().items()},
         )
@@ -143,13 +143,10 @@ def observe_rank(
                     trace.loaded = own.resume()
             with nullcontext() if around is None else around(engine, step):
                 _observe_step(engine, judged, trace, faults, own)
-        # with a train_step, optimizers are found while it trains
-        trace.owned = engine.owned
         engine.check_recomputed()
         if own is not None:
             own.check_stepped()
             own.check_gradients(trace)
-            own.leave_to_owners(trace)
             if last is None:
                 trace.restored = own.restored()
         if keep:
@@ -209,10 +206,15 @@ def _run_step(
     seen.count = engine.count
     seen.scale_before, seen.growth_before = judged.state()
     # faults go into the gradients before anything reads them: the rule, which is
-    # applied to raw_decisions, and the scaler see the same
-    gradients = local_gradients(engine)
-    seen.faults += inject(faults, gradients, rank, seen.step)
-    seen.decisions = raw_decisions(engine, gradients, seen.scale_before)
+    # applied to raw gradients, and the scaler see the same
+    seen.faults += inject(faults, local_gradients(engine), rank, seen.step)
+    record_raw(engine, seen)
+    for number, names in enumerate(engine.owned):
+        group = Group(tuple(names))
+        seen.events += [
+            Event(kind=Kind.HANDED, optimizer=number, groups=(group,)),
+            Event(kind=Kind.RETURNED, optimizer=number),
+        ]
     before = digests_of(engine)
     log = CallLog()
     with recording_gradients(engine, seen), log:
@@ -221,7 +223,7 @@ def _run_step(
         judged.update(seen.step)
     seen.collectives = log.collectives
     seen.scale_after, seen.growth_after = judged.state()
-    record_effect(engine, seen, before, range(len(engine.optimizers)))
+    record_effect(engine, seen, before)
 
 
 def checked_collective(

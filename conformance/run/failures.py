@@ -15,6 +15,7 @@ from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ...multiprocess import RankOutcome, RankState, WorldError
 from ..judge.one_rank import one_rank_references
 from ..judge.reference import Schedule, Variant, reference_before
+from ..rank.fold import fold
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
 from ..rank.worker import JudgedError, all_say_right, checked_collective
@@ -62,7 +63,7 @@ def traces_of(failure: WorldError, *, judged: bool) -> tuple[RankTrace, ...]:
     if own or states & LOST or not (raised or hangs):
         raise failure
     hung = _hung(failure)
-    return tuple(_trace_of(o, hung=o.rank in hung) for o in failure.outcomes)
+    return fold([_trace_of(o, hung=o.rank in hung) for o in failure.outcomes])
 
 
 def _hung(failure: WorldError) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,12 +30,13 @@ from ..judge.measured import Parity
 from ..judge.parity import demanded_schedule, followed_schedule, measure_parity
 from ..judge.reference import Idle, Schedule
 from ..rank.devices import Devices
+from ..rank.fold import fold
 from ..rank.layout_checks import check_whole
 from ..rank.modules import Watched
 from ..rank.reshard import gathered
 from ..rank.routing import Choices, chooses_in_forward
 from ..rank.scaler_spec import NO_SCALER
-from ..rank.trace import Decision, RankTrace, Saved
+from ..rank.trace import RankTrace, Saved
 from ..rank.worker import observe_rank
 from ..report.records import Location
 from ..space.facts import WorkloadFacts, facts_of, remember
@@ -542,9 +543,8 @@ class Runner:
                 choices,
                 facts=self._facts(phase.model),
             )
-            _align(results)
             saved = gathered(results) if more else None
-            yield tuple(results)
+            yield fold(results)
 
     def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
         """The watched ``step`` of each rank of the world that trained it."""
@@ -574,16 +574,6 @@ def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | N
     """
     check_whole(scenario.workload, phases[-1])
     return measure_parity(scenario, *phases) if due else None
-
-
-def _align(traces: Sequence[RankTrace]) -> None:
-    """Pad decisions to one per optimizer: a rank need not have every optimizer."""
-    most = max((len(t.owned) for t in traces), default=0)
-    for trace in traces:
-        trace.owned += [[] for _ in range(most - len(trace.owned))]
-        for seen in trace.steps:
-            missing = most - len(seen.decisions) if seen.complete else 0
-            seen.decisions += [Decision() for _ in range(missing)]
 
 
 def _without_scaler(scenario: Scenario) -> Scenario:

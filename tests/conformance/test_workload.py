@@ -224,12 +224,6 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_page_shows_the_example() -> None:
-    shown = (HERE.parent / "docs" / "workload.md").read_text(encoding="utf-8")
-    example = (HERE.parent / "examples" / "workload.py").read_text(encoding="utf-8")
-    assert example.partition("\n\n")[2] in shown
-
-
 @pytest.mark.slow
 def test_the_example_runs_and_replays(tmp_path: Path) -> None:
     words = ["-m", "gradparity.conformance", "run", "--scaler=none", "--quick"]

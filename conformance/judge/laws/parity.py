@@ -111,9 +111,10 @@ def _subject(row: ParityRow) -> str:
     REASON + " Gradients are compared because Adam hides a wrong factor.",
     of_stack=True,
     hidden="elsewhere correct runs differ by as much as the gradient itself or are not "
-    "finite, torch has no such optimizer class, the optimizer was not called, or it "
-    "steps copies of the parameters with other gradients: then let gradients(stack) "
-    "give what it used",
+    "finite, or nobody saw what the optimizer used: it was not called, is no "
+    "optimizer of torch, or steps copies of the parameters. Write optimizers(stack) to "
+    "say which steps what, if they use the parameters' own grad; else write "
+    "gradients(stack) to give what they use",
 )
 def gradient(evidence: Evidence) -> Finding:
     """Local gradients of every rank at every step that was not skipped."""

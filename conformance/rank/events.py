@@ -1,0 +1,90 @@
+"""What happens to optimizers while a workload trains, recorded; nothing is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .engine import Engine
+from .local_parts import by_full_name
+from .observe import optimizer_digest, scheduled
+from .recording import grad_scale_of, local_gradients, record_gradient
+from .torch_internals import nodes_made
+from .trace import Event, Group, Kind, StepTrace
+
+__all__ = ["Events"]
+
+
+class Events:
+    """Records the events of one step, and the gradients that optimizers use.
+
+    ``engine.optimizers`` are those that were seen, in the order of their numbers.
+    """
+
+    def __init__(self, engine: Engine, seen: StepTrace) -> None:
+        self.engine = engine
+        self.seen = seen
+        self.before = [optimizer_digest(each) for each in engine.optimizers]
+        """Digest of each optimizer's state before it was handed or stepped."""
+
+    def note(self, kind: Kind, optimizer: Any) -> None:
+        """Record an event, and at ``USES`` the gradients that were not used so far."""
+        nodes = nodes_made()  # before anything here can make one
+        ends = kind in (Kind.RETURNED, Kind.STEPPED)
+        groups = () if ends else tuple(self._groups(optimizer))
+        names = [name for group in groups for name in group.names]
+        number = self._number(optimizer)
+        if number is None:
+            declared = self.engine.scenario.workload.owners is not None
+            # what trains is declared, and this is no part of it
+            if ends or (declared and not names):
+                return
+            number = len(self.engine.optimizers)
+            self.engine.optimizers.append(optimizer)
+            self.before.append(optimizer_digest(optimizer))
+        recorded = self._record(optimizer, names) if kind is Kind.USES else frozenset()
+        self.seen.events.append(
+            Event(
+                kind=kind,
+                optimizer=number,
+                groups=groups,
+                with_grad=frozenset(names).intersection(local_gradients(self.engine)),
+                recorded=recorded,
+                nodes=nodes,
+            )
+        )
+
+    def _number(self, optimizer: Any) -> int | None:
+        known = enumerate(self.engine.optimizers)
+        return next((n for n, each in known if each is optimizer), None)
+
+    def _groups(self, optimizer: Any) -> Iterator[Group]:
+        """Its param groups, by the names that are declared or by identity."""
+        parameters, workload = self.engine.parameters, self.engine.scenario.workload
+        declared: dict[str, Any] | None = None
+        if workload.owners is not None:
+            given = workload.owners(self.engine.module)
+            declared = by_full_name(workload, "optimizers", given, self.engine.whole)
+        # what a scaler is handed need not be an optimizer of torch
+        own = isinstance(optimizer, Optimizer)
+        for group in getattr(optimizer, "param_groups", ()):
+            if declared is not None:
+                names = [name for name, owner in declared.items() if owner is group]
+            else:
+                held = {id(p) for p in group["params"]}
+                names = [name for name, p in parameters.items() if id(p) in held]
+            if group["params"]:
+                yield Group(tuple(names), scheduled(group) if own else {})
+
+    def _record(self, optimizer: Optimizer, names: list[str]) -> frozenset[str]:
+        engine, seen = self.engine, self.seen
+        if engine.scenario.workload.gradients is not None:
+            return frozenset()
+        scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
+        # once: an optimizer and the one inside of it use the same gradient
+        used = [n for n in names if n in gradients and n not in seen.gradients]
+        for name in used:
+            record_gradient(engine, seen, name, gradients[name], scale)
+        return frozenset(used)

@@ -1,0 +1,251 @@
+"""Fold: who decides and who steps what, from the events of a run; data in, data out.
+
+While a workload trains, a rank records what happens to optimizers, in order
+(``Event``), and decides nothing. Afterwards the events of all ranks are folded:
+
+- **Decision groups** are connected components. Parameters that any call held together
+  belong together, on whatever rank; so do an optimizer and those that step inside of
+  its calls, and the n-th optimizers of two ranks, which one line of the program calls
+  (ranks of a pipeline, or of ZeRO, have other parameters).
+- **What no optimizer has** is one group more. Optimizers of tensors that are no
+  parameters, such as fp32 copies, decide for it. If there is none of it they train
+  something beside the model.
+- **A parameter is left to another rank** if that rank uses its gradient, with the same
+  elements, and this one does not. Where one rank steps it by an optimizer inside of
+  another (ZeRO-1), it is the inner call that counts, on every rank.
+- **Settings** are read when the scaler is handed an optimizer, else when it steps, the
+  innermost last: inside of the scaler's call it may be the scaler that has changed
+  them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .trace import Decision, Event, Kind, RankTrace, Setting, StepTrace
+
+__all__ = ["fold", "steps_again"]
+
+Member = str | int | tuple[int, int]
+"""Of a decision group: a parameter, a place in the order of the program's optimizers,
+or (rank, number of an optimizer)."""
+
+
+def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
+    """The traces of one world with decisions, settings, and what is late or left.
+
+    Args:
+        ranks: one trace a rank, as :func:`observe_rank` returns it.
+    """
+    groups = _Groups.of(ranks)
+    used = [_used(trace) for trace in ranks]
+    inside = {at for each in used for at in each.inside}
+    folded = []
+    for trace, mine in zip(ranks, used, strict=True):
+        # those that only an optimizer has recorded which leaves them to one inside
+        outer = {n for n in mine.outside if (n, trace.shards[n]) in inside}
+        taken = mine.names - (outer - {name for name, _ in mine.inside})
+        others = {
+            (name, other.shards.get(name))
+            for other, theirs in zip(ranks, used, strict=True)
+            if other is not trace
+            for name in theirs.names
+        }
+        left = {n for n, s in trace.shards.items() if (n, s) in others} - taken
+        steps = [_folded(seen, trace, groups, left) for seen in trace.steps]
+        folded.append(
+            replace(trace, owned=groups.names, left=frozenset(left), steps=steps)
+        )
+    return tuple(folded)
+
+
+def steps_again(events: Iterable[Event]) -> int | None:
+    """Number of the first optimizer that steps what was stepped before, if one does.
+
+    One inside of another steps the same parameters once more only by name.
+    """
+    stepped: set[str] = set()
+    for event, outer in _calls(events):
+        if event.kind is Kind.BEGINS and outer is None:
+            if stepped & event.with_grad:
+                return event.optimizer
+            stepped |= event.with_grad
+    return None
+
+
+def _calls(events: Iterable[Event]) -> Iterator[tuple[Event, int | None]]:
+    """Each event of a call, with the other optimizer in whose call it is, if any."""
+    under_way: list[int] = []
+    for event in events:
+        if event.kind is Kind.CHANGED:
+            continue
+        if event.kind in (Kind.RETURNED, Kind.STEPPED):
+            # what is above it has raised
+            while event.optimizer in under_way:
+                if under_way.pop() == event.optimizer:
+                    break
+        outer = [each for each in under_way if each != event.optimizer]
+        yield event, outer[-1] if outer else None
+        if event.kind in (Kind.HANDED, Kind.BEGINS):
+            under_way.append(event.optimizer)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The decision groups of a world."""
+
+    names: list[list[str]]
+    """Parameters of each."""
+    of_optimizer: Mapping[tuple[int, int], int]
+    """(rank, number of an optimizer) -> its group, where it has one."""
+
+    def decided_by(self, rank: int, optimizer: int) -> list[str]:
+        """What an optimizer decides for."""
+        group = self.of_optimizer.get((rank, optimizer))
+        return [] if group is None else self.names[group]
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankTrace]) -> _Groups:
+        parts = _components(members for trace in ranks for members in _together(trace))
+        known = [part for part in parts if any(isinstance(m, str) for m in part)]
+        order = dict.fromkeys(name for trace in ranks for name in trace.index)
+        rest = set[Member](order).difference(*known)
+        if rest:
+            beside = [part for part in parts if part not in known]
+            known.append(rest.union(*beside))
+        known.sort(key=_first_place)
+        return cls(
+            names=[[name for name in order if name in part] for part in known],
+            of_optimizer={
+                member: number
+                for number, part in enumerate(known)
+                for member in part
+                if isinstance(member, tuple)
+            },
+        )
+
+
+def _together(trace: RankTrace) -> Iterator[set[Member]]:
+    """What belongs together by one event of a rank."""
+    places: dict[int, int] = {}
+    for seen in trace.steps:
+        for event, outer in _calls(seen.events):
+            mine: set[Member] = {(trace.rank, event.optimizer), *event.names}
+            if outer is None:
+                mine.add(places.setdefault(event.optimizer, len(places)))
+            else:
+                mine.add((trace.rank, outer))
+            yield mine
+
+
+def _components(sets: Iterable[set[Member]]) -> list[set[Member]]:
+    """The sets, joined where they share a member."""
+    found: list[set[Member]] = []
+    for members in sets:
+        apart = [part for part in found if part.isdisjoint(members)]
+        touched = [part for part in found if not part.isdisjoint(members)]
+        found = [*apart, members.union(*touched)]
+    return found
+
+
+def _first_place(part: set[Member]) -> float:
+    return min((m for m in part if isinstance(m, int)), default=float("inf"))
+
+
+@dataclass(frozen=True)
+class _Used:
+    """The gradients that the optimizers of one rank use, in any step."""
+
+    names: set[str]
+    outside: set[str]
+    """Of these: those recorded at the call of an optimizer that no other calls."""
+    inside: set[tuple[str, str]]
+    """(name, elements) of those used inside of another optimizer's call."""
+
+
+def _used(trace: RankTrace) -> _Used:
+    found = _Used(
+        {name for seen in trace.steps for name in seen.gradients}, set(), set()
+    )
+    for seen in trace.steps:
+        for event, outer in _calls(seen.events):
+            if event.kind is Kind.USES and outer is None:
+                found.outside.update(event.recorded)
+            elif event.kind is Kind.USES:
+                found.inside.update((name, trace.shards[name]) for name in event.names)
+    return found
+
+
+def _folded(
+    seen: StepTrace, trace: RankTrace, groups: _Groups, left: set[str]
+) -> StepTrace:
+    """A step with what its events say."""
+    settings: dict[str, Mapping[str, Setting]] = {}
+    copies: dict[int, list[Mapping[str, Setting]]] = {}
+    handed: set[int] = set()
+    for event, _ in _calls(seen.events):
+        if event.kind is Kind.HANDED:
+            handed.add(event.optimizer)
+        elif event.kind is not Kind.USES or event.optimizer in handed:
+            continue
+        held = [group for group in event.groups if group.settings]
+        if held and not event.names:
+            copies[event.optimizer] = [group.settings for group in held]
+        for group in held:
+            for name in group.names:
+                # an optimizer whose parameters have no grad keeps its own gradients
+                if name in event.with_grad or not event.with_grad:
+                    settings[name] = group.settings
+    late = [
+        name
+        for event in _after_a_step(seen.events)
+        for name in event.names or groups.decided_by(trace.rank, event.optimizer)
+    ]
+    return replace(
+        seen,
+        decisions=_decisions(seen, trace, groups) if seen.complete else [],
+        settings=settings,
+        copies=[each for of_one in copies.values() for each in of_one],
+        late=late,
+        gradients={n: g for n, g in seen.gradients.items() if n not in left},
+    )
+
+
+def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
+    """Uses of gradients that a forward has made after an optimizer moved weights.
+
+    A hook on all modules would be traced into what a user compiles: that a forward ran
+    is seen by the nodes of the autograd graph, which it makes.
+    """
+    moved: int | None = None  # nodes when the first one had stepped
+    evaluated: dict[int, int] = {}  # optimizer -> nodes at its first use
+    for event in events:
+        if event.kind is Kind.STEPPED and moved is None:
+            moved = event.nodes
+        elif event.kind is Kind.USES:
+            # a closure evaluates the loss again once the optimizer has moved weights
+            again = evaluated.setdefault(event.optimizer, event.nodes) != event.nodes
+            moved = -1 if again else moved
+            if moved is not None and event.nodes != moved:
+                yield event
+
+
+def _decisions(seen: StepTrace, trace: RankTrace, groups: _Groups) -> list[Decision]:
+    bad = seen.bad
+    moved = {
+        groups.of_optimizer.get((trace.rank, event.optimizer))
+        for event in seen.events
+        if event.kind is Kind.CHANGED
+    }
+    found = []
+    for number, names in enumerate(groups.names):
+        training = trace.trains.intersection(names)
+        found.append(
+            Decision(
+                non_finite=[name for name in names if name in bad],
+                parameters_changed=bool(training & seen.changed) if training else None,
+                state_changed=number in moved,
+            )
+        )
+    return found
