@@ -204,8 +204,6 @@ class OwnStep:
         deciding = [numbers.get(id(names)) for names in owned]
         before = before[0], [*before[1], *self.found]
         record_effect(engine, seen, before, deciding)
-        if not seen.step:
-            self._check_no_numbers()
         changed = [d.parameters_changed for d in seen.decisions]
         # a loss scaling of the stack's own may skip, for what only other ranks see
         moved = self.calls.seen > 0 or False not in changed
@@ -522,25 +520,6 @@ class OwnStep:
             self.steps_copies = True
             for name in held:
                 del seen.gradients[name], seen.places[name], seen.partial[name]
-
-    def _check_no_numbers(self) -> None:
-        """Check that no copies of element numbers have been written back."""
-        engine = self.engine
-        if engine.is_single or engine.gives_weights:
-            return
-        to_start = to_numbers = 0.0
-        for name, now in self.seen.parameters.items():
-            places = engine.index[name]
-            start = engine.whole[name].reshape(-1).cpu().numpy()[places]
-            to_start += float(np.abs(now - start).sum())
-            to_numbers += float(np.abs(now - places).sum())
-        if to_numbers < to_start:
-            raise self.workload.refuse(
-                "train_step",
-                "wrote copies back that parallelize had made of the parameters, which "
-                "hold numbers of their elements then: write weights(stack), and the "
-                "model is laid out with its true values",
-            )
 
     def _keep_given_gradients(self) -> None:
         engine, seen = self.engine, self.seen
