@@ -241,6 +241,51 @@ class Initialises(Right):
         return super().parallelize(model, mesh)
 
 
+class RoundsOneBias(Right):
+    """``parallelize`` rounds a bias to bf16, which leaves small whole numbers alone."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        bias = model.get_parameter("0.bias").detach()
+        bias.copy_(bias.bfloat16())
+        return super().parallelize(model, mesh)
+
+
+class LaidOutOnce(Right):
+    """``parallelize`` cannot be called a second time."""
+
+    made = 0
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.made += 1
+        if self.made % 2 == 0:
+            raise RuntimeError("already initialised")
+        return super().parallelize(model, mesh)
+
+
+class OtherRowsEachTime(LaidOutOnce):
+    """Each rank keeps half of the rows, and each time the other half."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        first = model.get_submodule("0")
+        assert isinstance(first, nn.Linear)
+        self.made += 1
+        half = (rank() + self.made) % 2
+        first.weight = nn.Parameter(first.weight.detach().chunk(2)[half].clone())
+        return model
+
+
+class OtherSizesEachTime(LaidOutOnce):
+    """A weight is split the first time, and whole the second."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        first = model.get_submodule("0")
+        assert isinstance(first, nn.Linear)
+        self.made += 1
+        if self.made % 2:
+            first.weight = nn.Parameter(first.weight.detach().chunk(2)[rank()].clone())
+        return model
+
+
 class Renames(Right):
     """``parallelize`` returns parameters of other names."""
 

@@ -1,12 +1,14 @@
 """Engine: builds the model of a scenario on this rank and runs its passes.
 
-Before a topology lays the model out, every parameter is filled with its own element
-numbers. The values that each rank then holds are the map from local elements to the
-full tensor, for any placements; the true initial values are written through that map.
-This needs no knowledge of sharding internals, and ranks with equal maps hold replicas.
+A model is laid out twice. The first time every parameter is filled with its own element
+numbers: the values that each rank then holds are the map from local elements to the
+full tensor, for any placements. That layout is dropped, and the model is laid out with
+its true values, which are compared through the map. This needs no knowledge of sharding
+internals, the judge writes nothing into what it judges, and ranks with equal maps hold
+replicas.
 
-A workload with a method ``weights`` describes the local parts itself (``local_parts``):
-it is laid out with its true values, and the judge writes nothing into it.
+A workload with a method ``weights`` describes the local parts itself (``local_parts``),
+and is laid out once.
 """
 
 from __future__ import annotations
@@ -49,7 +51,13 @@ from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_na
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
 from .layout_checks import check_layout, check_share, same_everywhere
-from .local_parts import LocalPart, check_values, full_name, read_local_parts
+from .local_parts import (
+    OTHERWISE,
+    LocalPart,
+    check_values,
+    full_name,
+    read_local_parts,
+)
 from .modules import modules_in
 from .observe import digest, local_part
 from .routing import Choices
@@ -66,7 +74,10 @@ __all__ = [
 ]
 
 Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
+Places = Mapping[str, NDArray[np.int64]]
+"""Name -> place of each local element in the flat full tensor."""
 MICRO_BATCHES = 2
+AGAIN = "this was its second call: with weights(stack) a model is laid out once"
 _NO_SYNC = (
     "the module has neither a no_sync() as DDP's nor a part under fully_shard: its "
     "gradients are synchronised in every backward"
@@ -283,14 +294,16 @@ class Engine:
 
     def replace_stack(self) -> None:
         """Lay the initial model out again, in place of the current stack."""
-        made = build_engine(self.scenario, self.mesh, self.device, self.variation)
+        places = None if self.gives_weights else self.index
+        made = build_engine(
+            self.scenario, self.mesh, self.device, self.variation, places
+        )
         same = made.index.keys() == self.index.keys() and all(
             np.array_equal(places, self.index[n]) for n, places in made.index.items()
         )
         # the trace has one index for all steps
         if not same:
-            text = "lays the model out otherwise when it is called again"
-            raise self.scenario.workload.refuse("parallelize", text)
+            raise self.scenario.workload.refuse("parallelize", OTHERWISE)
         self.module, self.parameters = made.module, made.parameters
         self.optimizers = made.optimizers
 
@@ -466,47 +479,51 @@ def build_engine(
     mesh: DeviceMesh,
     device: torch.device,
     variation: Variation | None = None,
+    places: Places | None = None,
 ) -> Engine:
-    """Lay the scenario's model out over ``mesh`` and make its optimizer."""
+    """Lay the scenario's model out over ``mesh`` and make its optimizer.
+
+    Args:
+        scenario: what to train.
+        mesh: of all ranks.
+        device: of this rank.
+        variation: how a reference on one rank differs.
+        places: the map of an earlier layout; None: to be read from one.
+    """
     workload, training = scenario.workload, scenario.parsed_recipe.training
+    weights_of = workload.weights if scenario.parsed_topology.parallel else None
     model = initial_model(scenario.model, scenario.seed, training).to(device)
     if OfWorkload.JUDGED in workload.has:
         same_everywhere(workload, "model", dict(model.named_parameters()))
     initial = digest_of_weights(model)
+    if weights_of is None and places is None:
+        places = _read_places(scenario, model, mesh, variation)
+        # anew: that layout has taken the first one
+        model = initial_model(scenario.model, scenario.seed, training).to(device)
     if variation is not None:
         model = variation.change_weights(model)
-    # clones: element numbers overwrite the parameters below
+    # clones: training changes the parameters
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    parallel = scenario.parsed_topology.parallel
-    weights_of = workload.weights if parallel else None
-    tied = _tied(model)
-    if weights_of is None:
-        _fill_with_element_numbers(model)
-    precision = scenario.parsed_precision
-    if precision.convert is not None:
-        model = precision.convert(model)
-    recomputes = scenario.parsed_recipe.recompute
-    # before the layout, so that its wrappers and hooks go around the replaced forward
-    recomputed = recompute_in_backward(model) if recomputes else None
-    module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
-    if not training.random:  # parallelize may have replaced them
-        turn_off_random_layers(module)
-    if recomputed is not None:
-        _recompute_anew(module, recomputed)
-    parameters: dict[str, nn.Parameter]
+    try:
+        module, recomputed = _laid_out(scenario, model, mesh)
+    except WorkloadError as error:
+        if places is None:
+            raise
+        text = f"{error.text}; {AGAIN}"
+        raise WorkloadError.of(workload.name, error.call, text, error.raised) from error
     if weights_of is not None:
         parts = read_local_parts(workload, "weights", weights_of(module), values)
-        check_values(workload, parts, values)
-        parameters = {n: part.tensor for n, part in parts.items()}  # type: ignore[misc]  # checked below
-        index = {n: part.places for n, part in parts.items()}
-        _check_trainable(scenario, module, parameters)
+        _check_trainable(scenario, module, parts)
     else:
-        check_layout(workload, module, values, tied)
-        parameters = {full_name(n, values): p for n, p in module.named_parameters()}
-        index = {n: _read_element_numbers(p) for n, p in parameters.items()}
-        for name, parameter in parameters.items():
-            write_values(parameter, values[name], index[name])
+        assert places is not None
+        found = {full_name(n, values): p for n, p in module.named_parameters()}
+        if found.keys() != places.keys():
+            raise workload.refuse("parallelize", OTHERWISE)
+        parts = {name: LocalPart(found[name], places[name]) for name in found}
+    check_values(workload, parts, values)
+    parameters: dict[str, nn.Parameter]
+    parameters = {n: part.tensor for n, part in parts.items()}  # type: ignore[misc]  # checked where it matters
     if scenario.parsed_recipe.compile:
         # traced without code generation, which takes minutes and is not under test
         module.compile(backend="aot_eager")
@@ -521,7 +538,7 @@ def build_engine(
         whole=values,
         initial=initial,
         trained=trained,
-        index=index,
+        index={name: part.places for name, part in parts.items()},
         optimizers=[] if own_step else _make_optimizers(scenario, parameters),
         owned=[] if own_step else _split(scenario, parameters),
         device=device,
@@ -533,8 +550,50 @@ def build_engine(
     return engine
 
 
+def _laid_out(
+    scenario: Scenario, model: nn.Module, mesh: DeviceMesh
+) -> tuple[Any, Recomputed | None]:
+    """What the topology makes of a model, and the parts of it that recompute."""
+    precision, recipe = scenario.parsed_precision, scenario.parsed_recipe
+    if precision.convert is not None:
+        model = precision.convert(model)
+    # before the layout, so that its wrappers and hooks go around the replaced forward
+    recomputed = recompute_in_backward(model) if recipe.recompute else None
+    module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
+    if not recipe.training.random:  # parallelize may have replaced them
+        turn_off_random_layers(module)
+    if recomputed is not None:
+        _recompute_anew(module, recomputed)
+    return module, recomputed
+
+
+def _read_places(
+    scenario: Scenario,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    variation: Variation | None,
+) -> Places:
+    """Which elements this rank holds, read from a layout of their numbers."""
+    device = next(model.parameters()).device
+    drawn = [] if device.type == "cpu" else [device]
+    # the layout that is judged draws what it would without this one
+    with torch.random.fork_rng(drawn, device_type=device.type):
+        if variation is not None:
+            model = variation.change_weights(model)
+        # without values: a layout may change what it gets
+        whole = {n: p.detach().to("meta") for n, p in model.named_parameters()}
+        tied = _tied(model)
+        _fill_with_element_numbers(model)
+        module, _ = _laid_out(scenario, model, mesh)
+    check_layout(scenario.workload, module, whole, tied)
+    return {
+        full_name(n, whole): _read_element_numbers(p)
+        for n, p in module.named_parameters()
+    }
+
+
 def _check_trainable(
-    scenario: Scenario, module: Any, parameters: Mapping[str, Tensor]
+    scenario: Scenario, module: Any, parts: Mapping[str, LocalPart]
 ) -> None:
     """Check that the judge's own loop can call the module and step its weights."""
     workload = scenario.workload
@@ -543,8 +602,8 @@ def _check_trainable(
     if not callable(module):
         text = f"returned {type(module).__name__}, which cannot be called: write a"
         raise workload.refuse("parallelize", f"{text} train_step that trains it")
-    for name, parameter in parameters.items():
-        if not isinstance(parameter, nn.Parameter):
+    for name, part in parts.items():
+        if not isinstance(part.tensor, nn.Parameter):
             text = f"gave {name}, which is no nn.Parameter: without a train_step the"
             raise workload.refuse(
                 "weights", f"{text} judge's optimizer takes what it gives"

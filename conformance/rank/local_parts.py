@@ -23,6 +23,7 @@ from .observe import numbers_laid_out_as
 
 __all__ = [
     "FP32",
+    "OTHERWISE",
     "WRAPPERS",
     "LocalPart",
     "by_full_name",
@@ -31,6 +32,7 @@ __all__ = [
     "read_local_parts",
 ]
 
+OTHERWISE = "lays the model out otherwise when it is called again"
 FP32 = (
     "parameters stay torch.float32; if the weights are in half precision, let "
     "weights(stack) give the fp32 copies that the optimizer steps"
@@ -204,7 +206,7 @@ def check_values(
 
     Args:
         workload: the workload.
-        parts: the result of its ``weights`` right after ``parallelize``.
+        parts: this rank's parts of the parameters right after ``parallelize``.
         values: of the whole parameters.
 
     Raises:
@@ -216,11 +218,13 @@ def check_values(
             raise workload.refuse("weights", text)
         now = local(part.tensor.detach()).reshape(-1).cpu()
         true = values[name].reshape(-1).cpu()[torch.from_numpy(part.places)]
+        if len(now) != len(true):
+            raise workload.refuse("parallelize", OTHERWISE)
         if not torch.equal(now, true):
             wrong = int((now != true).sum())
             text = (
-                f"changed the values of {name}: {wrong} of {len(true)} elements that "
-                "weights() gives are not those of model()"
+                f"changed the values of {name}: {wrong} of {len(true)} elements on "
+                "this rank are not those of model()"
             )
             for narrow in (torch.bfloat16, torch.float16):
                 if torch.equal(now, true.to(narrow).to(now.dtype)):

@@ -160,8 +160,6 @@ class OwnStep:
         if workload.gradients is not None:
             self._keep_given_gradients(seen)
         record_effect(engine, seen, (before, events.before))
-        if not seen.step:
-            self._check_no_numbers(seen)
         called = any(event.kind is Kind.BEGINS for event in seen.events)
         training = any(map(engine.trains, engine.index))
         # a loss scaling of the stack's own may skip, for what only other ranks see
@@ -365,25 +363,6 @@ class OwnStep:
             text = f"stepped twice in one call: {name}.step() came again for the same"
             raise self.workload.refuse(
                 "train_step", f"{text} parameters; {REFERENCE_LINE}"
-            )
-
-    def _check_no_numbers(self, seen: StepTrace) -> None:
-        """Check that no copies of element numbers have been written back."""
-        engine = self.engine
-        if engine.is_single or engine.gives_weights:
-            return
-        to_start = to_numbers = 0.0
-        for name, now in seen.parameters.items():
-            places = engine.index[name]
-            start = engine.whole[name].reshape(-1).cpu().numpy()[places]
-            to_start += float(np.abs(now - start).sum())
-            to_numbers += float(np.abs(now - places).sum())
-        if to_numbers < to_start:
-            raise self.workload.refuse(
-                "train_step",
-                "wrote copies back that parallelize had made of the parameters, which "
-                "hold numbers of their elements then: write weights(stack), and the "
-                "model is laid out with its true values",
             )
 
     def _keep_given_gradients(self, seen: StepTrace) -> None:

@@ -112,6 +112,19 @@ def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -
         (stacks.RaisesOnRank1, "rank 1, parallelize: raised RuntimeError: no such"),
         (stacks.BackwardRaises, "backward: raised RuntimeError: out of buckets"),
         (stacks.Initialises, "parallelize: changed the values of 0.weight"),
+        (
+            stacks.RoundsOneBias,
+            "changed the values of 0.bias: 8 of 8 elements on this rank are not those "
+            "of model() but those rounded to torch.bfloat16",
+        ),
+        (
+            stacks.LaidOutOnce,
+            "parallelize: raised RuntimeError: already initialised (stacks.py in "
+            "parallelize, line",
+        ),
+        (stacks.LaidOutOnce, "its second call: with weights(stack) a model is laid"),
+        (stacks.OtherRowsEachTime, "changed the values of 0.weight: 32 of 32 elements"),
+        (stacks.OtherSizesEachTime, "parallelize: lays the model out otherwise when"),
         (stacks.Renames, "parallelize: gave the parameter 'inner.0.weight'"),
         (
             stacks.Unties,
