@@ -17,7 +17,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
