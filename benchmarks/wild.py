@@ -57,16 +57,25 @@ RECORDS = ROOT / "benchmarks" / "results" / "wild"
 TIMEOUT_S = 600.0
 """Of one script; most take less than 20 s on an idle machine."""
 PACKAGES = {
+    "accelerate": "accelerate",
     "deepspeed": "deepspeed",
     "fairscale": "fairscale",
     "megatron-core": "megatron",
     "megatron-fsdp": "megatron_fsdp",
     "peft": "peft",
+    "pytorch-lightning": "pytorch_lightning",
+    "ring-attention-pytorch": "ring_attention_pytorch",
     "torch": "torch",
+    "torchmetrics": "torchmetrics",
     "transformers": "transformers",
+    "vector-quantize-pytorch": "vector_quantize_pytorch",
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
-INSTALLED_BY_HAND = {"megatron-fsdp": "pip install --no-deps megatron-fsdp==0.6.1"}
+INSTALLED_BY_HAND = {
+    "megatron-fsdp": "pip install --no-deps megatron-fsdp==0.6.1",
+    "ring-attention-pytorch": "pip install ring-attention-pytorch==0.5.20",
+    "vector-quantize-pytorch": "pip install vector-quantize-pytorch==1.32.0",
+}
 """What ``make wild`` does not install, and the line that does."""
 BESIDE = {"peft": ("transformers",)}
 """What a package requires and a script for it may use, too."""

@@ -37,10 +37,12 @@ PACKAGES = {
     "megatron_gpt": "megatron",
     "peft_adapters": "peft",
     "peft_plan": "peft",
+    "ring_attention": "ring_attention_pytorch",
     "torch_compiled_fsdp2": "torch",
     "torch_ddp_hooks": "torch",
     "torch_fsdp1": "torch",
     "torch_fsdp1_flat": "torch",
+    "torch_fsdp1_no_shard": "torch",
     "torch_hsdp_all_reduce": "torch",
     "torch_interleaved": "torch",
     "torch_pipeline": "torch",
@@ -51,6 +53,7 @@ PACKAGES = {
     "torchao_float8": "torchao",
     "torchao_float8_tp": "torchao",
     "torchtitan_debug": "torchtitan",
+    "vector_quantize_lfq": "vector_quantize_pytorch",
 }
 # packages warn while they are imported, about themselves
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -100,8 +103,11 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("torch_ddp_hooks:Fp16", "dp2/2/fp32", "accumulate"),
         ("torch_fsdp1:Full", "dp2/2/fp32", "accumulate-uneven"),
         ("torch_fsdp1_flat:Flat", "dp2/2/fp32", "accumulate-uneven"),
+        ("torch_fsdp1_no_shard:NoShard", "dp2/2/fp32", "accumulate"),
         ("torch_zero_redundancy:Stack", "dp2/2/fp32", "accumulate-uneven"),
         ("torchao_float8:Float8AllGather", "dp2/2/fp32", "accumulate-uneven"),
+        ("ring_attention:NoRing", "dp2/2/fp32", "accumulate-uneven"),
+        ("vector_quantize_lfq:SampleEntropy", "dp2/2/fp32", "plain"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
@@ -181,6 +187,13 @@ def test_earlier_backwards_that_zero_drops_are_found(
             *("accumulate", COMPARED),
         ),
         ("fairscale_sharded:OptimizerClears", "dp2/2/fp32", "plain", COMPARED),
+        (
+            *("torch_fsdp1_no_shard:NoShardBranch", "dp2/2/fp32", "accumulate"),
+            {"agreement.replicas", *COMPARED},
+        ),
+        ("ring_attention:Automatic", "dp2/2/fp32", "plain", COMPARED),
+        ("ring_attention:ByHand", "dp2/2/fp32", "accumulate", COMPARED),
+        ("vector_quantize_lfq:CodebookEntropy", "dp2/2/fp32", "plain", COMPARED),
         (
             *("megatron_fsdp_stages:WeightsNotOverlapped", "dp2-tp1/2/fp32"),
             *("plain", COMPARED),
