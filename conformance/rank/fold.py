@@ -182,8 +182,8 @@ def _folded(
     seen: StepTrace, trace: RankTrace, groups: _Groups, left: frozenset[str]
 ) -> StepTrace:
     """A step with what its events say."""
-    settings: dict[str, Mapping[str, Setting]] = {}
-    copies: dict[int, list[Mapping[str, Setting]]] = {}
+    settings: dict[str, dict[str, Setting]] = {}
+    copies: dict[int, list[dict[str, Setting]]] = {}
     handed: set[int] = set()
     for event, _ in _calls(seen.events):
         if event.kind is Kind.HANDED:
