@@ -30,6 +30,8 @@ __all__ = ["fold", "steps_again"]
 Member = str | int | tuple[int, int]
 """Of a decision group: a parameter, a place in the order of the program's optimizers,
 or (rank, number of an optimizer)."""
+Elements = tuple[str, str]
+"""Of a parameter: its name and the digest of its places, which is equal on replicas."""
 
 
 def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
@@ -39,25 +41,15 @@ def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
         ranks: one trace a rank, as :func:`observe_rank` returns it.
     """
     groups = _Groups.of(ranks)
-    used = [_used(trace) for trace in ranks]
-    inside = {at for each in used for at in each.inside}
-    folded = []
-    for trace, mine in zip(ranks, used, strict=True):
-        # those that only an optimizer has recorded which leaves them to one inside
-        outer = {n for n in mine.outside if (n, trace.shards[n]) in inside}
-        taken = mine.names - (outer - {name for name, _ in mine.inside})
-        others = {
-            (name, other.shards.get(name))
-            for other, theirs in zip(ranks, used, strict=True)
-            if other is not trace
-            for name in theirs.names
-        }
-        left = {n for n, s in trace.shards.items() if (n, s) in others} - taken
-        steps = [_folded(seen, trace, groups, left) for seen in trace.steps]
-        folded.append(
-            replace(trace, owned=groups.names, left=frozenset(left), steps=steps)
+    return tuple(
+        replace(
+            trace,
+            owned=groups.names,
+            left=left,
+            steps=[_folded(seen, trace, groups, left) for seen in trace.steps],
         )
-    return tuple(folded)
+        for trace, left in zip(ranks, _left(ranks), strict=True)
+    )
 
 
 def steps_again(events: Iterable[Event]) -> int | None:
@@ -153,36 +145,45 @@ def _first_place(part: set[Member]) -> float:
     return min((m for m in part if isinstance(m, int)), default=float("inf"))
 
 
-@dataclass(frozen=True)
-class _Used:
-    """The gradients that the optimizers of one rank use, in any step."""
+def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
+    """Per rank: the parameters that another one steps for it."""
+    used, outside, inside = zip(*map(_uses, ranks), strict=True)
+    anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
+    for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):
+        # an optimizer leaves to one inside, of whatever rank, what that one uses
+        taken = mine - ((outer & inner) - own)
+        left = anywhere.intersection(trace.shards.items()) - taken
+        yield frozenset(name for name, _ in left)
 
-    names: set[str]
-    outside: set[str]
-    """Of these: those recorded at the call of an optimizer that no other calls."""
-    inside: set[tuple[str, str]]
-    """(name, elements) of those used inside of another optimizer's call."""
 
+def _uses(trace: RankTrace) -> tuple[set[Elements], set[Elements], set[Elements]]:
+    """Gradients that optimizers of a rank use, in any step.
 
-def _used(trace: RankTrace) -> _Used:
-    found = _Used(
-        {name for seen in trace.steps for name in seen.gradients}, set(), set()
-    )
+    Returns:
+        All that were recorded; of these those at a call that is not inside of another;
+        those used inside of one.
+    """
+    used, outside, inside = set[str](), set[str](), set[str]()
     for seen in trace.steps:
+        used.update(seen.gradients)
         for event, outer in _calls(seen.events):
             if event.kind is Kind.USES and outer is None:
-                found.outside.update(event.recorded)
+                outside.update(event.recorded)
             elif event.kind is Kind.USES:
-                found.inside.update((name, trace.shards[name]) for name in event.names)
-    return found
+                inside.update(event.names)
+
+    def held(names: set[str]) -> set[Elements]:
+        return {each for each in trace.shards.items() if each[0] in names}
+
+    return held(used), held(outside), held(inside)
 
 
 def _folded(
-    seen: StepTrace, trace: RankTrace, groups: _Groups, left: set[str]
+    seen: StepTrace, trace: RankTrace, groups: _Groups, left: frozenset[str]
 ) -> StepTrace:
     """A step with what its events say."""
-    settings: dict[str, Mapping[str, Setting]] = {}
-    copies: dict[int, list[Mapping[str, Setting]]] = {}
+    settings: dict[str, dict[str, Setting]] = {}
+    copies: dict[int, list[dict[str, Setting]]] = {}
     handed: set[int] = set()
     for event, _ in _calls(seen.events):
         if event.kind is Kind.HANDED:

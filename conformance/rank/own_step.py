@@ -148,7 +148,7 @@ class OwnStep:
             with _scaler_at_fault(), recording_reductions(engine, seen):
                 assert workload.train_step is not None
                 loss, norm = workload.train_step(engine.module, micro_batches, scaler)
-        self._check_once(seen)
+        self._check_events(seen)
         seen.collectives = log.collectives
         seen.loss = as_number(workload, "loss", loss)
         seen.reported_norm = as_number(workload, "norm", norm)
@@ -350,11 +350,12 @@ class OwnStep:
             else:
                 yield
 
-    def _check_once(self, seen: StepTrace) -> None:
-        """Check that no parameter has stepped twice, where one update is compared.
+    def _check_events(self, seen: StepTrace) -> None:
+        """Check that the events of a step say what can be compared.
 
         Raises:
-            WorkloadError: if an optimizer came again for the same parameters.
+            WorkloadError: if a parameter stepped twice where one update is compared, or
+                nobody sees which of several optimizers of copies must skip.
         """
         again = None if self.workload.one_rank else steps_again(seen.events)
         if again is not None:
@@ -362,6 +363,18 @@ class OwnStep:
             text = f"stepped twice in one call: {name}.step() came again for the same"
             raise self.workload.refuse(
                 "train_step", f"{text} parameters; {REFERENCE_LINE}"
+            )
+        unknown = {
+            event.optimizer
+            for event in seen.events
+            if event.kind is Kind.HANDED and event.groups and not event.names
+        }
+        if len(unknown) > 1 and seen.bad:
+            raise self.workload.refuse(
+                "train_step",
+                f"{min(seen.bad)} is not finite, and the scaler is handed "
+                f"{len(unknown)} optimizers of copies: which of them must skip? Write "
+                "optimizers(stack)",
             )
 
     def _keep_given_gradients(self, seen: StepTrace) -> None:

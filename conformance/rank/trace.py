@@ -7,7 +7,6 @@ memory for the comparison with the reference; everything else goes into the repo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -132,7 +131,7 @@ class Group:
 
     names: tuple[str, ...] = ()
     """Its parameters, by their names in the model; empty: it steps other tensors."""
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
     """What schedules move, as far as it is known."""
 
 
@@ -238,10 +237,10 @@ class StepTrace:
     """How often numbers were drawn there in no call of a module that is seen."""
     drew: bool = False
     """Whether anything drew random numbers in the passes."""
-    settings: dict[str, Mapping[str, Setting]] = field(default_factory=dict)
+    settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
     """Parameter name -> what schedules move in its param group, as the optimizer had it
     when it was called, where the workload trains by itself."""
-    copies: list[Mapping[str, Setting]] = field(default_factory=list)
+    copies: list[dict[str, Setting]] = field(default_factory=list)
     """The same of each param group of optimizers that step none of the parameters
     themselves, but copies of them."""
     late: list[str] = field(default_factory=list)
