@@ -383,10 +383,10 @@ class ReferenceRun:
                     group[key] = _in_the_form_of(group[key], setting)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
-                rounded = self._rounded_again(name)
+                again = self._rounded_again(name)
                 sharded = self._sharded(named[name], self.shards[name])
                 longer = self._longer_step(name, optimizer, named[name])
-                with self.workload.calling("optimizer"), rounded, longer, sharded:
+                with self.workload.calling("optimizer"), again, longer, sharded:
                     optimizer.step()
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
