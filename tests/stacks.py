@@ -79,6 +79,14 @@ class ExpertsSeeTheSameRows(Right):
     model_axes = ("ep",)
 
 
+class Draws(Right):
+    """No fault: ``parallelize`` draws a random number."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        model.register_buffer("drawn", torch.rand(()))
+        return super().parallelize(model, mesh)
+
+
 class ZeroBiases(Right):
     """No fault: parts of a bias over ``tp`` are equal, and yet no replicas."""
 

@@ -50,11 +50,9 @@ in fp32 it gets one more reference, whose steps are longer by that error over
 are bounded by its effect on them. Half precision has noise far above it.
 
 [Note: Whole matrices]
-An optimizer that makes a matrix orthogonal (Muon) mixes all elements. Its updates are
-compared without weights, and further references measure their noise: they change
-gradients by as much as correct ones differ, and round the half-precision steps of the
-optimizer once more. The later effects of such a step count as noise, too, as in the
-sign-flip run.
+An optimizer that makes a matrix orthogonal (Muon) mixes all elements, and computes in
+half precision. Its updates are compared without weights. In all noisy runs but the
+plain one it rounds each half-precision result once more, at random.
 
 [Note: Rounded state]
 An optimizer that keeps its state in 8 bits rounds it by blocks of elements, and the
@@ -105,10 +103,6 @@ Quantisation]."""
 SHARDS = (2, 3, 8)
 """Parts of each parameter, in the references that measure a rounded state: blocks that
 are powers of two, or not, end elsewhere in one of them."""
-NUDGED = 3
-"""Further references for an optimizer that uses whole matrices. Even of an error that
-is one normally distributed number, another run exceeds ``SAFETY_FACTOR`` times the
-largest of three with a chance of 0.16 % (of two: 1 %)."""
 Tensors = dict[str, Doubles]
 
 
@@ -244,12 +238,6 @@ def _noisy_runs(
     if scenario.workload.rounds_state:  # see [Note: Rounded state]
         for shards in SHARDS:
             runs.append(train_reference(scenario, schedule, Variant(shards=shards)))
-        gradient = bounds()
-    if not_elementwise(scenario.model, scenario.optimizer):  # [Note: Whole matrices]
-        limits = _noise(gradient)
-        for seed in range(1, NUDGED + 1):
-            other = Variant(nudged=seed, limits=limits)
-            runs.append(train_reference(scenario, schedule, other))
         gradient = bounds()
     starts = [run.initial for run in runs]
     check_equal_start(scenario.model, "two references", truth.initial, starts)

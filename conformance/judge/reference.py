@@ -133,10 +133,6 @@ class Variant:
     """Number of accumulated parts of each batch."""
     sign_flip: Limits = ()
     """The signs of gradient elements below these limits are flipped."""
-    nudged: int = 0
-    """If not 0, the seed of noise for an optimizer of whole matrices: within these
-    limits in the gradients, and in its half-precision results."""
-    limits: Limits = ()
     bias_errors: float = 0.0
     """Steps are longer by this multiple of what errors of bias corrections explain."""
     shards: int = 1
@@ -334,7 +330,7 @@ class ReferenceRun:
         self.rows_apart: bool | None = None
         self.steps_made = dict.fromkeys(self.optimizers, 0)
         # unequal for all variants that draw from it
-        seed = variant.nudged or 2 * variant.parts + variant.reverse_rows
+        seed = 2 * variant.parts + variant.reverse_rows
         self.generator = torch.Generator().manual_seed(seed)
         self.replayed: tuple[dict[str, Choices], ...] = ()
         """Per step: the choices that routers must make; empty: their own."""
@@ -387,10 +383,10 @@ class ReferenceRun:
                     group[key] = _in_the_form_of(group[key], setting)
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
-                nudged = self._nudged(name, named[name], step)
+                again = self._rounded_again(name)
                 sharded = self._sharded(named[name], self.shards[name])
                 longer = self._longer_step(name, optimizer, named[name])
-                with self.workload.calling("optimizer"), nudged, longer, sharded:
+                with self.workload.calling("optimizer"), again, longer, sharded:
                     optimizer.step()
             if self.key.training.decay:  # as ExponentialLR, also after a skip
                 for group in optimizer.param_groups:
@@ -462,17 +458,11 @@ class ReferenceRun:
             if gradient is not None:
                 gradient[gradient.abs() <= limit] *= -1
 
-    def _nudged(
-        self, name: str, parameter: nn.Parameter, step: int
-    ) -> AbstractContextManager[Any]:
-        """The context in which an optimizer steps."""
-        variant, gradient = self.variant, parameter.grad
-        matrices = not_elementwise(self.key.model, self.key.optimizer)
-        if not variant.nudged or gradient is None or name not in matrices:
+    def _rounded_again(self, name: str) -> AbstractContextManager[Any]:
+        """The context in which an optimizer of whole matrices steps one."""
+        plain = self.variant in (TRUTH, Variant())
+        if plain or name not in not_elementwise(self.key.model, self.key.optimizer):
             return nullcontext()
-        limit = dict(variant.limits[step]).get(name, 0.0)
-        noise = torch.rand(gradient.shape, generator=self.generator)
-        gradient += limit * (2 * noise - 1)
         return HalfNoise(self.generator)
 
     @contextmanager

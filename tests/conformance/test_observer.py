@@ -85,6 +85,24 @@ def test_models_of_ours(ranks: dict[int, Cluster], place: str, recipe: str) -> N
     agree(ranks, f"{place}/none/steps={STEPS},recipe={recipe}")
 
 
+def drawn_in_its_layout(scenario: Scenario) -> tuple[float, float]:
+    """What a layout draws after seed 0, and the first number after it."""
+    world = current_world()
+    shape = scenario.parsed_topology.mesh_shape(scenario.world_size)
+    mesh = world.mesh(tuple(shape.values()), tuple(shape))
+    torch.manual_seed(0)
+    engine = build_engine(scenario, mesh, torch.device(world.device))
+    torch.manual_seed(0)
+    return float(engine.module.drawn), float(torch.rand(()))
+
+
+def test_the_layout_that_shows_the_map_draws_nothing(two: Cluster) -> None:
+    model = "gradparity.tests.stacks:Draws"
+    scenario = Scenario.parse(f"dp2/2/fp32/own/none/model={model}")
+    for drawn, first in two.run(drawn_in_its_layout, scenario):
+        assert drawn == first
+
+
 @pytest.mark.parametrize("place", ["ddp/2/fp32/sgd", "fsdp/2/fp32/sgd"])
 def test_the_compiled_recipe(ranks: dict[int, Cluster], place: str) -> None:
     agree(ranks, f"{place}/none/steps={STEPS},recipe=compiled")
