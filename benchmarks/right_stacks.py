@@ -57,6 +57,7 @@ EXAMPLES = (
     "stacks.peft_adapters:ModulesToSave",
     "stacks.peft_adapters:Ia3",
     "stacks.peft_plan:PlanLora",
+    "stacks.ring_attention:NoRing",
     "stacks.torch_compiled_fsdp2:Layers",
     "stacks.torch_compiled_fsdp2:Whole",
     "stacks.torch_ddp_hooks:Fp16",
@@ -65,6 +66,7 @@ EXAMPLES = (
     "stacks.torch_fsdp1:GradientsAndStates",
     "stacks.torch_fsdp1:Hybrid",
     "stacks.torch_fsdp1_flat:Flat",
+    "stacks.torch_fsdp1_no_shard:NoShard",
     "stacks.torch_hsdp_all_reduce:EachUsed",
     "stacks.torch_interleaved:LoopedBfs",
     "stacks.torch_interleaved:Interleaved",
@@ -83,6 +85,7 @@ EXAMPLES = (
     "stacks.torchao_float8:Tensorwise",
     "stacks.torchao_float8_tp:Stack",
     "stacks.torchtitan_debug:Stack",
+    "stacks.vector_quantize_lfq:SampleEntropy",
 )
 """Of the folder ``examples``, without those of which ``docs/stacks.md`` says that they
 are wrong, such as ``PlanModulesToSave``, ``ReplicatedGPipe`` and ``FrozenStage``."""

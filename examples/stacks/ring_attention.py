@@ -37,14 +37,14 @@ class Automatic(Regression):
         for asked in (is_distributed, get_rank, get_world_size):
             asked.cache_clear()  # one process asked before
         part = LENGTH // mesh.size()
-        model.force_regular_attn, model.ring_attn = False, self.ring
+        model.ring_attn, model.force_regular_attn = self.ring, not self.ring
         model.auto_shard_seq = self.automatic
         model.ring_seq_size = model.bucket_size = part
         return DistributedDataParallel(model, device_mesh=mesh)
 
 
 class NoRing(Automatic):
-    """The same attention, without a ring."""
+    """Plain attention, without a ring."""
 
     ring, automatic = False, False
 
