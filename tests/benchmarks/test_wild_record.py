@@ -87,6 +87,8 @@ def test_the_record_of_each_script_is_a_bug_and_equals_its_page(script: Path) ->
     assert all(record[key] for key in KEYS)
     assert record["verdict"] == "bug"
     assert PAGES.parents[1] / record["script"] == script
+    page = script.with_suffix(".md").read_text()
+    assert f"[{script.name}]({script.name}): bug. Parameter: " in page
 
 
 def test_the_pages_show_the_record(tmp_path: Path) -> None:
