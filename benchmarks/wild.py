@@ -34,7 +34,6 @@ from gradparity.benchmarks.tables import row, write_between
 
 __all__ = [
     "BESIDE",
-    "INSTALLED_BY_HAND",
     "PACKAGES",
     "PAGES",
     "README",
@@ -71,12 +70,6 @@ PACKAGES = {
     "vector-quantize-pytorch": "vector_quantize_pytorch",
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
-INSTALLED_BY_HAND = {
-    "megatron-fsdp": "pip install --no-deps megatron-fsdp==0.6.1",
-    "ring-attention-pytorch": "pip install ring-attention-pytorch==0.5.20",
-    "vector-quantize-pytorch": "pip install vector-quantize-pytorch==1.32.0",
-}
-"""What ``make wild`` does not install, and the line that does."""
 BESIDE = {"peft": ("transformers",)}
 """What a package requires and a script for it may use, too."""
 SURVEYED = "transformers"
@@ -276,8 +269,8 @@ def _shows(name: str, *, run: bool) -> bool:
     """Whether a finding is one, and its record if it is no survey's."""
     surveyed, package = name.startswith(SURVEYED), package_of(name)
     if run and importlib.util.find_spec(PACKAGES[package]) is None:
-        line = INSTALLED_BY_HAND.get(package, f"pip install {package}")
-        print(f"{name}: not run, {package} is not installed: {line}", flush=True)
+        text = f"{name}: not run, {package} is not installed: make setup-test"
+        print(text, flush=True)
         return False
     file = RECORDS / f"{name}.json"
     try:
