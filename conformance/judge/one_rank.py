@@ -26,7 +26,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
 from ..space.facts import FP32_INSIDE, NewTensorsInFp64
 from ..space.scenario import Scenario
+from .kept import Kept
 from .reference import Reference, Schedule
 from .settings import INITIAL_RATE
 
@@ -63,8 +64,6 @@ NOISY = (
 TRIED = 2
 """Steps in which permuting and cutting must change nothing: the second has weights that
 the first has moved."""
-KEPT = 16
-"""Number of scenarios whose references are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +76,11 @@ class OneRank:
     """What they are, in words."""
     undecided: str = ""
     """Why nothing can be compared with them, in words; else empty."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(each.nbytes for each in (self.truth, *self.noisy))
 
 
 def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
@@ -96,7 +100,7 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
     return _references(alike, schedule.skipped, schedule.scales)
 
 
-@lru_cache(maxsize=KEPT)
+@partial(Kept, least=1)
 def _references(
     scenario: Scenario,
     skipped: tuple[frozenset[str], ...],

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,6 +40,7 @@ from ..space.facts import FP32_INSIDE, clip_norm_of, facts_of, new_tensors_in_fp
 from ..space.recipes import CLIP_VALUE, LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING, coarseness
+from .kept import Kept
 from .settings import INITIAL_RATE, Settings
 
 __all__ = [
@@ -119,6 +120,12 @@ class Reference:
     drew: str = ""
     """What drew random numbers first on one rank, in words."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        steps = (*self.gradients, *self.updates, *self.averages, self.start)
+        return sum(values.nbytes for step in steps for values in step.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -151,10 +158,8 @@ NOISY = (
 FLIPPED = 4
 """Weights that noise rounds to the other side in each run, on average: the probability
 that a run has none is exp(-4), and that all five have none exp(-20)."""
-KEPT = 48
-"""Number of references kept, about 0.2 GB. The topologies of the parity preset share
-them: it trains 76, and with 16 kept 275. Of 256 the default preset would make a
-gigabyte, and save 5 % of its trainings."""
+LEAST = len(NOISY) + 4
+"""Number of references kept, of whatever size: those of one scenario."""
 
 
 def train_reference(
@@ -249,7 +254,7 @@ class _Key:
     reduced_in: torch.dtype | None = None
 
 
-@lru_cache(maxsize=KEPT)
+@partial(Kept, least=LEAST)
 def _train(
     key: _Key,
     precision_name: str,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.judge import bounds
+from gradparity.conformance.judge import bounds, kept
 from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
 from gradparity.conformance.judge.reference import (
-    KEPT,
+    LEAST,
     NOISY,
     TRUTH,
     Reference,
@@ -316,20 +316,31 @@ def test_one_flipped_weight_accuses_no_scaler() -> None:
     assert measure_parity(scenario, [trace]).first_bad["gradient"].step == 0
 
 
-def test_few_references_are_kept() -> None:
+def test_few_references_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a number of bytes, and those of one scenario in any case."""
+
     def train(seed: int) -> Reference:
         scenario = Scenario.parse(f"single/1/fp32/sgd/none/steps=1,seed={seed}")
         schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
         return train_reference(scenario, schedule, TRUTH)
 
     first = train(1000)
+    sizes = [values.nbytes for values in (*first.gradients, first.start)[-1].values()]
+    assert first.nbytes == 3 * sum(sizes)  # gradients, updates and the start
     assert train(1000) is first  # the scalers of a scenario share it
     alive = weakref.ref(first)
+    size = first.nbytes
     del first
-    for seed in range(1001, 1001 + KEPT):
+    monkeypatch.setattr(kept, "LIMIT", (LEAST + 2) * size)
+    for seed in range(1001, 1002 + LEAST):
+        train(seed)
+    assert alive() is train(1000)  # used last
+    monkeypatch.setattr(kept, "LIMIT", 0)
+    for seed in range(1001, 1001 + LEAST):
         train(seed)
     gc.collect()
     assert alive() is None
+    assert train(1001) is train(1001)
 
 
 FREQUENCY = "gradparity.benchmarks.wild_workloads:Frequency"

@@ -1,0 +1,59 @@
+"""Results that are used again are kept, up to a number of bytes.
+
+References of a small model are kept by the dozen, those of a large one by the few: a
+number of them says nothing about memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar, TypeVarTuple
+
+__all__ = ["LIMIT", "Kept"]
+
+
+class Sized(Protocol):
+    """What is kept."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+
+
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result", bound=Sized)
+LIMIT = 2**28
+"""Bytes that are kept. The topologies of the parity preset share 76 references of 4 MB
+or less; with a third of them kept it trains 275. Four times as many would save the
+default preset 5 % of its trainings."""
+
+
+class Kept(Generic[*Args, Result]):
+    """A function of hashable arguments with its last results.
+
+    Args:
+        function: is called where there is no result with the same arguments.
+        least: how many results are kept however large they are.
+    """
+
+    def __init__(self, function: Callable[[*Args], Result], least: int) -> None:
+        self._function = function
+        self._least = least
+        self._found: OrderedDict[tuple[*Args], Result] = OrderedDict()
+
+    def __call__(self, *args: *Args) -> Result:
+        """The result, kept or new; what was used longest ago makes room for it."""
+        result = self._found.get(args)
+        if result is None:
+            result = self._found[args] = self._function(*args)
+        self._found.move_to_end(args)
+        while len(self._found) > self._least and (
+            sum(each.nbytes for each in self._found.values()) > LIMIT
+        ):
+            self._found.popitem(last=False)
+        return result
+
+    def cache_clear(self) -> None:
+        """Keep nothing."""
+        self._found.clear()
