@@ -5,7 +5,7 @@
 1. Two gloo ranks, one thread each, gradients as DTensor Shard(0) fp32: check, unscale
    and clip, and unscale alone, beside a bare read and the bare kernel on local tensors.
 2. One process, plain tensors: a whole step.
-3. Collectives and host synchronisations, counted in worlds of several sizes.
+3. Collectives and numbers that the host reads, counted in worlds of several sizes.
 
 Without ``--json`` the record becomes ``results/scaler.json``, and the tables of
 docs/scaler.md are written from it.
@@ -240,7 +240,7 @@ def alone(count: int, shape: tuple[int, ...], fused: bool, repeats: int) -> Meas
 
 
 def counts(fused: bool, clip: bool) -> dict[str, int]:
-    """Count collectives and host synchronisations of a later step, on every rank.
+    """Count collectives, and numbers the host reads, of a later step, on every rank.
 
     Its gradients are a plain one, one on a mesh of one axis and, with ranks enough, one
     on a mesh of two.

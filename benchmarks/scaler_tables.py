@@ -118,7 +118,7 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
     for way, worlds, found in _counted(record):
         yield (
             f"{way:17} {found['collectives']} collective of {found['bytes']} bytes a "
-            f"rank, {found['host_syncs']} host synchronisations, on {worlds} ranks"
+            f"rank, {found['host_syncs']} numbers read by the host, on {worlds} ranks"
         )
 
 
@@ -149,7 +149,7 @@ def _speed(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _counts(record: dict[str, Any]) -> Iterator[str]:
-    columns = "collectives", "bytes a rank", "host synchronisations"
+    columns = "collectives", "bytes a rank", "numbers read by the host"
     yield row("optimizer", "ranks", *columns)
     yield "|---|---|---|---|---|"
     for way, worlds, found in _counted(record):

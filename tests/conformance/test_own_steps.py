@@ -236,6 +236,9 @@ class WritesMastersBack(Steps):
         )
         return stack
 
+    def optimizers(self, stack: Stepped) -> dict[str, Any]:
+        return dict.fromkeys(stack.kept, stack.optimizer)
+
     def train_step(self, stack: Stepped, micro_batches: Any, scaler: Any) -> Tensor:
         masters = stack.optimizer.param_groups[0]["params"]
         stack.module.zero_grad()

