@@ -67,7 +67,7 @@ class MakesAMeshOnce(Ddp):
         return super().parallelize(model, mesh)
 
     def weights(self, stack: nn.Module) -> dict[str, Any]:
-        return dict(stack.module.named_parameters())  # type: ignore[operator]  # DDP's
+        return dict(stack.module.named_parameters())  # type: ignore[union-attr]  # of DDP
 
 
 class Uneven(Ddp):
