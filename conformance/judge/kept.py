@@ -41,19 +41,20 @@ class Kept(Generic[*Args, Result]):
         self._function = function
         self._least = least
         self._found: OrderedDict[tuple[*Args], Result] = OrderedDict()
+        self._bytes = 0
 
     def __call__(self, *args: *Args) -> Result:
         """The result, kept or new; what was used longest ago makes room for it."""
         result = self._found.get(args)
         if result is None:
             result = self._found[args] = self._function(*args)
+            self._bytes += result.nbytes
         self._found.move_to_end(args)
-        while len(self._found) > self._least and (
-            sum(each.nbytes for each in self._found.values()) > LIMIT
-        ):
-            self._found.popitem(last=False)
+        while len(self._found) > self._least and self._bytes > LIMIT:
+            self._bytes -= self._found.popitem(last=False)[1].nbytes
         return result
 
     def cache_clear(self) -> None:
         """Keep nothing."""
         self._found.clear()
+        self._bytes = 0

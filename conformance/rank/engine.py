@@ -56,6 +56,7 @@ from .local_parts import (
     LocalPart,
     check_values,
     full_name,
+    parameters_of,
     read_local_parts,
 )
 from .modules import modules_in
@@ -70,7 +71,6 @@ __all__ = [
     "digest_of_weights",
     "initial_model",
     "shard_id",
-    "write_values",
 ]
 
 Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
@@ -313,8 +313,7 @@ class Engine:
         if self.gives_weights:
             found = {n: part.tensor for n, part in self._given_weights().items()}
         else:
-            named = self.module.named_parameters()
-            found = {full_name(n, self.whole): p for n, p in named}
+            found = {**parameters_of(self.module, self.whole)}
         if found.keys() != self.parameters.keys():
             text = f"left {len(found)} parameters of {len(self.parameters)}"
             raise self.scenario.workload.refuse("load_checkpoint", text)
@@ -517,7 +516,7 @@ def build_engine(
         _check_trainable(scenario, module, parts)
     else:
         assert places is not None
-        found = {full_name(n, values): p for n, p in module.named_parameters()}
+        found = parameters_of(module, values)
         if found.keys() != places.keys():
             raise workload.refuse("parallelize", OTHERWISE)
         parts = {name: LocalPart(found[name], places[name]) for name in found}
@@ -586,10 +585,8 @@ def _read_places(
         _fill_with_element_numbers(model)
         module, _ = _laid_out(scenario, model, mesh)
     check_layout(scenario.workload, module, whole, tied)
-    return {
-        full_name(n, whole): _read_element_numbers(p)
-        for n, p in module.named_parameters()
-    }
+    held = parameters_of(module, whole)
+    return {name: _read_element_numbers(p) for name, p in held.items()}
 
 
 def _check_trainable(
@@ -682,19 +679,6 @@ def _fill_with_element_numbers(model: nn.Module) -> None:
 def _read_element_numbers(parameter: nn.Parameter) -> NDArray[np.int64]:
     flat = local(parameter.detach()).reshape(-1)
     return flat.to(torch.int64).cpu().numpy()
-
-
-def write_values(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> None:
-    """Write the local elements of the full ``values`` into ``tensor``.
-
-    Args:
-        tensor: plain or DTensor, any shape.
-        values: the full tensor, in any shape.
-        index: place of each local element in the flat full tensor.
-    """
-    part = local(tensor.detach())
-    chosen = values.reshape(-1)[torch.from_numpy(index).to(values.device)]
-    part.copy_(chosen.view(part.shape))
 
 
 def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .engine import Engine
@@ -44,13 +45,16 @@ class Events:
             number = len(self.engine.optimizers)
             self.engine.optimizers.append(optimizer)
             self.before.append(optimizer_digest(optimizer))
-        recorded = self._record(optimizer, names) if kind is Kind.USES else frozenset()
+        gradients = local_gradients(self.engine) if names else {}
+        recorded = frozenset[str]()
+        if kind is Kind.USES:
+            recorded = self._record(optimizer, names, gradients)
         self.seen.events.append(
             Event(
                 kind=kind,
                 optimizer=number,
                 groups=groups,
-                with_grad=frozenset(names).intersection(local_gradients(self.engine)),
+                with_grad=frozenset(names).intersection(gradients),
                 recorded=recorded,
                 nodes=nodes,
             )
@@ -78,11 +82,13 @@ class Events:
             if group["params"]:
                 yield Group(tuple(names), scheduled(group) if own else {})
 
-    def _record(self, optimizer: Optimizer, names: list[str]) -> frozenset[str]:
+    def _record(
+        self, optimizer: Optimizer, names: list[str], gradients: Mapping[str, Tensor]
+    ) -> frozenset[str]:
         engine, seen = self.engine, self.seen
         if engine.scenario.workload.gradients is not None:
             return frozenset()
-        scale, gradients = grad_scale_of(optimizer), local_gradients(engine)
+        scale = grad_scale_of(optimizer)
         # once: an optimizer and the one inside of it use the same gradient
         used = [n for n in names if n in gradients and n not in seen.gradients]
         for name in used:

@@ -7,9 +7,9 @@ While a workload trains, a rank records what happens to optimizers, in order
   belong together, on whatever rank; so do an optimizer and those that step inside of
   its calls, and the n-th optimizers of two ranks, which one line of the program calls
   (ranks of a pipeline, or of ZeRO, have other parameters).
-- **What no optimizer has** is one group more. Optimizers of tensors that are no
-  parameters, such as fp32 copies, decide for it. If there is none of it they train
-  something beside the model.
+- **Parameters that no optimizer has** form one more group. Optimizers of other tensors,
+  such as fp32 copies, decide for that group. If it is empty, they train something
+  beside the model.
 - **A parameter is left to another rank** if that rank uses its gradient, with the same
   elements, and this one does not. Where one rank steps it by an optimizer inside of
   another (ZeRO-1), it is the inner call that counts, on every rank.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...fixtures import Batch, OfWorkload, ResolvedWorkload, local
-from .local_parts import FP32, full_name
+from .local_parts import FP32, full_name, parameters_of
 from .observe import digest
 from .trace import RankTrace
 
@@ -71,7 +71,7 @@ def check_layout(
         if OfWorkload.LOOP not in workload.has:
             text += ": a stack of another type needs weights(stack)"
         raise workload.refuse("parallelize", text)
-    held = {full_name(n, whole): p for n, p in module.named_parameters()}
+    held = parameters_of(module, whole)
     unknown = [n for n in held if n not in whole]
     # first the likely cause: a plan that replaces one of two tied parameters
     if unknown and full_name(unknown[0], tied) in tied:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...fixtures import ResolvedWorkload, local
@@ -29,6 +29,7 @@ __all__ = [
     "by_full_name",
     "check_values",
     "full_name",
+    "parameters_of",
     "read_local_parts",
 ]
 
@@ -45,6 +46,16 @@ WRAPPERS = (
     "module",
 )
 """Parts that wrappers add to the names of parameters."""
+
+
+def parameters_of(module: nn.Module, whole: Container[str]) -> dict[str, nn.Parameter]:
+    """The parameters of a laid out module, by their names in the full model.
+
+    Args:
+        module: what ``parallelize`` gave.
+        whole: the names that the full model has.
+    """
+    return {full_name(name, whole): p for name, p in module.named_parameters()}
 
 
 def full_name(name: str, whole: Container[str]) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...fixtures import local
-from .engine import Engine, write_values
+from .engine import Engine
 from .trace import RankTrace, Saved
 
 __all__ = ["gathered", "optimizer_states", "restore"]
@@ -91,7 +91,7 @@ def restore(engine: Engine, saved: Saved) -> None:
     names = {id(p): name for name, p in engine.parameters.items()}
     for name, parameter in engine.parameters.items():
         full = torch.from_numpy(saved.parameters[name])
-        write_values(parameter, full, engine.index[name])
+        _write(parameter, full, engine.index[name])
     for optimizer in engine.optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state = optimizer.state_dict()
@@ -114,5 +114,18 @@ def _laid_out(value: Any, parameter: nn.Parameter, index: NDArray[np.int64]) -> 
         return full
     # an elementwise state is laid out as its parameter
     tensor = torch.zeros_like(parameter)
-    write_values(tensor, full, index)
+    _write(tensor, full, index)
     return tensor
+
+
+def _write(tensor: Tensor, values: Tensor, index: NDArray[np.int64]) -> None:
+    """Write the local elements of the full ``values`` into ``tensor``.
+
+    Args:
+        tensor: plain or DTensor, any shape.
+        values: the full tensor, in any shape.
+        index: place of each local element in the flat full tensor.
+    """
+    part = local(tensor.detach())
+    chosen = values.reshape(-1)[torch.from_numpy(index).to(values.device)]
+    part.copy_(chosen.view(part.shape))
