@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,8 +35,11 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run"]
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    # Its shared memory is files there, and a browser that is killed leaves them behind.
+    # pytest's own folder is too deep for the sockets that it makes beside them.
+    with TemporaryDirectory(prefix="browser-") as folder, sync_playwright() as driver:
+        env: dict[str, str | float | bool] = {**os.environ, "TMPDIR": folder}
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS, env=env)
         yield chromium
         chromium.close()
 
