@@ -213,7 +213,7 @@ class Cluster(BaseCluster):
             self._sent = context
             fresh = options.isolation == "group"
             try:
-                return _call(ranks, payload, options.timeout_s, fresh, changed)
+                outcomes = _call(ranks, payload, options.timeout_s, fresh, changed)
             except BaseException as error:  # also ctrl-C
                 if options.keep_answered and all_answered(error):
                     ranks.fresh_group = True
@@ -221,6 +221,9 @@ class Cluster(BaseCluster):
                     self._release()
                     ranks.kill()
                 raise
+            if not ranks.reusable:
+                self.close()
+            return outcomes
 
     def _warm_ranks(self) -> RankProcesses:
         if self._ranks is not None and not self._ranks.intact():
@@ -313,6 +316,6 @@ def _call(
 def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
     facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
     outcomes = outcomes_or_raise(facts)
-    # One rank without its group is enough: a new one is made by all together.
-    ranks.fresh_group = not all(fact.reply and fact.reply.reusable for fact in facts)
+    ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
+    ranks.fresh_group = False
     return outcomes

@@ -104,7 +104,7 @@ class Reply:
     """Whether the exception came out of a wait for other ranks, which it tells of."""
 
     reusable: bool = True
-    """Whether the next call may use the process group as it is now."""
+    """Whether the next call may use the process, with the process group it has now."""
 
 
 @dataclass(frozen=True, kw_only=True)

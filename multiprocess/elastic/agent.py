@@ -393,8 +393,10 @@ class AgentCluster(BaseCluster):
         except BaseException:
             self._world = 0
             raise
+        self._fresh_group = False
         replies = [fact.reply for fact in facts]
-        self._fresh_group = not all(reply and reply.reusable for reply in replies)
+        if not all(reply and reply.reusable for reply in replies):
+            self._world = 0
         try:
             return outcomes_or_raise(facts)
         except WorldError as failure:

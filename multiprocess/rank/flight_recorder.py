@@ -9,6 +9,7 @@ other ranks of a new process group, for a key of a store.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -261,6 +262,8 @@ def _wrap_place(owner: Any, name: str, place: Place) -> None:
 
     _put(owner, name, there)
     _WAITS.add(_code_of(there))
+    if inspect.isfunction(wrapped):  # it calls what waits, in native code
+        _WAITS.add(_code_of(wrapped))
 
 
 def _code_of(wrapper: Any) -> CodeType:

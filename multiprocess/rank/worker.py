@@ -64,7 +64,8 @@ from those that wait for it."""
 # A gloo group keeps 3 threads and 5 descriptors in a world of 2, and more in larger
 # ones, until it is destroyed.
 _MAX_GROUPS = 48
-"""So many process groups are left behind by earlier calls before all are made anew."""
+"""With so many process groups, left behind by calls, a rank is not used again. Groups
+are not made anew in it: packages keep them in modules, and would use the old ones."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OUR_FILES = (

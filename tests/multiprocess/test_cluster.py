@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,24 @@ def test_threads_of_a_rank_do_not_preempt_one_another(cluster: Cluster) -> None:
         return {os.sched_getscheduler(thread) for thread in threads}
 
     assert cluster.run(policies) == [{os.SCHED_BATCH}] * 2
+
+
+def test_a_group_that_a_package_keeps_is_never_a_stale_one(cluster: Cluster) -> None:
+    def sum_over_kept() -> Any:
+        package = sys.modules.setdefault("a_package", types.ModuleType("a_package"))
+        if not hasattr(package, "group"):
+            package.group = dist.new_group()
+        for _ in range(20):
+            dist.new_group()
+        total = torch.ones(())
+        dist.all_reduce(total, group=package.group)
+        dist.get_global_rank(package.group, 1)  # raises for a group that is gone
+        return total.item()
+
+    before = cluster.pids
+    for _ in range(4):
+        assert cluster.run(sum_over_kept) == [2.0, 2.0]
+    assert cluster.pids != before  # or no call had met too many groups
 
 
 def test_a_destroyed_group_is_recreated(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,19 @@ def test_a_collective_that_a_rank_ended_without_ends_long_before_the_limit(
     with pytest.raises(WorldError, match="rank 0 has ended without issuing it"):
         cluster.with_options(timeout_s=100).run(body)
     assert time.monotonic() - began < 50
+
+
+def test_who_could_not_make_a_group_is_not_the_cause(cluster: Cluster) -> None:
+    def body() -> None:
+        if rank() == 1:
+            time.sleep(1)
+            raise ValueError("the cause")
+        dist.new_group(timeout=timedelta(seconds=0.1))
+
+    with pytest.raises(WorldError) as failure:
+        cluster.with_options(timeout_s=100).run(body)
+    states = [outcome.state for outcome in failure.value.outcomes]
+    assert states == [RankState.VICTIM, RankState.RAISED, RankState.VICTIM]
 
 
 def test_a_rank_may_end_long_before_the_others(cluster: Cluster) -> None:
