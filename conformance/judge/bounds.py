@@ -37,9 +37,10 @@ bound, that is, rounding alone. Under SGD all weights are 1.
 Such a step also changes later gradients, by far more than rounding: one weight that
 moves in the opposite direction changes the gradients of its neighbours by some percent.
 In half precision the noise of a gradient is large enough for this to happen by chance.
-So one more reference flips the sign of every gradient element that is no larger than
-the noise. In fp32 no such flip was ever seen, and a bound that allowed for it would
-hide real faults.
+So further references flip the signs of gradient elements that are no larger than the
+noise, each those of one random part. Were all flipped in one run, later bounds would be
+eight times the effect of all together, which no run shows. In fp32 no such flip was
+ever seen, and a bound that allowed for it would hide real faults.
 
 [Note: Bias corrections]
 ``torch.compile(optimizer.step)`` and ``capturable=True`` compute Adam's ``1 - beta**t``
@@ -79,6 +80,7 @@ from .compare import Doubles, Pair, relative_floor, sizes
 from .one_rank import OneRank, one_rank_references
 from .reference import (
     NOISY,
+    SIGN_PARTS,
     TRUTH,
     Limits,
     Reference,
@@ -227,8 +229,10 @@ def _noisy_runs(
     computed = scenario.parsed_precision.compute_dtype
     half = computed != torch.float32 or reduced_in(scenario) is not None
     if adaptive and half:  # see [Note: Sign flips]
-        other = Variant(sign_flip=_noise(gradient))
-        runs.append(train_reference(scenario, schedule, other))
+        limits = _noise(gradient)
+        for part in range(SIGN_PARTS):
+            other = Variant(sign_flip=limits, part=part)
+            runs.append(train_reference(scenario, schedule, other))
         gradient = bounds()
     if adaptive and not half and OfWorkload.LOOP not in scenario.workload.has:
         # see [Note: Bias corrections]

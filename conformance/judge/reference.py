@@ -139,7 +139,9 @@ class Variant:
     parts: int = 1
     """Number of accumulated parts of each batch."""
     sign_flip: Limits = ()
-    """The signs of gradient elements below these limits are flipped."""
+    """The signs of gradient elements below these limits are flipped, in one part."""
+    part: int = 0
+    """Which of the ``SIGN_PARTS`` random parts of the elements is flipped."""
     bias_errors: float = 0.0
     """Steps are longer by this multiple of what errors of bias corrections explain."""
     shards: int = 1
@@ -158,7 +160,10 @@ NOISY = (
 FLIPPED = 4
 """Weights that noise rounds to the other side in each run, on average: the probability
 that a run has none is exp(-4), and that all five have none exp(-20)."""
-LEAST = len(NOISY) + 4
+SIGN_PARTS = 4
+"""Runs that flip signs, each in another part of the elements: eight times the effect of
+the largest part is, to first order, at least twice that of all elements together."""
+LEAST = len(NOISY) + 3 + SIGN_PARTS
 """Number of references kept, of whatever size: those of one scenario."""
 
 
@@ -461,7 +466,11 @@ class ReferenceRun:
         ):
             gradient = named[name].grad
             if gradient is not None:
-                gradient[gradient.abs() <= limit] *= -1
+                # alike in all runs, so that each element is flipped in one of them
+                order = torch.Generator().manual_seed(step)
+                part = torch.randperm(gradient.numel(), generator=order) % SIGN_PARTS
+                here = part.view(gradient.shape) == self.variant.part
+                gradient[here & (gradient.abs() <= limit)] *= -1
 
     def _rounded_again(self, name: str) -> AbstractContextManager[Any]:
         """The context in which an optimizer of whole matrices steps one."""

@@ -14,6 +14,7 @@ from gradparity.conformance.judge.parity import demanded_schedule, measure_parit
 from gradparity.conformance.judge.reference import (
     LEAST,
     NOISY,
+    SIGN_PARTS,
     TRUTH,
     Reference,
     Schedule,
@@ -257,34 +258,40 @@ WHOLE = Schedule(skipped=(NONE,) * 4, scales=(1024.0,) * 4)
 TURNED = "blocks.1.feed_forward.down.weight"
 
 
-def test_a_sign_flip_run_flips_small_elements_only() -> None:
+def test_sign_flip_runs_flip_each_small_element_once() -> None:
     scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
     schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
     plain = train_reference(scenario, schedule, Variant())
     gradient = plain.gradients[0]["up.weight"]
     limit = float(np.median(np.abs(gradient)))
     step = (("up.weight", limit),)
-    sign_flip = train_reference(scenario, schedule, Variant(sign_flip=(step, ())))
-    assert np.array_equal(sign_flip.gradients[0]["up.weight"], gradient)
-    moved, other = plain.updates[0], sign_flip.updates[0]
-    small = np.abs(gradient) <= limit
-    assert np.allclose(other["up.weight"][small], -moved["up.weight"][small], atol=1e-6)
-    assert np.array_equal(other["up.weight"][~small], moved["up.weight"][~small])
-    assert np.array_equal(other["head.bias"], moved["head.bias"])
-    first, second = (run.gradients[1]["up.weight"] for run in (plain, sign_flip))
-    assert not np.array_equal(first, second)
+    moved, small = plain.updates[0], np.abs(gradient) <= limit
+    flips = np.zeros(gradient.shape, int)
+    for part in range(SIGN_PARTS):
+        variant = Variant(sign_flip=(step, ()), part=part)
+        sign_flip = train_reference(scenario, schedule, variant)
+        assert np.array_equal(sign_flip.gradients[0]["up.weight"], gradient)
+        other = sign_flip.updates[0]
+        flipped = other["up.weight"] != moved["up.weight"]
+        turned = -moved["up.weight"][flipped]
+        assert np.allclose(other["up.weight"][flipped], turned, atol=1e-6)
+        assert np.array_equal(other["head.bias"], moved["head.bias"])
+        first, second = (run.gradients[1]["up.weight"] for run in (plain, sign_flip))
+        assert not np.array_equal(first, second)
+        flips += flipped
+    assert np.array_equal(flips, (small & (moved["up.weight"] != 0)).astype(int))
 
 
 @pytest.mark.parametrize(
     ("precision", "optimizer", "sign_flip"),
     [
-        ("fp16-autocast", "adamw", 1),
-        pytest.param("bf16-autocast", "adagrad", 1, marks=pytest.mark.slow),
+        ("fp16-autocast", "adamw", SIGN_PARTS),
+        pytest.param("bf16-autocast", "adagrad", SIGN_PARTS, marks=pytest.mark.slow),
         pytest.param("fp16-autocast", "sgd-momentum", 0, marks=pytest.mark.slow),
         ("fp32", "adamw", 0),
     ],
 )
-def test_adaptive_optimizers_in_half_precision_get_a_sign_flip_reference(
+def test_adaptive_optimizers_in_half_precision_get_sign_flip_references(
     monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, sign_flip: int
 ) -> None:
     variants: list[Variant] = []
