@@ -159,7 +159,8 @@ def test_threads_of_a_rank_do_not_preempt_one_another(cluster: Cluster) -> None:
 
 def test_a_group_that_a_package_keeps_is_never_a_stale_one(cluster: Cluster) -> None:
     def sum_over_kept() -> Any:
-        package = sys.modules.setdefault("a_package", types.ModuleType("a_package"))
+        made = types.ModuleType("a_package")
+        package: Any = sys.modules.setdefault("a_package", made)
         if not hasattr(package, "group"):
             package.group = dist.new_group()
         for _ in range(20):
