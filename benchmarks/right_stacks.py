@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from gradparity.benchmarks.specimens import TIMEOUT_S, accused
-from gradparity.conformance import Runner, Scenario
+from gradparity.benchmarks.specimens import TIMEOUT_S, Right, judged_right
+from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header
@@ -221,6 +221,7 @@ wrong indeed; and why."""
 @dataclass(frozen=True)
 class _Found:
     accused: tuple[str, ...] = ()
+    largest: float = 0.0
     not_run: str = ""
 
 
@@ -254,28 +255,25 @@ def judged(spec: str, source: str, seeds: int) -> _Found:
         source: as :func:`corpus` gives it.
         seeds: how many, from 0.
     """
+    found = Right()
+    not_tried = NOT_TRIED.get(spec, ("",))[0]
     with Runner(folder=".", timeout_s=TIMEOUT_S) as runner:
         try:
-            found = [
-                f"seed {seed}: {text}"
-                for seed in range(seeds)
-                for text in (
-                    _scaler_accused(runner, spec, seed)
+            for seed in range(seeds):
+                for case in (
+                    _judged_scaler(runner, spec, seed)
                     if source == _SCALER
-                    else accused(runner, spec, seed, NOT_TRIED.get(spec, ("",))[0])
-                )
-            ]
+                    else judged_right(runner, spec, seed, not_tried)
+                ):
+                    found.add(case)
         except UsageError as error:
             return _Found(not_run=str(error))
-    return _Found(accused=tuple(found))
+    return _Found(accused=tuple(found.accused), largest=round(found.largest, 3))
 
 
-def _scaler_accused(runner: Runner, spec: str, seed: int) -> Iterator[str]:
+def _judged_scaler(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
     for text in _SCALED:
-        case = runner.run(spec, Scenario.parse(f"{text},seed={seed}"))
-        if case.status.value in ("fail", "error"):
-            laws = [v.law for v in case.verdicts if v.status == "fail"]
-            yield f"{case.scenario.id}: {', '.join(laws) or case.problem}"
+        yield runner.run(spec, Scenario.parse(f"{text},seed={seed}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -306,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for spec, future in futures.items():
             found[spec] = future.result()
             told = found[spec].not_run and f"not run: {found[spec].not_run}"
-            told = told or json.dumps(found[spec].accused)
+            largest = f"largest error {found[spec].largest:.2f} of its bound"
+            told = told or f"{json.dumps(found[spec].accused)}, {largest}"
             if spec in NOT_TRIED:
                 told += " (not tried: {}; {})".format(*NOT_TRIED[spec])
             print(f"{spec}: {told}", flush=True)
@@ -335,7 +334,9 @@ def _record(seeds: int, found: dict[str, _Found]) -> None:
         "commit": header.commit,
         "started": header.started,
         "seeds": seeds,
-        "judged": sorted(spec for spec, each in found.items() if not each.not_run),
+        "judged": {  # and the largest error over its bound
+            spec: each.largest for spec, each in found.items() if not each.not_run
+        },
         "accused": {s: each.accused for s, each in found.items() if each.accused},
         "not_run": {s: each.not_run for s, each in found.items() if each.not_run},
         "not_tried": {s: NOT_TRIED[s] for s in found if s in NOT_TRIED},

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rich.console import Console
 
 from gradparity.benchmarks.specimen_peers import STEPS, peers_of
 from gradparity.benchmarks.specimens_tables import lines, write_tables
-from gradparity.conformance import Runner
+from gradparity.conformance import Case, Runner
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.rank.scaler_spec import NO_SCALER
 from gradparity.conformance.report.records import CaseRecord, read_report
@@ -56,8 +57,9 @@ def judged(spec: str) -> dict[str, Any]:
         spec: the workload.
 
     Returns:
-        ``scenario``, ``laws``, ``parameter``, ``problem`` and ``location`` of the case
-        that ended the run, and how many there were.
+        ``scenario``, ``laws``, ``parameter``, ``problem``, ``ratio`` (the largest error
+        over its bound) and ``location`` of the case that ended the run, and how many
+        there were.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = RunSettings(
@@ -79,7 +81,14 @@ def judged(spec: str) -> dict[str, Any]:
     return found | {"cases": len(cases)}
 
 
-_NOTHING = {"scenario": "", "laws": [], "parameter": "", "problem": "", "location": {}}
+_NOTHING: dict[str, Any] = {
+    "scenario": "",
+    "laws": [],
+    "parameter": "",
+    "problem": "",
+    "ratio": None,
+    "location": {},
+}
 
 
 def _shown(case: CaseRecord) -> dict[str, Any]:
@@ -94,6 +103,7 @@ def _shown(case: CaseRecord) -> dict[str, Any]:
         "laws": [v.law for v in failed],
         "parameter": next((v.parameter for v in failed if v.parameter), ""),
         "problem": case.problem,
+        "ratio": max((row.ratio for row in case.worst), default=None),
         "location": located if at is None else {"where": at.where, "module": at.module},
     }
 
@@ -102,8 +112,10 @@ def _selection(spec: str, seed: int) -> Selection:
     return Selection(workload=spec, no_scaler=True, seed=seed)
 
 
-def accused(runner: Runner, spec: str, seed: int, not_tried: str = "") -> Iterator[str]:
-    """Scenarios in which a right workload is accused, or breaks.
+def judged_right(
+    runner: Runner, spec: str, seed: int, not_tried: str = ""
+) -> Iterator[Case]:
+    """Judge a right workload in all scenarios of ``--quick``.
 
     Args:
         runner: of the cases.
@@ -116,10 +128,28 @@ def accused(runner: Runner, spec: str, seed: int, not_tried: str = "") -> Iterat
             scenario.recipe.startswith(not_tried) or scenario.topology == not_tried
         ):
             continue
-        case = runner.run(NO_SCALER, scenario)
+        yield runner.run(NO_SCALER, scenario)
+
+
+@dataclass
+class Right:
+    """What the judge said of something right."""
+
+    accused: list[str] = field(default_factory=list)
+    largest: float = 0.0
+    """Error over its bound, the largest of all comparisons of parity; above 1 it would
+    be accused."""
+
+    def add(self, case: Case) -> None:
+        """Take one case in."""
         if case.status.value in ("fail", "error"):
             laws = [v.law for v in case.verdicts if v.status == "fail"]
-            yield f"{scenario.id}: {', '.join(laws) or case.problem}"
+            self.accused.append(
+                f"{case.scenario.id}: {', '.join(laws) or case.problem}"
+            )
+        if case.evidence is not None and case.evidence.parity is not None:
+            worst = case.evidence.parity.worst.values()
+            self.largest = max([self.largest, *(row.ratio for row in worst)])
 
 
 # - What came of it
@@ -193,12 +223,11 @@ def measure(names: Sequence[str], seeds: int, jobs: int, peers: bool) -> dict[st
 def _row(name: str, seeds: int) -> dict[str, Any]:
     pair = ALL[name]
     found = judged(pair.broken)
+    right = Right()
     with Runner(folder=".", timeout_s=TIMEOUT_S) as runner:
-        wrong = [
-            f"seed {seed}: {text}"
-            for seed in range(seeds)
-            for text in accused(runner, pair.fixed, seed)
-        ]
+        for seed in range(seeds):
+            for case in judged_right(runner, pair.fixed, seed):
+                right.add(case)
     return {
         "fault": pair.fault,
         "source": pair.source,
@@ -207,7 +236,8 @@ def _row(name: str, seeds: int) -> dict[str, Any]:
         "caught": caught(pair, found),
         # modules are compared with the plain reference only
         "placed": name in SPECIMENS and placed(pair, found),
-        "fixed_accused": wrong,
+        "fixed_accused": right.accused,
+        "fixed_largest": round(right.largest, 3),
     }
 
 
