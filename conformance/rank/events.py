@@ -15,7 +15,7 @@ from .recording import grad_scale_of, local_gradients, record_gradient
 from .torch_internals import nodes_made
 from .trace import Event, Group, Kind, StepTrace
 
-__all__ = ["Events"]
+__all__ = ["Events", "groups_of"]
 
 
 class Events:
@@ -34,7 +34,7 @@ class Events:
         """Record an event, and at ``USES`` the gradients that were not used so far."""
         nodes = nodes_made()  # before anything here can make one
         ends = kind in (Kind.RETURNED, Kind.STEPPED)
-        groups = () if ends else tuple(self._groups(optimizer))
+        groups = () if ends else tuple(groups_of(self.engine, optimizer))
         names = [name for group in groups for name in group.names]
         number = self._number(optimizer)
         if number is None:
@@ -64,24 +64,6 @@ class Events:
         known = enumerate(self.engine.optimizers)
         return next((n for n, each in known if each is optimizer), None)
 
-    def _groups(self, optimizer: Any) -> Iterator[Group]:
-        """Its param groups, by the names that are declared or by identity."""
-        parameters, workload = self.engine.parameters, self.engine.scenario.workload
-        declared: dict[str, Any] | None = None
-        if workload.owners is not None:
-            given = workload.owners(self.engine.module)
-            declared = by_full_name(workload, "optimizers", given, self.engine.whole)
-        # what a scaler is handed need not be an optimizer of torch
-        own = isinstance(optimizer, Optimizer)
-        for group in getattr(optimizer, "param_groups", ()):
-            if declared is not None:
-                names = [name for name, owner in declared.items() if owner is group]
-            else:
-                held = {id(p) for p in group["params"]}
-                names = [name for name, p in parameters.items() if id(p) in held]
-            if group["params"]:
-                yield Group(tuple(names), scheduled(group) if own else {})
-
     def _record(
         self, optimizer: Optimizer, names: list[str], gradients: Mapping[str, Tensor]
     ) -> frozenset[str]:
@@ -94,3 +76,22 @@ class Events:
         for name in used:
             record_gradient(engine, seen, name, gradients[name], scale)
         return frozenset(used)
+
+
+def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:
+    """Param groups of an optimizer, by the names that are declared or by identity."""
+    parameters, workload = engine.parameters, engine.scenario.workload
+    declared: dict[str, Any] | None = None
+    if workload.owners is not None:
+        given = workload.owners(engine.module)
+        declared = by_full_name(workload, "optimizers", given, engine.whole)
+    # what a scaler is handed need not be an optimizer of torch
+    own = isinstance(optimizer, Optimizer)
+    for group in getattr(optimizer, "param_groups", ()):
+        if declared is not None:
+            names = [name for name, owner in declared.items() if owner is group]
+        else:
+            held = {id(p) for p in group["params"]}
+            names = [name for name, p in parameters.items() if id(p) in held]
+        if group["params"]:
+            yield Group(tuple(names), scheduled(group) if own else {})

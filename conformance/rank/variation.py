@@ -8,7 +8,7 @@ micro-batches cut again, and initial weights moved by one unit roundoff.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,15 +120,16 @@ class Alone:
     scales: Sequence[float]
     """Per step: the scale of the loss."""
 
-    def scaler(self, names: Mapping[str, Tensor]) -> SameSkips | None:
+    def scaler(self, names_of: Callable[[Any], set[str]]) -> SameSkips | None:
         """The scaler that ``train_step`` gets; None where none was judged.
 
         Args:
-            names: name -> parameter.
+            names_of: optimizer -> names of the parameters that it steps, as far as
+                anyone knows.
         """
         # a scale of 1 that never skips does nothing
         judged = any(self.skipped) or any(scale != 1.0 for scale in self.scales)
-        return SameSkips(self.skipped, self.scales, names) if judged else None
+        return SameSkips(self.skipped, self.scales, names_of) if judged else None
 
 
 class SameSkips:
@@ -138,11 +139,11 @@ class SameSkips:
         self,
         skipped: Sequence[frozenset[str]],
         scales: Sequence[float],
-        names: Mapping[str, Tensor],
+        names_of: Callable[[Any], set[str]],
     ) -> None:
         self.skipped = skipped
         self.scales = [*scales, scales[-1]]
-        self.names = {id(p): name for name, p in names.items()}
+        self.names_of = names_of
         self.at = 0
         self.unscaled: set[int] = set()
 
@@ -164,10 +165,9 @@ class SameSkips:
         if id(optimizer) not in self.unscaled:
             self.unscale_(optimizer)
         due = self.skipped[self.at] if self.at < len(self.skipped) else frozenset()
-        known = [self.names.get(id(p)) for p in _parameters(optimizer)]
-        mine = due.intersection(n for n in known if n is not None)
-        # of copies nobody knows whose they are
-        if mine or (due and not any(known)):
+        known = self.names_of(optimizer)
+        # of one alone that steps copies nobody knows whose they are
+        if due and (not known or due & known):
             return None
         return optimizer.step(*args, **kwargs)
 

@@ -32,6 +32,7 @@ from ..space.facts import WorkloadFacts, remember
 from ..space.scenario import Scenario
 from .devices import set_deterministic
 from .engine import Engine, build_engine, shard_id
+from .events import groups_of
 from .judged import Judged, JudgedError
 from .observe import CallLog
 from .own_step import OwnStep, clip_norm_handed
@@ -130,7 +131,9 @@ def observe_rank(
         if factory is not None:
             judged.construct(factory)
         if alone is not None:
-            judged.scaler = alone.scaler(engine.parameters)
+            judged.scaler = alone.scaler(
+                lambda o: {n for group in groups_of(engine, o) for n in group.names}
+            )
         steps = scenario.steps if last is None else last + 1
         for step in range(scenario.resume_step if saved else 0, steps):
             trace.steps.append(StepTrace(step=step))

@@ -166,6 +166,17 @@ def test_optimizers_of_copies_decide_each_for_itself(runner: Runner) -> None:
     assert "2 optimizers of copies: which of them must skip? Write" in unsaid.problem
 
 
+class AloneMasters(SaysMasters):
+    """Judged against itself."""
+
+    reference = "one rank"
+
+
+def test_on_one_rank_they_skip_each_for_itself_too(runner: Runner) -> None:
+    found = case(runner, AloneMasters, PLAIN, faults="inf@r0s1:first.bias")
+    assert found.status == "pass", (found.problem, failed(found))
+
+
 class NoDict(StepsMasters):
     def optimizers(self, stack: Stepped) -> Any:
         return [stack.optimizer, stack.second]

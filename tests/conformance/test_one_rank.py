@@ -414,8 +414,9 @@ def test_micro_batches_of_one_rank_have_the_rows_of_all_ranks() -> None:
 def test_the_scaler_of_one_rank_skips_where_it_must() -> None:
     weight, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizers = [torch.optim.SGD([p], lr=1.0) for p in (weight, other)]
-    names = {"weight": weight, "other": other}
-    scaler = SameSkips((frozenset({"weight"}), frozenset()), (4.0, 2.0), names)
+    names = {id(optimizers[0]): {"weight"}, id(optimizers[1]): {"other"}}
+    skipped = frozenset({"weight"}), frozenset[str]()
+    scaler = SameSkips(skipped, (4.0, 2.0), lambda optimizer: names[id(optimizer)])
     for _ in range(2):
         for p, optimizer in zip((weight, other), optimizers, strict=True):
             optimizer.zero_grad()
