@@ -500,7 +500,7 @@ def build_engine(
         # anew: that layout has taken the first one
         model = initial_model(scenario.model, scenario.seed, training).to(device)
     if variation is not None:
-        model = variation.change_weights(model)
+        model = variation.change_weights(model, scenario.parsed_precision.roundoff)
     # clones: training changes the parameters
     values = {n: p.detach().clone() for n, p in model.named_parameters()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
@@ -578,7 +578,7 @@ def _read_places(
     # the layout that is judged draws what it would without this one
     with torch.random.fork_rng(drawn, device_type=device.type):
         if variation is not None:
-            model = variation.change_weights(model)
+            model = variation.change_weights(model, scenario.parsed_precision.roundoff)
         # without values: a layout may change what it gets
         whole = {n: p.detach().to("meta") for n, p in model.named_parameters()}
         tied = _tied(model)

@@ -3,7 +3,9 @@
 The reference of a workload with ``reference = "one rank"`` is the workload's own
 ``train_step`` on a mesh of size 1. Its rank sees all rows. It trains in fp64 for the
 truth; for the noise it trains in the scenario's precision, with rows permuted,
-micro-batches cut again, and initial weights moved by one unit roundoff.
+micro-batches cut again, and initial weights moved by one unit roundoff of the dtype in
+which the scenario computes: by less, a run in half precision rounds every weight as
+before, and is no further draw of its noise.
 """
 
 from __future__ import annotations
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
     from ..space.scenario import Scenario
 
 __all__ = ["Alone", "Variation"]
-
-UNIT = 2.0**-24
-"""Unit roundoff of fp32, in which weights are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +58,18 @@ class Variation:
         precision = "fp32" if self.double else scenario.precision
         return replace(scenario, faults="none", recipe=name, precision=precision)
 
-    def change_weights(self, model: nn.Module) -> nn.Module:
-        """The initial model of this run."""
+    def change_weights(self, model: nn.Module, unit: float) -> nn.Module:
+        """The initial model of this run.
+
+        Args:
+            model: is changed in place.
+            unit: unit roundoff of what is computed.
+        """
         generator = torch.Generator().manual_seed(self.moved)
         for parameter in model.parameters() if self.moved else ():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0
             # 1 + 2^-24 is 1 in fp32, and the product is not the value itself
-            wide = parameter.detach().double() * (1.0 + UNIT * signs.double())
+            wide = parameter.detach().double() * (1.0 + unit * signs.double())
             parameter.data.copy_(wide)
         return model.double() if self.double else model
 

@@ -10,9 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.rank.variation import UNIT, SameSkips, Variation
+from gradparity.conformance.rank.variation import SameSkips, Variation
 from gradparity.conformance.space.workload_checks import check_workload
-from gradparity.fixtures import REFERENCE_LINE, Batch, WorkloadError, resolve_workload
+from gradparity.fixtures import (
+    PRECISIONS,
+    REFERENCE_LINE,
+    Batch,
+    WorkloadError,
+    resolve_workload,
+)
 from gradparity.fixtures.specimens import ONE_RANK
 from gradparity.tests.conformance.test_workload_steps import (
     PLAIN,
@@ -385,13 +391,16 @@ def test_what_departs_from_the_plain_reference_names_the_line(runner: Runner) ->
 # - Variations
 
 
-def test_weights_move_by_a_unit_and_no_more() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
+def test_weights_move_by_a_unit_and_no_more(precision: str) -> None:
+    unit = PRECISIONS[precision].roundoff
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
-    moved = Variation(moved=1).change_weights(model).get_parameter("weight").detach()
+    model = Variation(moved=1).change_weights(model, unit)
+    moved = model.get_parameter("weight").detach()
     off = ((moved.double() - before.double()) / before.double()).abs()
-    assert 0 < float(off.max()) <= 2 * UNIT
+    assert 0 < float(off.max()) <= 2 * unit
     assert float((off > 0).double().mean()) > 0.9
 
 
