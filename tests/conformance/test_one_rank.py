@@ -397,8 +397,8 @@ def test_weights_move_by_a_unit_and_no_more(precision: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
-    model = Variation(moved=1).change_weights(model, unit)
-    moved = model.get_parameter("weight").detach()
+    changed = Variation(moved=1).change_weights(model, unit)
+    moved = changed.get_parameter("weight").detach()
     off = ((moved.double() - before.double()) / before.double()).abs()
     assert 0 < float(off.max()) <= 2 * unit
     assert float((off > 0).double().mean()) > 0.9
