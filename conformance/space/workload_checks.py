@@ -430,7 +430,8 @@ def _check_alone(
         some = {
             n: nn.Parameter(torch.ones(sizes[n], dtype=torch.float64)) for n in names
         }
-        with workload.calling("optimizer"), torch.random.fork_rng(devices=[]):
+        eager = torch.compiler.set_stance("force_eager")  # as references run
+        with workload.calling("optimizer"), eager, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = workload.optimizers[OWN]([*some.items()])
             with suppress(AttributeError):  # no torch optimizer made it
