@@ -27,6 +27,7 @@ from ...fixtures import (
     Batch,
     Precision,
     ResolvedWorkload,
+    judged_parameters,
     local,
     resolve_workload,
 )
@@ -334,9 +335,10 @@ class ReferenceRun:
         self.initial = digest_of_weights(model)
         if self.precision.convert is not None and not variant.double:
             model = self.precision.convert(model)
+        names = [*judged_parameters(model)]
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
-        self.parameters = dict(self.model.named_parameters())
+        self.parameters = {n: self.model.get_parameter(n) for n in names}
         self.places = self._places()
         # an optimizer may leave frozen ones out
         self.shards = {
@@ -786,15 +788,16 @@ def jittered(
     if not size:
         yield
         return
-    before = [p.detach().clone() for p in model.parameters()]
+    weights = judged_parameters(model).values()
+    before = [p.detach().clone() for p in weights]
     with torch.no_grad():
-        for p in model.parameters():
+        for p in weights:
             p.mul_(_near_one(p, size, generator))
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, old in zip(model.parameters(), before, strict=True):
+            for p, old in zip(weights, before, strict=True):
                 p.copy_(old)
 
 

@@ -24,6 +24,7 @@ from ...fixtures import (
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
+    judged_parameters,
     resolve_workload,
     split_names,
 )
@@ -301,7 +302,9 @@ def _exceeded(workload: ResolvedWorkload) -> float:
 
 def _why_not_parted(workload: ResolvedWorkload) -> str:
     torch.manual_seed(0)
-    trains = {n: p.requires_grad for n, p in workload.model().named_parameters()}
+    trains = {
+        n: p.requires_grad for n, p in judged_parameters(workload.model()).items()
+    }
     # an optimizer may be given nothing but frozen parameters, and then takes none
     if all(any(trains[n] for n in part) for part in split_names(trains)):
         return ""

@@ -24,6 +24,7 @@ from ...fixtures import (
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
+    judged_parameters,
     resolve_workload,
 )
 from .facts import (
@@ -92,7 +93,7 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
             "model", f"returned {type(model).__name__}, expected a module"
         )
     twins = dict(again.named_parameters())
-    for name, parameter in model.named_parameters():
+    for name, parameter in judged_parameters(model).items():
         if is_lazy(parameter):
             raise workload.refuse(
                 "model",
