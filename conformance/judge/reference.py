@@ -37,8 +37,14 @@ from ..rank.engine import digest_of_weights, initial_model
 from ..rank.observe import scheduled
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
-from ..space.facts import FP32_INSIDE, clip_norm_of, facts_of, new_tensors_in_fp64
-from ..space.recipes import CLIP_VALUE, LR_DECAY, Training
+from ..space.facts import (
+    FP32_INSIDE,
+    clip_norm_of,
+    clip_value_of,
+    facts_of,
+    new_tensors_in_fp64,
+)
+from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING, coarseness
 from .kept import Kept
@@ -579,7 +585,7 @@ class ReferenceRun:
     def _clip(self) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.key.training.clip == "value":
-            torch.nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
+            torch.nn.utils.clip_grad_value_(parameters, clip_value_of(self.workload))
         limit = clip_norm_of(self.workload, self.key.training)
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(parameters, limit)

@@ -46,9 +46,9 @@ from ...fixtures import (
     without_gradient_sync,
 )
 from ..formulas import clip_factor
-from ..space.facts import facts_of
+from ..space.facts import clip_value_of, facts_of
 from ..space.random_layers import turn_off_random_layers
-from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
+from ..space.recipes import CLIP_NORM, LR_DECAY, Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
 from .layout_checks import check_layout, check_share, same_everywhere
@@ -331,6 +331,7 @@ class Engine:
         """Clip the unscaled gradients as the recipe says."""
         clip = self.scenario.parsed_recipe.training.clip
         if clip == "value":
+            limit = clip_value_of(self.scenario.workload)
             # parameter by parameter: torch's foreach form refuses plain tensors with
             # DTensors
             for parameter in self.parameters.values():
@@ -338,7 +339,7 @@ class Engine:
                     # a partial sum cannot be clipped by value: the limit is for the
                     # whole sum
                     parameter.grad = _gradient_as_its_parameter(parameter)
-                    clip_grad_value_(parameter, CLIP_VALUE, foreach=False)
+                    clip_grad_value_(parameter, limit, foreach=False)
         elif clip == "norm":
             self._clip_norm()
 
