@@ -101,7 +101,8 @@ def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
         if any(event.groups and not event.names for event in events):
             return ()  # one of copies: it may step these parameters, too
         for name in {n for event in events for n in event.names} - trace.left:
-            if len(places := trace.index.get(name, ())):
+            places = trace.index.get(name)
+            if places is not None and len(places):  # an empty shard is none
                 found.setdefault(name, {})[places.astype(np.int64).tobytes()] = None
     return tuple(
         (name, (*parts,)) for name, parts in sorted(found.items()) if _apart(parts)

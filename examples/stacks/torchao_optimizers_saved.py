@@ -8,11 +8,12 @@ Needs torchao, and a C++ compiler.
 
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from . import torchao_optimizers
 from .shared import Pair, weighted
@@ -21,10 +22,10 @@ from .shared import Pair, weighted
 class Eight(torchao_optimizers.Eight):
     """8 bits; codes and scales are in the checkpoint."""
 
-    def parallelize(self, model: Any, mesh: DeviceMesh) -> nn.Module:
-        stack = fully_shard(model, mesh=mesh)
-        stack.optimizer = self.optimizer([*stack.named_parameters()])
-        return stack
+    def parallelize(self, model: Any, mesh: DeviceMesh) -> Any:
+        super().parallelize(model, mesh)
+        model.optimizer = self.optimizer([*model.named_parameters()])
+        return model
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Tensor:
         stack.optimizer.zero_grad()
@@ -35,15 +36,15 @@ class Eight(torchao_optimizers.Eight):
         for loss in losses:
             loss.backward()
         stack.optimizer.step()
-        return sum(losses).detach()
+        return torch.stack(losses).detach().sum()
 
     def save_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         model, optimizer = get_state_dict(stack, stack.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
         model, optimizer = get_state_dict(stack, stack.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         set_state_dict(
             *(stack, stack.optimizer),
             model_state_dict=model,
