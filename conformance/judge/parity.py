@@ -94,15 +94,19 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
 
 
 def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
-    """How optimizers had the parameters that they stepped, where that is seen."""
+    """How optimizers had the parameters that they stepped, where that is seen.
+
+    A rank that does not step its shard has one all the same.
+    """
+    ranks = [trace for traces in phases for trace in traces]
+    events = [e for trace in ranks for seen in trace.steps for e in seen.events]
+    if any(event.groups and not event.names for event in events):
+        return ()  # one of copies: it may step these parameters, too
+    stepped = {name for event in events for name in event.names}
     found: dict[str, dict[bytes, None]] = {}
-    for trace in (trace for traces in phases for trace in traces):
-        events = [event for seen in trace.steps for event in seen.events]
-        if any(event.groups and not event.names for event in events):
-            return ()  # one of copies: it may step these parameters, too
-        for name in {n for event in events for n in event.names} - trace.left:
-            places = trace.index.get(name)
-            if places is not None and len(places):  # an empty shard is none
+    for trace in ranks:
+        for name, places in trace.index.items():
+            if name in stepped and len(places):  # an empty shard is none
                 found.setdefault(name, {})[places.astype(np.int64).tobytes()] = None
     return tuple(
         (name, (*parts,)) for name, parts in sorted(found.items()) if _apart(parts)

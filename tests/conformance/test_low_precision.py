@@ -177,10 +177,12 @@ def test_a_rank_that_does_not_round_its_state_is_found() -> None:
     assert wrong["parity.update"].ranks == (1,)
 
 
-def trace(rank: int, first: int, end: int, *names: str) -> RankTrace:
+def trace(
+    rank: int, first: int, end: int, *names: str, called: bool = True
+) -> RankTrace:
     """One that holds some elements of ``w``, and whose optimizer steps ``names``."""
     event = Event(kind=Kind.USES, optimizer=0, groups=(Group(names),))
-    step = StepTrace(step=0, complete=True, events=[event])
+    step = StepTrace(step=0, complete=True, events=[event] if called else [])
     index = {"w": np.arange(first, end)}
     return RankTrace(rank=rank, coordinate={}, index=index, shards={}, steps=[step])
 
@@ -198,6 +200,9 @@ def test_shards_are_those_that_optimizers_have() -> None:
     assert shards_of(trace(0, 0, 2, "w"), trace(1, 2, 4, "w")) == {
         "w": [[0, 1], [2, 3]]
     }
+    # one rank forgets to step
+    forgets = trace(1, 2, 4, called=False)
+    assert shards_of(trace(0, 0, 2, "w"), forgets) == {"w": [[0, 1], [2, 3]]}
     # replicas step the same one
     assert shards_of(trace(0, 0, 4, "w"), trace(1, 0, 4, "w")) == {"w": [[0, 1, 2, 3]]}
     # an empty shard is none
