@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import Batch
+from ...fixtures import Batch, judged_parameters
 from ..rank.modules import (
     INPUT,
     INPUT_GRADIENT,
@@ -122,7 +122,8 @@ class Boundaries:
         self.dtype = scenario.parsed_precision.compute_dtype
         self.axes = scenario.parsed_topology.mesh_shape(scenario.world_size)
         self.shapes = {
-            n: tuple(p.shape) for n, p in scenario.workload.model().named_parameters()
+            n: tuple(p.shape)
+            for n, p in judged_parameters(scenario.workload.model()).items()
         }
         self.of_whole = False
         """Whether references ran on whole batches: micro-batches have any rows."""

@@ -40,7 +40,7 @@ from .bounds import SAFETY_FACTOR
 from .compare import multiple_of
 from .diagnosis import Facts, causes_of
 from .measured import Parity, gradient_of
-from .parity import demanded_schedule
+from .parity import followed_schedule
 from .reference import TRUTH, Schedule, train_reference
 
 __all__ = ["first_bad_step", "locate", "observe_modules"]
@@ -184,7 +184,7 @@ def locate(
         step: its first bad step; any step of a case that has none.
         watched: one a rank of the world that made this step, made by a second run.
     """
-    schedule = demanded_schedule(*phases)
+    schedule = followed_schedule(scenario, *phases)
     boundaries = Boundaries(scenario, schedule, step, watched)
     gradients = _Gradients(scenario, phases, schedule, step, parity, boundaries)
     if first_bad_step(parity) is None:  # tensors inside modules decide nothing

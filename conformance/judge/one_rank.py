@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import CannotError, WorkloadError
+from ...fixtures import CannotError, WorkloadError, judged_parameters
 from ...multiprocess.rank.global_state import seed_everything
 from ..rank.fold import fold
 from ..rank.scaler_spec import NO_SCALER
@@ -223,7 +223,8 @@ def _train(
 
 
 def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
-    sizes = {n: p.numel() for n, p in scenario.workload.model().named_parameters()}
+    named = judged_parameters(scenario.workload.model())
+    sizes = {n: p.numel() for n, p in named.items()}
     for name, size in sizes.items():
         held = len(np.unique(trace.index.get(name, np.array([], dtype=np.int64))))
         if held < size:

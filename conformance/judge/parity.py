@@ -25,7 +25,7 @@ from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
 from .compare import Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
 from .measured import ClipRow, Parity, ParityRow, Seen, gradient_of
-from .reference import Idle, Reference, Schedule, check_equal_start
+from .reference import Idle, Reference, Schedule, Shards, check_equal_start
 from .settings import against_planned, stack_schedule
 
 __all__ = [
@@ -87,7 +87,36 @@ def followed_schedule(scenario: Scenario, *phases: Sequence[RankTrace]) -> Sched
     if OfWorkload.JUDGED in scenario.workload.has:
         idle = tuple(_idle(seen) for seen in _steps(phases))
         schedule = replace(schedule, idle=idle)
+    # who declares its optimizers steps copies, of which nobody sees the shards
+    if scenario.workload.rounds_state and scenario.workload.owners is None:
+        schedule = replace(schedule, shards=_shards(phases))
     return schedule
+
+
+def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
+    """How optimizers had the parameters that they stepped, where that is seen.
+
+    A rank that does not step its shard has one all the same.
+    """
+    ranks = [trace for traces in phases for trace in traces]
+    events = [e for trace in ranks for seen in trace.steps for e in seen.events]
+    if any(event.groups and not event.names for event in events):
+        return ()  # one of copies: it may step these parameters, too
+    stepped = {name for event in events for name in event.names}
+    found: dict[str, dict[bytes, None]] = {}
+    for trace in ranks:
+        for name, places in trace.index.items():
+            if name in stepped and len(places):  # an empty shard is none
+                found.setdefault(name, {})[places.astype(np.int64).tobytes()] = None
+    return tuple(
+        (name, (*parts,)) for name, parts in sorted(found.items()) if _apart(parts)
+    )
+
+
+def _apart(parts: Iterable[bytes]) -> bool:
+    """Whether no element is in two of the shards."""
+    places = np.frombuffer(b"".join(parts), np.int64)
+    return len(np.unique(places)) == len(places)
 
 
 def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:

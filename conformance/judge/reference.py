@@ -27,6 +27,7 @@ from ...fixtures import (
     Batch,
     Precision,
     ResolvedWorkload,
+    judged_parameters,
     local,
     resolve_workload,
 )
@@ -36,8 +37,14 @@ from ..rank.engine import digest_of_weights, initial_model
 from ..rank.observe import scheduled
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
-from ..space.facts import FP32_INSIDE, clip_norm_of, facts_of, new_tensors_in_fp64
-from ..space.recipes import CLIP_VALUE, LR_DECAY, Training
+from ..space.facts import (
+    FP32_INSIDE,
+    clip_norm_of,
+    clip_value_of,
+    facts_of,
+    new_tensors_in_fp64,
+)
+from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING, coarseness
 from .kept import Kept
@@ -49,6 +56,7 @@ __all__ = [
     "Reference",
     "ReferenceRun",
     "Schedule",
+    "Shards",
     "Variant",
     "check_equal_start",
     "jittered",
@@ -62,6 +70,9 @@ Doubles = NDArray[np.float64]
 T = TypeVar("T")
 Limits = tuple[tuple[tuple[str, float], ...], ...]
 """Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
+Shards = tuple[tuple[str, tuple[bytes, ...]], ...]
+"""(parameter, its shards): the place of each element of a shard in the flat parameter,
+as the bytes of int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +101,9 @@ class Schedule:
     settings: tuple[Settings, ...] = ()
     """Per step: what the stack's own schedules have moved; empty if they move nothing,
     so that runs with and without such a schedule share references."""
+    shards: Shards = ()
+    """How optimizers of a rounded state have the parameters, where that was seen; see
+    [Note: Rounded state] in bounds."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,8 @@ class Variant:
     bias_errors: float = 0.0
     """Steps are longer by this multiple of what errors of bias corrections explain."""
     shards: int = 1
-    """Number of parts, along dim 0, in which the optimizer gets each parameter."""
+    """Number of parts, along dim 0, in which the optimizer gets each parameter of which
+    no shards were seen."""
 
 
 TRUTH = Variant(double=True)
@@ -163,6 +178,8 @@ that a run has none is exp(-4), and that all five have none exp(-20)."""
 SIGN_PARTS = 4
 """Runs that flip signs, each in another part of the elements: eight times the effect of
 the largest part is, to first order, at least twice that of all elements together."""
+CODES = 2.0**-4
+"""Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
 LEAST = len(NOISY) + 3 + SIGN_PARTS
 """Number of references kept, of whatever size: those of one scenario."""
 
@@ -181,7 +198,13 @@ def train_reference(
     idle = schedule.idle or (Idle(),) * scenario.steps
     settings = schedule.settings or ((),) * scenario.steps
     return _train(
-        _key(scenario), precision, schedule.skipped, scales, idle, settings, variant
+        _key(scenario, schedule),
+        precision,
+        schedule.skipped,
+        scales,
+        idle,
+        settings,
+        variant,
     )
 
 
@@ -191,7 +214,7 @@ def reference_before(
     """A reference that has made the steps before ``step``, and none after."""
     half = _is_half(scenario, variant)
     precision = scenario.precision if half else "fp32"
-    run = ReferenceRun(_key(scenario), precision, variant)
+    run = ReferenceRun(_key(scenario, schedule), precision, variant)
     for number in range(step):
         scale = schedule.scales[number] if half else 1.0
         idle = schedule.idle[number] if schedule.idle else Idle()
@@ -228,7 +251,7 @@ def _is_half(scenario: Scenario, variant: Variant) -> bool:
     return dtype != torch.float32 and not variant.double
 
 
-def _key(scenario: Scenario) -> _Key:
+def _key(scenario: Scenario, schedule: Schedule) -> _Key:
     return _Key(
         model=scenario.model,
         optimizer=scenario.optimizer,
@@ -237,6 +260,7 @@ def _key(scenario: Scenario) -> _Key:
         loss_factor=scenario.loss_factor,
         training=scenario.parsed_recipe.training,
         reduced_in=reduced_in(scenario),
+        shards=schedule.shards,
     )
 
 
@@ -248,7 +272,7 @@ def reduced_in(scenario: Scenario) -> torch.dtype | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Key:
-    """The fields of a scenario on which a reference depends."""
+    """What a reference depends on, of a scenario and of the layout that ran."""
 
     model: str
     optimizer: str
@@ -257,6 +281,7 @@ class _Key:
     loss_factor: float = 1.0
     training: Training = field(default_factory=Training)
     reduced_in: torch.dtype | None = None
+    shards: Shards = ()
 
 
 @partial(Kept, least=LEAST)
@@ -316,12 +341,15 @@ class ReferenceRun:
         self.initial = digest_of_weights(model)
         if self.precision.convert is not None and not variant.double:
             model = self.precision.convert(model)
+        names = [*judged_parameters(model)]
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
-        self.parameters = dict(self.model.named_parameters())
+        self.parameters = {n: self.model.get_parameter(n) for n in names}
+        self.places = self._places()
         # an optimizer may leave frozen ones out
         self.shards = {
-            name: self._shards_of(parameter)
+            name: [_shard(parameter, places) for places in self.places[name]]
+            or [parameter]
             for name, parameter in self.parameters.items()
             if parameter.requires_grad
         }
@@ -382,6 +410,7 @@ class ReferenceRun:
         )
         # after recording: the gradients of this step are compared unflipped
         self._flip_signs(named, step)
+        self._pass_ties(named)
         if self.planned is not None:
             settings = self.planned.settings()
             self.settings.append(settings)
@@ -394,7 +423,7 @@ class ReferenceRun:
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 again = self._rounded_again(name)
-                sharded = self._sharded(named[name], self.shards[name])
+                sharded = self._sharded(name)
                 longer = self._longer_step(name, optimizer, named[name])
                 with self.workload.calling("optimizer"), again, longer, sharded:
                     optimizer.step()
@@ -417,10 +446,9 @@ class ReferenceRun:
         if rounds_to is None:
             return size
         # a weight beside a tie of 8 bits is rounded to the other side by any noise,
-        # which five runs may all miss: so some weights are, in each of them. Ties are
-        # two roundoffs apart, and the noise is half of its size on average
+        # which five runs may all miss: so some weights are, in each of them
         count = sum(p.numel() for p in self.parameters.values())
-        return max(size, 4 * FLIPPED * coarseness(rounds_to) / count)
+        return max(size, _of_ties(coarseness(rounds_to), count))
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
@@ -495,30 +523,47 @@ class ReferenceRun:
         with torch.no_grad():
             parameter.add_(parameter - before, alpha=share)
 
-    def _shards_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        if self.variant.shards == 1:
-            return [parameter]
-        # copies: a view of a parameter is no parameter
-        parts = parameter.detach().chunk(self.variant.shards)
-        return [nn.Parameter(part.clone()) for part in parts]
+    def _pass_ties(self, named: dict[str, nn.Parameter]) -> None:
+        """Move some elements of a rounded state to the other side of a tie."""
+        if self.variant == TRUTH or not self.workload.rounds_state:
+            return
+        gradients = [named[name].grad for name in self.shards]
+        size = _of_ties(CODES, sum(named[name].numel() for name in self.shards))
+        for gradient in gradients:
+            if gradient is not None:
+                gradient *= _near_one(gradient, size, self.generator)
+
+    def _places(self) -> dict[str, list[Tensor]]:
+        """Shards of each parameter, by the places of their elements; none: whole."""
+        seen, found = dict(self.key.shards), {}
+        for name, parameter in self.parameters.items():
+            numbers = torch.arange(parameter.numel())
+            if name in seen:
+                known = [
+                    torch.frombuffer(bytearray(p), dtype=torch.int64)
+                    for p in seen[name]
+                ]
+                parts = [_in_shape(places, parameter.shape) for places in known]
+            else:
+                parts = [*numbers.view(parameter.shape).chunk(self.variant.shards)]
+            found[name] = parts if len(parts) > 1 else []
+        return found
 
     @contextmanager
-    def _sharded(
-        self, parameter: nn.Parameter, shards: list[nn.Parameter]
-    ) -> Iterator[None]:
-        """Step the parts of a parameter inside, in the variant that has parts."""
-        if self.variant.shards == 1:
+    def _sharded(self, name: str) -> Iterator[None]:
+        """Step the shards of a parameter inside, where it has some."""
+        parameter, shards = self.parameters[name], self.shards[name]
+        if not self.places[name]:
             yield
             return
-        if parameter.grad is not None:
-            parts = parameter.grad.chunk(len(shards))
-            for shard, part in zip(shards, parts, strict=True):
-                shard.grad = part.clone()
+        for shard, places in zip(shards, self.places[name], strict=True):
+            gradient = parameter.grad
+            shard.grad = None if gradient is None else gradient.take(places)
         yield
         with torch.no_grad():
-            parameter.copy_(torch.cat([*shards]))
-        for shard in shards:
-            shard.grad = None
+            for shard, places in zip(shards, self.places[name], strict=True):
+                parameter.put_(places, shard)
+                shard.grad = None
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:
@@ -540,7 +585,7 @@ class ReferenceRun:
     def _clip(self) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         if self.key.training.clip == "value":
-            torch.nn.utils.clip_grad_value_(parameters, CLIP_VALUE)
+            torch.nn.utils.clip_grad_value_(parameters, clip_value_of(self.workload))
         limit = clip_norm_of(self.workload, self.key.training)
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -682,6 +727,32 @@ class _Planned:
             self.scheduler.step()
 
 
+def _of_ties(roundoff: float, count: int) -> float:
+    """The relative noise that takes ``FLIPPED`` of ``count`` values past a tie.
+
+    Ties are two roundoffs apart, and the noise is half of its size on average.
+    """
+    return 4 * FLIPPED * roundoff / count
+
+
+def _near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """A random factor for each element, up to ``size`` away from 1."""
+    return 1 + size * (2 * torch.rand(like.shape, generator=generator) - 1)
+
+
+def _in_shape(places: Tensor, whole: torch.Size) -> Tensor:
+    """The places of a shard, in the shape that it has: a box of the whole, or flat."""
+    axes = torch.unravel_index(places, whole)
+    spans = [slice(int(a.min()), int(a.max()) + 1) for a in axes]
+    box = torch.arange(whole.numel()).view(whole)[tuple(spans)]
+    return box if torch.equal(box.reshape(-1), places) else places
+
+
+def _shard(parameter: nn.Parameter, places: Tensor) -> nn.Parameter:
+    # a copy: a view of a parameter is no parameter
+    return nn.Parameter(parameter.detach().take(places))
+
+
 class _Calls(nn.Module):
     """A module around a model that calls what it is given."""
 
@@ -723,15 +794,16 @@ def jittered(
     if not size:
         yield
         return
-    before = [p.detach().clone() for p in model.parameters()]
+    weights = judged_parameters(model).values()
+    before = [p.detach().clone() for p in weights]
     with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1 + size * (2 * torch.rand(p.shape, generator=generator) - 1))
+        for p in weights:
+            p.mul_(_near_one(p, size, generator))
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, old in zip(model.parameters(), before, strict=True):
+            for p, old in zip(weights, before, strict=True):
                 p.copy_(old)
 
 

@@ -37,6 +37,7 @@ from ...fixtures import (
     OfWorkload,
     WorkloadError,
     defers_gradient_sync,
+    judged_parameters,
     local,
     loss,
     order_parameters,
@@ -45,9 +46,9 @@ from ...fixtures import (
     without_gradient_sync,
 )
 from ..formulas import clip_factor
-from ..space.facts import facts_of
+from ..space.facts import clip_value_of, facts_of
 from ..space.random_layers import turn_off_random_layers
-from ..space.recipes import CLIP_NORM, CLIP_VALUE, LR_DECAY, Training, frozen_names
+from ..space.recipes import CLIP_NORM, LR_DECAY, Training, frozen_names
 from ..space.recomputation import Recomputed, recompute_in_backward
 from ..space.scenario import Scenario
 from .layout_checks import check_layout, check_share, same_everywhere
@@ -330,6 +331,7 @@ class Engine:
         """Clip the unscaled gradients as the recipe says."""
         clip = self.scenario.parsed_recipe.training.clip
         if clip == "value":
+            limit = clip_value_of(self.scenario.workload)
             # parameter by parameter: torch's foreach form refuses plain tensors with
             # DTensors
             for parameter in self.parameters.values():
@@ -337,7 +339,7 @@ class Engine:
                     # a partial sum cannot be clipped by value: the limit is for the
                     # whole sum
                     parameter.grad = _gradient_as_its_parameter(parameter)
-                    clip_grad_value_(parameter, CLIP_VALUE, foreach=False)
+                    clip_grad_value_(parameter, limit, foreach=False)
         elif clip == "norm":
             self._clip_norm()
 
@@ -459,7 +461,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
         torch.manual_seed(seed)
         model = resolve_workload(spec).model()
     if training.frozen:
-        names = [name for name, _ in model.named_parameters()]
+        names = [*judged_parameters(model)]
         for name in frozen_names(resolve_workload(spec), names):
             model.get_parameter(name).requires_grad_(False)
     if not training.random:
@@ -469,7 +471,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
 
 def digest_of_weights(model: nn.Module) -> str:
     """Digest of all parameters: equal for the models of references and ranks."""
-    bits = [f"{name} {digest(p)}" for name, p in model.named_parameters()]
+    bits = [f"{name} {digest(p)}" for name, p in judged_parameters(model).items()]
     return hashlib.blake2b("\n".join(bits).encode(), digest_size=8).hexdigest()
 
 
@@ -493,7 +495,7 @@ def build_engine(
     weights_of = workload.weights if scenario.parsed_topology.parallel else None
     model = initial_model(scenario.model, scenario.seed, training).to(device)
     if OfWorkload.JUDGED in workload.has:
-        same_everywhere(workload, "model", dict(model.named_parameters()))
+        same_everywhere(workload, "model", judged_parameters(model))
     initial = digest_of_weights(model)
     if weights_of is None and places is None:
         places = _read_places(scenario, model, mesh, variation)
@@ -502,7 +504,7 @@ def build_engine(
     if variation is not None:
         model = variation.change_weights(model, scenario.parsed_precision.roundoff)
     # clones: training changes the parameters
-    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    values = {n: p.detach().clone() for n, p in judged_parameters(model).items()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     try:
         module, recomputed = _laid_out(scenario, model, mesh)
@@ -580,7 +582,7 @@ def _read_places(
         if variation is not None:
             model = variation.change_weights(model, scenario.parsed_precision.roundoff)
         # without values: a layout may change what it gets
-        whole = {n: p.detach().to("meta") for n, p in model.named_parameters()}
+        whole = {n: p.detach().to("meta") for n, p in judged_parameters(model).items()}
         tied = _tied(model)
         _fill_with_element_numbers(model)
         module, _ = _laid_out(scenario, model, mesh)
@@ -669,7 +671,7 @@ def shard_id(index: NDArray[np.int64]) -> str:
 
 def _fill_with_element_numbers(model: nn.Module) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in judged_parameters(model).values():
             # fp32 holds integers exactly up to 2**24; these models are far smaller
             assert parameter.numel() < 2**24
             numbers = torch.arange(parameter.numel(), dtype=parameter.dtype)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...fixtures import Batch, OfWorkload, ResolvedWorkload, local
+from ...fixtures import Batch, OfWorkload, ResolvedWorkload, judged_parameters, local
 from .local_parts import FP32, full_name, parameters_of
 from .observe import digest
 from .trace import RankTrace
@@ -168,7 +168,7 @@ def check_whole(workload: ResolvedWorkload, traces: Sequence[RankTrace]) -> None
     """
     if OfWorkload.JUDGED not in workload.has or not all(t.index for t in traces):
         return
-    for name, parameter in workload.model().named_parameters():
+    for name, parameter in judged_parameters(workload.model()).items():
         parts = [t.index[name] for t in traces if name in t.index]
         held = len(np.unique(np.concatenate(parts))) if parts else 0
         if held < parameter.numel():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...fixtures import ResolvedWorkload, local
+from ...fixtures import ResolvedWorkload, is_constant, local
 from .observe import numbers_laid_out_as
 
 __all__ = [
@@ -55,7 +55,8 @@ def parameters_of(module: nn.Module, whole: Container[str]) -> dict[str, nn.Para
         module: what ``parallelize`` gave.
         whole: the names that the full model has.
     """
-    return {full_name(name, whole): p for name, p in module.named_parameters()}
+    named = {full_name(name, whole): p for name, p in module.named_parameters()}
+    return {n: p for n, p in named.items() if n in whole or not is_constant(p)}
 
 
 def full_name(name: str, whole: Container[str]) -> str:

@@ -120,7 +120,7 @@ def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
 
 def _is_zero(value: object) -> bool:
     if isinstance(value, Tensor):
-        return not bool(local_part(value).count_nonzero())
+        return not bool(local_part(value).any())  # not of all dtypes are zeros counted
     return value is None or value == 0
 
 

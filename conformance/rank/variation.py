@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...fixtures import Batch
+from ...fixtures import Batch, judged_parameters
 
 if TYPE_CHECKING:
     from ..space.scenario import Scenario
@@ -66,7 +66,7 @@ class Variation:
             unit: unit roundoff of what is computed.
         """
         generator = torch.Generator().manual_seed(self.moved)
-        for parameter in model.parameters() if self.moved else ():
+        for parameter in judged_parameters(model).values() if self.moved else ():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0
             # 1 + 2^-24 is 1 in fp32, and the product is not the value itself
             wide = parameter.detach().double() * (1.0 + unit * signs.double())

@@ -24,11 +24,12 @@ from ...fixtures import (
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
+    judged_parameters,
     resolve_workload,
     split_names,
 )
 from .random_layers import equal_outputs, turn_off_random_layers
-from .recipes import CLIP_NORM, Training
+from .recipes import CLIP_NORM, CLIP_VALUE, Training
 from .recomputation import recompute_in_backward
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "NewTensorsInFp64",
     "WorkloadFacts",
     "clip_norm_of",
+    "clip_value_of",
     "clips_by_norm",
     "facts_of",
     "new_tensors_in_fp64",
@@ -79,6 +81,8 @@ class WorkloadFacts:
     exceeded: float
     """A norm of at most half that of the first gradient. A power of two, so that the
     rounding of sums does not show in it."""
+    middle: float
+    """A power of two that elements of at least half of those gradients exceed."""
 
     @property
     def draws(self) -> bool:
@@ -105,6 +109,7 @@ def probe(workload: ResolvedWorkload) -> WorkloadFacts:
     """Find out what is to be known of a workload; no generator moves."""
     with torch.random.fork_rng(devices=[]):
         draws, counted = _first_calls(workload)
+        exceeded, middle = _limits(workload)
         reasons = {
             OfWorkload.RANDOM_LAYERS: ""
             if draws
@@ -118,7 +123,8 @@ def probe(workload: ResolvedWorkload) -> WorkloadFacts:
             counted=counted,
             widens=_widens(workload),
             differentiates=_differentiates(workload),
-            exceeded=_exceeded(workload),
+            exceeded=exceeded,
+            middle=middle,
         )
 
 
@@ -182,6 +188,17 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
     if OfWorkload.LOOP in workload.has or workload.one_rank:
         return CLIP_NORM
     return min(CLIP_NORM, facts_of(workload.name).exceeded)
+
+
+def clip_value_of(workload: ResolvedWorkload) -> float:
+    """The largest size of a gradient's element that clipping by value leaves.
+
+    Of a user's workload it is near the largest elements of most gradients: a limit
+    below the noise of a gradient keeps signs alone, which rounding decides.
+    """
+    if OfWorkload.JUDGED not in workload.has:
+        return CLIP_VALUE
+    return facts_of(workload.name).middle
 
 
 def new_tensors_in_fp64(name: str) -> AbstractContextManager[Any]:
@@ -283,9 +300,10 @@ def _differentiates(workload: ResolvedWorkload) -> bool:
     return False
 
 
-def _exceeded(workload: ResolvedWorkload) -> float:
+def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
+    """What the norm of the first gradient exceeds, and elements of half of them."""
     batch, own = workload.batch(0, 0), workload.micro_batches
-    model, norm = seeded_model(workload), 0.0
+    model, norm, middle = seeded_model(workload), 0.0, 0.0
     with suppress(WorkloadError):
         value, count = objective_of(
             workload, model, [batch] if own is None else own(batch)
@@ -294,14 +312,19 @@ def _exceeded(workload: ResolvedWorkload) -> float:
             (value / (count or 1.0)).backward()
         grads = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
         norm = float(nn.utils.get_total_norm(grads))
+        largest = torch.stack([g.abs().amax() for g in grads if g.numel()])
+        middle = float(largest[largest > 0].median()) if norm else 0.0
     if not 0.0 < norm < math.inf:
-        return CLIP_NORM
-    return 2.0 ** (math.floor(math.log2(norm)) - 1)
+        return CLIP_NORM, CLIP_VALUE
+    exceeded, middle = (2.0 ** math.floor(math.log2(x)) for x in (norm, middle))
+    return exceeded / 2, middle
 
 
 def _why_not_parted(workload: ResolvedWorkload) -> str:
     torch.manual_seed(0)
-    trains = {n: p.requires_grad for n, p in workload.model().named_parameters()}
+    trains = {
+        n: p.requires_grad for n, p in judged_parameters(workload.model()).items()
+    }
     # an optimizer may be given nothing but frozen parameters, and then takes none
     if all(any(trains[n] for n in part) for part in split_names(trains)):
         return ""

@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 CLIP_VALUE = 2.0**-8
-"""Bound of clipping by value: some gradients of every model here exceed it."""
+"""Bound of clipping by value: some gradients of every model here exceed it. For a
+user's workload see ``clip_value_of``."""
 CLIP_NORM = 2.0**-2
 """Bound of clipping by norm: gradients of every model here exceed it at first. Those of
 a user's workload may not, see ``clip_norm_of``."""

@@ -26,6 +26,7 @@ from ...fixtures import (
     ResolvedWorkload,
     Topology,
     dataset_of,
+    judged_parameters,
     parse_faults,
     resolve_workload,
 )
@@ -309,6 +310,4 @@ def _check_faults(faults: tuple[Fault, ...], scenario: Scenario) -> None:
 def _parameters(model: str) -> tuple[str, ...]:
     # a model draws its weights from the global generator, which others use
     with torch.random.fork_rng(devices=[]):
-        return tuple(
-            name for name, _ in resolve_workload(model).model().named_parameters()
-        )
+        return (*judged_parameters(resolve_workload(model).model()),)

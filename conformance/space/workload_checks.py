@@ -24,6 +24,7 @@ from ...fixtures import (
     OfWorkload,
     ResolvedWorkload,
     WorkloadError,
+    judged_parameters,
     resolve_workload,
 )
 from .facts import (
@@ -92,7 +93,7 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
             "model", f"returned {type(model).__name__}, expected a module"
         )
     twins = dict(again.named_parameters())
-    for name, parameter in model.named_parameters():
+    for name, parameter in judged_parameters(model).items():
         if is_lazy(parameter):
             raise workload.refuse(
                 "model",
@@ -430,7 +431,8 @@ def _check_alone(
         some = {
             n: nn.Parameter(torch.ones(sizes[n], dtype=torch.float64)) for n in names
         }
-        with workload.calling("optimizer"), torch.random.fork_rng(devices=[]):
+        eager = torch.compiler.set_stance("force_eager")  # as references run
+        with workload.calling("optimizer"), eager, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = workload.optimizers[OWN]([*some.items()])
             with suppress(AttributeError):  # no torch optimizer made it

@@ -52,6 +52,10 @@ PACKAGES = {
     "torch_zero_redundancy": "torch",
     "torchao_float8": "torchao",
     "torchao_float8_tp": "torchao",
+    "torchao_int8": "torchao",
+    "torchao_int8_tp": "torchao",
+    "torchao_optimizers": "torchao",
+    "torchao_optimizers_saved": "torchao",
     "torchtitan_debug": "torchtitan",
     "vector_quantize_lfq": "vector_quantize_pytorch",
 }
@@ -106,6 +110,8 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("torch_fsdp1_no_shard:NoShard", "dp2/2/fp32", "accumulate"),
         ("torch_zero_redundancy:Stack", "dp2/2/fp32", "accumulate-uneven"),
         ("torchao_float8:Float8AllGather", "dp2/2/fp32", "accumulate-uneven"),
+        ("torchao_int8:Stack", "dp2/2/fp32", "accumulate-uneven"),
+        ("torchao_int8_tp:Stack", "tp2/2/fp32", "accumulate"),
         ("ring_attention:NoRing", "dp2/2/fp32", "accumulate-uneven"),
         ("vector_quantize_lfq:SampleEntropy", "dp2/2/fp32", "plain"),
         *(
@@ -143,6 +149,14 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                 ("torchao_float8:Tensorwise", "dp2/2/fp32", "accumulate"),
                 ("torchao_float8_tp:Stack", "tp2/2/fp32", "accumulate"),
                 ("torchao_float8:Rowwise", "dp2/2/fp32", "accumulate-uneven"),
+                ("torchao_float8:Tensorwise", "dp2/2/fp32", "clip-value"),
+                ("torchao_int8:Stack", "dp2/2/fp32", "resume"),
+                ("torchao_optimizers:Eight", "dp2/2/fp32", "accumulate-uneven"),
+                ("torchao_optimizers:Four", "dp2/2/fp32", "clip-norm"),
+                ("torchao_optimizers:Fp8", "dp2/2/fp32", "plain"),
+                ("torchao_optimizers:Replicated", "dp2/2/fp32", "accumulate"),
+                ("torchao_optimizers_saved:Eight", "dp2/2/fp32", "resume"),
+                ("torchao_optimizers_saved:Four", "dp2/2/fp32", "resume"),
             ]
         ),
         pytest.param(
