@@ -52,6 +52,10 @@ EXAMPLES = (
     "stacks.megatron_fsdp_stages:Zero2",
     "stacks.megatron_fsdp_zero3:Zero3",
     "stacks.megatron_gpt:Stack",
+    "stacks.olmo_core_axes:Hybrid",
+    "stacks.olmo_core_axes:Tensor",
+    "stacks.olmo_core_axes:Ulysses",
+    "stacks.olmo_core_llama:Fsdp",
     "stacks.peft_adapters:Lora",
     "stacks.peft_adapters:Dora",
     "stacks.peft_adapters:ModulesToSave",
@@ -85,6 +89,7 @@ EXAMPLES = (
     "stacks.torchao_float8:Tensorwise",
     "stacks.torchao_float8_tp:Stack",
     "stacks.torchtitan_debug:Stack",
+    "stacks.trl_sft:Sft",
     "stacks.vector_quantize_lfq:SampleEntropy",
 )
 """Of the folder ``examples``, without those of which ``docs/stacks.md`` says that they

@@ -35,6 +35,8 @@ PACKAGES = {
     "megatron_fsdp_stages": "megatron_fsdp",
     "megatron_fsdp_zero3": "megatron_fsdp",
     "megatron_gpt": "megatron",
+    "olmo_core_axes": "olmo_core",
+    "olmo_core_llama": "olmo_core",
     "peft_adapters": "peft",
     "peft_plan": "peft",
     "ring_attention": "ring_attention_pytorch",
@@ -53,6 +55,7 @@ PACKAGES = {
     "torchao_float8": "torchao",
     "torchao_float8_tp": "torchao",
     "torchtitan_debug": "torchtitan",
+    "trl_sft": "trl",
     "vector_quantize_lfq": "vector_quantize_pytorch",
 }
 # packages warn while they are imported, about themselves
@@ -108,6 +111,9 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("torchao_float8:Float8AllGather", "dp2/2/fp32", "accumulate-uneven"),
         ("ring_attention:NoRing", "dp2/2/fp32", "accumulate-uneven"),
         ("vector_quantize_lfq:SampleEntropy", "dp2/2/fp32", "plain"),
+        ("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
+        ("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
+        ("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
@@ -135,6 +141,9 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                     "accumulate",
                 ),
                 ("torch_zero_redundancy:Buckets", "dp2/2/fp32", "clip-norm"),
+                ("olmo_core_axes:Tensor", "dp2-tp1/2/fp32", "clip-norm"),
+                ("olmo_core_axes:Ulysses", "dp1-cp2/2/fp32", "accumulate-uneven"),
+                ("olmo_core_axes:Hybrid", "dp_replicate2-dp_shard2/4/fp32", "resume"),
                 ("peft_adapters:Lora", "dp2/2/fp32", "accumulate-no-sync"),
                 ("peft_adapters:Dora", "dp2/2/fp32", "accumulate"),
                 ("peft_adapters:Ia3", "dp2/2/fp32", "accumulate"),
@@ -194,6 +203,7 @@ def test_earlier_backwards_that_zero_drops_are_found(
         ("ring_attention:Automatic", "dp2/2/fp32", "plain", COMPARED),
         ("ring_attention:ByHand", "dp2/2/fp32", "accumulate", COMPARED),
         ("vector_quantize_lfq:CodebookEntropy", "dp2/2/fp32", "plain", COMPARED),
+        ("trl_sft:HeadApart", "dp2/2/fp32", "plain", COMPARED),
         (
             *("megatron_fsdp_stages:WeightsNotOverlapped", "dp2-tp1/2/fp32"),
             *("plain", COMPARED),
