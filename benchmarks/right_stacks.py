@@ -45,6 +45,7 @@ EXAMPLES = (
     "stacks.deepspeed_stages:Owned2",
     "stacks.deepspeed_stages:Zero3",
     "stacks.deepspeed_zero:Zero1",
+    "stacks.diffusers_flux:Ulysses",
     "stacks.fairscale_sharded:Stack",
     "stacks.hf_trainer:Stack",
     "stacks.lightning_model_parallel:Stack",

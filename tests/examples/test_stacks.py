@@ -29,6 +29,7 @@ PACKAGES = {
     "deepspeed_pipe": "deepspeed",
     "deepspeed_stages": "deepspeed",
     "deepspeed_zero": "deepspeed",
+    "diffusers_flux": "diffusers",
     "fairscale_sharded": "fairscale",
     "hf_trainer": "transformers",
     "lightning_model_parallel": "pytorch_lightning",
@@ -114,6 +115,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
         ("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
         ("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
+        ("diffusers_flux:Ulysses", "ring1-ulysses2/2/fp32", "accumulate-uneven"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
@@ -241,6 +243,12 @@ def test_a_part_that_is_not_trained_is_found(
     told = {v.law: v for v in found.verdicts if v.status == "fail"}
     assert told["parity.update"].parameter == parameter
     assert told.keys() <= COMPARED
+
+
+def test_a_loss_by_the_counts_of_each_rank_is_found(runner: Runner) -> None:
+    found = judged(runner, "olmo_core_axes:Masked", "dp2/2/fp32", "plain")
+    told = {v.law for v in found.verdicts if v.status == "fail"}
+    assert (found.status, told) == ("fail", COMPARED), found.problem
 
 
 def confirmed(package: str, *command: str) -> str:
