@@ -53,6 +53,7 @@ EXAMPLES = (
     "stacks.megatron_fsdp_stages:Zero2",
     "stacks.megatron_fsdp_zero3:Zero3",
     "stacks.megatron_gpt:Stack",
+    "stacks.nemo_automodel_qwen3:Stack",
     "stacks.olmo_core_axes:Hybrid",
     "stacks.olmo_core_axes:Tensor",
     "stacks.olmo_core_axes:Ulysses",

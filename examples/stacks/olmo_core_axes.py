@@ -24,7 +24,7 @@ class Masked(Fsdp):
 class Tensor(Fsdp):
     """Sequence and tensor parallel beside FSDP2, the vocabulary sharded."""
 
-    meshes = ({"dp": 1, "tp": 2}, {"dp": 2, "tp": 1})
+    meshes: tuple[dict[str, int], ...] = ({"dp": 1, "tp": 2}, {"dp": 2, "tp": 1})
 
     def settings(self, mesh: Any) -> dict[str, Any]:
         tp = olmo.TransformerTensorParallelConfig(degree=mesh["tp"].size())

@@ -33,7 +33,7 @@ class Fsdp(Tokens):
         model.init_weights(device=torch.device("cpu"))
         return model
 
-    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+    def optimizer(self, parameters: Named) -> Any:
         return AdamWConfig.optimizer()([p for _, p in parameters], lr=1e-2)
 
     def settings(self, mesh: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
@@ -48,7 +47,7 @@ def another_mesh() -> None:
     parallel._WORLD_MESH = None
 
 
-def load_whole(module: Any, weights: dict[str, Tensor]) -> None:
+def load_whole(module: Any, weights: dict[str, Any]) -> None:
     """The train module draws weights of its own: load the model's."""
     whole = StateDictOptions(full_state_dict=True)
     set_model_state_dict(module.model, weights, options=whole)

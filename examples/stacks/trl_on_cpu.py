@@ -33,17 +33,11 @@ class Names(ModuleType):
 absent = [name for name in PACKAGES.split() if name not in sys.modules]
 sys.modules.update({name: Names(name) for name in absent})
 SFTConfig = importlib.import_module("trl.trainer.sft_config").SFTConfig
-TRAINER: Any = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
+SFTTrainer: Any = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
+SFTTrainer._send_telemetry = lambda trainer: None  # nothing leaves this machine
 for name in absent:
     del sys.modules[name]
 ROWS = Rows([{"input_ids": [0], "labels": [0]}])
-
-
-class SFTTrainer(TRAINER):
-    """TRL's, which sends no telemetry."""
-
-    def _send_telemetry(self) -> None:
-        pass
 
 
 def tokenizer() -> Any:

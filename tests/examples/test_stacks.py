@@ -36,6 +36,7 @@ PACKAGES = {
     "megatron_fsdp_stages": "megatron_fsdp",
     "megatron_fsdp_zero3": "megatron_fsdp",
     "megatron_gpt": "megatron",
+    "nemo_automodel_qwen3": "nemo_automodel",
     "olmo_core_axes": "olmo_core",
     "olmo_core_llama": "olmo_core",
     "peft_adapters": "peft",
@@ -115,6 +116,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
         ("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
         ("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
+        ("nemo_automodel_qwen3:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
         ("diffusers_flux:Ulysses", "ring1-ulysses2/2/fp32", "accumulate-uneven"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
@@ -144,6 +146,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                 ),
                 ("torch_zero_redundancy:Buckets", "dp2/2/fp32", "clip-norm"),
                 ("olmo_core_axes:Tensor", "dp2-tp1/2/fp32", "clip-norm"),
+                ("nemo_automodel_qwen3:Stack", "dp1-tp2/2/fp32", "accumulate"),
                 ("olmo_core_axes:Ulysses", "dp1-cp2/2/fp32", "accumulate-uneven"),
                 ("olmo_core_axes:Hybrid", "dp_replicate2-dp_shard2/4/fp32", "resume"),
                 ("peft_adapters:Lora", "dp2/2/fp32", "accumulate-no-sync"),
