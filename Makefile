@@ -7,9 +7,11 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Installed without the much that they name: torchtitan with what importing a model of it
-# needs, and Megatron-FSDP.
-ALONE  := torchtitan spmd_types tyro docstring-parser typeguard megatron-fsdp
+# Installed without the much that they name: torchtitan and OLMo-core with what importing
+# a model of them needs, diffusers, Megatron-FSDP, NeMo AutoModel and TRL.
+ALONE  := torchtitan spmd_types tyro docstring-parser typeguard megatron-fsdp \
+  ai2-olmo-core bettermap dataclass-extensions dill trl \
+  diffusers importlib_metadata pillow zipp nemo-automodel
 REPORT := parity-report
 BASELINE := ci/baselines/linux-cpu-gloo-torch2.13.jsonl
 # One thread a rank; ranks are the parallelism here.

@@ -45,6 +45,7 @@ EXAMPLES = (
     "stacks.deepspeed_stages:Owned2",
     "stacks.deepspeed_stages:Zero3",
     "stacks.deepspeed_zero:Zero1",
+    "stacks.diffusers_flux:Ulysses",
     "stacks.fairscale_sharded:Stack",
     "stacks.hf_trainer:Stack",
     "stacks.lightning_model_parallel:Stack",
@@ -52,6 +53,11 @@ EXAMPLES = (
     "stacks.megatron_fsdp_stages:Zero2",
     "stacks.megatron_fsdp_zero3:Zero3",
     "stacks.megatron_gpt:Stack",
+    "stacks.nemo_automodel_qwen3:Stack",
+    "stacks.olmo_core_axes:Hybrid",
+    "stacks.olmo_core_axes:Tensor",
+    "stacks.olmo_core_axes:Ulysses",
+    "stacks.olmo_core_llama:Fsdp",
     "stacks.peft_adapters:Lora",
     "stacks.peft_adapters:Dora",
     "stacks.peft_adapters:ModulesToSave",
@@ -93,6 +99,7 @@ EXAMPLES = (
     "stacks.torchao_optimizers_saved:Eight",
     "stacks.torchao_optimizers_saved:Four",
     "stacks.torchtitan_debug:Stack",
+    "stacks.trl_sft:Sft",
     "stacks.vector_quantize_lfq:SampleEntropy",
 )
 """Of the folder ``examples``, without those of which ``docs/stacks.md`` says that they

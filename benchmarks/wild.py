@@ -67,10 +67,11 @@ PACKAGES = {
     "torch": "torch",
     "torchmetrics": "torchmetrics",
     "transformers": "transformers",
+    "trl": "trl",
     "vector-quantize-pytorch": "vector_quantize_pytorch",
 }
 """Name in the registry, the first part of a finding's name -> what one imports."""
-BESIDE = {"peft": ("transformers",)}
+BESIDE = {"peft": ("transformers",), "trl": ("transformers",)}
 """What a package requires and a script for it may use, too."""
 SURVEYED = "transformers"
 """Findings whose script, page and record the survey writes: see ``survey/``."""

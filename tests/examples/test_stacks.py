@@ -29,12 +29,16 @@ PACKAGES = {
     "deepspeed_pipe": "deepspeed",
     "deepspeed_stages": "deepspeed",
     "deepspeed_zero": "deepspeed",
+    "diffusers_flux": "diffusers",
     "fairscale_sharded": "fairscale",
     "hf_trainer": "transformers",
     "lightning_model_parallel": "pytorch_lightning",
     "megatron_fsdp_stages": "megatron_fsdp",
     "megatron_fsdp_zero3": "megatron_fsdp",
     "megatron_gpt": "megatron",
+    "nemo_automodel_qwen3": "nemo_automodel",
+    "olmo_core_axes": "olmo_core",
+    "olmo_core_llama": "olmo_core",
     "peft_adapters": "peft",
     "peft_plan": "peft",
     "ring_attention": "ring_attention_pytorch",
@@ -57,6 +61,7 @@ PACKAGES = {
     "torchao_optimizers": "torchao",
     "torchao_optimizers_saved": "torchao",
     "torchtitan_debug": "torchtitan",
+    "trl_sft": "trl",
     "vector_quantize_lfq": "vector_quantize_pytorch",
 }
 # packages warn while they are imported, about themselves
@@ -114,6 +119,11 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("torchao_int8_tp:Stack", "tp2/2/fp32", "accumulate"),
         ("ring_attention:NoRing", "dp2/2/fp32", "accumulate-uneven"),
         ("vector_quantize_lfq:SampleEntropy", "dp2/2/fp32", "plain"),
+        ("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
+        ("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
+        ("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
+        ("nemo_automodel_qwen3:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
+        ("diffusers_flux:Ulysses", "ring1-ulysses2/2/fp32", "accumulate-uneven"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
@@ -141,6 +151,10 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
                     "accumulate",
                 ),
                 ("torch_zero_redundancy:Buckets", "dp2/2/fp32", "clip-norm"),
+                ("olmo_core_axes:Tensor", "dp2-tp1/2/fp32", "clip-norm"),
+                ("nemo_automodel_qwen3:Stack", "dp1-tp2/2/fp32", "accumulate"),
+                ("olmo_core_axes:Ulysses", "dp1-cp2/2/fp32", "accumulate-uneven"),
+                ("olmo_core_axes:Hybrid", "dp_replicate2-dp_shard2/4/fp32", "resume"),
                 ("peft_adapters:Lora", "dp2/2/fp32", "accumulate-no-sync"),
                 ("peft_adapters:Dora", "dp2/2/fp32", "accumulate"),
                 ("peft_adapters:Ia3", "dp2/2/fp32", "accumulate"),
@@ -208,6 +222,7 @@ def test_earlier_backwards_that_zero_drops_are_found(
         ("ring_attention:Automatic", "dp2/2/fp32", "plain", COMPARED),
         ("ring_attention:ByHand", "dp2/2/fp32", "accumulate", COMPARED),
         ("vector_quantize_lfq:CodebookEntropy", "dp2/2/fp32", "plain", COMPARED),
+        ("trl_sft:HeadApart", "dp2/2/fp32", "plain", COMPARED),
         (
             *("megatron_fsdp_stages:WeightsNotOverlapped", "dp2-tp1/2/fp32"),
             *("plain", COMPARED),
@@ -245,6 +260,12 @@ def test_a_part_that_is_not_trained_is_found(
     told = {v.law: v for v in found.verdicts if v.status == "fail"}
     assert told["parity.update"].parameter == parameter
     assert told.keys() <= COMPARED
+
+
+def test_a_loss_by_the_counts_of_each_rank_is_found(runner: Runner) -> None:
+    found = judged(runner, "olmo_core_axes:Masked", "dp2/2/fp32", "plain")
+    told = {v.law for v in found.verdicts if v.status == "fail"}
+    assert (found.status, told) == ("fail", COMPARED), found.problem
 
 
 def confirmed(package: str, *command: str) -> str:

@@ -1,0 +1,53 @@
+"""What OLMo-core needs where its clients for clouds and its trainer are left out.
+
+Not a stack to run. docs/stacks.md has the reasons.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
+
+
+def local(path: str, **settings: Any) -> Path:
+    """What cached_path returns of a path that is no address."""
+    return Path(path)
+
+
+# cached_path asks for rich 13, boto3 and Google's clients: names take its place.
+NAMES = "SchemeClient S3Client add_scheme_client".split()
+CLIENT = type("Client", (), {"recoverable_errors": ()})
+for name in ("cached_path", "cached_path.schemes"):
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(dict.fromkeys(NAMES, CLIENT), cached_path=local)
+
+
+class Metrics:
+    """In the place of the trainer: keeps what the train module records."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def record_metric(self, name: str, value: Any, **settings: Any) -> None:
+        self.found[name] = value
+
+    def record_ce_loss(self, value: Any, **settings: Any) -> None:
+        self.record_metric("loss", value)
+
+
+def another_mesh() -> None:
+    """OLMo-core makes its mesh once in a process: forget the one of the last run."""
+    from olmo_core.distributed import parallel
+
+    parallel._WORLD_MESH = None
+
+
+def load_whole(module: Any, weights: dict[str, Any]) -> None:
+    """The train module draws weights of its own: load the model's."""
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(module.model, weights, options=whole)

@@ -1,0 +1,46 @@
+"""What TRL needs where datasets, pandas and pyarrow are not installed, and a tokenizer.
+
+Not a stack to run. docs/stacks.md has the reasons.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+PACKAGES = "datasets datasets.fingerprint pandas pyarrow pyarrow.compute pyarrow.types"
+
+
+class Rows(list[Any]):
+    """In the place of a Dataset: no loop here reads it."""
+
+    column_names = None
+
+
+class Names(ModuleType):
+    """A module that has every name."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Rows if name == "Dataset" else type(name, (), {})
+
+
+absent = [name for name in PACKAGES.split() if name not in sys.modules]
+sys.modules.update({name: Names(name) for name in absent})
+SFTConfig = importlib.import_module("trl.trainer.sft_config").SFTConfig
+SFTTrainer: Any = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
+SFTTrainer._send_telemetry = lambda trainer: None  # nothing leaves this machine
+for name in absent:
+    del sys.modules[name]
+ROWS = Rows([{"input_ids": [0], "labels": [0]}])
+
+
+def tokenizer() -> Any:
+    """Of two words: the rows are tokens already."""
+    words = Tokenizer(WordLevel({"end": 0, "word": 1}, unk_token="word"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end")

@@ -1,0 +1,59 @@
+r"""TRL's SFTTrainer under FSDP2 as workloads: its loss in the loop of transformers.
+
+    gradparity run --quick --precision fp32 --scaler none \
+        --workload examples.stacks.trl_sft:Sft
+
+Needs trl, as docs/stacks.md says. Sft ends with PASS in a minute, HeadApart with FAIL.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from . import hf_trainer
+from .on_cpu import accelerate_takes_fsdp
+from .shared import VOCABULARY, Pair
+from .trl_on_cpu import ROWS, SFTConfig, SFTTrainer, tokenizer
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2}
+
+
+class Sft(hf_trainer.Stack):
+    """A tiny Llama. Layers, embedding, and norm with head, are units of FSDP2."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        args = SFTConfig(
+            use_cpu=True, bf16=False, gradient_checkpointing=False, fsdp=True,
+            fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+            max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
+            max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, dataset_kwargs={"skip_prepare_dataset": 1},
+        )  # fmt: skip
+        accelerate_takes_fsdp()
+        words = tokenizer()
+        stack = SFTTrainer(model, args, train_dataset=ROWS, processing_class=words)
+        stack.create_optimizer()  # train() would do it, and lay the model out, too late
+        stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
+        stack.model_wrapped = stack.model
+        return stack
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        stack.args.gradient_accumulation_steps = len(micro_batches)
+        stack.get_train_dataloader = lambda: [  # TRL shifts targets; the last is none
+            {"input_ids": x, "attention_mask": x >= 0, "labels": y.roll(1, 1)}
+            for x, y in micro_batches
+        ]
+        loss = stack.train().training_loss
+        return loss, stack.state.log_history[0]["grad_norm"]
+
+
+class HeadApart(Sft):
+    """A tiny LLaVA of text alone: docs/wild/trl-fused-lm-head.md."""
+
+    def model(self) -> Any:
+        text, tower = {"vocab_size": VOCABULARY}, {"image_size": 32, "patch_size": 16}
+        config = LlavaConfig(text_config=text | SHAPE, vision_config=tower | SHAPE)
+        return LlavaForConditionalGeneration(config)
