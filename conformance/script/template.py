@@ -223,12 +223,12 @@ def on_rank(rank: int, run: Run, work: Any, scaled: Any, folder: str) -> None:
     dist.init_process_group("gloo", store, LIMIT, rank=rank, world_size=world)
     try:
         found = train(run, work, scaled())
-        dist.barrier()
+        if rank == 0:
+            print("\n".join(found) or "no violation", flush=True)
+        dist.barrier()  # the first rank that ends with 1 has the others ended
     except Exception as error:
         print(f"rank {rank} raised {type(error).__name__}: {error}", flush=True)
         sys.exit(1)
-    if rank == 0:
-        print("\n".join(found) or "no violation", flush=True)
     dist.destroy_process_group()
     sys.exit(bool(found))
 

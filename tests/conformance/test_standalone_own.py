@@ -1,5 +1,8 @@
 """Standalone scripts on a workload of one's own: torch, the scaler and the workload."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import specimens
 from gradparity.tests import stacks
-from gradparity.tests.script_server import Scripts, alone
+from gradparity.tests.script_server import LIMIT_S, Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
 STEPS = "gradparity.tests.conformance.test_workload_steps"
@@ -137,3 +140,18 @@ def test_the_script_of_a_specimen_distinguishes_the_twins(
     code, output = scripts("none", f"{place},model={pair.broken}")
     assert (code, words in output) == (1, True), output
     assert scripts("none", f"{place},model={pair.fixed}") == (0, "no violation\n")
+
+
+@pytest.mark.slow
+def test_what_departs_is_told_before_a_rank_ends(tmp_path: Path) -> None:
+    spec = specimens.SPECIMENS["W15"].broken
+    place, words = SPECIMENS["W15"]
+    text = standalone_script(Scenario.parse(f"{place},model={spec}"), "none")
+    # the first rank that ends with 1 has the others ended
+    tells = r'( +)(print\("\\n"\.join)'
+    late = re.sub(tells, r"\1import time; time.sleep(2)\n\1\2", text)
+    assert late != text
+    (script := tmp_path / "script.py").write_text(late)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, words in done.stdout) == (1, True), done
