@@ -537,15 +537,16 @@ class ReferenceRun:
         """Shards of each parameter, by the places of their elements; none: whole."""
         seen, found = dict(self.key.shards), {}
         for name, parameter in self.parameters.items():
-            numbers = torch.arange(parameter.numel())
+            parts: list[Tensor] = []
             if name in seen:
                 known = [
                     torch.frombuffer(bytearray(p), dtype=torch.int64)
                     for p in seen[name]
                 ]
                 parts = [_in_shape(places, parameter.shape) for places in known]
-            else:
-                parts = [*numbers.view(parameter.shape).chunk(self.variant.shards)]
+            elif self.variant.shards > 1:
+                numbers = torch.arange(parameter.numel()).view(parameter.shape)
+                parts = [*numbers.chunk(self.variant.shards)]
             found[name] = parts if len(parts) > 1 else []
         return found
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -312,8 +313,8 @@ def _limits(workload: ResolvedWorkload) -> tuple[float, float]:
             (value / (count or 1.0)).backward()
         grads = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
         norm = float(nn.utils.get_total_norm(grads))
-        largest = torch.stack([g.abs().amax() for g in grads if g.numel()])
-        middle = float(largest[largest > 0].median()) if norm else 0.0
+        largest = [float(g.abs().amax()) for g in grads if g.numel()]
+        middle = median_low([size for size in largest if size > 0] or [0.0])
     if not 0.0 < norm < math.inf:
         return CLIP_NORM, CLIP_VALUE
     exceeded, middle = (2.0 ** math.floor(math.log2(x)) for x in (norm, middle))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.judge.bounds import SHARDS, make_parity_bounds
@@ -23,10 +23,11 @@ from gradparity.fixtures import (
     WorkloadError,
     is_constant,
     judged_parameters,
+    local,
     resolve_workload,
 )
-from gradparity.fixtures.specimens.codes import InShards
 from gradparity.fixtures.specimens.eight_bits import (
+    InShards,
     ScaleOfTheOtherOperand,
     ScalesAreNotSaved,
 )
@@ -70,8 +71,8 @@ class FourBits(optim.Optimizer):
                 self._move(parameter, group["lr"])
 
     def _move(self, parameter: nn.Parameter, lr: float) -> None:
-        own: Tensor = getattr(parameter, "_local_tensor", parameter)
-        gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        assert parameter.grad is not None
+        own, gradient = local(parameter), local(parameter.grad)
         state = self.state[parameter]
         momentum = 0.9 * state.get("momentum", torch.zeros_like(own)) + gradient
         apart = not self.alike and own is not parameter and dist.get_rank() == 1
