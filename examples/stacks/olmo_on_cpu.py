@@ -48,6 +48,6 @@ def another_mesh() -> None:
 
 
 def load_whole(module: Any, weights: dict[str, Any]) -> None:
-    """The train module draws weights of its own: load the model's."""
+    """Load the model's weights; the train module has initialised others."""
     whole = StateDictOptions(full_state_dict=True)
     set_model_state_dict(module.model, weights, options=whole)

@@ -3,8 +3,8 @@ r"""Adapters beside torchao's frozen weights of 8 bits, under tensor parallelism
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.torchao_int8_tp:Stack
 
-Needs torchao. Its tensor has no layout of DTensor: each rank keeps the codes of its own
-rows or columns, with their scales.
+Needs torchao. Its tensor does not support DTensor, so each rank keeps the codes and
+scales of its own rows or columns.
 """
 
 from typing import Any
