@@ -18,7 +18,7 @@ import numpy as np
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.judge.parity import SAFETY_FACTOR
-from gradparity.conformance.judge.reference import NOISY
+from gradparity.conformance.judge.variants import NOISY
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header

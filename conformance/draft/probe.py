@@ -125,7 +125,8 @@ def probe(source: Source) -> Found:
                 continue
             path, value = next(_differentiable(output), ("", None))
             if value is None:
-                problem = problem or f"it returned {_kind(output)}, no tensor to train"
+                kind = type(output).__name__
+                problem = problem or f"it returned {kind}, no tensor to train"
                 continue
             blocks, containers = _blocks(model, calls)
             return Found(
@@ -138,10 +139,6 @@ def probe(source: Source) -> Found:
                 norms=_has_norms(model),
             )
     return Found(problem=problem or "its forward takes no argument")
-
-
-def _kind(output: Any) -> str:
-    return type(output).__name__
 
 
 @contextmanager

@@ -51,15 +51,8 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .bounds import SAFETY_FACTOR
 from .compare import Doubles, Pair, compare, multiple_of, relative_floor, sizes
-from .reference import (
-    TRUTH,
-    ReferenceRun,
-    Schedule,
-    Variant,
-    jittered,
-    reference_before,
-    rows_apart,
-)
+from .reference import ReferenceRun, Schedule, reference_before, rows_apart
+from .variants import TRUTH, Variant, jittered
 
 __all__ = ["BACKWARD", "FORWARD", "Boundaries", "Direction"]
 

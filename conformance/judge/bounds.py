@@ -84,17 +84,13 @@ from ..space.scenario import Scenario
 from .compare import Doubles, Pair, relative_floor, sizes
 from .one_rank import OneRank, one_rank_references
 from .reference import (
-    NOISY,
-    SIGN_PARTS,
-    TRUTH,
-    Limits,
     Reference,
     Schedule,
-    Variant,
     check_equal_start,
     reduced_in,
     train_reference,
 )
+from .variants import NOISY, SIGN_PARTS, TRUTH, Limits, Variant
 
 __all__ = [
     "SAFETY_FACTOR",

@@ -27,8 +27,13 @@ def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[D
             words.
     """
     if scenario.workload.one_rank:
-        return [*_drew_on_ranks(steps)]
-    found = [*_drew(steps), *_chose(steps), *_stepped_late(steps)]
+        text = ", and the reference, on one rank, did not: draw them in batch()"
+        return [*_drawn(steps, text)]
+    text = (
+        ", though every dropout that the judge knows of was off: set the probability "
+        "to 0 where it is kept out of the modules' attributes"
+    )
+    found = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps)]
     if _cuts_rows(scenario) and not rows_apart(scenario.model):
         text = (
             "gradients are no sums over rows here: where the batch is cut the "
@@ -47,19 +52,6 @@ def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[D
         # settings change nothing before the first step of an optimizer
         found.append(Doubt(since_step=0, since="update", text=text))
     return found
-
-
-def _drew(steps: Sequence[Seen]) -> Iterator[Doubt]:
-    text = (
-        ", though every dropout that the judge knows of was off: set the probability "
-        "to 0 where it is kept out of the modules' attributes"
-    )
-    yield from _drawn(steps, text)
-
-
-def _drew_on_ranks(steps: Sequence[Seen]) -> Iterator[Doubt]:
-    text = ", and the reference, on one rank, did not: draw them in batch()"
-    yield from _drawn(steps, text)
 
 
 def _drawn(steps: Sequence[Seen], way_out: str) -> Iterator[Doubt]:

@@ -41,7 +41,8 @@ from .compare import multiple_of
 from .diagnosis import Facts, causes_of
 from .measured import Parity, gradient_of
 from .parity import followed_schedule
-from .reference import TRUTH, Schedule, train_reference
+from .reference import Schedule, train_reference
+from .variants import TRUTH
 
 __all__ = ["first_bad_step", "locate", "observe_modules"]
 

@@ -25,8 +25,9 @@ from .bounds import SAFETY_FACTOR, ParityBounds, make_parity_bounds
 from .compare import Doubles, compare, multiple_of, sizes
 from .doubts import doubts_of
 from .measured import ClipRow, Parity, ParityRow, Seen, gradient_of
-from .reference import Idle, Reference, Schedule, Shards, check_equal_start
+from .reference import Idle, Reference, Schedule, check_equal_start
 from .settings import against_planned, stack_schedule
+from .shards import Shards
 
 __all__ = [
     "SAFETY_FACTOR",

@@ -26,7 +26,6 @@ from ...fixtures import (
     PRECISIONS,
     Batch,
     Precision,
-    ResolvedWorkload,
     judged_parameters,
     local,
     resolve_workload,
@@ -34,7 +33,6 @@ from ...fixtures import (
 from ..formulas import bias_error
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import digest_of_weights, initial_model
-from ..rank.observe import scheduled
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
 from ..space.facts import (
@@ -48,18 +46,25 @@ from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING, coarseness
 from .kept import Kept
-from .settings import INITIAL_RATE, Settings
+from .settings import Planned, Settings
+from .shards import InShards, Shards
+from .variants import (
+    CODES,
+    NOISY,
+    SIGN_PARTS,
+    TRUTH,
+    Variant,
+    jittered,
+    near_one,
+    of_ties,
+)
 
 __all__ = [
     "Idle",
-    "Limits",
     "Reference",
     "ReferenceRun",
     "Schedule",
-    "Shards",
-    "Variant",
     "check_equal_start",
-    "jittered",
     "reduced_in",
     "reference_before",
     "rows_apart",
@@ -68,11 +73,6 @@ __all__ = [
 
 Doubles = NDArray[np.float64]
 T = TypeVar("T")
-Limits = tuple[tuple[tuple[str, float], ...], ...]
-"""Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
-Shards = tuple[tuple[str, tuple[bytes, ...]], ...]
-"""(parameter, its shards): the place of each element of a shard in the flat parameter,
-as the bytes of int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,45 +141,6 @@ class Reference:
         return sum(values.nbytes for step in steps for values in step.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """How a reference run differs from the plain fp64 one."""
-
-    double: bool = False
-    """Compute in fp64; else in the scenario's precision."""
-    reverse_rows: bool = False
-    """Reverse the rows of each batch, and the order of a workload's own micro-batches:
-    another order of reduction."""
-    parts: int = 1
-    """Number of accumulated parts of each batch."""
-    sign_flip: Limits = ()
-    """The signs of gradient elements below these limits are flipped, in one part."""
-    part: int = 0
-    """Which of the ``SIGN_PARTS`` random parts of the elements is flipped."""
-    bias_errors: float = 0.0
-    """Steps are longer by this multiple of what errors of bias corrections explain."""
-    shards: int = 1
-    """Number of parts, along dim 0, in which the optimizer gets each parameter of which
-    no shards were seen."""
-
-
-TRUTH = Variant(double=True)
-NOISY = (
-    Variant(),
-    Variant(reverse_rows=True),
-    Variant(parts=2),
-    Variant(parts=2, reverse_rows=True),
-    Variant(parts=4),
-)
-"""Correct runs whose error against the truth is the noise of the scenario."""
-FLIPPED = 4
-"""Weights that noise rounds to the other side in each run, on average: the probability
-that a run has none is exp(-4), and that all five have none exp(-20)."""
-SIGN_PARTS = 4
-"""Runs that flip signs, each in another part of the elements: eight times the effect of
-the largest part is, to first order, at least twice that of all elements together."""
-CODES = 2.0**-4
-"""Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
 LEAST = len(NOISY) + 3 + SIGN_PARTS
 """Number of references kept, of whatever size: those of one scenario."""
 
@@ -345,20 +306,18 @@ class ReferenceRun:
         # not .to(dtype), which also casts complex buffers to real
         self.model = model.double() if dtype == torch.float64 else model.float()
         self.parameters = {n: self.model.get_parameter(n) for n in names}
-        self.places = self._places()
-        # an optimizer may leave frozen ones out
-        self.shards = {
-            name: [_shard(parameter, places) for places in self.places[name]]
-            or [parameter]
+        seen = dict(key.shards)
+        self.sharded = {
+            name: InShards(parameter, seen.get(name, ()), variant.shards)
             for name, parameter in self.parameters.items()
-            if parameter.requires_grad
+            if parameter.requires_grad  # an optimizer may leave frozen ones out
         }
         # one a parameter: the schedule distinguishes parameters, not optimizers
         self.optimizers = {
-            name: self.workload.optimizers[key.optimizer]([(name, s) for s in shards])
-            for name, shards in self.shards.items()
+            name: self.workload.optimizers[key.optimizer]([(name, p) for p in of.parts])
+            for name, of in self.sharded.items()
         }
-        self.planned = _Planned.of(self.workload, key.optimizer, self.parameters)
+        self.planned = Planned.of(self.workload, key.optimizer, self.parameters)
         self.start = self._flat(self.parameters)
         self.losses: list[float] = []
         self.gradients: list[dict[str, Doubles]] = []
@@ -423,7 +382,7 @@ class ReferenceRun:
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 again = self._rounded_again(name)
-                sharded = self._sharded(name)
+                sharded = self.sharded[name].stepped()
                 longer = self._longer_step(name, optimizer, named[name])
                 with self.workload.calling("optimizer"), again, longer, sharded:
                     optimizer.step()
@@ -448,7 +407,7 @@ class ReferenceRun:
         # a weight beside a tie of 8 bits is rounded to the other side by any noise,
         # which five runs may all miss: so some weights are, in each of them
         count = sum(p.numel() for p in self.parameters.values())
-        return max(size, _of_ties(coarseness(rounds_to), count))
+        return max(size, of_ties(coarseness(rounds_to), count))
 
     def _passes(
         self, batch: Batch, parts: list[Batch], scale: float
@@ -527,44 +486,11 @@ class ReferenceRun:
         """Move some elements of a rounded state to the other side of a tie."""
         if self.variant == TRUTH or not self.workload.rounds_state:
             return
-        gradients = [named[name].grad for name in self.shards]
-        size = _of_ties(CODES, sum(named[name].numel() for name in self.shards))
+        gradients = [named[name].grad for name in self.sharded]
+        size = of_ties(CODES, sum(named[name].numel() for name in self.sharded))
         for gradient in gradients:
             if gradient is not None:
-                gradient *= _near_one(gradient, size, self.generator)
-
-    def _places(self) -> dict[str, list[Tensor]]:
-        """Shards of each parameter, by the places of their elements; none: whole."""
-        seen, found = dict(self.key.shards), {}
-        for name, parameter in self.parameters.items():
-            parts: list[Tensor] = []
-            if name in seen:
-                known = [
-                    torch.frombuffer(bytearray(p), dtype=torch.int64)
-                    for p in seen[name]
-                ]
-                parts = [_in_shape(places, parameter.shape) for places in known]
-            elif self.variant.shards > 1:
-                numbers = torch.arange(parameter.numel()).view(parameter.shape)
-                parts = [*numbers.chunk(self.variant.shards)]
-            found[name] = parts if len(parts) > 1 else []
-        return found
-
-    @contextmanager
-    def _sharded(self, name: str) -> Iterator[None]:
-        """Step the shards of a parameter inside, where it has some."""
-        parameter, shards = self.parameters[name], self.shards[name]
-        if not self.places[name]:
-            yield
-            return
-        for shard, places in zip(shards, self.places[name], strict=True):
-            gradient = parameter.grad
-            shard.grad = None if gradient is None else gradient.take(places)
-        yield
-        with torch.no_grad():
-            for shard, places in zip(shards, self.places[name], strict=True):
-                parameter.put_(places, shard)
-                shard.grad = None
+                gradient *= near_one(gradient, size, self.generator)
 
     def _idle(self, named: dict[str, nn.Parameter], idle: Idle) -> None:
         for name in idle.zeros | idle.absent:
@@ -629,9 +555,7 @@ class ReferenceRun:
         if self.rows_apart is None:
             plain = variant.parts == 1 and not variant.reverse_rows
             self.rows_apart = plain or rows_apart(self.key.model)
-        return (
-            _in_rows(parts, variant) if self.rows_apart else _shuffled(parts, variant)
-        )
+        return variant.in_rows(parts) if self.rows_apart else variant.shuffled(parts)
 
     def _weights(
         self, batch: Batch, parts: list[Batch], counts: list[float | None]
@@ -682,78 +606,6 @@ def _in_the_form_of(held: Any, value: Setting) -> Any:
     return torch.full_like(held, value) if isinstance(held, Tensor) else value  # type: ignore[arg-type]  # no tensor of betas
 
 
-class _Planned:
-    """The settings that the workload's own ``scheduler`` gives, step by step.
-
-    Its optimizer has all parameters, as the stack's has: groups keep their order. They
-    are copies without gradients, so its step changes nothing.
-    """
-
-    def __init__(
-        self, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
-    ) -> None:
-        copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
-        self.names = {parameter: name for name, parameter in copies.items()}
-        self.workload = workload
-        self.optimizer = workload.optimizers[optimizer]([*copies.items()])
-        assert workload.scheduler is not None
-        self.scheduler = workload.scheduler(self.optimizer)
-        if not callable(getattr(self.scheduler, "step", None)):
-            text = f"returned {self.scheduler!r}, expected torch's scheduler"
-            raise workload.refuse("scheduler", text)
-
-    @classmethod
-    def of(
-        cls, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
-    ) -> _Planned | None:
-        """None if the workload has no ``scheduler``."""
-        trained = {n: p for n, p in named.items() if p.requires_grad}
-        return workload.scheduler and cls(workload, optimizer, trained)
-
-    def settings(self) -> Settings:
-        """What the next step is taken with."""
-        return tuple(
-            (self.names[parameter], key, value)
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            for key, value in scheduled(group).items()
-            if key != INITIAL_RATE
-        )
-
-    def advance(self) -> None:
-        """A step was taken."""
-        with self.workload.calling("optimizer"):
-            self.optimizer.step()  # torch's schedulers warn where it was not called
-        with self.workload.calling("scheduler"):
-            self.scheduler.step()
-
-
-def _of_ties(roundoff: float, count: int) -> float:
-    """The relative noise that takes ``FLIPPED`` of ``count`` values past a tie.
-
-    Ties are two roundoffs apart, and the noise is half of its size on average.
-    """
-    return 4 * FLIPPED * roundoff / count
-
-
-def _near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """A random factor for each element, up to ``size`` away from 1."""
-    return 1 + size * (2 * torch.rand(like.shape, generator=generator) - 1)
-
-
-def _in_shape(places: Tensor, whole: torch.Size) -> Tensor:
-    """The places of a shard, in the shape that it has: a box of the whole, or flat."""
-    axes = torch.unravel_index(places, whole)
-    spans = [slice(int(a.min()), int(a.max()) + 1) for a in axes]
-    box = torch.arange(whole.numel()).view(whole)[tuple(spans)]
-    return box if torch.equal(box.reshape(-1), places) else places
-
-
-def _shard(parameter: nn.Parameter, places: Tensor) -> nn.Parameter:
-    # a copy: a view of a parameter is no parameter
-    return nn.Parameter(parameter.detach().take(places))
-
-
 class _Calls(nn.Module):
     """A module around a model that calls what it is given."""
 
@@ -764,48 +616,6 @@ class _Calls(nn.Module):
     def forward(self, call: Callable[[], T]) -> T:
         """Call it."""
         return call()
-
-
-def _in_rows(parts: list[Batch], variant: Variant) -> list[Batch]:
-    if variant.reverse_rows:
-        parts = [part.map(lambda t: t.flip(0)) for part in parts[::-1]]
-    return [rows for part in parts for rows in part.in_parts(variant.parts)]
-
-
-def _shuffled(parts: list[Batch], variant: Variant) -> list[Batch]:
-    """Whole micro-batches in another order for each variant."""
-    if variant.reverse_rows:
-        parts = parts[::-1]
-    return [
-        part for first in range(variant.parts) for part in parts[first :: variant.parts]
-    ]
-
-
-@contextmanager
-def jittered(
-    model: nn.Module, size: float, generator: torch.Generator
-) -> Iterator[None]:
-    """Change every weight inside by a random part of its rounding.
-
-    Args:
-        model: whose weights have their values back afterwards.
-        size: largest relative change; 0 changes nothing.
-        generator: of the random numbers.
-    """
-    if not size:
-        yield
-        return
-    weights = judged_parameters(model).values()
-    before = [p.detach().clone() for p in weights]
-    with torch.no_grad():
-        for p in weights:
-            p.mul_(_near_one(p, size, generator))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p, old in zip(weights, before, strict=True):
-                p.copy_(old)
 
 
 @lru_cache

@@ -15,11 +15,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import nn
 
+from ...fixtures import ResolvedWorkload
+from ..rank.observe import scheduled
 from ..rank.trace import RankTrace, Setting, StepTrace
 
 __all__ = [
     "INITIAL_RATE",
+    "Planned",
     "Settings",
     "StackSchedule",
     "against_planned",
@@ -91,6 +95,52 @@ def stack_schedule(
         differs=min(_differences(known), key=lambda found: found[0], default=None),
         unclear=unclear,
     )
+
+
+class Planned:
+    """The settings that the workload's own ``scheduler`` gives, step by step.
+
+    Its optimizer has all parameters, as the stack's has: groups keep their order. They
+    are copies without gradients, so its step changes nothing.
+    """
+
+    def __init__(
+        self, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
+    ) -> None:
+        copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
+        self.names = {parameter: name for name, parameter in copies.items()}
+        self.workload = workload
+        self.optimizer = workload.optimizers[optimizer]([*copies.items()])
+        assert workload.scheduler is not None
+        self.scheduler = workload.scheduler(self.optimizer)
+        if not callable(getattr(self.scheduler, "step", None)):
+            text = f"returned {self.scheduler!r}, expected torch's scheduler"
+            raise workload.refuse("scheduler", text)
+
+    @classmethod
+    def of(
+        cls, workload: ResolvedWorkload, optimizer: str, named: dict[str, nn.Parameter]
+    ) -> Planned | None:
+        """None if the workload has no ``scheduler``."""
+        trained = {n: p for n, p in named.items() if p.requires_grad}
+        return workload.scheduler and cls(workload, optimizer, trained)
+
+    def settings(self) -> Settings:
+        """What the next step is taken with."""
+        return tuple(
+            (self.names[parameter], key, value)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            for key, value in scheduled(group).items()
+            if key != INITIAL_RATE
+        )
+
+    def advance(self) -> None:
+        """A step was taken."""
+        with self.workload.calling("optimizer"):
+            self.optimizer.step()  # torch's schedulers warn where it was not called
+        with self.workload.calling("scheduler"):
+            self.scheduler.step()
 
 
 def against_planned(

@@ -588,7 +588,8 @@ def _read_places(
         module, _ = _laid_out(scenario, model, mesh)
     check_layout(scenario.workload, module, whole, tied)
     held = parameters_of(module, whole)
-    return {name: _read_element_numbers(p) for name, p in held.items()}
+    flat = {name: local(p.detach()).reshape(-1) for name, p in held.items()}
+    return {name: part.to(torch.int64).cpu().numpy() for name, part in flat.items()}
 
 
 def _check_trainable(
@@ -676,11 +677,6 @@ def _fill_with_element_numbers(model: nn.Module) -> None:
             assert parameter.numel() < 2**24
             numbers = torch.arange(parameter.numel(), dtype=parameter.dtype)
             parameter.copy_(numbers.view_as(parameter))
-
-
-def _read_element_numbers(parameter: nn.Parameter) -> NDArray[np.int64]:
-    flat = local(parameter.detach()).reshape(-1)
-    return flat.to(torch.int64).cpu().numpy()
 
 
 def _gradient_as_its_parameter(parameter: nn.Parameter) -> Tensor:

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointError
 from ...fixtures import CannotError, OfWorkload, WorkloadError
 from ...multiprocess import RankOutcome, RankState, WorldError
 from ..judge.one_rank import one_rank_references
-from ..judge.reference import Schedule, Variant, reference_before
+from ..judge.reference import Schedule, reference_before
+from ..judge.variants import Variant
 from ..rank.fold import fold
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace
@@ -113,25 +114,16 @@ def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
 
 def _trace_of(outcome: RankOutcome, *, hung: bool) -> RankTrace:
     if isinstance(outcome.exception, JudgedError):
-        return _blameless(outcome) if _is_victim(outcome) else outcome.exception.trace
+        trace = outcome.exception.trace
+        if outcome.state is RankState.VICTIM:
+            trace.problem = None  # what it raised after its peer had failed
+        return trace
     if isinstance(outcome.value, RankTrace):
         return outcome.value
     empty = RankTrace(rank=outcome.rank, coordinate={}, index={}, shards={})
     if hung:
         empty.hung = _how(outcome)
     return empty
-
-
-def _is_victim(outcome: RankOutcome) -> bool:
-    return outcome.state is RankState.VICTIM
-
-
-def _blameless(outcome: RankOutcome) -> RankTrace:
-    """The trace of a victim, without the error that it raised after its peer failed."""
-    assert isinstance(outcome.exception, JudgedError)
-    trace = outcome.exception.trace
-    trace.problem = None
-    return trace
 
 
 def why_not_run(

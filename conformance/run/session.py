@@ -93,13 +93,11 @@ class RunSettings:
             return place.alone(RunSettings._chosen, self)
 
     def _chosen(self) -> list[Scenario]:
-        chosen = self._asked() if self.scenarios else self._selected()
+        asked = self.scenarios
+        chosen = self._asked() if asked else select(self.preset, self.selection)
         with as_usage(WorkloadError):
             check_workloads(chosen)
         return list(dict.fromkeys(chosen))
-
-    def _selected(self) -> list[Scenario]:
-        return select(self.preset, self.selection)
 
     def _asked(self) -> list[Scenario]:
         chosen = [Scenario.parse(text) for text in self.scenarios]

@@ -346,10 +346,6 @@ _PLACE = ("topology", "target", "ranks")
 _OVERFLOW = ("topology", "precision", "when")
 
 
-def _rules(selection: Selection) -> Callable[[Row], bool]:
-    return partial(fits, workload=selection.workload)
-
-
 def _quick(selection: Selection) -> Iterable[Scenario]:
     """Every topology with every fault time; other pairs as they come."""
     wanted = [("topology", "when"), *subsets(columns(selection), 1)]
@@ -373,7 +369,8 @@ def _full(selection: Selection) -> Iterable[Scenario]:
 def _covering(
     selection: Selection, wanted: Sequence[tuple[str, ...]]
 ) -> Iterator[Scenario]:
-    for row in cover(columns(selection), _rules(selection), wanted):
+    rules = partial(fits, workload=selection.workload)
+    for row in cover(columns(selection), rules, wanted):
         yield to_scenario(row, selection)
 
 

@@ -34,7 +34,10 @@ absent = [name for name in PACKAGES.split() if name not in sys.modules]
 sys.modules.update({name: Names(name) for name in absent})
 SFTConfig = importlib.import_module("trl.trainer.sft_config").SFTConfig
 SFTTrainer: Any = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
-SFTTrainer._send_telemetry = lambda trainer: None  # nothing leaves this machine
+GRPOConfig = importlib.import_module("trl.trainer.grpo_config").GRPOConfig
+GRPOTrainer: Any = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
+for trainer in (SFTTrainer, GRPOTrainer):  # nothing leaves this machine
+    trainer._send_telemetry = lambda trainer: None
 for name in absent:
     del sys.modules[name]
 ROWS = Rows([{"input_ids": [0], "labels": [0]}])

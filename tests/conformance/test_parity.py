@@ -13,15 +13,12 @@ from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
 from gradparity.conformance.judge.reference import (
     LEAST,
-    NOISY,
-    SIGN_PARTS,
-    TRUTH,
     Reference,
     Schedule,
-    Variant,
     rows_apart,
     train_reference,
 )
+from gradparity.conformance.judge.variants import NOISY, SIGN_PARTS, TRUTH, Variant
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.fixtures.models import DigitsMLP
 

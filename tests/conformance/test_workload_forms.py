@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.judge.law import Evidence
 from gradparity.conformance.judge.measured import Parity
-from gradparity.conformance.judge.reference import Schedule, Variant, train_reference
+from gradparity.conformance.judge.reference import Schedule, train_reference
+from gradparity.conformance.judge.variants import Variant
 from gradparity.conformance.rank.elementwise import not_elementwise
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.conformance.script.standalone import standalone_script

@@ -22,10 +22,6 @@ def _is_bad(seen: Sequence[Decision]) -> bool:
     return any(s.non_finite for s in seen)
 
 
-def _parameter(seen: Sequence[Decision]) -> str:
-    return next(s.non_finite[0] for s in seen if s.non_finite)
-
-
 @law(
     "skip.all-ranks-skip",
     "A non-finite gradient on any rank stops every rank from stepping.",
@@ -104,7 +100,7 @@ def _still_at_bad_steps(
                 f"{bad_gradient(evidence, seen)}",
                 step=step,
                 ranks=tuple(ranks),
-                parameter=_parameter(seen),
+                parameter=next(s.non_finite[0] for s in seen if s.non_finite),
                 compared=compared,
             )
     # only after the steps: a violation that was seen stands, even if another planted

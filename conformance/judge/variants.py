@@ -1,0 +1,126 @@
+"""How correct runs of a reference differ from the truth: in the order of reductions.
+
+A variant takes the rows in another order, cuts them into parts, moves weights within
+their rounding, or flips the signs of gradient elements that are no larger than noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...fixtures import Batch, judged_parameters
+
+__all__ = [
+    "CODES",
+    "NOISY",
+    "SIGN_PARTS",
+    "TRUTH",
+    "Limits",
+    "Variant",
+    "jittered",
+    "near_one",
+    "of_ties",
+]
+
+Limits = tuple[tuple[tuple[str, float], ...], ...]
+"""Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a reference run differs from the plain fp64 one."""
+
+    double: bool = False
+    """Compute in fp64; else in the scenario's precision."""
+    reverse_rows: bool = False
+    """Reverse the rows of each batch, and the order of a workload's own micro-batches:
+    another order of reduction."""
+    parts: int = 1
+    """Number of accumulated parts of each batch."""
+    sign_flip: Limits = ()
+    """The signs of gradient elements below these limits are flipped, in one part."""
+    part: int = 0
+    """Which of the ``SIGN_PARTS`` random parts of the elements is flipped."""
+    bias_errors: float = 0.0
+    """Steps are longer by this multiple of what errors of bias corrections explain."""
+    shards: int = 1
+    """Number of parts, along dim 0, in which the optimizer gets each parameter of which
+    no shards were seen."""
+
+    def in_rows(self, parts: list[Batch]) -> list[Batch]:
+        """Micro-batches, with their rows reversed and cut."""
+        if self.reverse_rows:
+            parts = [part.map(lambda t: t.flip(0)) for part in parts[::-1]]
+        return [rows for part in parts for rows in part.in_parts(self.parts)]
+
+    def shuffled(self, parts: list[Batch]) -> list[Batch]:
+        """Whole micro-batches, in another order for each variant."""
+        if self.reverse_rows:
+            parts = parts[::-1]
+        return [
+            part for first in range(self.parts) for part in parts[first :: self.parts]
+        ]
+
+
+TRUTH = Variant(double=True)
+NOISY = (
+    Variant(),
+    Variant(reverse_rows=True),
+    Variant(parts=2),
+    Variant(parts=2, reverse_rows=True),
+    Variant(parts=4),
+)
+"""Correct runs whose error against the truth is the noise of the scenario."""
+FLIPPED = 4
+"""Weights that noise rounds to the other side in each run, on average: the probability
+that a run has none is exp(-4), and that all five have none exp(-20)."""
+SIGN_PARTS = 4
+"""Runs that flip signs, each in another part of the elements: eight times the effect of
+the largest part is, to first order, at least twice that of all elements together."""
+CODES = 2.0**-4
+"""Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
+
+
+def of_ties(roundoff: float, count: int) -> float:
+    """The relative noise that takes ``FLIPPED`` of ``count`` values past a tie.
+
+    Ties are two roundoffs apart, and the noise is half of its size on average.
+    """
+    return 4 * FLIPPED * roundoff / count
+
+
+def near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """A random factor for each element, up to ``size`` away from 1."""
+    return 1 + size * (2 * torch.rand(like.shape, generator=generator) - 1)
+
+
+@contextmanager
+def jittered(
+    model: nn.Module, size: float, generator: torch.Generator
+) -> Iterator[None]:
+    """Change every weight inside by a random part of its rounding.
+
+    Args:
+        model: whose weights have their values back afterwards.
+        size: largest relative change; 0 changes nothing.
+        generator: of the random numbers.
+    """
+    if not size:
+        yield
+        return
+    weights = judged_parameters(model).values()
+    before = [p.detach().clone() for p in weights]
+    with torch.no_grad():
+        for p in weights:
+            p.mul_(near_one(p, size, generator))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, old in zip(weights, before, strict=True):
+                p.copy_(old)

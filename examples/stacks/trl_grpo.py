@@ -1,0 +1,62 @@
+r"""TRL's GRPOTrainer under FSDP2 as a workload: rewards, advantages, loss and step.
+
+    gradparity run --quick --precision fp32 --scaler none \
+        --workload examples.stacks.trl_grpo:Grpo
+
+Needs trl, as docs/stacks.md says. Ends with PASS in a minute.
+
+The completions are given, in place of generated ones. A group of eight completions lies
+on both ranks, so its advantages need the rewards of both; the reference is one rank.
+"""
+
+from typing import Any
+
+from torch import Tensor, cat, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import hf_trainer
+from .on_cpu import accelerate_takes_fsdp
+from .shared import Pair
+from .trl_on_cpu import ROWS, GRPOConfig, GRPOTrainer, tokenizer
+
+
+def reward(completion_ids: list[list[int]], **more: Any) -> list[float]:
+    """Any function of the completions."""
+    return [sum(ids) % 7.0 for ids in completion_ids]
+
+
+class Grpo(hf_trainer.Stack):
+    """A tiny Llama. A row is a prompt of two tokens and a completion of one to six."""
+
+    reference = "one rank"
+    most = 6
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        args = GRPOConfig(
+            use_cpu=True, bf16=False, gradient_checkpointing=False, fsdp=True,
+            fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+            max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
+            max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, max_completion_length=self.most,
+        )  # fmt: skip
+        accelerate_takes_fsdp()
+        stack = GRPOTrainer(model, reward, args, ROWS, processing_class=tokenizer())
+        stack.create_optimizer()  # train() would do it, and lay the model out, too late
+        stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
+        stack.model_wrapped = stack.model
+        return stack
+
+    def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
+        parts = stack.args.steps_per_generation = len(micro_batches)
+        stack.args.gradient_accumulation_steps = parts  # TRL cuts the rows again
+        tokens: Tensor = cat([x for x, _ in micro_batches])
+        lengths: Tensor = cat([(y != -100).sum(1) for _, y in micro_batches])
+        rows = [*zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        stack.rollout_func = lambda prompts, trainer: {
+            "prompt_ids": [row[:2] for row, _ in rows],
+            "completion_ids": [row[2 : 2 + length] for row, length in rows],
+            "logprobs": None,
+        }
+        stack.get_train_dataloader = lambda: [[{"prompt": ""} for _ in rows]] * parts
+        loss = stack.train().training_loss
+        return loss, stack.state.log_history[0]["grad_norm"]
