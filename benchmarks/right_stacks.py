@@ -15,13 +15,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from gradparity.benchmarks.specimens import TIMEOUT_S, Right, judged_right
+from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.run.launcher import Pool
@@ -31,6 +35,7 @@ from gradparity.fixtures.faulty import RIGHT
 from gradparity.fixtures.specimens import ONE_RANK, SPECIMENS
 
 RESULTS = Path(__file__).parent / "results" / "right_stacks.json"
+PAGE = Path(__file__).parent.parent / "docs" / "stacks.md"
 SEEDS = 5
 
 EXAMPLES = (
@@ -99,6 +104,7 @@ EXAMPLES = (
     "stacks.torchao_optimizers_saved:Eight",
     "stacks.torchao_optimizers_saved:Four",
     "stacks.torchtitan_debug:Stack",
+    "stacks.trl_grpo:Grpo",
     "stacks.trl_sft:Sft",
     "stacks.vector_quantize_lfq:SampleEntropy",
 )
@@ -237,6 +243,8 @@ wrong indeed; and why."""
 class _Found:
     accused: tuple[str, ...] = ()
     largest: float = 0.0
+    first_s: float = 0.0
+    """From an empty pool of ranks to the first verdict."""
     not_run: str = ""
 
 
@@ -270,7 +278,7 @@ def judged(spec: str, source: str, seeds: int) -> _Found:
         source: as :func:`corpus` gives it.
         seeds: how many, from 0.
     """
-    found = Right()
+    found, start, first_s = Right(), time.monotonic(), 0.0
     not_tried = NOT_TRIED.get(spec, ("",))[0]
     with Runner(folder=".", timeout_s=TIMEOUT_S) as runner:
         try:
@@ -281,9 +289,14 @@ def judged(spec: str, source: str, seeds: int) -> _Found:
                     else judged_right(runner, spec, seed, not_tried)
                 ):
                     found.add(case)
+                    first_s = first_s or time.monotonic() - start
         except UsageError as error:
             return _Found(not_run=str(error))
-    return _Found(accused=tuple(found.accused), largest=round(found.largest, 3))
+    return _Found(
+        accused=tuple(found.accused),
+        largest=round(found.largest, 3),
+        first_s=round(first_s, 1),
+    )
 
 
 def _judged_scaler(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
@@ -310,8 +323,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not entries:
         parser.error(f"no entry has {given.only!r} in it")
+    if given.record and given.only:
+        parser.error("--record is of the whole corpus: leave --only out")
     found: dict[str, _Found] = {}
-    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as workers:
+    # each in a process of its own, as with `gradparity run`
+    context = get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, context, max_tasks_per_child=1) as workers:
         futures = {
             spec: workers.submit(judged, spec, source, given.seeds)
             for spec, source in entries.items()
@@ -325,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 told += " (not tried: {}; {})".format(*NOT_TRIED[spec])
             print(f"{spec}: {told}", flush=True)
     if given.record:
-        _record(given.seeds, found)
+        _record(given.seeds, given.jobs, found)
     wrong = sum(bool(each.accused) for each in found.values())
     left = sum(bool(each.not_run) for each in found.values())
     print(
@@ -335,7 +352,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong or left == len(found) else 0
 
 
-def _record(seeds: int, found: dict[str, _Found]) -> None:
+def first_verdicts(seconds: Mapping[str, float]) -> str:
+    """The table of the stacks' first verdicts, a row for each file."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for spec, first_s in seconds.items():
+        module, _, name = spec.removeprefix("examples.").partition(":")
+        files[module].append(f"`{name}` {first_s:.0f} s")
+    rows = [row(f"`{module}`", ", ".join(found)) for module, found in files.items()]
+    return "\n".join([row("file", "first verdict"), row("---", "---"), *rows])
+
+
+def _record(seeds: int, jobs: int, found: dict[str, _Found]) -> None:
     header = make_header(
         planned=0,
         preset="quick",
@@ -348,9 +375,16 @@ def _record(seeds: int, found: dict[str, _Found]) -> None:
         "platform": header.platform,
         "commit": header.commit,
         "started": header.started,
+        "cores": os.cpu_count(),
+        "jobs": jobs,
         "seeds": seeds,
         "judged": {  # and the largest error over its bound
             spec: each.largest for spec, each in found.items() if not each.not_run
+        },
+        "first_s": {
+            spec: each.first_s
+            for spec, each in found.items()
+            if spec.startswith("examples.") and not each.not_run
         },
         "accused": {s: each.accused for s, each in found.items() if each.accused},
         "not_run": {s: each.not_run for s, each in found.items() if each.not_run},
@@ -359,6 +393,18 @@ def _record(seeds: int, found: dict[str, _Found]) -> None:
     draft = RESULTS.with_suffix(".draft")
     draft.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(draft, RESULTS)
+    write_page(record)
+
+
+def write_page(record: Mapping[str, Any]) -> None:
+    """Write the table of a record into its page."""
+    made = (
+        f"gradparity at {record['commit'][:7]}, torch {record['torch']}, "
+        f"{record['cores']} cores, {record['jobs']} stacks at once, "
+        f"{record['started'][:10]}"
+    )
+    tables = {"made": made, "verdicts": first_verdicts(record["first_s"])}
+    write_between(PAGE, tables)
 
 
 if __name__ == "__main__":

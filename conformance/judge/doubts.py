@@ -17,7 +17,9 @@ from .reference import rows_apart
 __all__ = ["doubts_of"]
 
 
-def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[Doubt]:
+def doubts_of(
+    scenario: Scenario, steps: Sequence[Seen], unclear: str, *, draws_idly: bool = False
+) -> list[Doubt]:
     """The doubts about the reference of one run.
 
     Args:
@@ -25,8 +27,11 @@ def doubts_of(scenario: Scenario, steps: Sequence[Seen], unclear: str) -> list[D
         steps: each step, seen on all ranks.
         unclear: settings that the stack moves for copies of unknown parameters, in
             words.
+        draws_idly: whether the reference, on one rank, draws numbers without effect.
     """
     if scenario.workload.one_rank:
+        if draws_idly:
+            return []
         text = ", and the reference, on one rank, did not: draw them in batch()"
         return [*_drawn(steps, text)]
     text = (

@@ -18,13 +18,21 @@ all initial weights by one unit roundoff in random directions, or does some of t
 Rows are permuted and cut only if that changes nothing but rounding: in fp64 the
 gradients of two steps must stay as they are. A stack that takes one micro-batch alone,
 or a loss that couples rows, is not cut.
+
+[Note: Draws without effect]
+Random numbers that a train_step draws depend on the number of ranks, so what it trains
+may, too, and nothing is decided. It may be that they have no effect: a trainer shuffles
+the rows that it sums over. That is shown as it is for rows: with other numbers in each
+step the gradients in fp64 must stay as they are. If they do, each noisy run draws other
+numbers. A stack that seeds the generator itself draws the same ones again, which shows
+nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +43,9 @@ from numpy.typing import NDArray
 
 from ...fixtures import CannotError, WorkloadError, judged_parameters
 from ...multiprocess.rank.global_state import seed_everything
+from ..rank.engine import Engine
 from ..rank.fold import fold
+from ..rank.observe import digest
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
@@ -76,6 +86,8 @@ class OneRank:
     """What they are, in words."""
     undecided: str = ""
     """Why nothing can be compared with them, in words; else empty."""
+    draws_idly: bool = False
+    """Whether they draw random numbers that have no effect."""
 
     @property
     def nbytes(self) -> int:
@@ -111,8 +123,15 @@ def _references(
         return _train(scenario, alone, steps)
 
     plain = trained(PLAIN)
+    in_fp64 = Alone(variation=TRUTH, skipped=skipped, scales=scales)
+    truth = _in_fp64(scenario, in_fp64, scenario.steps)
+    # without fp64 nothing shows whether a variation changes more than the rounding
+    first = None if truth is None else _first_steps(scenario, TRUTH)
+    draws_idly = bool(plain.drew) and _changes_nothing(
+        scenario, first, replace(TRUTH, redrawn=1)
+    )
     undecided = ""
-    if plain.drew:
+    if plain.drew and not draws_idly:
         undecided = (
             f"on one rank {plain.drew} drew random numbers in the passes, which depend "
             "on the number of ranks: draw them in batch(), where they have rows, or "
@@ -124,11 +143,9 @@ def _references(
             ": draw all random numbers in batch(), or from torch's generator, and keep "
             "nothing from one stack to the next"
         )
-    in_fp64 = Alone(variation=TRUTH, skipped=skipped, scales=scales)
-    truth = _in_fp64(scenario, in_fp64, scenario.steps)
     variations = list(NOISY)
-    # without fp64 nothing shows whether rows may be permuted or cut
-    first = None if truth is None else _first_steps(scenario, TRUTH)
+    if draws_idly:  # all but the plain one
+        variations = [replace(v, redrawn=n) for n, v in enumerate(NOISY)]
     if not _changes_nothing(scenario, first, replace(TRUTH, permuted=True)):
         variations = [replace(v, permuted=False) for v in variations]
     if not _changes_nothing(scenario, first, replace(TRUTH, parts=2)):
@@ -138,7 +155,13 @@ def _references(
     words = dict.fromkeys(word for v in variations for word in v.words)
     where = "in fp64" if truth is not None else f"in {scenario.precision} (no fp64)"
     text = f"one rank, {where}; noise of {len(noisy)} runs: {', '.join(words)}"
-    return OneRank(truth=truth or plain, noisy=noisy, text=text, undecided=undecided)
+    return OneRank(
+        truth=truth or plain,
+        noisy=noisy,
+        text=text,
+        undecided=undecided,
+        draws_idly=draws_idly,
+    )
 
 
 def _in_fp64(scenario: Scenario, alone: Alone, steps: int) -> Reference | None:
@@ -160,6 +183,8 @@ def _changes_nothing(
     varied = first and _first_steps(scenario, variation)
     if not (first and varied):
         return False  # e.g. the stack takes one micro-batch alone
+    if variation.redrawn and {*first.generators} & {*varied.generators}:
+        return False  # the stack seeds them itself
     for one, other in zip(first.gradients, varied.gradients, strict=True):
         sizes = (float(np.abs(g).max()) for g in one.values() if g.size)
         largest = max(sizes, default=0.0)
@@ -199,13 +224,27 @@ def _train(
     # imported where it runs: judging needs none of what makes a run
     from ..rank.worker import observe_rank
 
+    generators: list[str] = []
+
+    @contextmanager
+    def around(engine: Engine, step: int) -> Iterator[None]:
+        if alone.variation.redrawn:
+            torch.manual_seed(1000 * alone.variation.redrawn + step)
+        yield
+        generators.append(digest(torch.get_rng_state()))
+
     # the generators stand where those of the ranks stood
     seed_everything(0)
     # Compiled code is what is judged, and not with what it is compared.
     with torch.compiler.set_stance("force_eager"):
         try:
             seen = observe_rank(
-                scenario, NO_SCALER, os.getcwd(), last=steps - 1, alone=alone
+                scenario,
+                NO_SCALER,
+                os.getcwd(),
+                last=steps - 1,
+                around=around,
+                alone=alone,
             )
         except WorkloadError as error:
             text = f"the reference, on one rank: {error}"
@@ -219,7 +258,7 @@ def _train(
     ]
     if dtype is torch.float64 and any(values.dtype != np.float64 for values in found):
         raise CannotError("the stack keeps another dtype than fp64")
-    return _as_reference(scenario, trace)
+    return replace(_as_reference(scenario, trace), generators=tuple(generators))
 
 
 def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:

@@ -150,7 +150,12 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         else clip_norm_of(scenario.workload, scenario.parsed_recipe.training),
         reference=parity_bounds.reference,
         undecided=parity_bounds.undecided,
-        doubts=doubts_of(scenario, steps, moved_by_stack.unclear),
+        doubts=doubts_of(
+            scenario,
+            steps,
+            moved_by_stack.unclear,
+            draws_idly=parity_bounds.draws_idly,
+        ),
         still=frozenset(_still(schedule, phases, parity_bounds)),
         stack_schedule=moved_by_stack,
     )

@@ -133,6 +133,8 @@ class Reference:
     the workload on one rank gives it."""
     drew: str = ""
     """What drew random numbers first on one rank, in words."""
+    generators: tuple[str, ...] = ()
+    """Per step on one rank: digest of the state of torch's generator after it."""
 
     @property
     def nbytes(self) -> int:

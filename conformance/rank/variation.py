@@ -38,6 +38,8 @@ class Variation:
     """Each micro-batch is cut in so many."""
     moved: int = 0
     """If not 0, the seed of the signs by which weights are moved by one unit."""
+    redrawn: int = 0
+    """If not 0, torch's generator is seeded with it before each step."""
 
     @property
     def words(self) -> Sequence[str]:
@@ -46,6 +48,7 @@ class Variation:
             "rows permuted": self.permuted,
             "micro-batches cut again": self.parts > 1,
             "weights moved by a unit roundoff": self.moved > 0,
+            "random numbers drawn anew": self.redrawn > 0,
         }
         return [words for words, does in changes.items() if does]
 

@@ -3,15 +3,13 @@ r"""TRL's GRPOTrainer under FSDP2 as a workload: rewards, advantages, loss and s
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.trl_grpo:Grpo
 
-Needs trl, as docs/stacks.md says. Ends with PASS in a minute.
-
-The completions are given, in place of generated ones. A group of eight completions lies
-on both ranks, so its advantages need the rewards of both; the reference is one rank.
+Needs trl, as docs/stacks.md says. Ends with PASS in a minute. Completions are given;
+they are one group, and its advantages need the rewards of both ranks.
 """
 
 from typing import Any
 
-from torch import Tensor, cat, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import hf_trainer
@@ -38,10 +36,11 @@ class Grpo(hf_trainer.Stack):
             max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
             max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
             report_to=[], disable_tqdm=True, max_completion_length=self.most,
+            num_generations=24, per_device_train_batch_size=24 // mesh.size(),
         )  # fmt: skip
         accelerate_takes_fsdp()
         stack = GRPOTrainer(model, reward, args, ROWS, processing_class=tokenizer())
-        stack.create_optimizer()  # train() would do it, and lay the model out, too late
+        stack.create_optimizer()  # train() would do it too late
         stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
         stack.model_wrapped = stack.model
         return stack
@@ -49,14 +48,12 @@ class Grpo(hf_trainer.Stack):
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         parts = stack.args.steps_per_generation = len(micro_batches)
         stack.args.gradient_accumulation_steps = parts  # TRL cuts the rows again
-        tokens: Tensor = cat([x for x, _ in micro_batches])
-        lengths: Tensor = cat([(y != -100).sum(1) for _, y in micro_batches])
-        rows = [*zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        batches = [zip(*pair, strict=True) for pair in micro_batches]
+        rows = [(x.tolist(), int((y != -100).sum())) for xy in batches for x, y in xy]
         stack.rollout_func = lambda prompts, trainer: {
             "prompt_ids": [row[:2] for row, _ in rows],
-            "completion_ids": [row[2 : 2 + length] for row, length in rows],
+            "completion_ids": [row[2 : 2 + n] for row, n in rows],
             "logprobs": None,
         }
-        stack.get_train_dataloader = lambda: [[{"prompt": ""} for _ in rows]] * parts
-        loss = stack.train().training_loss
-        return loss, stack.state.log_history[0]["grad_norm"]
+        stack.get_train_dataloader = lambda: [[{"prompt": ""}] * len(rows)] * parts
+        return stack.train().training_loss, stack.state.log_history[0]["grad_norm"]

@@ -1,9 +1,11 @@
 """The corpus of right stacks is there, and a stack in it that is wrong is accused."""
 
+import json
+
 import pytest
 
 from gradparity.benchmarks import right_stacks
-from gradparity.benchmarks.right_stacks import corpus, main
+from gradparity.benchmarks.right_stacks import PAGE, RESULTS, corpus, main
 from gradparity.fixtures import resolve_workload
 from gradparity.tests.docs_blocks import ROOT
 
@@ -24,6 +26,32 @@ def test_every_example_is_in_the_corpus() -> None:
     known = {ROOT / f"{s.partition(':')[0].replace('.', '/')}.py" for s in corpus()}
     shared = {ROOT / "examples/stacks/shared.py"}
     assert files - shared <= known
+
+
+def test_first_verdicts_have_a_row_for_each_file() -> None:
+    seconds = {"examples.gan:Gan": 7.9, "examples.stacks.a:X": 11.2}
+    table = right_stacks.first_verdicts(seconds | {"examples.stacks.a:Y": 12.6})
+    assert table.splitlines()[2:] == [
+        "| `gan` | `Gan` 8 s |",
+        "| `stacks.a` | `X` 11 s, `Y` 13 s |",
+    ]
+
+
+def test_the_page_shows_the_record() -> None:
+    record = json.loads(RESULTS.read_text())
+    assert right_stacks.first_verdicts(record["first_s"]) in PAGE.read_text()
+    assert record["commit"][:7] in PAGE.read_text()
+    examples = {spec for spec, source in corpus().items() if source == "example"}
+    assert examples == {*record["first_s"], *record["not_run"]}
+
+
+def test_a_part_of_the_corpus_is_not_recorded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--record", "--only", "gan:Gan"])
+    assert ended.value.code == 2
+    assert "leave --only out" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -277,6 +277,50 @@ def test_training_that_is_not_deterministic_is_inconclusive(runner: Runner) -> N
         assert message(found, "parity.gradient").startswith(words)
 
 
+class Shuffles(Alone):
+    """A trainer that shuffles the rows that it sums over."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        orders = [torch.randperm(len(x)) for x, _ in micro_batches]
+        pairs = zip(micro_batches, orders, strict=True)
+        shuffled = [(x[order], y[order]) for (x, y), order in pairs]
+        return super().backward(stack, shuffled, scaler)
+
+
+class ShufflesAndAddsUp(Shuffles):
+    """Gradients grow with the ranks."""
+
+    def clip(self, stack: Engine) -> Any:
+        for p in stack.module.parameters():
+            if p.grad is not None:
+                p.grad *= torch.distributed.get_world_size()
+        return None
+
+
+class DrawsTheSame(Alone):
+    """It seeds the generator, so that other seeds of the judge's show nothing."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        torch.manual_seed(7)
+        noisy = [(x + torch.randn(x.shape), y) for x, y in micro_batches]
+        return super().backward(stack, noisy, scaler)
+
+
+def test_draws_without_effect_do_not_hinder_a_verdict(runner: Runner) -> None:
+    right = case(runner, own(Shuffles), recipe="accumulate")
+    assert right.status == "pass", (right.problem, failed(right))
+    assert "random numbers drawn anew" in message(right, "parity.gradient")
+    wrong = case(runner, own(ShufflesAndAddsUp))
+    assert "parity.gradient" in failed(wrong), wrong.problem
+    unclear = case(runner, own(DrawsTheSame))
+    assert failed(unclear) == {}
+    assert unclear.status == "inconclusive"
+
+
 # - What is refused, and the line to add
 
 

@@ -61,6 +61,7 @@ PACKAGES = {
     "torchao_optimizers": "torchao",
     "torchao_optimizers_saved": "torchao",
     "torchtitan_debug": "torchtitan",
+    "trl_grpo": "trl",
     "trl_sft": "trl",
     "vector_quantize_lfq": "vector_quantize_pytorch",
 }
@@ -123,6 +124,7 @@ def judged(runner: Runner, stack: str, place: str, recipe: str) -> Case:
         ("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
         ("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
         ("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
+        ("trl_grpo:Grpo", "dp2/2/fp32", "accumulate"),
         ("nemo_automodel_qwen3:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
         ("diffusers_flux:Ulysses", "ring1-ulysses2/2/fp32", "accumulate-uneven"),
         *(
