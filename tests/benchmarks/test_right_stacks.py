@@ -1,6 +1,7 @@
 """The corpus of right stacks is there, and a stack in it that is wrong is accused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -29,29 +30,40 @@ def test_every_example_is_in_the_corpus() -> None:
 
 
 def test_first_verdicts_have_a_row_for_each_file() -> None:
-    seconds = {"examples.gan:Gan": 7.9, "examples.stacks.a:X": 11.2}
-    table = right_stacks.first_verdicts(seconds | {"examples.stacks.a:Y": 12.6})
-    assert table.splitlines()[2:] == [
+    seconds = {"gan:Gan": 7.9, "stacks.a:X": 11.2, "stacks.a:Y": 12.6, "b:Z": 0.0}
+    entries = {
+        f"examples.{name}": {"first_s": first_s, "not_run": "" if first_s else "no"}
+        for name, first_s in seconds.items()
+    }
+    assert right_stacks.first_verdicts(entries).splitlines()[2:] == [
         "| `gan` | `Gan` 8 s |",
         "| `stacks.a` | `X` 11 s, `Y` 13 s |",
     ]
 
 
-def test_the_page_shows_the_record() -> None:
-    record = json.loads(RESULTS.read_text())
-    assert right_stacks.first_verdicts(record["first_s"]) in PAGE.read_text()
-    assert record["commit"][:7] in PAGE.read_text()
-    examples = {spec for spec, source in corpus().items() if source == "example"}
-    assert examples == {*record["first_s"], *record["not_run"]}
+def test_the_record_is_of_the_corpus_and_on_the_page() -> None:
+    entries = json.loads(RESULTS.read_text())["entries"]
+    assert {*entries} == {*corpus()}
+    assert [spec for spec, entry in entries.items() if entry["accused"]] == []
+    assert right_stacks.first_verdicts(entries) in PAGE.read_text()
 
 
-def test_a_part_of_the_corpus_is_not_recorded(
-    capsys: pytest.CaptureFixture[str],
+def test_a_part_that_is_judged_again_leaves_the_rest_of_the_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--record", "--only", "gan:Gan"])
-    assert ended.value.code == 2
-    assert "leave --only out" in capsys.readouterr().err
+    old = {"commit": "a" * 40, "started": "2026-01-01", "not_run": "", "first_s": 1.0}
+    name, other = [*corpus()][:2]
+    record, page = tmp_path / "record.json", tmp_path / "page.md"
+    record.write_text(json.dumps({"entries": {name: old, other: old, "gone": old}}))
+    page.write_text("<!-- recorded: made -->\n\nnone\n\n<!-- end -->\n")
+    monkeypatch.setattr(right_stacks, "RESULTS", record)
+    monkeypatch.setattr(right_stacks, "PAGE", page)
+    right_stacks.record(1, 2, {other: right_stacks.Found(largest=0.5)})
+    entries = json.loads(record.read_text())["entries"]
+    assert [*entries] == [name, other]
+    assert entries[name] == old
+    assert (entries[other]["largest"], entries[other]["seeds"]) == (0.5, 1)
+    assert "aaaaaaa, " in page.read_text()
 
 
 @pytest.mark.slow
