@@ -137,8 +137,8 @@ class Right:
 
     accused: list[str] = field(default_factory=list)
     largest: float = 0.0
-    """Error over its bound, the largest of all comparisons of parity; above 1 it would
-    be accused."""
+    """Error over its bound, the largest of all comparisons of parity in cases that
+    passed: what departs under a doubt has no verdict."""
 
     def add(self, case: Case) -> None:
         """Take one case in."""
@@ -147,8 +147,9 @@ class Right:
             self.accused.append(
                 f"{case.scenario.id}: {', '.join(laws) or case.problem}"
             )
-        if case.evidence is not None and case.evidence.parity is not None:
-            worst = case.evidence.parity.worst.values()
+        parity = None if case.evidence is None else case.evidence.parity
+        if case.status.value == "pass" and parity is not None:
+            worst = parity.worst.values()
             self.largest = max([self.largest, *(row.ratio for row in worst)])
 
 
