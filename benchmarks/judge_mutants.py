@@ -30,6 +30,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from gradparity.conformance.files import write_whole
+
 ROOT = Path(__file__).parent.parent
 LAWS = sorted(
     p for p in (ROOT / "conformance/judge/laws").glob("*.py") if p.stem[0] != "_"
@@ -344,9 +346,7 @@ def _keep(file: Path, path: Path, record: dict[str, Any]) -> None:
     """Renew the part of one module; the others stay as they were recorded."""
     old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     new = old | {str(path.relative_to(ROOT)): record}
-    draft = file.with_name(file.name + ".draft")
-    draft.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(draft, file)
+    write_whole(file, json.dumps(new, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header
@@ -108,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": rows,
         "growth": round(growth, 4),
     }
-    draft = RESULTS.with_suffix(".draft")
-    draft.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(draft, RESULTS)
+    write_whole(RESULTS, json.dumps(record, indent=1) + "\n")
     print(f"grown by {growth:.1%} from {2 * EVERY} to {given.scenarios} scenarios")
     return int(growth > GROWTH)
 

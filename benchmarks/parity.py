@@ -9,7 +9,6 @@ correct scaler over several seeds. Results go to ``benchmarks/results/parity.jso
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from gradparity.conformance import Runner, Scenario
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.judge.parity import SAFETY_FACTOR
 from gradparity.conformance.judge.variants import NOISY
 from gradparity.conformance.rank.devices import Devices
@@ -92,9 +92,7 @@ def main(argv: Sequence[str]) -> int:
     }
     path = Path(__file__).parent / "results" / "parity.json"
     path.parent.mkdir(exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(draft, path)
+    write_whole(path, json.dumps(result, indent=1) + "\n")
     print(path.read_text())
     return 0
 

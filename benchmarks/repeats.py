@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.report.records import CaseRecord, read_report
 from gradparity.conformance.run.launcher import Pool
@@ -129,9 +129,7 @@ def _record(
         "busy_loops_in_every_third": LOOPS,
         "differing": differing,
     }
-    draft = RESULTS.with_suffix(".draft")
-    draft.write_text(json.dumps(records, indent=1) + "\n")
-    os.replace(draft, RESULTS)
+    write_whole(RESULTS, json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":

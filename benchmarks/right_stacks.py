@@ -27,6 +27,7 @@ from typing import Any
 from gradparity.benchmarks.specimens import TIMEOUT_S, Right, judged_right
 from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance import Case, Runner, Scenario
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header
@@ -202,7 +203,7 @@ ONCE_ACCUSED = {
 right in a way that the judge had not met; their docstrings say how they are made."""
 
 
-_ONE = "the package never averages there (docs/wild/torch-fsdp1-hybrid-one.md)"
+_NEVER = "the package never averages there (docs/wild/torch-fsdp1-hybrid-one.md)"
 _DROPS = "the package trains on the last micro-batch alone (docs/stacks.md)"
 _WHOLE = "its train_step takes one micro-batch"
 _EVEN = "its parts have equal numbers of rows"
@@ -210,7 +211,7 @@ NOT_TRIED = {
     "examples.qwen3:Stack": ("accumulate", "the package is wrong (docs/stacks.md)"),
     "examples.stacks.deepspeed_zero:Zero1": ("accumulate", _DROPS),
     "examples.stacks.deepspeed_stages:Zero2": ("accumulate", _DROPS),
-    "examples.stacks.torch_fsdp1:Hybrid": ("dp_replicate2-dp_shard1", _ONE),
+    "examples.stacks.torch_fsdp1:Hybrid": ("dp_replicate2-dp_shard1", _NEVER),
     "gradparity.tests.misplaced:RightPipeline": ("accumulate", _WHOLE),
     "gradparity.tests.random_stacks:SequenceParallel": ("accumulate-uneven", _EVEN),
     "gradparity.tests.conformance.test_stack_schedules:Piped": (
@@ -325,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not entries:
         parser.error(f"no entry has {given.only!r} in it")
     found: dict[str, Found] = {}
-    # each in a process of its own, as with `gradparity run`
+    # `gradparity run` judges in a new process: so is each entry judged here
     context = get_context("spawn")
     with ProcessPoolExecutor(given.jobs, context, max_tasks_per_child=1) as workers:
         futures = {
@@ -341,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 told += " (not tried: {}; {})".format(*NOT_TRIED[spec])
             print(f"{spec}: {told}", flush=True)
     if given.record:
-        record(given.seeds, given.jobs, found)
+        write_record(given.seeds, given.jobs, found)
     wrong = sum(bool(each.accused) for each in found.values())
     left = sum(bool(each.not_run) for each in found.values())
     print(
@@ -362,8 +363,8 @@ def first_verdicts(entries: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([row("file", "first verdict"), row("---", "---"), *rows])
 
 
-def record(seeds: int, jobs: int, found: dict[str, Found]) -> None:
-    """Record what was judged; entries that were not keep their record."""
+def write_record(seeds: int, jobs: int, found: dict[str, Found]) -> None:
+    """Record what was judged; entries that were not judged keep their record."""
     header = make_header(
         planned=0,
         preset="quick",
@@ -371,21 +372,20 @@ def record(seeds: int, jobs: int, found: dict[str, Found]) -> None:
         arguments=["bench", "right-stacks"],
         place=Pool(Devices(), timeout_s=TIMEOUT_S),
     )
-    entries = json.loads(RESULTS.read_text())["entries"] if RESULTS.exists() else {}
+    known = json.loads(RESULTS.read_text())["entries"] if RESULTS.exists() else {}
     made = {"commit": header.commit, "started": header.started, "seeds": seeds}
-    entries |= {spec: asdict(each) | made for spec, each in found.items()}
-    made_of = {
+    known |= {spec: asdict(each) | made for spec, each in found.items()}
+    entries = {spec: known[spec] for spec in corpus() if spec in known}
+    record = {
         "torch": header.torch,
         "platform": header.platform,
         "cores": os.cpu_count(),
         "jobs": jobs,
-        "entries": {spec: entries[spec] for spec in corpus() if spec in entries},
+        "entries": entries,
         "not_tried": {s: NOT_TRIED[s] for s in entries if s in NOT_TRIED},
     }
-    draft = RESULTS.with_suffix(".draft")
-    draft.write_text(json.dumps(made_of, indent=1) + "\n")
-    os.replace(draft, RESULTS)
-    write_page(made_of)
+    write_whole(RESULTS, json.dumps(record, indent=1) + "\n")
+    write_page(record)
 
 
 def write_page(record: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from rich.console import Console
 from gradparity.benchmarks.specimen_peers import STEPS, peers_of
 from gradparity.benchmarks.specimens_tables import lines, write_tables
 from gradparity.conformance import Case, Runner
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.rank.devices import Devices
 from gradparity.conformance.rank.scaler_spec import NO_SCALER
 from gradparity.conformance.report.records import CaseRecord, read_report
@@ -277,9 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.no_peers:  # what was found is printed
         return 0
     if given.only is None:
-        draft = RESULTS.with_suffix(".draft")
-        draft.write_text(json.dumps(record, indent=1) + "\n")
-        os.replace(draft, RESULTS)
+        write_whole(RESULTS, json.dumps(record, indent=1) + "\n")
         write_tables(record)
     print(*lines(record), sep="\n")
     return 0

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from gradparity.conformance.files import write_whole
+
 __all__ = ["row", "write_between"]
 
 _BETWEEN = re.compile(r"(<!-- recorded: (\w+) -->\n).*?\n(<!-- end -->)", re.DOTALL)
@@ -19,6 +21,4 @@ def row(*cells: object) -> str:
 def write_between(page: Path, tables: Mapping[str, str]) -> None:
     """Put tables, by name, in the place of those between the marks of a page."""
     text = _BETWEEN.sub(lambda m: f"{m[1]}\n{tables[m[2]]}\n\n{m[3]}", page.read_text())
-    new = page.with_suffix(".new")
-    new.write_text(text)
-    new.replace(page)
+    write_whole(page, text)

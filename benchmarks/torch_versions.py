@@ -33,6 +33,7 @@ from gradparity.benchmarks.tables import row, write_between
 from gradparity.ci.baseline import Baseline, make_baseline
 from gradparity.ci.decision import Decision, Terms, decide
 from gradparity.ci.reasons import Outcome
+from gradparity.conformance.files import write_whole
 from gradparity.conformance.report.records import (
     CaseRecord,
     Footer,
@@ -303,9 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record(given.record, given.out)
         return 0
     found = measure(given.venv, given.reports)
-    draft = RESULTS.with_suffix(".draft")
-    draft.write_text(json.dumps(found, indent=1) + "\n")
-    draft.replace(RESULTS)
+    write_whole(RESULTS, json.dumps(found, indent=1) + "\n")
     write_between(PAGE, {"torch": "\n".join(lines(found))})
     print(*lines(found), sep="\n")
     right = all(not each["false_alarms"] for each in found["versions"])

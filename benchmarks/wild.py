@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from gradparity.benchmarks.tables import row, write_between
+from gradparity.conformance.files import write_whole
 
 __all__ = [
     "BESIDE",
@@ -288,9 +289,7 @@ def _shows(name: str, *, run: bool) -> bool:
         return False  # its record stays as it was
     print(f"{name}: {record['verdict']}", flush=True)
     if not surveyed:
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(record, indent=1) + "\n")
-        new.replace(file)
+        write_whole(file, json.dumps(record, indent=1) + "\n")
     return bool(record["verdict"] == "bug")
 
 

@@ -132,8 +132,6 @@ class ParityBounds:
     """What the reference is, in words, if it is not the plain one."""
     undecided: str = ""
     """Why nothing can be compared with it, in words; else empty."""
-    draws_idly: bool = False
-    """Whether the reference draws random numbers that have no effect."""
 
 
 def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
@@ -180,7 +178,6 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
         moves=_moves(truth),
         reference="" if alone is None else alone.text,
         undecided="" if alone is None else alone.undecided,
-        draws_idly=alone is not None and alone.draws_idly,
     )
 
 

@@ -86,8 +86,6 @@ class OneRank:
     """What they are, in words."""
     undecided: str = ""
     """Why nothing can be compared with them, in words; else empty."""
-    draws_idly: bool = False
-    """Whether they draw random numbers that have no effect."""
 
     @property
     def nbytes(self) -> int:
@@ -155,13 +153,7 @@ def _references(
     words = dict.fromkeys(word for v in variations for word in v.words)
     where = "in fp64" if truth is not None else f"in {scenario.precision} (no fp64)"
     text = f"one rank, {where}; noise of {len(noisy)} runs: {', '.join(words)}"
-    return OneRank(
-        truth=truth or plain,
-        noisy=noisy,
-        text=text,
-        undecided=undecided,
-        draws_idly=draws_idly,
-    )
+    return OneRank(truth=truth or plain, noisy=noisy, text=text, undecided=undecided)
 
 
 def _in_fp64(scenario: Scenario, alone: Alone, steps: int) -> Reference | None:

@@ -139,6 +139,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
     if planned := parity_bounds.truth.settings:
         whose = "on one rank" if alone else "by the workload's scheduler"
         moved_by_stack = against_planned(moved_by_stack, steps, planned, whose)
+    # of draws that have an effect nothing would be decided
+    draws_idly = bool(parity_bounds.truth.drew) and not parity_bounds.undecided
     parity = Parity(
         per_step=[0.0] * scenario.steps,
         reference_loss=list(parity_bounds.truth.losses),
@@ -154,7 +156,7 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
             scenario,
             steps,
             moved_by_stack.unclear,
-            draws_idly=parity_bounds.draws_idly,
+            draws_idly=draws_idly,
         ),
         still=frozenset(_still(schedule, phases, parity_bounds)),
         stack_schedule=moved_by_stack,

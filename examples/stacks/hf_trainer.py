@@ -3,10 +3,8 @@ r"""transformers' Trainer under FSDP2 as a workload: its own loop trains each st
     gradparity run --quick --precision fp32 --scaler none \
         --workload examples.stacks.hf_trainer:Stack
 
-Needs transformers and accelerate. Ends with PASS in about half a minute on two cores.
-
-The loss is a mean over all targets that count, on all ranks and in all micro-batches:
-the Trainer computes it so by ``average_tokens_across_devices``, its default.
+Needs transformers and accelerate. Ends with PASS in half a minute. The loss is a mean
+over all targets that count: ``average_tokens_across_devices``, the Trainer's default.
 """
 
 from typing import Any
@@ -17,6 +15,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from .on_cpu import accelerate_takes_fsdp
 from .shared import VOCABULARY, Pair, Tokens
+
+ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True, "fsdp": True, "max_steps": 1, "save_strategy": "no",
+    "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+    "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant",
+    "logging_steps": 1, "report_to": [], "disable_tqdm": True,
+}  # fmt: skip
+
+
+def prepared(stack: Any) -> Any:
+    """Lay the model out and make its optimizer: train() would do it too late."""
+    stack.create_optimizer()
+    model, stack.optimizer = stack.accelerator.prepare(stack.model, stack.optimizer)
+    stack.model = stack.model_wrapped = model
+    return stack
 
 
 class Stack(Tokens):
@@ -32,28 +45,16 @@ class Stack(Tokens):
         return LlamaForCausalLM(config)
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
-        args = TrainingArguments(
-            use_cpu=True, fsdp=True,
-            fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
-            max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
-            max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True,
-        )  # fmt: skip
+        args = TrainingArguments(**ARGUMENTS, max_grad_norm=self.clip_norm)
         accelerate_takes_fsdp()
-        stack = Trainer(model, args)
-        stack.create_optimizer()  # train() would do it, and lay the model out, too late
-        stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
-        stack.model_wrapped = stack.model
-        return stack
+        return prepared(Trainer(model, args))
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
-        # train() runs max_steps=1 step, on these micro-batches.
         stack.args.gradient_accumulation_steps = len(micro_batches)
         stack.get_train_dataloader = lambda: [
             {"input_ids": x, "shift_labels": y, "labels": y} for x, y in micro_batches
         ]
-        loss = stack.train().training_loss
-        return loss, stack.state.log_history[0]["grad_norm"]
+        return stack.train().training_loss, stack.state.log_history[0]["grad_norm"]
 
     def weights(self, stack: Any) -> dict[str, Any]:
         return dict(stack.model.named_parameters())

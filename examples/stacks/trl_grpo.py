@@ -31,19 +31,13 @@ class Grpo(hf_trainer.Stack):
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         args = GRPOConfig(
-            use_cpu=True, bf16=False, gradient_checkpointing=False, fsdp=True,
-            fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
-            max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
-            max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True, max_completion_length=self.most,
+            **hf_trainer.ARGUMENTS, bf16=False, gradient_checkpointing=False,
+            max_grad_norm=self.clip_norm, max_completion_length=self.most,
             num_generations=24, per_device_train_batch_size=24 // mesh.size(),
         )  # fmt: skip
         accelerate_takes_fsdp()
         stack = GRPOTrainer(model, reward, args, ROWS, processing_class=tokenizer())
-        stack.create_optimizer()  # train() would do it too late
-        stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
-        stack.model_wrapped = stack.model
-        return stack
+        return hf_trainer.prepared(stack)
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         parts = stack.args.steps_per_generation = len(micro_batches)

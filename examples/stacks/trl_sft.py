@@ -26,19 +26,13 @@ class Sft(hf_trainer.Stack):
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         args = SFTConfig(
-            use_cpu=True, bf16=False, gradient_checkpointing=False, fsdp=True,
-            fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
-            max_steps=1, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
-            max_grad_norm=self.clip_norm, logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True, dataset_kwargs={"skip_prepare_dataset": 1},
+            **hf_trainer.ARGUMENTS, bf16=False, gradient_checkpointing=False,
+            max_grad_norm=self.clip_norm, dataset_kwargs={"skip_prepare_dataset": 1},
         )  # fmt: skip
         accelerate_takes_fsdp()
         words = tokenizer()
         stack = SFTTrainer(model, args, train_dataset=ROWS, processing_class=words)
-        stack.create_optimizer()  # train() would do it, and lay the model out, too late
-        stack.model, stack.optimizer = stack.accelerator.prepare(model, stack.optimizer)
-        stack.model_wrapped = stack.model
-        return stack
+        return hf_trainer.prepared(stack)
 
     def train_step(self, stack: Any, micro_batches: list[Pair], scaler: Any) -> Any:
         stack.args.gradient_accumulation_steps = len(micro_batches)

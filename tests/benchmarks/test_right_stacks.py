@@ -58,7 +58,7 @@ def test_a_part_that_is_judged_again_leaves_the_rest_of_the_record(
     page.write_text("<!-- recorded: made -->\n\nnone\n\n<!-- end -->\n")
     monkeypatch.setattr(right_stacks, "RESULTS", record)
     monkeypatch.setattr(right_stacks, "PAGE", page)
-    right_stacks.record(1, 2, {other: right_stacks.Found(largest=0.5)})
+    right_stacks.write_record(1, 2, {other: right_stacks.Found(largest=0.5)})
     entries = json.loads(record.read_text())["entries"]
     assert [*entries] == [name, other]
     assert entries[name] == old
