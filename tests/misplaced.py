@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gradparity.examples.gan import Gan
 from gradparity.tests.stacks import Batch, Named
 
 Group = Any
@@ -592,6 +593,99 @@ class ChunksAddedUp(RightPipeline):
     """The gradients of the chunks are added up and not averaged."""
 
     factor = 4.0
+
+
+# - Stacks that are compared with one rank
+
+
+class StepsTwice(Right):
+    """No fault: two clipped steps for each batch, which no plain reference makes."""
+
+    reference = "one rank"
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        stack = super().parallelize(model, mesh)
+        optimizer = torch.optim.SGD(stack.parameters(), lr=0.1)
+        stack.optimizer = optimizer  # type: ignore[assignment]  # no module
+        return stack
+
+    def train_step(self, stack: Any, micro_batches: list[Batch], scaler: Any) -> Tensor:
+        total = torch.zeros(())
+        for _ in range(2):
+            stack.optimizer.zero_grad()
+            for x, y in micro_batches:
+                loss = self.loss(stack(x), y) / len(micro_batches)
+                loss.backward()
+                total = total + loss.detach() / 2
+            nn.utils.clip_grad_value_(stack.parameters(), 0.1)
+            stack.optimizer.step()
+        return total
+
+
+class ShardedStepsTwice(StepsTwice, RightSharded):
+    """No fault: the same under ``fully_shard``."""
+
+    meshes = RightSharded.meshes
+
+
+class SequenceStepsTwice(StepsTwice, RightSequence):
+    """No fault: the same, each rank with its own tokens between the blocks."""
+
+    meshes = RightSequence.meshes
+
+
+class NoGatherTwice(StepsTwice, NoGather):
+    """The fault of its second base class."""
+
+    meshes = NoGather.meshes
+
+
+class MaskOnRank1Twice(StepsTwice, MaskOnRank1):
+    """The fault of its second base class."""
+
+    meshes = MaskOnRank1.meshes
+
+
+class NoSumTwice(StepsTwice, NoSum):
+    """The fault of its second base class."""
+
+    meshes = NoSum.meshes
+
+
+class NoSumInBackwardTwice(StepsTwice, NoSumInBackward):
+    """The fault of its second base class."""
+
+    meshes = NoSumInBackward.meshes
+
+
+class NeverAveragedTwice(StepsTwice, NeverAveraged):
+    """The fault of its second base class."""
+
+    meshes = NeverAveraged.meshes
+
+
+class CalledOftener(StepsTwice):
+    """Takes each batch in two parts where there are two ranks: more calls, no fault."""
+
+    meshes = ({"dp": 2},)
+
+    def train_step(self, stack: Any, micro_batches: list[Batch], scaler: Any) -> Tensor:
+        parts = dist.get_world_size()
+        cut = [
+            (x, y)
+            for batch in micro_batches
+            for x, y in zip(*(t.chunk(parts) for t in batch), strict=True)
+        ]
+        return super().train_step(stack, cut, scaler)
+
+
+class SharperMakerOnRank1(Gan):
+    """The maker's activation is another one on rank 1."""
+
+    def parallelize(self, model: Any, mesh: DeviceMesh) -> Any:
+        if dist.get_rank() == 1:
+            model["maker"][1] = nn.Hardtanh()
+        return super().parallelize(model, mesh)
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:

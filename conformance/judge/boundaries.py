@@ -51,6 +51,7 @@ from ..space.scenario import Scenario
 from ..status import rank_list
 from .bounds import SAFETY_FACTOR
 from .compare import Doubles, Pair, compare, multiple_of, relative_floor, sizes
+from .one_rank import watched_on_one_rank
 from .reference import ReferenceRun, Schedule, reference_before, rows_apart
 from .variants import TRUTH, Variant, jittered
 
@@ -122,14 +123,19 @@ class Boundaries:
         """Whether references ran on whole batches: micro-batches have any rows."""
         self.known: dict[str, dict[Boundary, _Known]] = {}
         self.order: list[Boundary] = []
+        self.after: dict[Boundary, int] = {}
+        """Steps of optimizers before a tensor, within the watched one."""
         self.inside: dict[Call, Call] = {}
-        self.references = _References(scenario, schedule, step)
+        one_rank = scenario.workload.one_rank
+        references = _OnOneRank if one_rank else _OnOneProcess
+        self.references = references(scenario, schedule, step)
         for each in watched:
             # ranks that see the same rows share a reference
             if each.rows not in self.known:
-                self.known[each.rows], truth = self.references.known(each.batches)
+                self.known[each.rows], truth = self.references.known(each)
                 self.of_whole |= self.references.of_whole
                 self.order, self.inside = list(truth.passed), truth.inside
+                self.after = {b: p.after for b, p in truth.passed.items()}
         self.coupled = self._coupled(scenario)
         self.place = {boundary: number for number, boundary in enumerate(self.order)}
         self.sides: dict[tuple[Call, str], list[Boundary]] = {}
@@ -182,6 +188,8 @@ class Boundaries:
         Empty where a rank has one micro-batch, or where the reference cannot run on
         the rows of one rank.
         """
+        if not isinstance(self.references, _OnOneProcess):
+            return
         shares = list(
             {each.rows: each.batches for each in self.ranks.values()}.values()
         )
@@ -191,10 +199,18 @@ class Boundaries:
         for number in range(count if count > 1 else 0):
             yield self.references.truth.gradients_of([s[number] for s in shares])
 
-    def first_departure(self, way: Direction) -> Location | None:
-        """The first faulty module; see [Note: Whose fault]."""
+    def first_departure(self, way: Direction, after: int = 0) -> Location | None:
+        """The first faulty module; see [Note: Whose fault].
+
+        Args:
+            way: forward or backward.
+            after: steps of optimizers that were made before, within the watched one.
+        """
         for boundary in self.order:
-            if boundary.kind in (way.enters, way.leaves):
+            if self.after[boundary] == after and boundary.kind in (
+                way.enters,
+                way.leaves,
+            ):
                 for rank in self.ranks:
                     if self._counts(rank, boundary, way):
                         return self._describe(way, boundary, rank)
@@ -291,6 +307,11 @@ class Boundaries:
         if torch.finfo(dtype).bits < torch.finfo(self.dtype).bits:
             text = f"it is in {dtype}, and the precision in {self.dtype}"
             parts.append(f"{text}: take policy.param_dtype, an argument of parallelize")
+        if self.after[first]:
+            parts.append(
+                "an optimizer has stepped before it in this step: weights may be what "
+                "departs"
+            )
         collective = log.last_collective(first)
         parts.append(f"last collective before it: {collective}")
         return Location(
@@ -536,8 +557,8 @@ def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
 # - The reference, watched
 
 
-class _References:
-    """Reference runs up to a step: the truth and two noisy ones."""
+class _OnOneProcess:
+    """The plain reference up to a step: the truth and two noisy runs."""
 
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
         self.scenario = scenario
@@ -550,11 +571,9 @@ class _References:
         half = precision.compute_dtype != torch.float32
         self.scale = schedule.scales[step] if half else 1.0
 
-    def known(
-        self, batches: Sequence[Batch]
-    ) -> tuple[dict[Boundary, _Known], ModuleLog]:
-        """The tensors of a run on ``batches`` with bounds, and the truth's log."""
-        batches = [self._of_whole_rows(batch) for batch in batches]
+    def known(self, each: Watched) -> tuple[dict[Boundary, _Known], ModuleLog]:
+        """The tensors of a run on a rank's batches with bounds, and the truth's log."""
+        batches = [self._of_whole_rows(batch) for batch in each.batches]
         truth = self._watched(self.truth, batches)
         noisy = [self._watched(self.plain, batches)]
         # a second noisy run: rounding of the weights stands for another order of sums
@@ -584,6 +603,32 @@ class _References:
             if boundary.kind in (INPUT_GRADIENT, OUTPUT_GRADIENT):
                 log.passed[boundary] = replace(passed, values=passed.values / scale)
         return log
+
+
+class _OnOneRank:
+    """The workload's own step on one rank, where each call has all rows of its like."""
+
+    of_whole = True
+
+    def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
+        self.truth, noisy = watched_on_one_rank(scenario, schedule, step)
+        roundoff = scenario.parsed_precision.roundoff
+        self.bounded = _bounded(self.truth, noisy, roundoff)
+
+    def known(self, each: Watched) -> tuple[dict[Boundary, _Known], ModuleLog]:
+        """The tensors of one rank with bounds, and the truth's log.
+
+        Where modules are called more or less often than there, nothing says which calls
+        belong together.
+        """
+        mine, due = ([len(rows) for rows in log.rows] for log in (each.log, self.truth))
+        if mine == due:
+            return self.bounded, self.truth
+        each.log.unpaired = each.log.unpaired or (
+            f"its outermost modules were called {mine} times, and {due} times on one "
+            "rank"
+        )
+        return {}, self.truth
 
 
 def _bounded(

@@ -1,38 +1,25 @@
 """Localise: the first module whose output or gradient departs from the reference.
 
 Steps: run the scenario once more up to the first bad step, with every module watched
-(:func:`observe_modules`, on the ranks); run the reference on the same rows, watched in
-the same way, in fp64 and in the scenario's precision; compare every tensor at a module
-boundary; find the first module that departs (:func:`locate`).
+(:mod:`..rank.watched_step`); run the reference, watched in the same way, in
+fp64 and in the scenario's precision; compare every tensor at a module boundary; find
+the first module that departs (:func:`locate`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import Batch
-from ..rank.engine import Engine
-from ..rank.modules import (
-    ModuleLog,
-    Watched,
-    is_whole,
-    modules_in,
-    names_of,
-    watch_modules,
-)
-from ..rank.observe import CallLog
-from ..rank.trace import RankTrace, Saved
-from ..rank.worker import observe_rank
+from ..rank.modules import Watched
+from ..rank.trace import RankTrace
 from ..report.records import Location
-from ..space.facts import WorkloadFacts, facts_of
+from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
 from .boundaries import BACKWARD, FORWARD, Boundaries
@@ -40,11 +27,12 @@ from .bounds import SAFETY_FACTOR
 from .compare import multiple_of
 from .diagnosis import Facts, causes_of
 from .measured import Parity, gradient_of
+from .one_rank import one_rank_references
 from .parity import followed_schedule
 from .reference import Schedule, train_reference
 from .variants import TRUTH
 
-__all__ = ["first_bad_step", "locate", "observe_modules"]
+__all__ = ["first_bad_step", "locate"]
 
 Doubles = NDArray[np.float64]
 PROPORTIONAL = 2.0**-10
@@ -53,114 +41,6 @@ of numbers of ranks and of micro-batches, and whole numbers up to 1,024 differ b
 """
 NAMED = 4
 """Parameters that a message names."""
-
-
-# - On a rank
-
-
-def observe_modules(
-    scenario: Scenario,
-    spec: str,
-    folder: str,
-    saved: Saved | None,
-    step: int,
-    facts: WorkloadFacts,
-) -> Watched:
-    """Train on this rank up to ``step``, and watch the modules in that step.
-
-    Args:
-        scenario: what to train.
-        spec: the judged scaler, or ``none``.
-        folder: import path of the scaler and of the workload.
-        saved: what another world came to at the resume, to go on from there.
-        step: the last one.
-        facts: of the workload.
-    """
-    found: list[Watched] = []
-
-    @contextmanager
-    def watching(engine: Engine) -> Iterator[None]:
-        model = scenario.workload.model()
-        names = {
-            module: name
-            for root in modules_in(engine.module)
-            for module, name in names_of(root, model, engine.parameters).items()
-            # a part of a module, as a pipeline stage is of the model, has other inputs
-            # and outputs
-            if is_whole(module, name, model)
-        }
-        # a loss may be a module, too
-        roots = [
-            root
-            for root in modules_in(engine.module)
-            if any(module in names for module in root.modules())
-        ]
-        with CallLog() as calls, watch_modules(roots, names, calls) as log:
-            yield
-        batches = _as_called(_micro_batches(engine, step), log)
-        # rank and coordinate are in the trace, which is known when the run has ended
-        found.append(
-            Watched(
-                rank=-1,
-                coordinate={},
-                index=engine.index,
-                rows=engine.rows,
-                log=log,
-                batches=batches,
-            )
-        )
-
-    def around(engine: Engine, at: int) -> AbstractContextManager[None]:
-        return watching(engine) if at == step else nullcontext()
-
-    trace = observe_rank(
-        scenario, spec, folder, saved, around=around, last=step, facts=facts
-    )
-    return replace(found[0], rank=trace.rank, coordinate=trace.coordinate)
-
-
-def _micro_batches(engine: Engine, step: int) -> list[Batch]:
-    """The micro-batches of this rank in ``step``, in the order of its passes."""
-    scenario = engine.scenario
-    batch = scenario.workload.batch(step, scenario.seed)
-    # a pipeline schedule cuts what it is given
-    if engine.schedule is not None:
-        return [engine.share(batch)]
-    return engine.micro_batches(batch)
-
-
-def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
-    """The batches as the modules received them.
-
-    A pipeline cuts what it is given, and its first call infers shapes. Where calls have
-    other rows than the batches, and are more, nothing says which call is of which rows.
-    """
-    called = next(iter(log.rows), [])
-    given = [batch.tensors[0].shape[0] for batch in batches]
-    due = sum(given)
-    if not any(sum(called[n:]) == due for n in range(len(called))):
-        if len(called) > len(batches):
-            log.without_calls(len(called))
-            log.unpaired = f"it was called with {sum(called)} rows in {len(called)} "
-            log.unpaired += f"calls, and was given {due} rows in {len(batches)}"
-        return list(batches)
-    extra = next(n for n in range(len(called)) if sum(called[n:]) == due)
-    # a pipeline's first call infers shapes: it belongs to no micro-batch
-    log.without_calls(extra)
-    rows = called[extra:]
-    if rows == given:
-        return list(batches)
-    cut: list[Batch] = []
-    left = list(batches)
-    for count in rows:
-        cut.append(left[0].map(lambda t, count=count: t[:count]))  # type: ignore[misc]
-        left[0] = left[0].map(lambda t, count=count: t[count:])  # type: ignore[misc]
-        if not left[0].tensors[0].shape[0]:
-            left.pop(0)
-    return cut
-
-
-# - Afterwards, on the process of the references
 
 
 def first_bad_step(parity: Parity) -> int | None:
@@ -188,9 +68,11 @@ def locate(
     schedule = followed_schedule(scenario, *phases)
     boundaries = Boundaries(scenario, schedule, step, watched)
     gradients = _Gradients(scenario, phases, schedule, step, parity, boundaries)
+    parts = sorted({0, *boundaries.after.values()})
     if first_bad_step(parity) is None:  # tensors inside modules decide nothing
-        inner = boundaries.first_departure(FORWARD)
-        inner = inner or boundaries.first_departure(BACKWARD)
+        ways = ((way, after) for after in parts for way in (FORWARD, BACKWARD))
+        inside = (boundaries.first_departure(*each) for each in ways)
+        inner = next(filter(None, inside), None)
         told = f"; {boundaries.agreed}"
         if inner is not None:
             told = f", though a tensor inside does: {inner.text}"
@@ -201,13 +83,18 @@ def locate(
             compared=boundaries.compared,
             not_compared=boundaries.not_compared,
         )
-    found = boundaries.first_departure(FORWARD)
-    # forward, loss, backward, gradients, update: the order in which a fault spreads
-    if found is None and gradients.departed["loss"]:
-        found = gradients.loss()
-    if found is None and gradients.departed["gradient"]:
-        found = boundaries.uneven()
-    found = found or boundaries.first_departure(BACKWARD)
+    # forward, loss, backward, gradients, update: the order in which a fault spreads. A
+    # step of an optimizer inside of this one carries it to the passes after it
+    for after in parts:
+        found = boundaries.first_departure(FORWARD, after)
+        ends = after == parts[-1]
+        if found is None and ends and gradients.departed["loss"]:
+            found = gradients.loss()
+        if found is None and ends and gradients.departed["gradient"]:
+            found = boundaries.uneven()
+        found = found or boundaries.first_departure(BACKWARD, after)
+        if found is not None:
+            break
     if found is None and gradients.departed["gradient"]:
         found = gradients.own()
     if found is None and gradients.departed["update"]:
@@ -246,7 +133,10 @@ class _Gradients:
             kind: [row for row in parity.departed.get(kind, ()) if row.step == step]
             for kind in ("loss", "gradient", "update")
         }
-        truth = train_reference(scenario, schedule, TRUTH)
+        if scenario.workload.one_rank:
+            truth = one_rank_references(scenario, schedule).truth
+        else:
+            truth = train_reference(scenario, schedule, TRUTH)
         phase = next(p for p in scenario.phases if step < p.steps)
         self.facts = Facts(
             axes=phase.parsed_topology.mesh_shape(phase.world_size),

@@ -45,6 +45,7 @@ from ...fixtures import CannotError, WorkloadError, judged_parameters
 from ...multiprocess.rank.global_state import seed_everything
 from ..rank.engine import Engine
 from ..rank.fold import fold
+from ..rank.modules import ModuleLog, Watched
 from ..rank.observe import digest
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, StepTrace
@@ -55,7 +56,7 @@ from .kept import Kept
 from .reference import Reference, Schedule
 from .settings import INITIAL_RATE
 
-__all__ = ["OneRank", "one_rank_references"]
+__all__ = ["OneRank", "one_rank_references", "watched_on_one_rank"]
 
 Doubles = NDArray[np.float64]
 PLAIN = Variation()
@@ -71,6 +72,8 @@ NOISY = (
     Variation(moved=4, permuted=True),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
+IN_ORDER = tuple(v for v in NOISY if not v.permuted and v.parts == 1)
+"""Those whose calls and rows are those of the truth."""
 TRIED = 2
 """Steps in which permuting and cutting must change nothing: the second has weights that
 the first has moved."""
@@ -108,6 +111,36 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
     # settings of the scaler and faults are in the schedule
     alike = replace(scenario, faults="none", init_scale=1.0, growth_interval=1)
     return _references(alike, schedule.skipped, schedule.scales)
+
+
+def watched_on_one_rank(
+    scenario: Scenario, schedule: Schedule, step: int
+) -> tuple[ModuleLog, Sequence[ModuleLog]]:
+    """What passed the boundaries of modules in one step on one rank.
+
+    Called in a process group of one rank, for a workload that trains on one rank.
+
+    Args:
+        scenario: what the ranks have trained.
+        schedule: skips and scales, which the one rank follows.
+        step: the one to watch.
+
+    Returns:
+        The log of the truth, and those of noisy runs; see [Note: Truth on one rank].
+    """
+    found: list[Watched] = []
+
+    def alone(variation: Variation) -> Alone:
+        return Alone(
+            variation=variation, skipped=schedule.skipped, scales=schedule.scales
+        )
+
+    in_fp64 = _in_fp64(scenario, alone(TRUTH), step + 1, found)
+    logs = [found[-1].log] if in_fp64 is not None else []
+    for variation in IN_ORDER:
+        _train(scenario, alone(variation), step + 1, watched=found)
+        logs.append(found[-1].log)
+    return logs[0], logs[1:]
 
 
 @partial(Kept, least=1)
@@ -156,12 +189,14 @@ def _references(
     return OneRank(truth=truth or plain, noisy=noisy, text=text, undecided=undecided)
 
 
-def _in_fp64(scenario: Scenario, alone: Alone, steps: int) -> Reference | None:
+def _in_fp64(
+    scenario: Scenario, alone: Alone, steps: int, watched: list[Watched] | None = None
+) -> Reference | None:
     """A run in fp64, or None; see [Note: Truth on one rank]."""
     for wide in (nullcontext(), NewTensorsInFp64()):
         try:
             with wide:
-                return _train(scenario, alone, steps, torch.float64)
+                return _train(scenario, alone, steps, torch.float64, watched)
         # what is raised without fp64, too, was raised by the plain run
         except (WorkloadError, CannotError):
             continue
@@ -204,6 +239,7 @@ def _train(
     alone: Alone,
     steps: int,
     dtype: torch.dtype | None = None,
+    watched: list[Watched] | None = None,
 ) -> Reference:
     """Train on this rank.
 
@@ -212,8 +248,10 @@ def _train(
         alone: how this run differs.
         steps: how many.
         dtype: in which all parameters and gradients must be.
+        watched: gets what modules did in the last step.
     """
     # imported where it runs: judging needs none of what makes a run
+    from ..rank.watched_step import watched_step
     from ..rank.worker import observe_rank
 
     generators: list[str] = []
@@ -222,7 +260,11 @@ def _train(
     def around(engine: Engine, step: int) -> Iterator[None]:
         if alone.variation.redrawn:
             torch.manual_seed(1000 * alone.variation.redrawn + step)
-        yield
+        if watched is not None and step == steps - 1:
+            with watched_step(engine, step, watched):
+                yield
+        else:
+            yield
         generators.append(digest(torch.get_rng_state()))
 
     # the generators stand where those of the ranks stood

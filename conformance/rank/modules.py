@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...fixtures import Batch, local
 from .local_parts import full_name
@@ -91,6 +92,8 @@ class Passed:
     """Divisor of that sum."""
     collectives: int = 0
     """Collectives that this rank had issued in the step."""
+    after: int = 0
+    """Steps of optimizers of torch that had been made in the step."""
     dtype: torch.dtype = torch.float32
     """In which it was computed."""
 
@@ -262,6 +265,7 @@ def watch_modules(
     """
     watch = _Watch(calls)
     with ExitStack() as hooks:
+        hooks.callback(register_optimizer_step_post_hook(watch.step).remove)
         for module in dict.fromkeys(m for root in roots for m in root.modules()):
             # of modules without a name, only calls that enclose others matter
             if any(inner in names for inner in module.modules()):
@@ -280,6 +284,7 @@ class _Watch:
         self.log = ModuleLog()
         self.calls = calls
         self.room = MAX_ELEMENTS
+        self.stepped = 0
         self.calls_of: dict[nn.Module, list[int]] = {}
         """Outermost modules -> the rows of each call."""
         self.depth = 0
@@ -297,6 +302,9 @@ class _Watch:
         if self.log.modules and not self.log.rows:
             self.log.unpaired = "no call of its modules was seen: they are compiled as "
             self.log.unpaired += "a whole, or called by other means"
+
+    def step(self, *_: Any) -> None:
+        self.stepped += 1
 
     def hook(self, module: nn.Module, name: str | None) -> list[Any]:
         begin = module.register_forward_pre_hook(
@@ -420,7 +428,11 @@ class _Watch:
                 known["summed_over"], known["divided_by"] = partial_ranks(tensor)
         issued = len(self.calls.collectives) - (self.first or 0) if self.calls else 0
         self.log.passed[boundary] = Passed(
-            values=wide.cpu().numpy(), collectives=issued, dtype=part.dtype, **known
+            values=wide.cpu().numpy(),
+            collectives=issued,
+            after=self.stepped,
+            dtype=part.dtype,
+            **known,
         )
 
     def _laid_out_as(self, tensor: DTensor) -> NDArray[np.int64]:

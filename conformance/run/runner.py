@@ -25,7 +25,7 @@ from ..judge import laws as laws
 from ..judge.bounds import expected_choices
 from ..judge.law import LAWS, Evidence, judge
 from ..judge.laws.transparency import first_difference
-from ..judge.localise import first_bad_step, locate, observe_modules
+from ..judge.localise import first_bad_step, locate
 from ..judge.measured import Parity
 from ..judge.parity import demanded_schedule, followed_schedule, measure_parity
 from ..judge.reference import Idle, Schedule
@@ -37,6 +37,7 @@ from ..rank.reshard import gathered
 from ..rank.routing import Choices, chooses_in_forward
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, Saved
+from ..rank.watched_step import observe_modules
 from ..rank.worker import observe_rank
 from ..report.records import Location
 from ..space.facts import WorkloadFacts, facts_of, remember
@@ -361,18 +362,14 @@ class Runner:
         evidence, scenario = case.evidence, case.scenario
         if evidence is None or evidence.parity is None:
             return None
-        if scenario.workload.one_rank:
-            text = "modules are compared with the plain reference only"
-            return Location(where="unknown", text=text)
         start = time.monotonic()
         step = first_bad_step(evidence.parity) or 0
         before = [evidence.before.ranks] if evidence.before else []
         phases = [*before, evidence.ranks]
         try:
             watched = self._watched(case.scaler, scenario, step)
-            found = self.place.alone(
-                locate, scenario, phases, evidence.parity, step, watched
-            )
+            alone = partial(self.place.alone, in_group=scenario.workload.one_rank)
+            found = alone(locate, scenario, phases, evidence.parity, step, watched)
         # the verdict does not depend on localisation
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)

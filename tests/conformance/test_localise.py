@@ -51,8 +51,13 @@ RIGHT = [
     own(misplaced.RightSequence),
     own(misplaced.RightSharded, "dp2/2/fp32"),
     own(misplaced.RightPipeline, "stages2/2/fp32"),
+    own(misplaced.ShardedStepsTwice, "dp2/2/fp32"),
+    own(misplaced.SequenceStepsTwice),
+    "dp2/2/fp32/own/none/model=gradparity.examples.gan:Gan,steps=2",
 ]
 MORE_THAT_ARE_RIGHT = [
+    own(misplaced.StepsTwice, "dp2/2/bf16-autocast", "steps=2,recipe=accumulate"),
+    own(misplaced.StepsTwice, "dp2-tp2/4/fp32"),
     own(misplaced.Right, "dp2/2/bf16-autocast", "steps=2,recipe=accumulate"),
     own(misplaced.Right, "dp2-tp2/4/fp32"),
     own(misplaced.RightContext, "dp2-cp2/4/fp32", "steps=2,recipe=accumulate"),
@@ -97,6 +102,19 @@ def test_nothing_departs_in_a_right_stack(runner: Runner, id: str) -> None:
         (misplaced.NeverAveraged, "dp2/2", "gradient", "head", (0, 1)),
         (misplaced.SteppedTwice, "dp2/2", "update", "head", (0, 1)),
         (misplaced.EmbedIsOutOfReach, "dp2/2", "gradient", "embed", (0, 1)),
+        (misplaced.NoGatherTwice, "tp2/2", "forward", "blocks.0.feed.down", (0, 1)),
+        (misplaced.MaskOnRank1Twice, "dp2/2", "forward", "blocks.0.attention", (1,)),
+        (misplaced.NoSumTwice, "tp2/2", "forward", "blocks.1.attention.out", (0, 1)),
+        (
+            misplaced.NoSumInBackwardTwice,
+            "tp2/2",
+            "backward",
+            "blocks.1.feed.up",
+            (0, 1),
+        ),
+        # what its gradient made of it shows in the second of the two steps
+        (misplaced.NeverAveragedTwice, "dp2/2", "forward", "head", (0, 1)),
+        (misplaced.SharperMakerOnRank1, "dp2/2", "forward", "maker.1", (1,)),
     ],
 )
 def test_the_module_is_named(
@@ -127,6 +145,24 @@ def test_the_report_on_a_wrong_forward(runner: Runner) -> None:
     below = located(runner, own(misplaced.NoSum))
     assert below.collective == "allreduce[16x6x8:float32] over ranks 0, 1"
     assert below.collective in below.text
+
+
+def test_a_step_inside_of_a_step_is_told(runner: Runner) -> None:
+    found = located(runner, own(misplaced.NeverAveragedTwice, "dp2/2/fp32"))
+    assert "micro-batch 1: what came in is right, the output departs" in found.text
+    assert "an optimizer has stepped before it in this step" in found.text
+    first = located(runner, own(misplaced.NoSumInBackwardTwice))
+    assert "an optimizer has stepped" not in first.text
+
+
+def test_calls_without_their_like_on_one_rank_are_not_compared(runner: Runner) -> None:
+    found = located(runner, own(misplaced.CalledOftener, "dp2/2/fp32"))
+    assert found.where == "nowhere"
+    assert "no activation could be compared on rank 0: its outermost modules were " in (
+        found.text
+    )
+    assert "called [4] times, and [2] times on one rank" in found.text
+    assert found.compared == 0 < found.not_compared
 
 
 def test_a_narrower_dtype_than_that_of_the_precision_is_told(runner: Runner) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.judge.localise import _as_called
 from gradparity.conformance.rank.local_parts import read_local_parts
 from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
+from gradparity.conformance.rank.watched_step import _as_called
 from gradparity.conformance.run.failures import why_not_run
 from gradparity.conformance.run.launcher import root_cause
 from gradparity.conformance.space.facts import facts_of

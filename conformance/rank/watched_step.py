@@ -1,0 +1,130 @@
+"""One step with its modules watched: a rank trains up to it and records it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+from ...fixtures import Batch
+from ..space.facts import WorkloadFacts
+from ..space.scenario import Scenario
+from .engine import Engine
+from .modules import ModuleLog, Watched, is_whole, modules_in, names_of, watch_modules
+from .observe import CallLog
+from .trace import Saved
+from .worker import observe_rank
+
+__all__ = ["observe_modules", "watched_step"]
+
+
+def observe_modules(
+    scenario: Scenario,
+    spec: str,
+    folder: str,
+    saved: Saved | None,
+    step: int,
+    facts: WorkloadFacts,
+) -> Watched:
+    """Train on this rank up to ``step``, and watch the modules in that step.
+
+    Args:
+        scenario: what to train.
+        spec: the judged scaler, or ``none``.
+        folder: import path of the scaler and of the workload.
+        saved: what another world came to at the resume, to go on from there.
+        step: the last one.
+        facts: of the workload.
+    """
+    found: list[Watched] = []
+
+    def around(engine: Engine, at: int) -> AbstractContextManager[None]:
+        return watched_step(engine, at, found) if at == step else nullcontext()
+
+    trace = observe_rank(
+        scenario, spec, folder, saved, around=around, last=step, facts=facts
+    )
+    return replace(found[0], rank=trace.rank, coordinate=trace.coordinate)
+
+
+@contextmanager
+def watched_step(engine: Engine, step: int, found: list[Watched]) -> Iterator[None]:
+    """Watch the modules in a step.
+
+    Args:
+        engine: what makes it.
+        step: its number.
+        found: gets the record, in which rank and coordinate are still unknown.
+    """
+    workload = engine.scenario.workload
+    model = workload.model()
+    names = {
+        module: name
+        for root in modules_in(engine.module)
+        for module, name in names_of(root, model, engine.parameters).items()
+        # a part of a module, as a pipeline stage is of the model, has other inputs
+        # and outputs
+        if is_whole(module, name, model)
+    }
+    # a loss may be a module, too
+    roots = [
+        root
+        for root in modules_in(engine.module)
+        if any(module in names for module in root.modules())
+    ]
+    with CallLog() as calls, watch_modules(roots, names, calls) as log:
+        yield
+    batches = _micro_batches(engine, step)
+    if not workload.one_rank:  # there each call has its like on one rank
+        batches = _as_called(batches, log)
+    found.append(
+        Watched(
+            rank=-1,
+            coordinate={},
+            index=engine.index,
+            rows=engine.rows,
+            log=log,
+            batches=batches,
+        )
+    )
+
+
+def _micro_batches(engine: Engine, step: int) -> list[Batch]:
+    """The micro-batches of this rank in ``step``, in the order of its passes."""
+    scenario = engine.scenario
+    batch = scenario.workload.batch(step, scenario.seed)
+    # a pipeline schedule cuts what it is given
+    if engine.schedule is not None:
+        return [engine.share(batch)]
+    return engine.micro_batches(batch)
+
+
+def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
+    """The batches as the modules received them.
+
+    A pipeline cuts what it is given, and its first call infers shapes. Where calls have
+    other rows than the batches, and are more, nothing says which call is of which rows.
+    """
+    called = next(iter(log.rows), [])
+    given = [batch.tensors[0].shape[0] for batch in batches]
+    due = sum(given)
+    if not any(sum(called[n:]) == due for n in range(len(called))):
+        if len(called) > len(batches):
+            log.without_calls(len(called))
+            log.unpaired = f"it was called with {sum(called)} rows in {len(called)} "
+            log.unpaired += f"calls, and was given {due} rows in {len(batches)}"
+        return list(batches)
+    extra = next(n for n in range(len(called)) if sum(called[n:]) == due)
+    # a pipeline's first call infers shapes: it belongs to no micro-batch
+    log.without_calls(extra)
+    rows = called[extra:]
+    if rows == given:
+        return list(batches)
+    cut: list[Batch] = []
+    left = list(batches)
+    for count in rows:
+        cut.append(left[0].map(lambda t, count=count: t[:count]))  # type: ignore[misc]
+        left[0] = left[0].map(lambda t, count=count: t[count:])  # type: ignore[misc]
+        if not left[0].tensors[0].shape[0]:
+            left.pop(0)
+    return cut
