@@ -36,6 +36,9 @@ MAX_CHOICES = 1024
 """More are a vocabulary: the largest published routers choose among 512 experts."""
 CHUNK = 64
 """Rows compared with all rows of the reference at a time, to bound the memory."""
+MASKED = -(2.0**100)
+"""Score of what must not be chosen. A mask is the lowest number of a dtype, or minus
+infinity: another number in fp64 than on a rank, and further away than any noise."""
 _aten = torch.ops.aten
 _CHOOSE = {_aten.topk.default, _aten.argmax.default, _aten.max.dim}
 
@@ -108,7 +111,7 @@ class ChoiceLog(Observer):
         chosen = wide.movedim(dim, -1)
         kind = f"{func} {rows.shape[-1]} {chosen.shape[-1]} {given.get('largest')}"
         mine = chosen.reshape(-1, chosen.shape[-1]).cpu()
-        due = self._choose(kind, rows.reshape(-1, rows.shape[-1]).double().cpu(), mine)
+        due = self._choose(kind, _numbers(rows.reshape(-1, rows.shape[-1])), mine)
         if torch.equal(due, mine):
             return found
         wide = due.to(wide.device).view(chosen.shape).movedim(-1, dim)
@@ -142,6 +145,12 @@ class ChoiceLog(Observer):
         self.unclear += row[differs].unique().numel()
         known = (error <= reference.limit).unsqueeze(1)
         return torch.where(known, theirs[nearest], mine)
+
+
+def _numbers(scores: Tensor) -> Tensor:
+    """Scores in fp64; what is masked by its dtype's lowest number is ``MASKED``."""
+    lowest = max(torch.finfo(scores.dtype).min, torch.finfo(torch.float32).min)
+    return torch.where(scores <= lowest / 2, MASKED, scores.double()).cpu()
 
 
 def _arguments(

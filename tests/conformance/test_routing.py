@@ -1,6 +1,7 @@
 """Learned routers: a tipped choice accuses nobody, and a real fault is still seen."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,23 @@ def test_a_row_that_is_none_of_the_references_is_left_alone() -> None:
     far = SCORES + torch.tensor([0.0, 0.0, 0.06])
     with ChoiceLog(recorded(top_one)):
         assert torch.equal(far.topk(1)[1], torch.tensor([[2], [0], [2]]))
+
+
+@pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, -torch.inf])
+def test_a_masked_score_is_the_same_in_every_dtype(masked: float) -> None:
+    keep = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]]).bool()
+    lowest = torch.finfo(torch.float64).min  # as a model in fp64 masks
+    with ChoiceLog() as log:
+        torch.where(keep, SCORES.double(), lowest).topk(1)
+    (kind,) = log.choices
+    told = {kind: replace(log.choices[kind], noise=0.02, limit=0.05)}
+    # a reference in fp32, which measures the noise, and a rank
+    for known in (log.choices, told):
+        with ChoiceLog(known) as again:
+            _, chosen = torch.where(keep, TIPPED, masked).topk(1)
+        assert chosen.tolist() == log.choices[kind].chosen.tolist()
+        assert again.errors.get(kind, 0.0) < 0.05
+        assert again.unclear == 0
 
 
 def test_rows_that_could_be_either_of_two_are_counted() -> None:
