@@ -90,6 +90,7 @@ survey: setup-test  ## judge the parallel plans of transformers; PLAN=ep: one of
 	if test -d $(REPORT)/survey/findings; then \
 	  cp $(REPORT)/survey/findings/*.py $(REPORT)/survey/findings/*.md docs/wild/ && \
 	  cp $(REPORT)/survey/findings/*.json benchmarks/results/wild/; fi
+	$(BIN)/python -m gradparity.benchmarks.wild --pages
 
 wild: setup-test  ## run the scripts of docs/wild, record them and write its tables
 	$(BIN)/python -m gradparity.benchmarks.wild
