@@ -1,9 +1,9 @@
 """Localise: the first module whose output or gradient departs from the reference.
 
 Steps: run the scenario once more up to the first bad step, with every module watched
-(:mod:`..rank.watched_step`); run the reference, watched in the same way, in
-fp64 and in the scenario's precision; compare every tensor at a module boundary; find
-the first module that departs (:func:`locate`).
+(:mod:`..rank.watched_step`); run the reference, watched in the same way, in fp64 and in
+the scenario's precision; compare every tensor at a module boundary; find the first
+module that departs (:func:`locate`).
 """
 
 from __future__ import annotations
