@@ -625,43 +625,29 @@ class StepsTwice(Right):
 class ShardedStepsTwice(StepsTwice, RightSharded):
     """No fault: the same under ``fully_shard``."""
 
-    meshes = RightSharded.meshes
-
 
 class SequenceStepsTwice(StepsTwice, RightSequence):
     """No fault: the same, each rank with its own tokens between the blocks."""
-
-    meshes = RightSequence.meshes
 
 
 class NoGatherTwice(StepsTwice, NoGather):
     """The fault of its second base class."""
 
-    meshes = NoGather.meshes
-
 
 class MaskOnRank1Twice(StepsTwice, MaskOnRank1):
     """The fault of its second base class."""
-
-    meshes = MaskOnRank1.meshes
 
 
 class NoSumTwice(StepsTwice, NoSum):
     """The fault of its second base class."""
 
-    meshes = NoSum.meshes
-
 
 class NoSumInBackwardTwice(StepsTwice, NoSumInBackward):
     """The fault of its second base class."""
 
-    meshes = NoSumInBackward.meshes
-
 
 class NeverAveragedTwice(StepsTwice, NeverAveraged):
     """The fault of its second base class."""
-
-    meshes = NeverAveraged.meshes
 
 
 class CalledOftener(StepsTwice):

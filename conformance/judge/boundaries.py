@@ -206,11 +206,9 @@ class Boundaries:
             way: forward or backward.
             after: steps of optimizers that were made before, within the watched one.
         """
+        kinds = (way.enters, way.leaves)
         for boundary in self.order:
-            if self.after[boundary] == after and boundary.kind in (
-                way.enters,
-                way.leaves,
-            ):
+            if boundary.kind in kinds and self.after[boundary] == after:
                 for rank in self.ranks:
                     if self._counts(rank, boundary, way):
                         return self._describe(way, boundary, rank)

@@ -87,11 +87,11 @@ def locate(
     # step of an optimizer inside of this one carries it to the passes after it
     for after in parts:
         found = boundaries.first_departure(FORWARD, after)
-        ends = after == parts[-1]
-        if found is None and ends and gradients.departed["loss"]:
-            found = gradients.loss()
-        if found is None and ends and gradients.departed["gradient"]:
-            found = boundaries.uneven()
+        if found is None and after == parts[-1]:
+            if gradients.departed["loss"]:
+                found = gradients.loss()
+            elif gradients.departed["gradient"]:
+                found = boundaries.uneven()
         found = found or boundaries.first_departure(BACKWARD, after)
         if found is not None:
             break

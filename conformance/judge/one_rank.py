@@ -129,16 +129,11 @@ def watched_on_one_rank(
         The log of the truth, and those of noisy runs; see [Note: Truth on one rank].
     """
     found: list[Watched] = []
-
-    def alone(variation: Variation) -> Alone:
-        return Alone(
-            variation=variation, skipped=schedule.skipped, scales=schedule.scales
-        )
-
-    in_fp64 = _in_fp64(scenario, alone(TRUTH), step + 1, found)
+    alone = partial(Alone, skipped=schedule.skipped, scales=schedule.scales)
+    in_fp64 = _in_fp64(scenario, alone(variation=TRUTH), step + 1, found)
     logs = [found[-1].log] if in_fp64 is not None else []
     for variation in IN_ORDER:
-        _train(scenario, alone(variation), step + 1, watched=found)
+        _train(scenario, alone(variation=variation), step + 1, watched=found)
         logs.append(found[-1].log)
     return logs[0], logs[1:]
 
@@ -260,10 +255,12 @@ def _train(
     def around(engine: Engine, step: int) -> Iterator[None]:
         if alone.variation.redrawn:
             torch.manual_seed(1000 * alone.variation.redrawn + step)
-        if watched is not None and step == steps - 1:
-            with watched_step(engine, step, watched):
-                yield
-        else:
+        watching = (
+            watched_step(engine, step, watched)
+            if watched is not None and step == steps - 1
+            else nullcontext()
+        )
+        with watching:
             yield
         generators.append(digest(torch.get_rng_state()))
 

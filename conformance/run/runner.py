@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -48,6 +47,7 @@ from .launcher import AloneError, Place, Pool, root_cause
 
 __all__ = ["Case", "Phases", "Runner"]
 
+T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 BEHIND = 3
 """Number of cases whose ranks have ended and that wait to be judged: a case keeps its
@@ -368,8 +368,8 @@ class Runner:
         phases = [*before, evidence.ranks]
         try:
             watched = self._watched(case.scaler, scenario, step)
-            alone = partial(self.place.alone, in_group=scenario.workload.one_rank)
-            found = alone(locate, scenario, phases, evidence.parity, step, watched)
+            given = phases, evidence.parity, step, watched
+            found = self._with_references(locate, scenario, *given)
         # the verdict does not depend on localisation
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
@@ -378,6 +378,13 @@ class Runner:
         return msgspec.structs.replace(
             found, seconds=round(time.monotonic() - start, 3)
         )
+
+    def _with_references(
+        self, compare: Callable[..., T], scenario: Scenario, *args: Any
+    ) -> T:
+        """Call ``compare`` on the process that trains the scenario's references."""
+        one_rank = scenario.workload.one_rank
+        return self.place.alone(compare, scenario, *args, in_group=one_rank)
 
     def _is_localised(self, case: Case) -> bool:
         broken = {v.law.partition(".")[0] for v in case.verdicts if v.status == "fail"}
@@ -394,8 +401,7 @@ class Runner:
         scenario, phases = seen.scenario, seen.phases
         random = scenario.parsed_recipe.training.random
         due = seen.complete and measured and not random
-        alone = partial(self.place.alone, in_group=scenario.workload.one_rank)
-        parity = alone(_on_one_process, scenario, phases, due)
+        parity = self._with_references(_on_one_process, scenario, phases, due)
         evidence: Evidence | None = None
         for number, traces in enumerate(phases):
             evidence = Evidence(
