@@ -36,6 +36,7 @@ from ..space.scenario import Scenario
 from ..status import UsageError
 from . import pieces
 from .bundle import Bundle, Code
+from .one_rank import OneRank
 from .scaled import Scaled
 from .template import Run, main
 
@@ -142,13 +143,12 @@ def _is_simple(recipe: Recipe) -> bool:
         defer_sync=False,
         unscale=False,
         primed=False,
+        of_stacks=False,
     )
     return plain in (Recipe(text=""), Recipe(text="", training=Training(clip="norm")))
 
 
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
-    if scenario.workload.one_rank:
-        return f"{scenario.model}: its reference is one rank, the script's is plain"
     if facts_of(scenario.model).draws:
         return "a workload with random layers"
     if facts_of(scenario.model).widens:
@@ -182,6 +182,7 @@ def _run(scenario: Scenario) -> Run:
         "parts": _PARTS[recipe.parts] if not workload.micro_batches else None,
         "placed": pieces.placed if workload.weights or workload.gradients else None,
         "clip_norm": CLIP_NORM if recipe.training.clip else None,
+        "one_rank": OneRank if workload.one_rank else None,
         # what correct runs in half precision stay below
         "limit": None if precision.is_full else 0.1,
     }

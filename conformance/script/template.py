@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import tempfile
 import warnings
@@ -32,6 +33,7 @@ from ..rank.local_parts import full_name
 LIMIT = timedelta(seconds=120)  # for which ranks wait for each other
 Key = tuple[str, str]  # ("gradient", name of the parameter)
 Values = dict[Key, tuple[Tensor, Any]]  # elements and their places in the tensor
+Expected = dict[Key, tuple[Tensor, float]]  # all elements, and their noise if known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,9 @@ class Run:
     placed: Callable[..., Any] | None = None  # reads weights() and gradients()
     clip_norm: float = math.inf
     order: Callable[[Any], Any] = list  # of an optimizer's parameters
+    one_rank: Callable[..., Any] | None = (
+        None  # trains first, where it is the reference
+    )
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -78,6 +83,7 @@ class Training:
             }
         self.params = {name: tensor for name, (tensor, _) in found.items()}
         self.places = {name: places for name, (_, places) in found.items()}
+        self.handed: dict[str, Tensor] = {}
         pairs = [(n, p) for n, p in self.params.items() if p.requires_grad]
         self.own = hasattr(work, "train_step")
         if not (mesh and self.own):
@@ -86,13 +92,17 @@ class Training:
     def build(self, numbered: bool = False) -> Any:
         """The model, laid out; if numbered, elements are their own numbers."""
         torch.manual_seed(self.run.seed)
-        model = self.work.model() if self.mesh else self.work.model().double()
+        model = self.begun(self.work.model())
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         for p in model.parameters() if numbered else ():
             p.data.copy_(torch.arange(float(p.numel())).view_as(p))
         if not self.mesh:
             return model
         return self.work.parallelize(model, self.mesh, *self.run.policy)
+
+    def begun(self, model: Any) -> Any:
+        """The model before it is laid out."""
+        return model if self.mesh else model.double()
 
     def named(self, module: Any) -> dict[str, Any]:
         """Its parameters by their names in the model, which wrappers have changed."""
@@ -139,7 +149,26 @@ class Training:
             found = {name: (t, self.places[name]) for name, t in tensors.items()}
         return {(kind, name): (flat(t), at) for name, (t, at) in found.items()}
 
-    def reference(self, number: int, weights: list[Values]) -> dict[Key, Tensor]:
+    def look(self, optimizer: Any, *_: Any) -> None:
+        """Keep the gradients that an optimizer is called with first in a step."""
+        scale = getattr(optimizer, "grad_scale", None)  # fused ones divide by it
+        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in self.params.items():
+            if id(p) in used and p.grad is not None and name not in self.handed:
+                self.handed[name] = p.grad.detach() / (1.0 if scale is None else scale)
+
+    def made(self, norm: Any) -> Values:
+        """What a step has made, also what train_step tells and ema() keeps."""
+        found = self.placed("gradient", self.handed)
+        if norm is not None:
+            norm = torch.as_tensor(norm, dtype=torch.float64)
+            found["norm", "all gradients"] = flat(norm), slice(None)
+        kept = self.work.ema(self.module) if hasattr(self.work, "ema") else {}
+        averages = {full_name(n, self.shapes): t for n, t in kept.items()}
+        found |= self.placed("average", averages)
+        return found | self.placed("weight", self.params)
+
+    def expected(self, number: int, weights: list[Values]) -> Expected:
         """On one process: what a step from the ranks' weights makes."""
         for held in weights:
             for (_, name), (values, at) in held.items():
@@ -152,7 +181,7 @@ class Training:
         # a schedule
         if type(self.optimizer) is torch.optim.SGD and not self.own:
             found |= self.placed("weight", self.params)
-        return {key: values for key, (values, _) in found.items()}
+        return {key: (values, 0.0) for key, (values, _) in found.items()}
 
 
 def gathered(value: Any) -> list[Any]:
@@ -162,37 +191,30 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def departures(run: Run, rows: list[Values], exact: dict[Key, Tensor]) -> Iterator[str]:
-    """What ranks have otherwise than one process, a line each."""
-    for key, true in exact.items():
+def departures(run: Run, rows: list[Values], expected: Expected) -> Iterator[str]:
+    """What ranks have otherwise than the reference, a line each."""
+    for key, (true, noise) in expected.items():
         size = float(true.norm()) or 1.0
         # one that is small beside the others may be only rounding
-        least = max(float(t.norm()) for k, t in exact.items() if k[0] == key[0]) / 10
+        alike = [float(t.norm()) for k, (t, _) in expected.items() if k[0] == key[0]]
+        limit = max(run.limit * max(size, max(alike) / 10), 8 * noise)
         for rank, row in enumerate(rows):
             values, places = row.get(key, (true, slice(None)))
             error = float((values - true[places]).norm())
-            if not error <= run.limit * max(size, least):
+            if not error <= limit:
                 text = f"rank {rank}: {' of '.join(key)}: relative error"
-                yield f"{text} {error / size:.2g}; reference: one process in fp64"
+                yield f"{text} {error / size:.2g}"
 
 
-def train(run: Run, work: Any, scaled: Any) -> list[str]:
+def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
     """What departs in the first step in which anything does."""
     axes, sizes = zip(*run.mesh.items(), strict=True)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
-    training, alone, compared = Training(run, work, mesh), Training(run, work, None), 0
-    handed: dict[str, Tensor] = {}
-
-    def look(optimizer: Any, *_: Any) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # fused ones divide by it
-        used = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, p in training.params.items():
-            if id(p) in used and p.grad is not None:
-                handed[name] = p.grad.detach() / (1.0 if scale is None else scale)
-
-    register_optimizer_step_pre_hook(look)
+    training, compared = Training(run, work, mesh), 0
+    alone = one_rank or Training(run, work, None)
+    register_optimizer_step_pre_hook(training.look)
     for step in range(run.steps):
-        handed.clear()
+        training.handed.clear()
         before = training.placed("weight", training.params)
         facts = scaled.step(training, step) if scaled else training.step(step)
         total = torch.ones(())
@@ -204,25 +226,30 @@ def train(run: Run, work: Any, scaled: Any) -> list[str]:
         if scaled and scaled.skips:
             compared += 1  # by its rule
             continue
-        found = training.placed("gradient", handed)
-        compared += len(found)
-        if not scaled and facts is not None:
-            norm = torch.as_tensor(facts, dtype=torch.float64)
-            found["norm", "all gradients"] = flat(norm), slice(None)
-        rows = gathered(found | training.placed("weight", training.params))
-        weights = gathered(before)
-        if wrong := [*departures(run, rows, alone.reference(step, weights))]:
-            return [f"step {step}: {text}" for text in wrong]
+        made = training.made(None if scaled else facts)
+        compared += sum(kind == "gradient" for kind, _ in made)
+        expected = alone.expected(step, gathered(before))
+        if wrong := [*departures(run, gathered(made), expected)]:
+            told = "one rank" if one_rank else "one process in fp64"
+            return [f"step {step}: {text}; reference: {told}" for text in wrong]
     return [] if compared else ["nothing was compared: no optimizer got a gradient"]
 
 
-def on_rank(rank: int, run: Run, work: Any, scaled: Any, folder: str) -> None:
-    """One rank: exit code 1 where anything departs or raises."""
+def begin(rank: int, world: int, store: str) -> None:
+    """Join a process group, as torchrun's ranks do."""
     warnings.simplefilter("ignore")  # fully_shard warns of views
-    store, world = f"file://{folder}/store", math.prod(run.mesh.values())
+    sizes = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    place = {"RANK": rank, "LOCAL_RANK": rank, **sizes}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    store = f"file://{store}"
     dist.init_process_group("gloo", store, LIMIT, rank=rank, world_size=world)
+
+
+def on_rank(rank: int, folder: str, run: Run, work: Any, *others: Any) -> None:
+    """One rank: exit code 1 where anything departs or raises."""
+    begin(rank, math.prod(run.mesh.values()), f"{folder}/store")
     try:
-        found = train(run, work, scaled())
+        found = train(run, work, *others)
         if rank == 0:
             print("\n".join(found) or "no violation", flush=True)
         dist.barrier()  # the first rank that ends with 1 has the others ended
@@ -238,8 +265,9 @@ def main(run: Run, work: Any, scaled: Any = lambda: None) -> int:
     world = math.prod(run.mesh.values())
     with tempfile.TemporaryDirectory() as folder:
         logging.disable(logging.WARNING)
-        given = run, work, scaled, folder
         try:
+            one_rank = run.one_rank(folder, run, work) if run.one_rank else None
+            given = folder, run, work, scaled(), one_rank
             mp.start_processes(on_rank, given, world, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
         except mp.ProcessExitedException as end:  # type: ignore[attr-defined]
             if end.exit_code != 1:

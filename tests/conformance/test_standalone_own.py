@@ -4,17 +4,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.script.standalone import standalone_script
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import specimens
 from gradparity.tests import stacks
+from gradparity.tests.conformance.test_one_rank import Alone
 from gradparity.tests.script_server import LIMIT_S, Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
+ALONE = "gradparity.tests.conformance.test_one_rank"
+HERE = "gradparity.tests.conformance.test_standalone_own"
 STEPS = "gradparity.tests.conformance.test_workload_steps"
 SCHEDULES = "gradparity.tests.conformance.test_stack_schedules"
 LAYOUTS = "gradparity.tests.conformance.test_gradient_layouts"
@@ -140,6 +145,55 @@ def test_the_script_of_a_specimen_distinguishes_the_twins(
     code, output = scripts("none", f"{place},model={pair.broken}")
     assert (code, words in output) == (1, True), output
     assert scripts("none", f"{place},model={pair.fixed}") == (0, "no violation\n")
+
+
+ONE_RANK = {
+    "R01": ("steps=2,recipe=accumulate-uneven", "weight of critic."),
+    "R08": ("steps=2", "average of "),
+    "R03": ("steps=2", "weight of "),
+    "R05": ("steps=3,recipe=accumulate", "weight of "),
+}
+"""Turns in each micro-batch, a running average, a closure, clipping of shards."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("R01", "R08") else pytest.mark.slow)
+        for n in ONE_RANK
+    ],
+)
+def test_the_script_of_a_specimen_compares_with_one_rank(
+    scripts: Scripts, name: str
+) -> None:
+    settings, words = ONE_RANK[name]
+    pair = specimens.ONE_RANK[name]
+    place = f"dp2/2/fp32/own/none/{settings}"
+    code, output = scripts("none", f"{place},model={pair.broken}")
+    assert (code, words in output) == (1, True), output
+    assert output.count("reference: one rank\n") == len(output.splitlines())
+    assert scripts("none", f"{place},model={pair.fixed}") == (0, "no violation\n")
+
+
+def test_one_rank_without_fp64_is_in_fp32(scripts: Scripts) -> None:
+    place = f"dp2/2/fp32/own/none/steps=2,model={ALONE}"
+    assert scripts("none", f"{place}:InFp32") == (0, "no violation\n")
+    code, output = scripts("none", f"{place}:InFp32Local")
+    assert (code, "gradient of 0.bias: rel" in output) == (1, True), output
+
+
+def test_a_step_that_fails_on_one_rank_is_told(scripts: Scripts) -> None:
+    code, output = scripts("none", f"dp2/2/fp32/own/none/model={HERE}:OnlyOnTwo")
+    assert (code, output) == (1, "one rank raised RuntimeError: two ranks, please\n")
+
+
+class OnlyOnTwo(Alone):
+    """Refuses a mesh of one rank."""
+
+    def train_step(self, *given: Any) -> Any:
+        if dist.get_world_size() == 1:
+            raise RuntimeError("two ranks, please")
+        return super().train_step(*given)
 
 
 @pytest.mark.slow

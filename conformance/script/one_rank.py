@@ -1,0 +1,144 @@
+"""What a standalone script needs whose reference is one rank.
+
+The workload's own ``train_step`` trains on a mesh of size 1, in a process of its own
+before the ranks begin: in fp64, and twice in fp32 for the noise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...fixtures import mapped
+from .template import Expected, Key, Run, Training, begin
+
+__all__ = ["OneRank"]
+
+
+class OneRank:
+    """What each step of the workload has made on one rank."""
+
+    def __init__(self, folder: str, run: Run, work: Any) -> None:
+        path = Path(folder, "one-rank")
+        given = path, run, work
+        mp.start_processes(train_alone, given, 1, start_method="fork")  # type: ignore[attr-defined,no-untyped-call]
+        self.truth, *self.noisy = torch.load(path, weights_only=True)
+
+    def expected(self, number: int, weights: Any) -> Expected:
+        """What a step makes, with the noise up to it."""
+        found = {}
+        for key, true in self.truth[number].items():
+            errors = [
+                float((run[step][key] - self.truth[step][key]).norm())
+                for run in self.noisy
+                for step in range(number + 1)
+                if key in run[step] and key in self.truth[step]
+            ]
+            found[key] = true, max(errors)
+        return found
+
+
+def plain(model: Any) -> Any:
+    """As it is."""
+    return model
+
+
+def wide(model: Any) -> Any:
+    """In fp64."""
+    return model.double()
+
+
+def moved(model: Any) -> Any:
+    """With weights moved by one unit roundoff."""
+    source = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        if p.is_floating_point():
+            signs = torch.randint(2, p.shape, generator=source) * 2.0 - 1.0
+            # 1 + 2**-24 is 1 in fp32
+            p.data.copy_(p.data.double() * (1.0 + 2.0**-24 * signs.double()))
+    return model
+
+
+class Alone(Training):
+    """A workload on one rank, which sees the rows of all."""
+
+    def __init__(
+        self, run: Run, work: Any, change: Callable[[Any], Any], mesh: Any
+    ) -> None:
+        self.change = change
+        super().__init__(replace(run, mesh=dict.fromkeys(run.mesh, 1)), work, mesh)
+        self.parts = 1  # of the rows, which ranks see
+        for axis in run.data_axes:
+            self.parts *= run.mesh[axis]
+
+    def begun(self, model: Any) -> Any:
+        """The model of this run."""
+        return self.change(model)
+
+    def micro_batches(self, step: int) -> list[Any]:
+        """The n-th has the rows of the n-th of all ranks."""
+        batch = self.work.batch(step, self.run.seed)
+        if self.change is wide:
+            batch = mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
+        if hasattr(self.work, "micro_batches"):
+            return [*self.work.micro_batches(batch)]
+        if hasattr(self.work, "shard"):
+            return self.run.parts(batch)
+        cut = [
+            self.run.parts(mapped(batch, partial(share, number=n, of=self.parts)))
+            for n in range(self.parts)
+        ]
+        return [joined(parts) for parts in zip(*cut, strict=True)]
+
+    def values(self, step: int) -> dict[Key, Tensor]:
+        """All that a step makes, whole."""
+        self.handed.clear()
+        found = {}
+        for key, (values, places) in self.made(self.step(step)).items():
+            found[key] = torch.zeros(len(values), dtype=values.dtype)
+            found[key][places] = values
+        return found
+
+
+def share(rows: Tensor, number: int, of: int) -> Tensor:
+    """Those of one rank."""
+    return rows.chunk(of)[number]
+
+
+def joined(parts: tuple[Any, ...]) -> Any:
+    """The rows of all parts."""
+    columns: list[list[Tensor]] = [[] for _ in parts]
+    for column, part in zip(columns, parts, strict=True):
+        mapped(part, column.append)
+    whole = iter([torch.cat(rows) for rows in zip(*columns, strict=True)])
+    return mapped(parts[0], lambda _: next(whole))
+
+
+def train_alone(rank: int, path: Path, run: Run, work: Any) -> None:
+    """Keep what the runs on one rank make; without fp64 the plain one is the first."""
+    begin(rank, 1, f"{path}-store")
+    axes, runs = tuple(run.mesh), []
+    for change in (wide, plain, moved):
+        mesh = init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=axes)
+        try:
+            training = Alone(run, work, change, mesh)
+            hook = register_optimizer_step_pre_hook(training.look)
+            runs.append([training.values(step) for step in range(run.steps)])
+            hook.remove()
+        except Exception as error:
+            if change is not wide:
+                print(f"one rank raised {type(error).__name__}: {error}", flush=True)
+                sys.exit(1)
+    torch.save(runs, path)
+    dist.destroy_process_group()
