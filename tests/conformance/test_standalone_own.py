@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Scenario
 from gradparity.conformance.script.standalone import standalone_script
@@ -15,6 +18,7 @@ from gradparity.conformance.status import UsageError
 from gradparity.fixtures import specimens
 from gradparity.tests import stacks
 from gradparity.tests.conformance.test_one_rank import Alone
+from gradparity.tests.misplaced import StepsTwice
 from gradparity.tests.script_server import LIMIT_S, Scripts, alone
 
 MODULE = "gradparity.tests.stacks"
@@ -180,6 +184,24 @@ def test_one_rank_without_fp64_is_in_fp32(scripts: Scripts) -> None:
     assert scripts("none", f"{place}:InFp32") == (0, "no violation\n")
     code, output = scripts("none", f"{place}:InFp32Local")
     assert (code, "gradient of 0.bias: rel" in output) == (1, True), output
+
+
+def test_what_rounding_alone_moves_on_one_rank_is_no_departure(
+    scripts: Scripts,
+) -> None:
+    """Attention does not depend on the bias of its keys, but Adam steps it."""
+    place = f"tp2/2/fp32/own/none/steps=2,model={HERE}"
+    assert scripts("none", f"{place}:UnderAdam") == (0, "no violation\n")
+
+
+class UnderAdam(StepsTwice):
+    """Gradients over their own size."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        stack = super().parallelize(model, mesh)
+        optimizer = torch.optim.Adam(stack.parameters(), lr=0.01)
+        stack.optimizer = optimizer  # type: ignore[assignment]  # no module
+        return stack
 
 
 def test_a_step_that_fails_on_one_rank_is_told(scripts: Scripts) -> None:
