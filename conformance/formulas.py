@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["bias_error", "clip_factor"]
+__all__ = ["FP32_UNIT", "bias_error", "clip_factor"]
 
 FP32_UNIT = 2.0**-24
 """Unit roundoff of fp32."""

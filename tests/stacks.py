@@ -1,6 +1,7 @@
 """Workloads with one fault each; the docstring names it."""
 
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,54 @@ class BatchStatistics(Right):
     def model(self) -> nn.Module:
         norm = nn.BatchNorm1d(8, track_running_stats=False)
         return nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 4))
+
+
+class RowsAlike(Right):
+    """No fault: all rows are one row, and no order of them changes any sum."""
+
+    def batch(self, step: int, seed: int) -> Batch:
+        return tuple(t[:1].expand(16, -1).clone() for t in super().batch(step, seed))  # type: ignore[return-value]  # two
+
+
+class ScaledBlock(nn.Module):
+    """A layer under tensor parallelism, with factors and a shift of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.gain, self.shift = (nn.Parameter(torch.tensor([x])) for x in (1.0, 0.0))
+        self.mix = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x * self.gain) + self.shift)
+        found: Tensor = x + self.mix * self.down(hidden)
+        return found
+
+
+class Scalars(Right):
+    """No fault: many parameters of one element."""
+
+    meshes = ({"tp": 2},)
+
+    def model(self) -> nn.Module:
+        blocks = (ScaledBlock() for _ in range(6))
+        return nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 4))
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+        for block in model.modules():
+            if isinstance(block, ScaledBlock):
+                tp.parallelize_module(block, mesh["tp"], plan)
+                # it is added to a part of the features
+                block.shift.register_hook(partial(summed, group=mesh.get_group("tp")))
+        return model
+
+
+def summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Over the ranks of a group."""
+    found = gradient.clone()
+    dist.all_reduce(found, group=group)
+    return found
 
 
 class Embedding(nn.Module):

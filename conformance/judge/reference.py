@@ -30,7 +30,7 @@ from ...fixtures import (
     local,
     resolve_workload,
 )
-from ..formulas import bias_error
+from ..formulas import FP32_UNIT, bias_error
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import digest_of_weights, initial_model
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
@@ -50,6 +50,7 @@ from .settings import Planned, Settings
 from .shards import InShards, Shards
 from .variants import (
     CODES,
+    MOVED,
     NOISY,
     SIGN_PARTS,
     TRUTH,
@@ -399,11 +400,11 @@ class ReferenceRun:
     def _jitter(self) -> float:
         """The relative size of the noise that is added to the weights of a pass."""
         rounds_to = self.workload.rounds_to
-        if self.variant == TRUTH or (self.rows_apart and rounds_to is None):
+        if self.variant.double or (self.variant.in_order and rounds_to is None):
             return 0.0
-        # rows that depend on each other keep their order: other runs round the weights
-        # otherwise, or all of them would show one and the same error
-        size = self.precision.roundoff
+        # each row is rounded alike in any order of rows; weights are stored in fp32,
+        # where nothing smaller would move them
+        size = max(MOVED * self.precision.roundoff, FP32_UNIT)
         if rounds_to is None:
             return size
         # a weight beside a tie of 8 bits is rounded to the other side by any noise,
@@ -555,8 +556,7 @@ class ReferenceRun:
         own, variant = self.workload.micro_batches, self.variant
         parts = [batch] if own is None else own(batch)
         if self.rows_apart is None:
-            plain = variant.parts == 1 and not variant.reverse_rows
-            self.rows_apart = plain or rows_apart(self.key.model)
+            self.rows_apart = variant.in_order or rows_apart(self.key.model)
         return variant.in_rows(parts) if self.rows_apart else variant.shuffled(parts)
 
     def _weights(

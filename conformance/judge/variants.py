@@ -1,7 +1,8 @@
 """How correct runs of a reference differ from the truth: in the order of reductions.
 
-A variant takes the rows in another order, cuts them into parts, moves weights within
-their rounding, or flips the signs of gradient elements that are no larger than noise.
+A variant takes the rows in another order or cuts them into parts, and then also moves
+weights within their rounding; or it flips the signs of gradient elements that are no
+larger than noise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ...fixtures import Batch, judged_parameters
 
 __all__ = [
     "CODES",
+    "MOVED",
     "NOISY",
     "SIGN_PARTS",
     "TRUTH",
@@ -52,6 +54,11 @@ class Variant:
     """Number of parts, along dim 0, in which the optimizer gets each parameter of which
     no shards were seen."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether rows are taken in the order of the truth."""
+        return self.parts == 1 and not self.reverse_rows
+
     def in_rows(self, parts: list[Batch]) -> list[Batch]:
         """Micro-batches, with their rows reversed and cut."""
         if self.reverse_rows:
@@ -76,6 +83,10 @@ NOISY = (
     Variant(parts=4),
 )
 """Correct runs whose error against the truth is the noise of the scenario."""
+MOVED = 1 / 8
+"""Of a unit roundoff: how far weights move before they are rounded to half precision.
+One of 32 is then rounded to its other neighbour, and none is off by more than 9/8 of a
+roundoff: such a run errs as much as the plain one, in its own way (docs/parity.md)."""
 FLIPPED = 4
 """Weights that noise rounds to the other side in each run, on average: the probability
 that a run has none is exp(-4), and that all five have none exp(-20)."""
