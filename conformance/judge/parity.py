@@ -362,15 +362,13 @@ def _factor_noise(
 def _decided(row: ClipRow, worst: float) -> ClipRow:
     """Decide whether a factor is known, and by which bound.
 
-    Noise in other directions than the gradient's does not change its factor. So where
-    the bound of the gradient cannot tell the factor, that of factors may: the largest
+    Noise in other directions than the gradient's does not change its factor. So the
+    bound is that of factors where it is smaller than that of the gradient: the largest
     error that correct runs show so far, in any parameter.
     """
-    bound = row.bound
-    if row.due / 2 <= bound < row.due:
-        bound = min(bound, worst * row.due)
+    bound = min(row.bound, worst * row.due)
     # with a larger bound even half the due factor would pass
-    above = row.above_noise and bound < row.due / 2
+    above = row.above_noise and row.bound < row.due and bound < row.due / 2
     return replace(row, bound=bound, above_noise=above)
 
 

@@ -3,9 +3,9 @@
 References train on a separate rank (``Place.alone``), not in the judge's process.
 
 A reference follows the skip decisions that the *rule* demands (any non-finite gradient
-anywhere skips the step), never those that the judged scaler took. Variants permute the
-order of reductions; their distance from the fp64 run is the noise that a correct run
-may show, and the bounds of ``parity`` are made of it.
+anywhere skips the step), never those that the judged scaler took. Variants take rows in
+another order and round otherwise; their distance from the fp64 run is the noise that a
+correct run may show, and the bounds of ``parity`` are made of it.
 """
 
 from __future__ import annotations
