@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...fixtures import mapped
 from .template import Expected, Key, Run, Training, begin
@@ -133,9 +132,10 @@ def train_alone(rank: int, path: Path, run: Run, work: Any) -> None:
         mesh = init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=axes)
         try:
             training = Alone(run, work, change, mesh)
-            hook = register_optimizer_step_pre_hook(training.look)
+            hooks = training.watch()
             runs.append([training.values(step) for step in range(run.steps)])
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         except Exception as error:
             if change is not wide:
                 print(f"one rank raised {type(error).__name__}: {error}", flush=True)

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...fixtures import (
     MODELS,
     OPTIMIZERS,
@@ -171,6 +173,8 @@ def _run(scenario: Scenario) -> Run:
     mesh = topology.mesh_shape(scenario.world_size)
     judged = OfWorkload.JUDGED in workload.has
     takes_policy = topology.fully_shards or not judged
+    promised = scenario.promised_dtype or torch.float32  # in which it reduces
+    in_half = not precision.is_full or promised.itemsize < torch.float32.itemsize
     passes: Callable[..., None] = pieces.micro_batches
     if topology.pipelined:
         passes = pieces.pipeline
@@ -183,8 +187,10 @@ def _run(scenario: Scenario) -> Run:
         "placed": pieces.placed if workload.weights or workload.gradients else None,
         "clip_norm": CLIP_NORM if recipe.training.clip else None,
         "one_rank": OneRank if workload.one_rank else None,
+        # on one rank the judge trains the bare model
+        "parallel": False if judged and topology.name == "single" else None,
         # what correct runs in half precision stay below
-        "limit": None if precision.is_full else 0.1,
+        "limit": 0.1 if in_half else None,
     }
     return Run(
         mesh=mesh,

@@ -25,7 +25,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ...fixtures import mapped
 from ..rank.local_parts import full_name
@@ -45,7 +48,8 @@ class Run:
     steps: int
     passes: Callable[..., None]  # forward and backward of a step
     seed: int = 0
-    policy: tuple[Any, ...] = ()  # further arguments of parallelize
+    parallel: bool = True  # parallelize is called
+    policy: tuple[Any, ...] = ()  # further arguments of it
     loss_factor: float = 1.0
     autocast: torch.dtype | None = None  # of the forward pass
     limit: float = 1e-4  # of relative errors: far above the rounding of correct runs
@@ -53,9 +57,7 @@ class Run:
     placed: Callable[..., Any] | None = None  # reads weights() and gradients()
     clip_norm: float = math.inf
     order: Callable[[Any], Any] = list  # of an optimizer's parameters
-    one_rank: Callable[..., Any] | None = (
-        None  # trains first, where it is the reference
-    )
+    one_rank: Callable[..., Any] | None = None  # the reference, which trains first
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -73,17 +75,19 @@ class Training:
         for axis in run.data_axes if mesh else ():
             self.share = self.share * run.mesh[axis] + mesh.get_local_rank(axis)
             self.shares *= run.mesh[axis]
-        self.module = self.build()
         if mesh and run.placed:
+            self.module = self.build()
             found = run.placed(work.weights(self.module), self.shapes)
-        else:  # a twin's elements are their own numbers
+        else:  # a twin's elements are their own numbers; some keep the last stack made
             twin = self.named(self.build(numbered=True))
+            self.module = self.build()
             found = {
                 n: (p, flat(twin[n]).long()) for n, p in self.named(self.module).items()
             }
         self.params = {name: tensor for name, (tensor, _) in found.items()}
         self.places = {name: places for name, (_, places) in found.items()}
         self.handed: dict[str, Tensor] = {}
+        self.steps: list[list[str]] = []  # what optimizers that now step were handed
         pairs = [(n, p) for n, p in self.params.items() if p.requires_grad]
         self.own = hasattr(work, "train_step")
         if not (mesh and self.own):
@@ -96,7 +100,7 @@ class Training:
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         for p in model.parameters() if numbered else ():
             p.data.copy_(torch.arange(float(p.numel())).view_as(p))
-        if not self.mesh:
+        if not (self.mesh and self.run.parallel):
             return model
         return self.work.parallelize(model, self.mesh, *self.run.policy)
 
@@ -149,16 +153,52 @@ class Training:
             found = {name: (t, self.places[name]) for name, t in tensors.items()}
         return {(kind, name): (flat(t), at) for name, (t, at) in found.items()}
 
-    def look(self, optimizer: Any, *_: Any) -> None:
-        """Keep the gradients that an optimizer is called with first in a step."""
+    def watch(self) -> list[Any]:
+        """Look at all optimizers from now on; returns the hooks."""
+        left = register_optimizer_step_post_hook(self.leave)
+        return [register_optimizer_step_pre_hook(self.look), left]
+
+    def leave(self, *_: Any) -> None:
+        """An optimizer has stepped."""
+        self.steps.pop()
+
+    def find(self) -> None:
+        """Find parameters again, which a step may have replaced."""
+        if not (self.mesh and self.run.placed):
+            self.params = self.named(self.module)
+
+    def look(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Before an optimizer steps, or after its closure."""
+        self.steps.append([])
+        closure = (*args[1:], kwargs.get("closure"))[0]
+        if closure is None:
+            return self.keep(optimizer)
+
+        def evaluated() -> Any:
+            loss = closure()
+            self.keep(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], evaluated, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluated}
+
+    def keep(self, optimizer: Any) -> None:
+        """Keep the gradients that an optimizer has first in a step."""
+        self.find()
+        for outer in self.steps[:-1]:  # they step through this one, which decides
+            while outer:
+                del self.handed[outer.pop()]
         scale = getattr(optimizer, "grad_scale", None)  # fused ones divide by it
         used = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, p in self.params.items():
             if id(p) in used and p.grad is not None and name not in self.handed:
                 self.handed[name] = p.grad.detach() / (1.0 if scale is None else scale)
+                self.steps[-1].append(name)
 
     def made(self, norm: Any) -> Values:
         """What a step has made, also what train_step tells and ema() keeps."""
+        self.find()
         found = self.placed("gradient", self.handed)
         if norm is not None:
             norm = torch.as_tensor(norm, dtype=torch.float64)
@@ -212,7 +252,7 @@ def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
     training, compared = Training(run, work, mesh), 0
     alone = one_rank or Training(run, work, None)
-    register_optimizer_step_pre_hook(training.look)
+    training.watch()
     for step in range(run.steps):
         training.handed.clear()
         before = training.placed("weight", training.params)

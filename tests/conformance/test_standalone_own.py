@@ -204,6 +204,31 @@ class UnderAdam(StepsTwice):
         return stack
 
 
+STACKS = "gradparity.examples.stacks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "spec"),
+    [
+        (
+            "dp2-tp1/2",
+            "lightning_model_parallel:Stack",
+        ),  # closures; the last stack made
+        ("dp2/2", "fairscale_sharded:Stack"),  # an optimizer steps through another
+        ("dp2/2", "torch_ddp_hooks:Fp16"),  # gradients are summed in fp16
+        ("single/1", "torch_ddp_hooks:Fp16"),  # nothing is laid out
+        ("dp2/2", "trl_grpo:Grpo"),  # needs the environment of ranks
+    ],
+)
+def test_the_script_of_a_right_stack_finds_no_violation(
+    scripts: Scripts, place: str, spec: str
+) -> None:
+    text = f"{place}/fp32/own/none/steps=2,model={STACKS}.{spec}"
+    code, output = scripts("none", text)
+    assert (code, output.splitlines()[-1]) == (0, "no violation"), output
+
+
 def test_a_step_that_fails_on_one_rank_is_told(scripts: Scripts) -> None:
     code, output = scripts("none", f"dp2/2/fp32/own/none/model={HERE}:OnlyOnTwo")
     assert (code, output) == (1, "one rank raised RuntimeError: two ranks, please\n")
