@@ -165,7 +165,8 @@ def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:
         factors = [
             clip_factor(norm, parity.clip_norm) for norm in parity_bounds.truth.norms
         ]
-        parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds)
+        least = scenario.parsed_precision.roundoff
+        parity.clipped += _clip_rows(factors, schedule, phases, parity_bounds, least)
     for each in _measured(schedule, phases, parity_bounds):
         parity.add(*each)
     return parity
@@ -311,10 +312,14 @@ def _clip_rows(
     schedule: Schedule,
     phases: Iterable[Sequence[RankTrace]],
     parity_bounds: ParityBounds,
+    least: float,
 ) -> Iterator[ClipRow]:
-    """The factor of each gradient against the truth's gradient before clipping."""
+    """The factor of each gradient against the truth's gradient before clipping.
+
+    The noise of factors is at least ``least``: that of runs may be 0.
+    """
     steps = zip(_steps(phases), factors, schedule.skipped, strict=True)
-    noisy, worst = parity_bounds.noisy, 0.0
+    noisy, worst = parity_bounds.noisy, least
     for step, (seen, due, skipped) in enumerate(steps):
         rows = []
         # with a bad gradient the ranks clip by a norm that is not finite

@@ -44,7 +44,7 @@ class OneRank:
                 for step in range(number + 1)
                 if key in run[step] and key in self.truth[step]
             ]
-            found[key] = true, max(errors)
+            found[key] = true, max(errors, default=0.0)
         return found
 
 

@@ -14,6 +14,7 @@ from gradparity.conformance.status import Finding
 from gradparity.fixtures.faulty import stacks
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS, RIGHT_STACKS
+from gradparity.tests.conformance.test_parity import traces_of
 from gradparity.tests.made_up import BAD_STEP, add, clip_row, evidence, finding, row
 
 NEW = ("norm.reported", "norm.factor", "dtype.reduction")
@@ -173,6 +174,17 @@ def test_a_factor_is_known_in_noise_that_is_as_large_as_the_gradient(
 
 
 # - On made-up traces
+
+
+def test_a_factor_may_be_off_by_rounding_though_no_reference_rounds() -> None:
+    model = "model=gradparity.tests.stacks:Exact,steps=1,recipe=clip-norm"
+    scenario = Scenario.parse(f"single/1/fp32/own/none/{model}")
+    (trace,) = traces_of(scenario)
+    gradient = trace.steps[0].gradients["weight"]
+    np.nextafter(gradient, np.float32(1), out=gradient)
+    (found,) = measure_parity(scenario, [trace]).clipped
+    assert found.above_noise
+    assert 0 < abs(found.factor - found.due) <= found.bound < 1e-6
 
 
 def norms(reports: dict[int, float | None], *, step: int = 1, size: int = 2) -> Finding:
