@@ -236,7 +236,7 @@ def _row(name: str, seeds: int) -> dict[str, Any]:
         "is_fault": bool(pair.laws),
         "broken": found,
         "caught": caught(pair, found),
-        # modules are compared with the plain reference only
+        # of the others most are in no module
         "placed": name in SPECIMENS and placed(pair, found),
         "fixed_accused": right.accused,
         "fixed_largest": round(right.largest, 3),
