@@ -152,7 +152,10 @@ def _is_simple(recipe: Recipe) -> bool:
 
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
     if facts_of(scenario.model).draws:
-        return "a workload with random layers"
+        return (
+            f"{scenario.model}: it has random layers, which the judge turns off, or its "
+            "second forward of a batch gives other outputs than the first"
+        )
     if facts_of(scenario.model).widens:
         return (
             f"{scenario.model}: its forward makes new tensors without a dtype, and the "
