@@ -153,8 +153,8 @@ def _is_simple(recipe: Recipe) -> bool:
 def _refusal_of_own(scenario: Scenario, spec: str) -> str:
     if facts_of(scenario.model).draws:
         return (
-            f"{scenario.model}: it has random layers, which the judge turns off, or its "
-            "second forward of a batch gives other outputs than the first"
+            f"{scenario.model}: it has random layers, which the judge turns off, or "
+            "its second forward of a batch gives other outputs than the first"
         )
     if facts_of(scenario.model).widens:
         return (
