@@ -236,7 +236,7 @@ def _row(name: str, seeds: int) -> dict[str, Any]:
         "is_fault": bool(pair.laws),
         "broken": found,
         "caught": caught(pair, found),
-        # of the others most are in no module
+        # most faults of ONE_RANK are in no module
         "placed": name in SPECIMENS and placed(pair, found),
         "fixed_accused": right.accused,
         "fixed_largest": round(right.largest, 3),

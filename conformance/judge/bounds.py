@@ -87,7 +87,6 @@ from .reference import (
     Reference,
     Schedule,
     check_equal_start,
-    reduced_in,
     train_reference,
 )
 from .variants import NOISY, SIGN_PARTS, TRUTH, Limits, Variant
@@ -228,7 +227,7 @@ def _noisy_runs(
     gradient = bounds()
     adaptive = scenario.workload.adaptive(scenario.optimizer)
     computed = scenario.parsed_precision.compute_dtype
-    half = computed != torch.float32 or reduced_in(scenario) is not None
+    half = computed != torch.float32 or scenario.reduced_in is not None
     if adaptive and half:  # see [Note: Sign flips]
         limits = _noise(gradient)
         for part in range(SIGN_PARTS):

@@ -66,7 +66,6 @@ __all__ = [
     "ReferenceRun",
     "Schedule",
     "check_equal_start",
-    "reduced_in",
     "reference_before",
     "rows_apart",
     "train_reference",
@@ -223,15 +222,9 @@ def _key(scenario: Scenario, schedule: Schedule) -> _Key:
         seed=scenario.seed,
         loss_factor=scenario.loss_factor,
         training=scenario.parsed_recipe.training,
-        reduced_in=reduced_in(scenario),
+        reduced_in=scenario.reduced_in,
         shards=schedule.shards,
     )
-
-
-def reduced_in(scenario: Scenario) -> torch.dtype | None:
-    """The half precision in which a workload promises to reduce gradients, if any."""
-    promised = scenario.promised_dtype
-    return promised if promised in (torch.bfloat16, torch.float16) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What a standalone script needs whose reference is one rank.
 
-The workload's own ``train_step`` trains on a mesh of size 1, in a process of its own
-before the ranks begin: in fp64, and twice in fp32 for the noise.
+Before the ranks begin, a separate process runs the workload's ``train_step`` on a mesh
+of size 1: once in fp64 for the truth, and twice in fp32 for the noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...fixtures import mapped
-from .template import Expected, Key, Run, Training, begin
+from .pieces import share
+from .template import Expected, Key, Run, Training, begin, in_fp64
 
 __all__ = ["OneRank"]
 
@@ -89,7 +90,7 @@ class Alone(Training):
         """The n-th has the rows of the n-th of all ranks."""
         batch = self.work.batch(step, self.run.seed)
         if self.change is wide:
-            batch = mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
+            batch = in_fp64(batch)
         if hasattr(self.work, "micro_batches"):
             return [*self.work.micro_batches(batch)]
         if hasattr(self.work, "shard"):
@@ -110,11 +111,6 @@ class Alone(Training):
         return found
 
 
-def share(rows: Tensor, number: int, of: int) -> Tensor:
-    """Those of one rank."""
-    return rows.chunk(of)[number]
-
-
 def joined(parts: tuple[Any, ...]) -> Any:
     """The rows of all parts."""
     columns: list[list[Tensor]] = [[] for _ in parts]
@@ -130,15 +126,18 @@ def train_alone(rank: int, path: Path, run: Run, work: Any) -> None:
     axes, runs = tuple(run.mesh), []
     for change in (wide, plain, moved):
         mesh = init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=axes)
+        hooks = []
         try:
             training = Alone(run, work, change, mesh)
             hooks = training.watch()
             runs.append([training.values(step) for step in range(run.steps)])
-            for hook in hooks:
-                hook.remove()
         except Exception as error:
+            # what fp32 raises, too, is told then
             if change is not wide:
                 print(f"one rank raised {type(error).__name__}: {error}", flush=True)
                 sys.exit(1)
+        finally:
+            for hook in hooks:
+                hook.remove()
     torch.save(runs, path)
     dist.destroy_process_group()

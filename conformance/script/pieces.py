@@ -28,6 +28,7 @@ __all__ = [
     "micro_batches",
     "pipeline",
     "placed",
+    "share",
     "three_unequal",
 ]
 
@@ -70,11 +71,12 @@ BATCHES = {"digits": digits_batch, "text": text_batch}
 
 def halves(batch: Any) -> list[Any]:
     """Two micro-batches of equal size."""
-    return [mapped(batch, partial(_half, number=n)) for n in range(2)]
+    return [mapped(batch, partial(share, number=n, of=2)) for n in range(2)]
 
 
-def _half(rows: Tensor, number: int) -> Tensor:
-    return rows.chunk(2)[number]
+def share(rows: Tensor, number: int, of: int) -> Tensor:
+    """One of ``of`` equal parts."""
+    return rows.chunk(of)[number]
 
 
 def three_unequal(batch: Any) -> list[Any]:

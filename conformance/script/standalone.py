@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...fixtures import (
     MODELS,
     OPTIMIZERS,
@@ -176,8 +174,7 @@ def _run(scenario: Scenario) -> Run:
     mesh = topology.mesh_shape(scenario.world_size)
     judged = OfWorkload.JUDGED in workload.has
     takes_policy = topology.fully_shards or not judged
-    promised = scenario.promised_dtype or torch.float32  # in which it reduces
-    in_half = not precision.is_full or promised.itemsize < torch.float32.itemsize
+    in_half = not precision.is_full or scenario.reduced_in is not None
     passes: Callable[..., None] = pieces.micro_batches
     if topology.pipelined:
         passes = pieces.pipeline

@@ -66,6 +66,11 @@ def flat(tensor: Tensor) -> Tensor:
     return full.detach().double().flatten().clone()
 
 
+def in_fp64(batch: Any) -> Any:
+    """Its floating tensors widened."""
+    return mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
+
+
 class Training:
     """A workload laid out over a mesh; without one on one process, in fp64."""
 
@@ -117,7 +122,7 @@ class Training:
         """Those of this rank, each (inputs, targets)."""
         batch = self.work.batch(step, self.run.seed)
         if not self.mesh:
-            batch = mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
+            batch = in_fp64(batch)
         elif hasattr(self.work, "shard"):
             batch = self.work.shard(batch, self.mesh)
         else:
@@ -278,9 +283,8 @@ def train(run: Run, work: Any, scaled: Any, one_rank: Any) -> list[str]:
 def begin(rank: int, world: int, store: str) -> None:
     """Join a process group, as torchrun's ranks do."""
     warnings.simplefilter("ignore")  # fully_shard warns of views
-    sizes = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    place = {"RANK": rank, "LOCAL_RANK": rank, **sizes}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
     store = f"file://{store}"
     dist.init_process_group("gloo", store, LIMIT, rank=rank, world_size=world)
 

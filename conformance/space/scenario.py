@@ -150,6 +150,12 @@ class Scenario:
         return usual and (policy or usual)
 
     @property
+    def reduced_in(self) -> torch.dtype | None:
+        """The half precision in which the workload promises to reduce, if any."""
+        promised = self.promised_dtype
+        return promised if promised in (torch.bfloat16, torch.float16) else None
+
+    @property
     def id(self) -> str:
         """The printable id, from which `parse` builds the scenario again."""
         head = [

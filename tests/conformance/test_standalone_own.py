@@ -133,49 +133,32 @@ SPECIMENS = {
     "W15": ("tp2/2/fp32/own/none/steps=2", "norm of all gradients: relative error"),
     "W08": ("cp2/2/fp32/own/none/steps=2", "gradient of "),
     "U01": ("dp2/2/fp32/own/none/steps=2", "gradient of "),
+    "R01": (
+        "dp2/2/fp32/own/none/steps=2,recipe=accumulate-uneven",
+        "weight of critic.",
+    ),
+    "R03": ("dp2/2/fp32/own/none/steps=2", "weight of "),
+    "R05": ("dp2/2/fp32/own/none/steps=3,recipe=accumulate", "weight of "),
+    "R08": ("dp2/2/fp32/own/none/steps=2", "average of "),
 }
-"""Micro-batches, a ``train_step`` with hidden gradients, a norm, tokens, counts."""
+"""Micro-batches, a ``train_step`` with hidden gradients, a norm, tokens, counts; beside
+one rank: turns in each micro-batch, SAM, clipping of shards, a running average."""
+LONG = ("R03", "R05")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n < "W18" else pytest.mark.slow) for n in SPECIMENS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SPECIMENS],
 )
 def test_the_script_of_a_specimen_distinguishes_the_twins(
     scripts: Scripts, name: str
 ) -> None:
     place, words = SPECIMENS[name]
-    pair = specimens.SPECIMENS[name]
+    pair = (specimens.SPECIMENS | specimens.ONE_RANK)[name]
+    told = "one rank" if name in specimens.ONE_RANK else "one process in fp64"
     code, output = scripts("none", f"{place},model={pair.broken}")
     assert (code, words in output) == (1, True), output
-    assert scripts("none", f"{place},model={pair.fixed}") == (0, "no violation\n")
-
-
-ONE_RANK = {
-    "R01": ("steps=2,recipe=accumulate-uneven", "weight of critic."),
-    "R08": ("steps=2", "average of "),
-    "R03": ("steps=2", "weight of "),
-    "R05": ("steps=3,recipe=accumulate", "weight of "),
-}
-"""Turns in each micro-batch, a running average, a closure, clipping of shards."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n in ("R01", "R08") else pytest.mark.slow)
-        for n in ONE_RANK
-    ],
-)
-def test_the_script_of_a_specimen_compares_with_one_rank(
-    scripts: Scripts, name: str
-) -> None:
-    settings, words = ONE_RANK[name]
-    pair = specimens.ONE_RANK[name]
-    place = f"dp2/2/fp32/own/none/{settings}"
-    code, output = scripts("none", f"{place},model={pair.broken}")
-    assert (code, words in output) == (1, True), output
-    assert output.count("reference: one rank\n") == len(output.splitlines())
+    assert output.count(f"reference: {told}\n") == len(output.splitlines())
     assert scripts("none", f"{place},model={pair.fixed}") == (0, "no violation\n")
 
 
@@ -211,10 +194,8 @@ STACKS = "gradparity.examples.stacks"
 @pytest.mark.parametrize(
     ("place", "spec"),
     [
-        (
-            "dp2-tp1/2",
-            "lightning_model_parallel:Stack",
-        ),  # closures; the last stack made
+        # closures; the last stack that was made
+        ("dp2-tp1/2", "lightning_model_parallel:Stack"),
         ("dp2/2", "fairscale_sharded:Stack"),  # an optimizer steps through another
         ("dp2/2", "torch_ddp_hooks:Fp16"),  # gradients are summed in fp16
         ("single/1", "torch_ddp_hooks:Fp16"),  # nothing is laid out
