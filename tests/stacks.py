@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import parallel as tp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -157,6 +158,47 @@ class Scalars(Right):
                 # it is added to a part of the features
                 block.shift.register_hook(partial(summed, group=mesh.get_group("tp")))
         return model
+
+
+class AtZero(Right):
+    """No fault: one input of a ReLU is zero, up to its rounding."""
+
+    meshes = ({"tp": 2},)
+
+    def model(self) -> nn.Module:
+        first = nn.Linear(64, 8)
+        x, _ = self.batch(0, 0)
+        with torch.no_grad():
+            first.bias[0] = -(first.weight[0].double() @ x[0].double())
+        return nn.Sequential(first, nn.ReLU(), nn.Linear(8, 4))
+
+    def batch(self, step: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(128, 64, generator=generator)
+        return x, x.abs()[:, :4]
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        style = tp.RowwiseParallel(input_layouts=Replicate())
+        return tp.parallelize_module(model, mesh["tp"], {"0": style})
+
+
+class AtZeroOnOneRank(AtZero):
+    """No fault: the same, compared with its own step on one rank."""
+
+    reference = "one rank"
+
+    def train_step(
+        self, stack: nn.Module, micro_batches: list[Batch], scaler: object
+    ) -> Tensor:
+        optimizer = self.optimizer([*stack.named_parameters()])
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for x, y in micro_batches:
+            loss = self.loss(stack(x), y) / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
 
 
 def summed(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:

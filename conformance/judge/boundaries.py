@@ -49,8 +49,9 @@ from ..report.records import Location
 from ..space.facts import facts_of
 from ..space.scenario import Scenario
 from ..status import rank_list
-from .bounds import SAFETY_FACTOR
+from .bounds import HALF, SAFETY_FACTOR
 from .compare import Doubles, Pair, compare, multiple_of, relative_floor, sizes
+from .jumps import JumpLog, moves_of
 from .one_rank import watched_on_one_rank
 from .reference import ReferenceRun, Schedule, reference_before, rows_apart
 from .variants import TRUTH, Variant, jittered
@@ -556,7 +557,7 @@ def _groups(watched: Sequence[Watched]) -> Iterator[list[int]]:
 
 
 class _OnOneProcess:
-    """The plain reference up to a step: the truth and two noisy runs."""
+    """The plain reference up to a step: the truth and its noisy runs."""
 
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
         self.scenario = scenario
@@ -572,13 +573,19 @@ class _OnOneProcess:
     def known(self, each: Watched) -> tuple[dict[Boundary, _Known], ModuleLog]:
         """The tensors of a run on a rank's batches with bounds, and the truth's log."""
         batches = [self._of_whole_rows(batch) for batch in each.batches]
-        truth = self._watched(self.truth, batches)
-        noisy = [self._watched(self.plain, batches)]
+        with JumpLog() as due:
+            truth = self._watched(self.truth, batches)
+        with JumpLog() as had:
+            noisy = [self._watched(self.plain, batches)]
         # a second noisy run: rounding of the weights stands for another order of sums
         generator = torch.Generator().manual_seed(0)
         with jittered(self.plain.model, self.roundoff, generator):
             noisy.append(self._watched(self.plain, batches))
-        return _bounded(truth, noisy, self.roundoff), truth
+        sides = []
+        for moves in moves_of([due.inputs], [had.inputs]):
+            with JumpLog(moves):
+                sides.append(self._watched(self.plain, batches))
+        return _bounded(truth, noisy, sides, self.roundoff), truth
 
     def _of_whole_rows(self, batch: Batch) -> Batch:
         """A micro-batch that a reference can run by itself.
@@ -609,9 +616,9 @@ class _OnOneRank:
     of_whole = True
 
     def __init__(self, scenario: Scenario, schedule: Schedule, step: int) -> None:
-        self.truth, noisy = watched_on_one_rank(scenario, schedule, step)
+        self.truth, noisy, sides = watched_on_one_rank(scenario, schedule, step)
         roundoff = scenario.parsed_precision.roundoff
-        self.bounded = _bounded(self.truth, noisy, roundoff)
+        self.bounded = _bounded(self.truth, noisy, sides, roundoff)
 
     def known(self, each: Watched) -> tuple[dict[Boundary, _Known], ModuleLog]:
         """The tensors of one rank with bounds, and the truth's log.
@@ -630,23 +637,20 @@ class _OnOneRank:
 
 
 def _bounded(
-    truth: ModuleLog, noisy: Sequence[ModuleLog], roundoff: float
+    truth: ModuleLog,
+    noisy: Sequence[ModuleLog],
+    sides: Sequence[ModuleLog],
+    roundoff: float,
 ) -> dict[Boundary, _Known]:
-    """Derived like bounds of gradients, see [Note: Bounds] in :mod:`.bounds`."""
-    values: dict[Boundary, Doubles] = {}
+    """Derived like bounds of gradients, see the notes in :mod:`.bounds`."""
+    values = {b: p.values.astype(np.float64) for b, p in truth.passed.items()}
     noise: dict[Boundary, Pair] = {}
-    for boundary, passed in truth.passed.items():
-        value = values[boundary] = passed.values.astype(np.float64)
-        seen = [log.passed.get(boundary) for log in noisy]
-        errors = [
-            sizes(n.values - value)
-            for n in seen
-            if n is not None and n.values.shape == value.shape
-        ]
-        # a noisy run without this tensor leaves its noise unknown
-        unknown = [(np.inf, np.inf)] * (len(errors) < len(noisy))
-        norms, largest_ones = zip(*errors, *unknown, strict=True)
-        noise[boundary] = max(norms), max(largest_ones)
+    changed: dict[Boundary, Pair] = {}
+    for boundary, value in values.items():
+        noise[boundary] = _largest_distance(noisy, boundary, value)
+        plain = noisy[0].passed.get(boundary)
+        if plain is not None:
+            changed[boundary] = _largest_distance(sides, boundary, plain.values)
     known = {}
     # activations and gradients are rounded differently: a median noise for each
     for kinds in ((INPUT, OUTPUT), (INPUT_GRADIENT, OUTPUT_GRADIENT)):
@@ -654,8 +658,25 @@ def _bounded(
         own = {b: sizes(values[b]) for b in some}
         floor = relative_floor({b: noise[b] for b in some}, own, roundoff)
         for b in some:
+            half = changed.get(b, (0.0, 0.0))
             norm, largest = (
-                SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i]) for i in (0, 1)
+                SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i], HALF * half[i])
+                for i in (0, 1)
             )
             known[b] = _Known(values[b], (norm, largest))
     return known
+
+
+def _largest_distance(
+    logs: Sequence[ModuleLog], boundary: Boundary, value: NDArray[np.floating]
+) -> Pair:
+    """Of a tensor in some runs from a value; infinite if one has no such tensor."""
+    norms, largest_ones = [0.0], [0.0]
+    for log in logs:
+        passed = log.passed.get(boundary)
+        if passed is None or passed.values.shape != value.shape:
+            return np.inf, np.inf
+        norm, largest = sizes(passed.values.astype(np.float64) - value)
+        norms.append(norm)
+        largest_ones.append(largest)
+    return max(norms), max(largest_ones)

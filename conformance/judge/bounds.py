@@ -42,6 +42,13 @@ noise, each those of one random part. Were all flipped in one run, later bounds 
 eight times the effect of all together, which no run shows. In fp32 no such flip was
 ever seen, and a bound that allowed for it would hide real faults.
 
+[Note: Sides]
+Two further runs move inputs whose side rounding decides, see :mod:`.jumps`. What such a
+run changes, against the plain run, is an effect and no rounding: it says nothing of the
+noise of other tensors, so no median contains it. A right run may have any part of both
+runs' effects, which to first order add. Half of the larger one times 8 is at least
+twice that of all together, as for sign flips.
+
 [Note: Bias corrections]
 ``torch.compile(optimizer.step)`` and ``capturable=True`` compute Adam's ``1 - beta**t``
 in fp32. All elements of a step then have one relative error, of which ``bias_error``
@@ -70,7 +77,7 @@ elements of a state past a tie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,6 +89,7 @@ from ..rank.elementwise import not_elementwise
 from ..rank.routing import Choices
 from ..space.scenario import Scenario
 from .compare import Doubles, Pair, relative_floor, sizes
+from .jumps import moves_of
 from .one_rank import OneRank, one_rank_references
 from .reference import (
     Reference,
@@ -92,6 +100,7 @@ from .reference import (
 from .variants import NOISY, SIGN_PARTS, TRUTH, Limits, Variant
 
 __all__ = [
+    "HALF",
     "SAFETY_FACTOR",
     "ParityBounds",
     "expected_choices",
@@ -102,6 +111,8 @@ SAFETY_FACTOR = 8.0
 SHARED = 2.0
 """Factor of the 8-bit rounding error that all correct runs share; see [Note:
 Quantisation]."""
+HALF = 0.5
+"""Of what the moves of one of both sides change; see [Note: Sides]."""
 SHARDS = (2, 3, 8)
 """Parts of each parameter, in the references that measure a rounded state whose shards
 nobody saw: blocks that are powers of two, or not, end elsewhere in one of them."""
@@ -138,42 +149,52 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     precision = scenario.parsed_precision
     skipped = schedule.skipped
     always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
+    no_norm = [frozenset({"norm"}) if names else frozenset[str]() for names in skipped]
     adaptive = scenario.workload.adaptive(scenario.optimizer)
     alone: OneRank | None = None
     if scenario.workload.one_rank:
         alone = one_rank_references(scenario, schedule)
-        truth, runs, matrices = alone.truth, [*alone.noisy], frozenset[str]()
-        gradients = [run.gradients for run in runs]
-        gradient = _bound(truth.gradients, gradients, precision, skipped)
+        truth, runs, sides = alone.truth, alone.noisy, alone.sides
+        matrices = frozenset[str]()
     else:
         truth = train_reference(scenario, schedule, TRUTH)
-        runs, gradient = _noisy_runs(scenario, schedule, truth)
+        runs = _noisy_runs(scenario, schedule, truth)
+        sides = [
+            train_reference(scenario, schedule, Variant(jumps=moves))
+            for moves in moves_of(truth.inputs, runs[0].inputs)
+        ]
         matrices = not_elementwise(scenario.model, scenario.optimizer)
-    weights = _weights(truth, runs, gradient, skipped, matrices, adaptive=adaptive)
+    every = [*runs, *sides]
+
+    def bound(
+        values: Callable[[Reference], Sequence[Tensors]],
+        unused: Sequence[frozenset[str]],
+        hidden: Sequence[Tensors] | None = None,
+    ) -> list[dict[str, Pair]]:
+        noisy, moved = ([values(run) for run in some] for some in (runs, sides))
+        return _bound(values(truth), noisy, moved, precision, unused, hidden)
+
+    gradient = bound(lambda run: run.gradients, skipped)
+    weights = _weights(truth, every, gradient, skipped, matrices, adaptive=adaptive)
     updates = _weighted(truth.updates, weights)
-    noisy = [_weighted(r.updates, weights) for r in runs]
     averages = _weighted(truth.averages, weights)
-    hidden = _weighted(_hidden(truth, truth.updates), weights)
     return ParityBounds(
         truth=replace(truth, updates=updates, averages=averages),
         weights=weights,
         gradient=gradient,
-        update=_bound(updates, noisy, precision, skipped, hidden),
-        loss=_bound(_losses(truth), [_losses(r) for r in runs], precision, always),
-        norm=_bound(
-            _norms(truth),
-            [_norms(r) for r in runs],
-            precision,
-            [frozenset({"norm"}) if names else frozenset[str]() for names in skipped],
+        update=bound(
+            lambda run: _weighted(run.updates, weights),
+            skipped,
+            _weighted(_hidden(truth, truth.updates), weights),
         ),
-        average=_bound(
-            averages,
-            [_weighted(run.averages, weights) for run in runs],
-            precision,
+        loss=bound(_losses, always),
+        norm=bound(_norms, no_norm),
+        average=bound(
+            lambda run: _weighted(run.averages, weights),
             always,
             _weighted(_hidden(truth, truth.averages), weights),
         ),
-        noisy=runs,
+        noisy=every,
         moves=_moves(truth),
         reference="" if alone is None else alone.text,
         undecided="" if alone is None else alone.undecided,
@@ -190,7 +211,7 @@ def expected_choices(
         schedule: what the run on the ranks will do, or did.
     """
     truth = train_reference(scenario, schedule, TRUTH)
-    runs, _ = _noisy_runs(scenario, schedule, truth)
+    runs = _noisy_runs(scenario, schedule, truth)
     worst: dict[str, float] = {}
     expected = []
     for step, choices in enumerate(truth.choices):
@@ -213,42 +234,31 @@ def expected_choices(
 
 def _noisy_runs(
     scenario: Scenario, schedule: Schedule, truth: Reference
-) -> tuple[list[Reference], list[dict[str, Pair]]]:
-    """Correct runs of the scenario's precision, and the bounds on their gradients."""
-
-    def bounds() -> list[dict[str, Pair]]:
-        gradients = [run.gradients for run in runs]
-        precision = scenario.parsed_precision
-        return _bound(truth.gradients, gradients, precision, schedule.skipped)
-
-    # the limits of each further run are the noise of all runs before it, so the bounds
-    # are computed anew after each kind
+) -> list[Reference]:
+    """Correct runs of the scenario's precision."""
+    precision = scenario.parsed_precision
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
-    gradient = bounds()
     adaptive = scenario.workload.adaptive(scenario.optimizer)
-    computed = scenario.parsed_precision.compute_dtype
-    half = computed != torch.float32 or scenario.reduced_in is not None
+    half = precision.compute_dtype != torch.float32 or scenario.reduced_in is not None
     if adaptive and half:  # see [Note: Sign flips]
-        limits = _noise(gradient)
+        gradients = [run.gradients for run in runs]
+        bounds = _bound(truth.gradients, gradients, (), precision, schedule.skipped)
         for part in range(SIGN_PARTS):
-            other = Variant(sign_flip=limits, part=part)
+            other = Variant(sign_flip=_noise(bounds), part=part)
             runs.append(train_reference(scenario, schedule, other))
-        gradient = bounds()
     if adaptive and not half and OfWorkload.LOOP not in scenario.workload.has:
         # see [Note: Bias corrections]
         other = Variant(double=True, bias_errors=1 / SAFETY_FACTOR)
         runs.append(train_reference(scenario, schedule, other))
-        gradient = bounds()
     unseen = {n for step in truth.gradients for n in step}.difference(
         dict(schedule.shards)
     )
     if scenario.workload.rounds_state and unseen:  # see [Note: Rounded state]
         for shards in SHARDS:
             runs.append(train_reference(scenario, schedule, Variant(shards=shards)))
-        gradient = bounds()
     starts = [run.initial for run in runs]
     check_equal_start(scenario.model, "two references", truth.initial, starts)
-    return runs, gradient
+    return runs
 
 
 def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
@@ -344,12 +354,14 @@ def _weighted(
 def _bound(
     truth: Sequence[Tensors],
     runs: Sequence[Sequence[Tensors]],
+    sides: Sequence[Sequence[Tensors]],
     precision: Precision,
     skipped: Sequence[frozenset[str]],
     hidden: Sequence[Tensors] | None = None,
 ) -> list[dict[str, Pair]]:
-    """See [Note: Bounds] and [Note: Quantisation]."""
+    """See [Note: Bounds], [Note: Sides] and [Note: Quantisation]."""
     worst: dict[str, Pair] = {}
+    changed: dict[str, Pair] = {}
     bounds: list[dict[str, Pair]] = []
     for step, tensors in enumerate(truth):
         own = {name: sizes(t) for name, t in tensors.items()}
@@ -365,10 +377,19 @@ def _bound(
                 finite = [e for e in errors if np.isfinite(e).all()]
                 known = worst.get(name, (0.0, 0.0))
                 worst[name] = _larger(known, *(finite or [_UNKNOWN]))
+                changed[name] = _larger(
+                    changed.get(name, (0.0, 0.0)),
+                    *(
+                        _scaled(HALF, sizes(side[step][name] - runs[0][step][name]))
+                        for side in sides
+                        if name in side[step] and name in runs[0][step]
+                    ),
+                )
         floor = relative_floor(worst, own, precision.roundoff)
         bounds.append({})
         for name in tensors:
             noises = [worst.get(name, (0.0, 0.0)), _times(own[name], floor)]
+            noises.append(changed.get(name, (0.0, 0.0)))
             if hidden is not None:
                 noises.append(sizes(hidden[step][name]))
             bounds[-1][name] = _scaled(SAFETY_FACTOR, _larger(*noises))

@@ -52,9 +52,11 @@ from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
 from ..space.facts import FP32_INSIDE, NewTensorsInFp64
 from ..space.scenario import Scenario
+from .jumps import Inputs, JumpLog, moves_of
 from .kept import Kept
 from .reference import Reference, Schedule
 from .settings import INITIAL_RATE
+from .variants import Moves
 
 __all__ = ["OneRank", "one_rank_references", "watched_on_one_rank"]
 
@@ -85,6 +87,8 @@ class OneRank:
 
     truth: Reference
     noisy: Sequence[Reference]
+    sides: Sequence[Reference]
+    """Those with other inputs where derivatives jump; see :mod:`.jumps`."""
     text: str
     """What they are, in words."""
     undecided: str = ""
@@ -93,7 +97,7 @@ class OneRank:
     @property
     def nbytes(self) -> int:
         """Bytes of all values."""
-        return sum(each.nbytes for each in (self.truth, *self.noisy))
+        return sum(each.nbytes for each in (self.truth, *self.noisy, *self.sides))
 
 
 def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
@@ -115,7 +119,7 @@ def one_rank_references(scenario: Scenario, schedule: Schedule) -> OneRank:
 
 def watched_on_one_rank(
     scenario: Scenario, schedule: Schedule, step: int
-) -> tuple[ModuleLog, Sequence[ModuleLog]]:
+) -> tuple[ModuleLog, Sequence[ModuleLog], Sequence[ModuleLog]]:
     """What passed the boundaries of modules in one step on one rank.
 
     Called in a process group of one rank, for a workload that trains on one rank.
@@ -126,16 +130,24 @@ def watched_on_one_rank(
         step: the one to watch.
 
     Returns:
-        The log of the truth, and those of noisy runs; see [Note: Truth on one rank].
+        The log of the truth, those of noisy runs, the plain one first, and those of
+        runs with other inputs where derivatives jump; see [Note: Truth on one rank].
     """
     found: list[Watched] = []
     alone = partial(Alone, skipped=schedule.skipped, scales=schedule.scales)
+
+    def trained(variation: Variation, moves: Moves | None = None) -> Reference:
+        this = alone(variation=variation)
+        return _train(scenario, this, step + 1, watched=found, moves=moves)
+
     in_fp64 = _in_fp64(scenario, alone(variation=TRUTH), step + 1, found)
-    logs = [found[-1].log] if in_fp64 is not None else []
-    for variation in IN_ORDER:
-        _train(scenario, alone(variation=variation), step + 1, watched=found)
-        logs.append(found[-1].log)
-    return logs[0], logs[1:]
+    wide = None if in_fp64 is None else found[-1].log
+    found.clear()
+    plain, moved = (trained(variation) for variation in IN_ORDER)
+    for moves in moves_of((in_fp64 or moved).inputs, plain.inputs):
+        trained(PLAIN, moves)
+    logs = [each.log for each in found]
+    return wide or logs[0], logs[:2], logs[2:]
 
 
 @partial(Kept, least=1)
@@ -144,9 +156,9 @@ def _references(
     skipped: tuple[frozenset[str], ...],
     scales: tuple[float, ...],
 ) -> OneRank:
-    def trained(variation: Variation, steps: int = scenario.steps) -> Reference:
+    def trained(variation: Variation, moves: Moves | None = None) -> Reference:
         alone = Alone(variation=variation, skipped=skipped, scales=scales)
-        return _train(scenario, alone, steps)
+        return _train(scenario, alone, scenario.steps, moves=moves)
 
     plain = trained(PLAIN)
     in_fp64 = Alone(variation=TRUTH, skipped=skipped, scales=scales)
@@ -179,9 +191,14 @@ def _references(
     variations = list(dict.fromkeys(variations))
     noisy = [plain, *(trained(v) for v in variations if v != PLAIN)]
     words = dict.fromkeys(word for v in variations for word in v.words)
+    # without fp64 all runs are in order
+    moves = moves_of((truth or noisy[1]).inputs, plain.inputs)
+    sides = [trained(PLAIN, each) for each in moves]
     where = "in fp64" if truth is not None else f"in {scenario.precision} (no fp64)"
     text = f"one rank, {where}; noise of {len(noisy)} runs: {', '.join(words)}"
-    return OneRank(truth=truth or plain, noisy=noisy, text=text, undecided=undecided)
+    return OneRank(
+        truth=truth or plain, noisy=noisy, sides=sides, text=text, undecided=undecided
+    )
 
 
 def _in_fp64(
@@ -235,6 +252,7 @@ def _train(
     steps: int,
     dtype: torch.dtype | None = None,
     watched: list[Watched] | None = None,
+    moves: Moves | None = None,
 ) -> Reference:
     """Train on this rank.
 
@@ -244,12 +262,14 @@ def _train(
         steps: how many.
         dtype: in which all parameters and gradients must be.
         watched: gets what modules did in the last step.
+        moves: how inputs of functions move whose derivative jumps.
     """
     # imported where it runs: judging needs none of what makes a run
     from ..rank.watched_step import watched_step
     from ..rank.worker import observe_rank
 
     generators: list[str] = []
+    inputs: list[Inputs] = []
 
     @contextmanager
     def around(engine: Engine, step: int) -> Iterator[None]:
@@ -260,8 +280,9 @@ def _train(
             if watched is not None and step == steps - 1
             else nullcontext()
         )
-        with watching:
+        with watching, JumpLog(moves, step) as jumps:
             yield
+        inputs.append(jumps.inputs)
         generators.append(digest(torch.get_rng_state()))
 
     # the generators stand where those of the ranks stood
@@ -289,7 +310,11 @@ def _train(
     ]
     if dtype is torch.float64 and any(values.dtype != np.float64 for values in found):
         raise CannotError("the stack keeps another dtype than fp64")
-    return replace(_as_reference(scenario, trace), generators=tuple(generators))
+    return replace(
+        _as_reference(scenario, trace),
+        generators=tuple(generators),
+        inputs=tuple(inputs),
+    )
 
 
 def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:

@@ -45,6 +45,7 @@ from ..space.facts import (
 from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING, coarseness
+from .jumps import Inputs, JumpLog
 from .kept import Kept
 from .settings import Planned, Settings
 from .shards import InShards, Shards
@@ -135,15 +136,18 @@ class Reference:
     """What drew random numbers first on one rank, in words."""
     generators: tuple[str, ...] = ()
     """Per step on one rank: digest of the state of torch's generator after it."""
+    inputs: tuple[Inputs, ...] = ()
+    """Per step: inputs of functions whose derivative jumps, of runs in order."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all values."""
         steps = (*self.gradients, *self.updates, *self.averages, self.start)
-        return sum(values.nbytes for step in steps for values in step.values())
+        held = sum(values.nbytes for step in steps for values in step.values())
+        return held + sum(some.nbytes for step in self.inputs for some in step)
 
 
-LEAST = len(NOISY) + 3 + SIGN_PARTS
+LEAST = len(NOISY) + 3 + SIGN_PARTS + 2
 """Number of references kept, of whatever size: those of one scenario."""
 
 
@@ -271,6 +275,7 @@ def _train(
         choices=tuple(run.choices),
         errors=tuple(run.errors),
         settings=tuple(run.settings),
+        inputs=tuple(run.inputs),
     )
 
 
@@ -330,6 +335,7 @@ class ReferenceRun:
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
         self.settings: list[Settings] = []
+        self.inputs: list[Inputs] = []
 
     @_uncompiled()
     def step(
@@ -348,10 +354,14 @@ class ReferenceRun:
         # in backward a forward may run again
         chooses = chooses_in_forward(self.key.model)
         rounded = jittered(self.model, self._jitter(), self.generator)
-        with log if chooses else nullcontext(), self._new_tensors(), rounded:
+        jumps = JumpLog(self.variant.jumps, step)
+        noted = jumps if self.variant.in_order else nullcontext()
+        with log if chooses else nullcontext(), self._new_tensors(), rounded, noted:
             passes, weights = self._cast(lambda: self._passes(batch, parts, scale))
+        self.inputs.append(jumps.inputs)
         self.choices.append(log.choices)
-        self.errors.append(log.errors)
+        # scores that were moved are no noise of scores
+        self.errors.append({} if self.variant.jumps else log.errors)
         self._unscale(scale)
         self.norms.append(self._norm())
         self._clip()

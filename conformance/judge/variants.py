@@ -2,7 +2,7 @@
 
 A variant takes the rows in another order or cuts them into parts, and then also moves
 weights within their rounding; or it flips the signs of gradient elements that are no
-larger than noise.
+larger than noise; or it moves inputs of functions whose derivative jumps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from ...fixtures import Batch, judged_parameters
 
 __all__ = [
     "CODES",
+    "FLIPPED",
     "MOVED",
     "NOISY",
     "SIGN_PARTS",
     "TRUTH",
     "Limits",
+    "Moves",
     "Variant",
     "jittered",
     "near_one",
@@ -31,6 +33,17 @@ __all__ = [
 
 Limits = tuple[tuple[tuple[str, float], ...], ...]
 """Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """How inputs of functions move whose derivative jumps; see :mod:`.jumps`."""
+
+    distances: tuple[tuple[tuple[float, bool], ...], ...]
+    """Per step: how far, and whether elements that are zero move, input by input in the
+    order of calls."""
+    side: int
+    """1 or -1: each input moves the other way than in the other run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +66,8 @@ class Variant:
     shards: int = 1
     """Number of parts, along dim 0, in which the optimizer gets each parameter of which
     no shards were seen."""
+    jumps: Moves | None = None
+    """How inputs of functions move whose derivative jumps."""
 
     @property
     def in_order(self) -> bool:
@@ -88,8 +103,9 @@ MOVED = 1 / 8
 One of 32 is then rounded to its other neighbour, and none is off by more than 9/8 of a
 roundoff: such a run errs as much as the plain one, in its own way (docs/parity.md)."""
 FLIPPED = 4
-"""Weights that noise rounds to the other side in each run, on average: the probability
-that a run has none is exp(-4), and that all five have none exp(-20)."""
+"""Values that noise takes to the other side in each run, on average, so that runs show
+what that does: the probability that a run has none is exp(-4), and that all five have
+none exp(-20)."""
 SIGN_PARTS = 4
 """Runs that flip signs, each in another part of the elements: eight times the effect of
 the largest part is, to first order, at least twice that of all elements together."""

@@ -1,0 +1,190 @@
+"""Functions whose derivative jumps: rounding decides on which side an input is.
+
+The gradient through a ReLU is there or not, after the sign of its input. Of some
+million inputs a few are no further from zero than their error, so a right run takes the
+other side than the truth in one or two of them. Each such gradient departs by as much
+as one element of a batch contributes, thousands of times the rounding, and none of five
+noisy runs need have taken the other side at that element.
+
+So in two further runs the inputs whose side rounding may decide are moved by the
+largest error that a run shows there: half of them up and half down, and in the second
+run each the other way. Each is then on the other side in one of both. Of a call with
+more than a few of them, such as most in half precision, a few are moved, at random:
+there every noisy run has some on the other side by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ...fixtures import local
+from .variants import FLIPPED, Moves
+
+__all__ = ["Inputs", "JumpLog", "moves_of"]
+
+Inputs = tuple[NDArray[np.float64], ...]
+"""Of each call, some elements of its inputs."""
+SAMPLE = 1024
+"""Elements that are kept of each input: the largest error of so many is about 3.2
+standard deviations."""
+FURTHER = 1.5
+"""Inputs move by this multiple of the largest error that is seen, about 4.8 standard
+deviations: of the elements that change sides in a right run, one of 10**6 is missed."""
+JUMP = 1 / 8
+"""What a derivative changes by at a jump, at least, as a share of its size."""
+MASKED = 2.0**100
+"""What is larger is a mask: the lowest number of a dtype, in fp64 another one."""
+_JUMPS = frozenset(
+    """
+    relu relu6 threshold hardtanh hardsigmoid hardswish hardshrink softshrink
+    leaky_relu prelu elu selu celu abs absolute clamp clip clamp_min clamp_max
+    max min amax amin aminmax maximum minimum fmax fmin median nanmedian quantile
+    sort msort kthvalue cummax cummin
+    gt greater ge greater_equal lt less le less_equal
+    max_pool1d max_pool2d max_pool3d
+    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices
+    adaptive_max_pool3d_with_indices
+    l1_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss
+    multilabel_margin_loss triplet_margin_loss cosine_embedding_loss
+    """.split()
+)
+"""Names of functions, as torch has them in several places and forms."""
+
+
+class JumpLog(TorchFunctionMode):
+    """Notes inputs of functions whose derivative jumps, and moves them if told to."""
+
+    def __init__(self, moves: Moves | None = None, step: int = 0) -> None:
+        """Take how inputs move in which step; by default they stay."""
+        super().__init__()
+        self._distances = moves.distances[step] if moves else ()
+        self._side = moves.side if moves else 1
+        self._inputs: list[NDArray[np.float64]] = []
+        # alike in both runs
+        self._generator = torch.Generator().manual_seed(0)
+
+    @property
+    def inputs(self) -> Inputs:
+        """Some elements of each input, in the order of calls."""
+        return tuple(self._inputs)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, with other inputs where its derivative jumps."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name.strip("_") not in _JUMPS:
+            return func(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+
+        def called(place: int, value: Any) -> Any:
+            """The result with another value in one place."""
+            values = [*given[:place], value, *given[place + 1 :]]
+            named = zip(kwargs, values[len(args) :], strict=True)
+            return func(*values[: len(args)], **dict(named))
+
+        writes = name.endswith("_") or kwargs.get("inplace")
+        for place, value in enumerate(given):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                steps = self._steps(value, partial(called, place))
+                if steps is not None:
+                    given[place] = value.add_(steps) if writes else value + steps
+        return called(0, given[0])
+
+    def _steps(self, value: Tensor, called: Callable[[Tensor], Any]) -> Tensor | None:
+        """How far the elements of an input are moved.
+
+        Args:
+            value: the input.
+            called: the function of this input.
+        """
+        number = len(self._inputs)
+        mine = local(value.detach())
+        flat = mine.reshape(-1)
+        some = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
+        self._inputs.append(some.copy())  # the function may write into it
+        known = number < len(self._distances)
+        distance, zeros = self._distances[number] if known else (0.0, False)
+        if not distance:
+            return None
+        signs = torch.randint(2, mine.shape, generator=self._generator) * 2 - 1
+        steps = (self._side * distance * signs).to(mine)
+        steps[((mine == 0) & (not zeros)) | (mine.abs() > MASKED)] = 0.0
+        moved = value.detach() + _as_part_of(value, steps)
+        here, there = (local(_derivative(v, called)) for v in (value.detach(), moved))
+        turned = (here - there).abs() > JUMP * torch.maximum(here.abs(), there.abs())
+        places = turned.reshape(-1).nonzero().view(-1)
+        if not len(places):
+            return None
+        chosen = torch.randperm(len(places), generator=self._generator)[:FLIPPED]
+        few = torch.zeros_like(steps).view(-1)
+        few[places[chosen.to(places.device)]] = 1.0
+        return _as_part_of(value, steps * few.view(steps.shape))
+
+
+def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
+    """A tensor with the layout of another one, from what this rank holds of it."""
+    if not isinstance(value, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
+    """Of the sum of all results, or of a comparison its result."""
+    with torch.enable_grad():
+        leaf = value.clone().requires_grad_()
+        found = called(leaf * 1)  # what works in place must not get a leaf
+    first: Tensor = found if isinstance(found, Tensor) else found[0]
+    if first.requires_grad:
+        (derivative,) = torch.autograd.grad(first.sum(), leaf)
+        return derivative
+    alike = first.shape == value.shape
+    return first.to(value.dtype) if alike else torch.zeros_like(value)
+
+
+def moves_of(truth: Sequence[Inputs], plain: Sequence[Inputs]) -> Sequence[Moves]:
+    """The two moves of inputs; none where no run has an error there.
+
+    Args:
+        truth: per step, the inputs of the truth.
+        plain: those of a run with the same calls.
+    """
+    distances = tuple(map(_distances, truth, plain))
+    if not any(distance for step in distances for distance, _ in step):
+        return ()
+    return [Moves(distances=distances, side=side) for side in (1, -1)]
+
+
+def _distances(truth: Inputs, plain: Inputs) -> tuple[tuple[float, bool], ...]:
+    found = []
+    for true, mine in zip(truth, plain, strict=False):
+        if true.shape != mine.shape:  # other calls: nothing says which belong together
+            break
+        known = (np.abs(true) < MASKED) & (np.abs(mine) < MASKED)
+        largest = np.abs(true - mine).max(initial=0.0, where=known)
+        # where the truth has zeros, such as what another ReLU cut off, they are no
+        # chance and are zeros in all runs
+        found.append((FURTHER * float(largest), bool(true.all())))
+    return tuple(found)
