@@ -40,7 +40,8 @@ FURTHER = 1.5
 """Inputs move by this multiple of the largest error that is seen, about 4.8 standard
 deviations: of the elements that change sides in a right run, one of 10**6 is missed."""
 JUMP = 1 / 8
-"""What a derivative changes by at a jump, at least, as a share of its size."""
+"""What a derivative changes by at a jump, at least, as a share of the largest one: a
+smooth one changes by as little as the input."""
 MASKED = 2.0**100
 """What is larger is a mask: the lowest number of a dtype, in fp64 another one."""
 _JUMPS = frozenset(
@@ -88,7 +89,8 @@ class JumpLog(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, with other inputs where its derivative jumps."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name.strip("_") not in _JUMPS:
+        # what writes its result elsewhere has no derivative
+        if name.strip("_") not in _JUMPS or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         given = [*args, *kwargs.values()]
 
@@ -114,27 +116,36 @@ class JumpLog(TorchFunctionMode):
             called: the function of this input.
         """
         number = len(self._inputs)
-        mine = local(value.detach())
-        flat = mine.reshape(-1)
-        some = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
-        self._inputs.append(some.copy())  # the function may write into it
+        try:
+            some = _some_of(value)
+        except RuntimeError:
+            return None  # without values, as inside torch.func or on the meta device
+        self._inputs.append(some)
         known = number < len(self._distances)
         distance, zeros = self._distances[number] if known else (0.0, False)
         if not distance:
             return None
+        mine = local(value.detach())
         signs = torch.randint(2, mine.shape, generator=self._generator) * 2 - 1
         steps = (self._side * distance * signs).to(mine)
         steps[((mine == 0) & (not zeros)) | (mine.abs() > MASKED)] = 0.0
         moved = value.detach() + _as_part_of(value, steps)
         here, there = (local(_derivative(v, called)) for v in (value.detach(), moved))
-        turned = (here - there).abs() > JUMP * torch.maximum(here.abs(), there.abs())
-        places = turned.reshape(-1).nonzero().view(-1)
+        least = JUMP * torch.stack([here, there]).abs().max()
+        places = ((here - there).abs() > least).reshape(-1).nonzero().view(-1)
         if not len(places):
             return None
         chosen = torch.randperm(len(places), generator=self._generator)[:FLIPPED]
         few = torch.zeros_like(steps).view(-1)
         few[places[chosen.to(places.device)]] = 1.0
         return _as_part_of(value, steps * few.view(steps.shape))
+
+
+def _some_of(value: Tensor) -> NDArray[np.float64]:
+    """At most ``2 * SAMPLE`` elements of what this rank holds of a tensor."""
+    flat = local(value.detach()).reshape(-1)
+    some = flat[:: max(1, len(flat) // SAMPLE)].double().cpu().numpy()
+    return some.copy()  # the function may write into it
 
 
 def _as_part_of(value: Tensor, part: Tensor) -> Tensor:
@@ -158,7 +169,9 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
         found = called(leaf * 1)  # what works in place must not get a leaf
     first: Tensor = found if isinstance(found, Tensor) else found[0]
     if first.requires_grad:
-        (derivative,) = torch.autograd.grad(first.sum(), leaf)
+        (derivative,) = torch.autograd.grad(
+            first.sum(), leaf, allow_unused=True, materialize_grads=True
+        )
         return derivative
     alike = first.shape == value.shape
     return first.to(value.dtype) if alike else torch.zeros_like(value)

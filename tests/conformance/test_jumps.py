@@ -115,6 +115,7 @@ ELEMENTWISE: dict[str, tuple[Function, float]] = {
     "hardtanh": (nn.Hardtanh(), 1.0),
     "hardsigmoid": (nn.Hardsigmoid(), -3.0),
     "hardswish": (nn.Hardswish(), -3.0),
+    "hardswish above": (nn.Hardswish(), 3.0),
     "hardshrink": (nn.Hardshrink(), 0.5),
     "softshrink": (nn.Softshrink(), -0.5),
     "threshold": (nn.Threshold(0.5, 0.5), 0.5),
@@ -236,6 +237,21 @@ def test_a_function_that_writes_into_its_input_is_noted_before() -> None:
     with JumpLog() as log:
         x.relu_()
     assert log.inputs[0].tolist() == [-1.0, 2.0]
+
+
+def test_functions_that_cannot_be_noted_run_as_they_are() -> None:
+    x = torch.tensor([[MOVED / 4, 1.0], [-1.0, 2.0]], requires_grad=True)
+    out = torch.zeros(2, 2)
+    log = JumpLog(moves(1))
+    with log:
+        each = torch.func.vmap(torch.relu)(x)
+        assert F.relu(torch.ones(2, device="meta")).is_meta
+        with torch.no_grad():
+            assert torch.maximum(x, -x, out=out) is out
+        of_all = torch.func.grad(lambda t: t.relu().sum())(x.detach())
+    assert torch.equal(each, x.relu())
+    assert torch.equal(of_all, (x > 0).float())
+    assert log.inputs == ()
 
 
 def test_scores_that_were_moved_are_no_noise_of_scores() -> None:
