@@ -167,12 +167,12 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     with torch.enable_grad():
         leaf = value.clone().requires_grad_()
         found = called(leaf * 1)  # what works in place must not get a leaf
-    first: Tensor = found if isinstance(found, Tensor) else found[0]
-    if first.requires_grad:
-        (derivative,) = torch.autograd.grad(
-            first.sum(), leaf, allow_unused=True, materialize_grads=True
-        )
-        return derivative
+        first: Tensor = found if isinstance(found, Tensor) else found[0]
+        if first.requires_grad:
+            (derivative,) = torch.autograd.grad(
+                first.sum(), leaf, allow_unused=True, materialize_grads=True
+            )
+            return derivative
     alike = first.shape == value.shape
     return first.to(value.dtype) if alike else torch.zeros_like(value)
 

@@ -239,6 +239,16 @@ def test_a_function_that_writes_into_its_input_is_noted_before() -> None:
     assert log.inputs[0].tolist() == [-1.0, 2.0]
 
 
+def test_a_call_without_gradients_is_moved_too() -> None:
+    x = torch.tensor([MOVED / 4, -2.0, 2.0])
+    with torch.no_grad():
+        found = []
+        for side in (1, -1):
+            with JumpLog(moves(side)):
+                found.append(x.clamp(min=0.0)[0])
+    assert sorted(float(value) for value in found) == [0.0, float(x[0])]
+
+
 def test_functions_that_cannot_be_noted_run_as_they_are() -> None:
     x = torch.tensor([[MOVED / 4, 1.0], [-1.0, 2.0]], requires_grad=True)
     out = torch.zeros(2, 2)
