@@ -89,6 +89,21 @@ def test_scripts_of_right_runs_find_no_violation(
     assert scripts(scaler, scenario) == (0, "no violation\n")
 
 
+class Keeps(stacks.Right):
+    """No optimizer gets a gradient."""
+
+    def reduce(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        parameter.grad = None
+
+    def optimizer(self, parameters: stacks.Named) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for _, p in parameters])
+
+
+def test_a_script_that_compares_nothing_has_shown_nothing(scripts: Scripts) -> None:
+    scenario = f"dp2/2/fp32/own/none/model={HERE}:Keeps,steps=1"
+    assert scripts("none", scenario) == (3, "nothing was compared: no gradients\n")
+
+
 def test_a_wrong_gradient_is_shown_however_it_is_laid_out(scripts: Scripts) -> None:
     scenario = f"tp2/2/fp32/own/none/model={LAYOUTS}:ShardsSwapped,steps=2"
     code, output = scripts("none", scenario)
