@@ -33,6 +33,8 @@ from typing import Any
 
 import pytest
 
+from gradparity.conformance.files import write_whole
+
 RESULTS = Path(__file__).parent / "results" / "adopted.json"
 DOCS = Path(__file__).parents[1] / "docs" / "adopted.md"
 SIDES = {
@@ -263,13 +265,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "provenance": made or provenance(options),
         "tests": list(pairs(tests, work)),
     }
-    write(options.out, json.dumps(result, indent=1) + "\n")
+    write_whole(options.out, json.dumps(result, indent=1) + "\n")
     text, mark = DOCS.read_text(), f"<!-- {options.out.stem} -->"
     if options.out.resolve().parent == RESULTS.parent and mark in text:
         before, rest = text.split(mark)
         _, after = rest.split("<!-- end -->", maxsplit=1)
         lines = [mark, *table(result), "<!-- end -->"]
-        write(DOCS, before + "\n".join(lines) + after)
+        write_whole(DOCS, before + "\n".join(lines) + after)
     return 0
 
 
@@ -399,13 +401,6 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file under a temporary name, and rename it."""
-    draft = path.with_suffix(".part")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 if __name__ == "__main__":
