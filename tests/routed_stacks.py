@@ -57,6 +57,13 @@ class Recomputed(TopOne):
         return model
 
 
+class Masked(TopTwo):
+    """No fault: the last expert's score is the lowest number of its dtype."""
+
+    def model(self) -> nn.Module:
+        return Mixture(self.k, masks=True)
+
+
 class ForgetsTheRouter(TopTwo):
     """The router's gradient is lost."""
 
@@ -77,10 +84,15 @@ class ChoosesBySomethingElse(TopTwo):
         return found
 
 
+class MaskedForgetsTheRouter(ForgetsTheRouter, Masked):
+    """The same beside a masked score."""
+
+
 class Mixture(nn.Module):
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, *, masks: bool = False) -> None:
         super().__init__()
         self.k, self.bias = k, torch.zeros(EXPERTS)
+        self.masks = masks
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(EXPERTS))
@@ -89,6 +101,9 @@ class Mixture(nn.Module):
         rows = self.down(self.up(x).tanh())
         scores = self.router(rows).float().softmax(-1)
         biased = scores + self.bias.to(scores.dtype)
+        if self.masks:
+            last = torch.arange(EXPERTS) == EXPERTS - 1
+            biased = biased.masked_fill(last, torch.finfo(biased.dtype).min)
         if self.k:
             _, chosen = biased.topk(self.k, dim=-1)
         else:

@@ -86,7 +86,7 @@ from numpy.typing import NDArray
 
 from ...fixtures import OfWorkload, Precision
 from ..rank.elementwise import not_elementwise
-from ..rank.routing import Choices
+from ..rank.routing import MASKED, Choices
 from ..space.scenario import Scenario
 from .compare import Doubles, Pair, relative_floor, sizes
 from .jumps import moves_of
@@ -218,7 +218,8 @@ def expected_choices(
         for kind, known in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
             # scores near 0 have the rounding of the sums that they are made of
-            largest = float(np.abs(known.scores).max())
+            scored = known.scores > MASKED
+            largest = float(np.abs(known.scores).max(initial=0.0, where=scored))
             floor = scenario.parsed_precision.roundoff * largest
             worst[kind] = max(worst.get(kind, 0.0), floor, *errors)
         expected.append(

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from ...fixtures import WorkloadError, resolve_workload
 from .torch_internals import AsyncCollectiveTensor, Observer, arguments_of
 
-__all__ = ["ChoiceLog", "Choices", "chooses_in_forward"]
+__all__ = ["MASKED", "ChoiceLog", "Choices", "chooses_in_forward"]
 
 MAX_CHOICES = 1024
 """More are a vocabulary: the largest published routers choose among 512 experts."""

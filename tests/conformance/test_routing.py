@@ -68,6 +68,7 @@ def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
         (stacks.TopOne, "tp2/2/bf16-autocast", "steps=4,recipe=accumulate"),
         (stacks.ByMaximum, "tp2/2/bf16-autocast", "steps=4"),
         (stacks.Recomputed, "tp2/2/bf16-autocast", "steps=4"),
+        (stacks.Masked, "tp2/2/bf16-autocast", "steps=4"),
     ],
 )
 def test_right_stacks_pass(
@@ -78,7 +79,12 @@ def test_right_stacks_pass(
 
 @pytest.mark.parametrize("place", ["dp2/2/fp32", "tp2/2/bf16-autocast"])
 @pytest.mark.parametrize(
-    "stack", [stacks.ForgetsTheRouter, stacks.ChoosesBySomethingElse]
+    "stack",
+    [
+        stacks.ForgetsTheRouter,
+        stacks.ChoosesBySomethingElse,
+        stacks.MaskedForgetsTheRouter,
+    ],
 )
 def test_wrong_stacks_are_caught(judge: Runner, stack: type, place: str) -> None:
     assert "parity.gradient" in failed(case(judge, stack, place))
