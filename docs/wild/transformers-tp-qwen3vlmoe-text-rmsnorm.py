@@ -1,7 +1,7 @@
 """gradient of k_norm.weight wrong under the tp plan.
 
 Random weights, no download; exit code 1 where the bug shows.
-Made by gradparity's survey on 2026-11-25: transformers 5.23.0, torch 2.13.0+cpu.
+Made by gradparity's survey on 2026-11-26: transformers 5.23.0, torch 2.13.0+cpu.
 """
 
 # - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.

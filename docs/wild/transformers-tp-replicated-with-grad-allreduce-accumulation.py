@@ -1,7 +1,7 @@
 """gradient of k_norm.weight wrong under the tp plan, with several micro-batches.
 
 Random weights, no download; exit code 1 where the bug shows.
-Made by gradparity's survey on 2026-11-25: transformers 5.23.0, torch 2.13.0+cpu.
+Made by gradparity's survey on 2026-11-26: transformers 5.23.0, torch 2.13.0+cpu.
 """
 
 # - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
@@ -62,21 +62,22 @@ sys.excepthook = crashed
 # - The finding
 from torch.nn.functional import cross_entropy
 from transformers.distributed import DistributedConfig
-from transformers.models.embedding_gemma2.configuration_embedding_gemma2 import EmbeddingGemma2TextConfig
-from transformers.models.embedding_gemma2.modeling_embedding_gemma2 import EmbeddingGemma2TextModel
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-CONFIG = {"num_hidden_layers": 2, "layer_types": ["sliding_attention",
-    "full_attention"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
-    "head_dim": 8, "max_position_embeddings": 64, "sliding_window": 4,
-    "hidden_size_per_layer_input": 8, "embedding_dim": 32, "per_layer_config": {}}
+CONFIG = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads":
+    4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "use_cache": False}
 PLAN = DistributedConfig(tp_size=2)
-PARAMETER = "layers.1.self_attn.k_norm.weight"
+PARAMETER = "model.layers.1.self_attn.k_norm.weight"
 ROWS = torch.randint(24, 64, (8, 9), generator=torch.manual_seed(0))
 
 
 def drawn_model():
     """Without zeros and ones in its weights, which hide errors."""
-    model = EmbeddingGemma2TextModel(EmbeddingGemma2TextConfig(**CONFIG)).eval()
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG)).eval()
     for p in model.parameters():
         drawn = torch.randn(p.shape)
         p.data = p + 0.1 * drawn if p.ndim < 2 else drawn / p.shape[-1] ** 0.5
@@ -86,7 +87,7 @@ def drawn_model():
 def gradient(model, rows):
     """Of the mean over all rows, accumulated over the micro-batches."""
     for tokens in rows.chunk(2):
-        output = model(input_ids=tokens[:, :-1]).last_hidden_state
+        output = model(input_ids=tokens[:, :-1]).logits
         output = output.flatten(0, -2)
         targets = tokens[:, 1:].flatten() % output.shape[-1]
         (cross_entropy(output, targets) * len(tokens) / len(rows)).backward()
@@ -97,7 +98,7 @@ def gradient(model, rows):
 
 def rank_main(rank, folder):
     """In fp32 and fp64, of the model loaded under its plan."""
-    load = EmbeddingGemma2TextModel.from_pretrained
+    load = Qwen3_5ForCausalLM.from_pretrained
     models = (load(folder, dtype=d, distributed_config=PLAN) for d in DTYPES)
     return [gradient(model, ROWS) for model in models]
 
