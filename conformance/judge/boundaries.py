@@ -658,9 +658,9 @@ def _bounded(
         own = {b: sizes(values[b]) for b in some}
         floor = relative_floor({b: noise[b] for b in some}, own, roundoff)
         for b in some:
-            half = changed.get(b, (0.0, 0.0))
+            side = changed.get(b, (0.0, 0.0))
             norm, largest = (
-                SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i], HALF * half[i])
+                SAFETY_FACTOR * max(noise[b][i], floor[i] * own[b][i], HALF * side[i])
                 for i in (0, 1)
             )
             known[b] = _Known(values[b], (norm, largest))

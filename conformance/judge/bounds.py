@@ -112,7 +112,7 @@ SHARED = 2.0
 """Factor of the 8-bit rounding error that all correct runs share; see [Note:
 Quantisation]."""
 HALF = 0.5
-"""Of what the moves of one of both sides change; see [Note: Sides]."""
+"""Share of what one of the two runs changes that counts; see [Note: Sides]."""
 SHARDS = (2, 3, 8)
 """Parts of each parameter, in the references that measure a rounded state whose shards
 nobody saw: blocks that are powers of two, or not, end elsewhere in one of them."""
@@ -244,8 +244,9 @@ def _noisy_runs(
     if adaptive and half:  # see [Note: Sign flips]
         gradients = [run.gradients for run in runs]
         bounds = _bound(truth.gradients, gradients, (), precision, schedule.skipped)
+        limits = _noise(bounds)
         for part in range(SIGN_PARTS):
-            other = Variant(sign_flip=_noise(bounds), part=part)
+            other = Variant(sign_flip=limits, part=part)
             runs.append(train_reference(scenario, schedule, other))
     if adaptive and not half and OfWorkload.LOOP not in scenario.workload.has:
         # see [Note: Bias corrections]

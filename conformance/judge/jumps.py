@@ -27,14 +27,16 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ...fixtures import local
-from .variants import FLIPPED, Moves
+from ..rank.routing import MASKED
+from ..space.facts import writes
+from .variants import FLIPPED, SIDES, Moves
 
 __all__ = ["Inputs", "JumpLog", "moves_of"]
 
 Inputs = tuple[NDArray[np.float64], ...]
 """Of each call, some elements of its inputs."""
 SAMPLE = 1024
-"""Elements that are kept of each input: the largest error of so many is about 3.2
+"""Number of elements kept of each input. The largest of so many errors is about 3.2
 standard deviations."""
 FURTHER = 1.5
 """Inputs move by this multiple of the largest error that is seen, about 4.8 standard
@@ -42,8 +44,6 @@ deviations: of the elements that change sides in a right run, one of 10**6 is mi
 JUMP = 1 / 8
 """What a derivative changes by at a jump, at least, as a share of the largest one: a
 smooth one changes by as little as the input."""
-MASKED = 2.0**100
-"""What is larger is a mask: the lowest number of a dtype, in fp64 another one."""
 _JUMPS = frozenset(
     """
     relu relu6 threshold hardtanh hardsigmoid hardswish hardshrink softshrink
@@ -94,19 +94,21 @@ class JumpLog(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [*args, *kwargs.values()]
 
-        def called(place: int, value: Any) -> Any:
-            """The result with another value in one place."""
-            values = [*given[:place], value, *given[place + 1 :]]
+        def call(values: Sequence[Any]) -> Any:
             named = zip(kwargs, values[len(args) :], strict=True)
             return func(*values[: len(args)], **dict(named))
 
-        writes = name.endswith("_") or kwargs.get("inplace")
+        def call_with(place: int, value: Any) -> Any:
+            """The result with another value in one place."""
+            return call([*given[:place], value, *given[place + 1 :]])
+
+        in_place = writes(func, kwargs) or kwargs.get("inplace")
         for place, value in enumerate(given):
             if isinstance(value, Tensor) and value.is_floating_point():
-                steps = self._steps(value, partial(called, place))
+                steps = self._steps(value, partial(call_with, place))
                 if steps is not None:
-                    given[place] = value.add_(steps) if writes else value + steps
-        return called(0, given[0])
+                    given[place] = value.add_(steps) if in_place else value + steps
+        return call(given)
 
     def _steps(self, value: Tensor, called: Callable[[Tensor], Any]) -> Tensor | None:
         """How far the elements of an input are moved.
@@ -128,7 +130,7 @@ class JumpLog(TorchFunctionMode):
         mine = local(value.detach())
         signs = torch.randint(2, mine.shape, generator=self._generator) * 2 - 1
         steps = (self._side * distance * signs).to(mine)
-        steps[((mine == 0) & (not zeros)) | (mine.abs() > MASKED)] = 0.0
+        steps[((mine == 0) & (not zeros)) | (mine.abs() > -MASKED)] = 0.0
         moved = value.detach() + _as_part_of(value, steps)
         here, there = (local(_derivative(v, called)) for v in (value.detach(), moved))
         least = JUMP * torch.stack([here, there]).abs().max()
@@ -187,7 +189,7 @@ def moves_of(truth: Sequence[Inputs], plain: Sequence[Inputs]) -> Sequence[Moves
     distances = tuple(map(_distances, truth, plain))
     if not any(distance for step in distances for distance, _ in step):
         return ()
-    return [Moves(distances=distances, side=side) for side in (1, -1)]
+    return [Moves(distances=distances, side=side) for side in SIDES]
 
 
 def _distances(truth: Inputs, plain: Inputs) -> tuple[tuple[float, bool], ...]:
@@ -195,7 +197,7 @@ def _distances(truth: Inputs, plain: Inputs) -> tuple[tuple[float, bool], ...]:
     for true, mine in zip(truth, plain, strict=False):
         if true.shape != mine.shape:  # other calls: nothing says which belong together
             break
-        known = (np.abs(true) < MASKED) & (np.abs(mine) < MASKED)
+        known = (np.abs(true) < -MASKED) & (np.abs(mine) < -MASKED)
         largest = np.abs(true - mine).max(initial=0.0, where=known)
         # where the truth has zeros, such as what another ReLU cut off, they are no
         # chance and are zeros in all runs

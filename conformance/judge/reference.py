@@ -53,6 +53,7 @@ from .variants import (
     CODES,
     MOVED,
     NOISY,
+    SIDES,
     SIGN_PARTS,
     TRUTH,
     Variant,
@@ -147,7 +148,7 @@ class Reference:
         return held + sum(some.nbytes for step in self.inputs for some in step)
 
 
-LEAST = len(NOISY) + 3 + SIGN_PARTS + 2
+LEAST = len(NOISY) + 3 + SIGN_PARTS + len(SIDES)
 """Number of references kept, of whatever size: those of one scenario."""
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "FLIPPED",
     "MOVED",
     "NOISY",
+    "SIDES",
     "SIGN_PARTS",
     "TRUTH",
     "Limits",
@@ -43,7 +44,7 @@ class Moves:
     """Per step: how far, and whether elements that are zero move, input by input in the
     order of calls."""
     side: int
-    """1 or -1: each input moves the other way than in the other run."""
+    """Which of ``SIDES``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,8 @@ none exp(-20)."""
 SIGN_PARTS = 4
 """Runs that flip signs, each in another part of the elements: eight times the effect of
 the largest part is, to first order, at least twice that of all elements together."""
+SIDES = (1, -1)
+"""Runs that move inputs of functions whose derivative jumps, each the other way."""
 CODES = 2.0**-4
 """Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
 

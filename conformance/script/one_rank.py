@@ -132,7 +132,7 @@ def train_alone(rank: int, path: Path, run: Run, work: Any) -> None:
             hooks = training.watch()
             runs.append([training.values(step) for step in range(run.steps)])
         except Exception as error:
-            # what fp32 raises, too, is told then
+            # the run in fp32 reports what it raises, too
             if change is not wide:
                 print(f"one rank raised {type(error).__name__}: {error}", flush=True)
                 sys.exit(1)

@@ -48,6 +48,7 @@ __all__ = [
     "remember",
     "seeded_model",
     "wide",
+    "writes",
 ]
 
 FP32_INSIDE = 1024 * 2.0**-24
@@ -234,7 +235,7 @@ class NewTensorsInFp64(TorchFunctionMode):
             given = Batch(inputs=args, targets=kwargs)
             mixed = {torch.float32, torch.float64} <= {t.dtype for t in given.tensors}
             # what writes into a tensor would write into the copy
-            if not mixed or _writes(func, kwargs):
+            if not mixed or writes(func, kwargs):
                 raise
             args, kwargs = given.map(_widened).pair
             found = func(*args, **kwargs)
@@ -247,7 +248,7 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
-def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call writes into a tensor that it is given."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):

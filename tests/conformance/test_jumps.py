@@ -15,6 +15,7 @@ from gradparity.conformance.judge.bounds import make_parity_bounds
 from gradparity.conformance.judge.jumps import JumpLog, moves_of
 from gradparity.conformance.judge.reference import Schedule
 from gradparity.conformance.judge.variants import FLIPPED, Moves, Variant
+from gradparity.tests.conformance.test_routing import failed
 from gradparity.tests.stacks import AtZero
 
 STACKS = "gradparity.tests.stacks"
@@ -27,10 +28,6 @@ def case(runner: Runner, text: str) -> Case:
     found = runner.run("none", Scenario.parse(text))
     assert not found.problem, found.problem
     return found
-
-
-def failed(found: Case) -> set[str]:
-    return {str(v.law) for v in found.verdicts if v.status == "fail"}
 
 
 # - Stacks
