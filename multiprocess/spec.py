@@ -51,7 +51,7 @@ class WorldSpec:
     """Bytes kept of the head, and of the tail, of one rank's output in one call."""
 
     share_devices: bool = False
-    """Whether several gloo ranks may share one CUDA device."""
+    """Whether several ranks may share one CUDA device; NCCL 2.31 or later lets them."""
 
     visible_devices: tuple[str, ...] = ()
     """CUDA devices that the ranks may see; all that the parent may see by default."""
@@ -80,11 +80,6 @@ class WorldSpec:
             raise ValueError(
                 f'backend "{self.backend}" needs device="cpu", got '
                 f'device="{self.device}"'
-            )
-        if self.backend == "nccl" and self.share_devices:
-            raise ValueError(
-                'backend "nccl" needs one device per rank: share_devices=True goes '
-                'with backend "gloo"'
             )
         for name in ("preload", "visible_devices"):
             _make_tuple(self, name)

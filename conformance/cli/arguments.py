@@ -534,7 +534,7 @@ _DEVICES: Options = {
     },
     "share-gpus": {
         "action": "store_true",
-        "help": "several ranks a GPU, with gloo; goes with --device cuda",
+        "help": "several ranks a GPU (NCCL 2.31 or later); goes with --device cuda",
     },
     "isolation": {
         "default": "pool",

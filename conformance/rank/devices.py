@@ -2,14 +2,18 @@
 
     device   shared   backend   ranks
     cpu      no       gloo      as many as asked for
-    cuda     no       NCCL one a GPU: two on one would wait for each other forever
-    cuda     yes      gloo      several a GPU, on CUDA tensors; only when asked for
+    cuda     no       NCCL      one a GPU
+    cuda     yes      NCCL      several a GPU, from NCCL 2.31 on; only when asked for
+
+gloo is no way to share: it ends a rank by a signal where it is given CUDA tensors to
+send, or several to gather in one call.
 
 The reference always trains on the CPU, in fp64 and fp32.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +26,9 @@ from ..status import UsageError
 from . import PRELOAD
 
 __all__ = ["Devices", "device_names", "set_deterministic", "visible_gpus"]
+
+SHARES = (2, 31)
+"""The first NCCL with NCCL_MULTI_RANK_GPU_ENABLE: several ranks on one GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class Devices:
     @property
     def backend(self) -> Backend:
         """Backend of every process group."""
-        return "nccl" if self.device == "cuda" and not self.share else "gloo"
+        return "nccl" if self.device == "cuda" else "gloo"
 
     @property
     def options(self) -> Sequence[str]:
@@ -71,7 +78,7 @@ class Devices:
             way_out: how to choose fewer ranks, for the message.
 
         Raises:
-            UsageError: if there are too few GPUs.
+            UsageError: if there are too few GPUs, or NCCL lets no ranks share them.
         """
         if self.device == "cpu":
             return
@@ -79,17 +86,39 @@ class Devices:
             limited = os.environ.get("CUDA_VISIBLE_DEVICES")
             cause = "" if limited is None else f" (CUDA_VISIBLE_DEVICES={limited!r})"
             raise UsageError(f"--device cuda: no CUDA device is visible{cause}")
-        if ranks > gpus and not self.share:
-            noun = "GPU" if gpus == 1 else "GPUs"
+        if ranks <= gpus:
+            return
+        noun = "GPU" if gpus == 1 else "GPUs"
+        there = f"--device cuda: {ranks} ranks and {gpus} {noun}, and"
+        if not self.share:
             raise UsageError(
-                f"--device cuda: {ranks} ranks and {gpus} {noun}, and NCCL takes one "
-                f"rank a GPU: {way_out}, or let ranks share with --share-gpus (gloo)"
+                f"{there} NCCL takes one rank a GPU: {way_out}, or let ranks share "
+                "with --share-gpus"
+            )
+        major, minor = nccl_version()
+        if (major, minor) < SHARES:
+            raise UsageError(
+                f"{there} NCCL {major}.{minor} lets no ranks share one, 2.31 and later "
+                f"do: {way_out}, or pip install 'nvidia-nccl-cu13>=2.31' (cu12 where "
+                "torch is built for CUDA 12)"
             )
 
 
 def visible_gpus() -> int:
     """CUDA devices that this process sees; makes no CUDA context."""
     return torch.cuda.device_count()
+
+
+def nccl_version() -> tuple[int, int]:
+    """Of the library that is loaded; torch tells the one that it was built with."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:  # it is a part of torch's own library
+        major, minor = torch.cuda.nccl.version()[:2]
+        return major, minor
+    found = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(found))
+    return found.value // 10000, found.value // 100 % 100
 
 
 def device_names() -> list[str]:

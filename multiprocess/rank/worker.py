@@ -383,6 +383,8 @@ def _rank_environment(
     }
     if spec.visible_devices:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_devices)
+    if spec.share_devices:
+        found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # since 2.31; else NCCL refuses
     # With several hosts gloo must listen on an address that the others reach.
     if rendezvous is None or rendezvous.one_host:
         loopback = any(name == "lo" for _, name in socket.if_nameindex())
@@ -406,7 +408,7 @@ def _device(spec: WorldSpec, local_rank: int) -> Any:
     if local_rank >= count and not spec.share_devices:
         raise RuntimeError(
             f"rank {local_rank} has no CUDA device of its own: {count} visible. "
-            "share_devices=True lets ranks with backend gloo share them."
+            "share_devices=True lets ranks share them."
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)

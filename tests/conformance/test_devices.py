@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.rank import devices
 from gradparity.conformance.rank import worker as rank_module
 from gradparity.conformance.rank.devices import Devices, set_deterministic
 from gradparity.conformance.report.records import read_report
@@ -34,14 +35,15 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs, as far as anybody asks."""
     monkeypatch.setattr(place_module, "visible_gpus", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices, "nccl_version", lambda: (2, 29))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
 def test_the_backend_follows_the_device() -> None:
-    assert (Devices().backend, CUDA.backend, SHARED.backend) == ("gloo", "nccl", "gloo")
+    assert (Devices().backend, CUDA.backend, SHARED.backend) == ("gloo", "nccl", "nccl")
     spec = SHARED.spec(4, 9.0)
     assert (spec.world_size, spec.device, spec.share_devices) == (4, "cuda", True)
-    assert (spec.backend, spec.timeout_s) == ("gloo", 9.0)
+    assert (spec.backend, spec.timeout_s) == ("nccl", 9.0)
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -50,7 +52,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "more ranks than GPUs": (
         ["--device", "cuda", "--topology", "hsdp"],
         "4 ranks and 2 GPUs, and NCCL takes one rank a GPU: choose another --topology "
-        "or --world-size, or let ranks share with --share-gpus (gloo)",
+        "or --world-size, or let ranks share with --share-gpus",
+    ),
+    "an NCCL that lets no ranks share": (
+        ["--device", "cuda", "--share-gpus", "--topology", "hsdp"],
+        "4 ranks and 2 GPUs, and NCCL 2.29 lets no ranks share one, 2.31 and later do",
     ),
 }
 
@@ -91,7 +97,9 @@ def test_a_missing_gpu_is_reported_with_its_cause(
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_sharing_and_few_ranks_are_allowed() -> None:
+def test_sharing_and_few_ranks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pool(SHARED, 9.0).check([1, 2])
+    monkeypatch.setattr(devices, "nccl_version", lambda: (2, 31))
     Pool(SHARED, 9.0).check([1, 8])
     Pool(CUDA, 9.0).check([1, 2])
     Pool(Devices(), 9.0).check([64])
@@ -113,8 +121,11 @@ def torchrun(devices: Devices, *gpus: int) -> Place:
     return Torchrun(devices, 9.0, agent)
 
 
-def test_under_torchrun_every_machine_counts_for_itself() -> None:
+def test_under_torchrun_every_machine_counts_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torchrun(CUDA, 2, 2, 2, 2).check([4])
+    monkeypatch.setattr(devices, "nccl_version", lambda: (2, 32))
     torchrun(SHARED, 1, 1, 1, 1).check([4])
     torchrun(Devices(), 0, 0, 0, 0).check([4])
     words = "2 ranks and 1 GPU, .*start with --nproc-per-node 1, or let ranks share"
@@ -144,7 +155,7 @@ def test_the_header_tells_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(h.device, h.backend) for h in seen] == [
         ("cpu", "gloo"),
         ("cuda", "nccl"),
-        ("cuda", "gloo"),
+        ("cuda", "nccl"),
     ]
     assert seen[1].gpus == ("Fake GPU", "Fake GPU")
     assert seen[0].threads == WorldSpec(world_size=1).threads
@@ -249,7 +260,7 @@ def test_the_catalogue_on_nccl_with_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("topology", ["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "pp"])
 def test_ranks_share_a_gpu(tmp_path: Path, topology: str) -> None:
     options = ["--share-gpus", "--topology", topology, "--model", "digits"]
-    assert run_on_gpu(tmp_path, *options) == ("gloo", topology)
+    assert run_on_gpu(tmp_path, *options) == ("nccl", topology)
 
 
 @pytest.mark.gpu(count=2)
