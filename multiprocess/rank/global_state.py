@@ -35,6 +35,32 @@ def _set_autocast(value: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_dtype("cpu", value[1])
 
 
+def _products() -> tuple[str, ...]:
+    try:
+        of_all = torch.get_float32_matmul_precision()
+    except RuntimeError:  # a call has set some kinds apart
+        of_all = ""
+    return of_all, *(kind.fp32_precision for kind in _PRODUCTS)
+
+
+def _set_products(value: tuple[str, ...]) -> None:
+    of_all, *each = value
+    torch.set_float32_matmul_precision(of_all)
+    for kind, precision in zip(_PRODUCTS, each, strict=True):
+        kind.fp32_precision = precision
+
+
+_PRODUCTS: tuple[Any, ...] = (
+    torch.backends,  # before those that inherit from it
+    torch.backends.cuda.matmul,
+    *(torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn),
+    torch.backends.mkldnn,
+    *(torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv),
+    torch.backends.mkldnn.rnn,
+)
+"""What has a precision of its own in which it multiplies fp32 numbers."""
+
+
 def _flushes_denormals() -> bool:
     # torch has no getter; the CPU shows it
     return not torch.full((), 1e-40).mul(1.0).item()
@@ -72,7 +98,7 @@ _SETTINGS: tuple[tuple[Callable[[], object], Callable[..., object]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_products, _set_products),
     (_determinism, _set_determinism),
     (_autocast, _set_autocast),
     (_flushes_denormals, torch.set_flush_denormal),

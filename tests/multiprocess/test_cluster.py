@@ -181,6 +181,16 @@ def test_a_destroyed_group_is_recreated(cluster: Cluster) -> None:
     assert cluster.run(ranks_sum, 0) == [1.0, 1.0]
 
 
+def multiply_in_tf32() -> None:
+    # torch's getter for all kinds of products raises from here on
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def precisions() -> tuple[str, str]:
+    of_matmul = torch.backends.cuda.matmul.fp32_precision
+    return torch.get_float32_matmul_precision(), of_matmul
+
+
 def test_settings_do_not_leak_into_the_next_call(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -192,6 +202,7 @@ def test_settings_do_not_leak_into_the_next_call(
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.float16)
         torch.set_flush_denormal(True)
+        multiply_in_tf32()
         sys.setrecursionlimit(5000)
         gc.disable()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -210,6 +221,7 @@ def test_settings_do_not_leak_into_the_next_call(
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
             torch.full((), 1e-40).mul(1.0).item(),
+            *precisions(),
             sys.getrecursionlimit(),
             gc.isenabled(),
             signal.getsignal(signal.SIGTERM),
