@@ -240,6 +240,13 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def tensor_of(numbers: list[Number], device: torch.device) -> torch.Tensor:
     """Return (numbers,), fp64, on ``device``, without a synchronisation."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # a graph keeps what its kernels are given, and not the memory of the host
+        made = torch.empty(len(numbers), dtype=torch.float64, device=device)
+        for slot, number in zip(made, numbers, strict=True):
+            fill = slot.copy_ if isinstance(number, torch.Tensor) else slot.fill_
+            fill(number)
+        return made
     on_device = {i: x for i, x in enumerate(numbers) if isinstance(x, torch.Tensor)}
     for place in on_device:
         numbers[place] = float("nan")

@@ -114,6 +114,23 @@ class RowsAlike(Right):
         return tuple(t[:1].expand(16, -1).clone() for t in super().batch(step, seed))  # type: ignore[return-value]  # two
 
 
+class InTF32(Right):
+    """No fault: fp32 numbers are rounded before they are multiplied, on GPUs."""
+
+    meshes = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
+        return x, x.abs()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        torch.set_float32_matmul_precision("high")
+        return super().parallelize(model, mesh)
+
+
 class Exact(Right):
     """No fault: gradients are powers of two, and no run rounds anything."""
 

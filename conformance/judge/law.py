@@ -48,8 +48,6 @@ class Evidence:
     """None where the run stopped early."""
     uninterrupted: tuple[RankTrace, ...] | None = None
     """The same training without its resume, where the stack moves settings."""
-    device: str = "cpu"
-    """Where the ranks computed; the noise of the references is the CPU's."""
     scaler: bool = True
     """Whether a scaler was judged; else the stack alone."""
     before: Evidence | None = None
@@ -233,13 +231,25 @@ def _if_enough(law: Law, finding: Finding) -> Finding:
 
 def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:
     """Why the reference may be what departs there, or the empty string."""
-    if evidence.device != "cpu":
-        return f"the noise of {evidence.device} is not known: this bound is the CPU's"
+    if narrow := narrowed(evidence):
+        return narrow
     parity, step = evidence.parity, finding.step
     assert parity is not None and step is not None
     _, _, name = law.id.partition(".")
     doubt = parity.doubt(step, name if name in ORDER else "gradient", finding.parameter)
     return doubt.text if doubt is not None else ""
+
+
+def narrowed(evidence: Evidence) -> str:
+    """Why fp32 on the ranks is not the references' fp32, or the empty string."""
+    ranks = [trace.rank for trace in evidence.ranks if trace.narrows]
+    if not (ranks and evidence.scenario.parsed_precision.is_full):
+        return ""
+    return (
+        f"products of fp32 numbers round them first on {rank_list(ranks)}, as with "
+        'TF32: call torch.set_float32_matmul_precision("highest") while it is judged, '
+        "or choose a --precision in which nothing is fp32"
+    )
 
 
 def bad_gradient(evidence: Evidence, seen: Sequence[StepTrace | Decision]) -> str:

@@ -19,13 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from ...multiprocess import WorldSpec
 from ...multiprocess.spec import Backend, Device, Isolation
 from ..status import UsageError
 from . import PRELOAD
 
-__all__ = ["Devices", "device_names", "set_deterministic", "visible_gpus"]
+__all__ = [
+    "Devices",
+    "device_names",
+    "narrows_products",
+    "set_deterministic",
+    "visible_gpus",
+]
 
 SHARES = (2, 31)
 """The first NCCL with NCCL_MULTI_RANK_GPU_ENABLE: several ranks on one GPU."""
@@ -126,6 +133,19 @@ def device_names() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
+@torch.no_grad()
+def narrows_products(device: torch.device) -> bool:
+    """Whether products of fp32 numbers round them first on ``device``, as TF32 does.
+
+    Settings have several names and not all have an effect; so a product with the
+    identity is made, by a matrix and by a convolution, which is exact in fp32.
+    """
+    one = torch.eye(64, device=device)
+    given = torch.full_like(one, 1.0 + 2.0**-20)
+    products = given @ one, F.conv2d(given[..., None, None], one[..., None, None])
+    return any(bool((made.flatten() != given.flatten()).any()) for made in products)
+
+
 def set_deterministic(device: torch.device) -> None:
     """Make this rank compute the same bits in every run, and fp32 as fp32.
 
@@ -141,6 +161,7 @@ def set_deterministic(device: torch.device) -> None:
     # else cuBLAS may sum in another order from run to run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_flash_sdp(False)

@@ -320,6 +320,8 @@ class RankTrace:
     one: no gradient of them is due here."""
     reduce_dtype: str = ""
     """In which dtype the workload promises to reduce gradients; empty: no promise."""
+    narrows: bool = False
+    """Whether products of fp32 numbers round them first, as with TF32."""
     initial: str = ""
     """Digest of the whole model's weights before the layout."""
     start: dict[str, Floats] = field(default_factory=dict)

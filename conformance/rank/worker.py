@@ -30,7 +30,7 @@ from ...fixtures import (
 from ...multiprocess import current_world
 from ..space.facts import WorkloadFacts, remember
 from ..space.scenario import Scenario
-from .devices import set_deterministic
+from .devices import narrows_products, set_deterministic
 from .engine import Engine, build_engine, shard_id
 from .events import groups_of
 from .judged import Judged, JudgedError
@@ -152,6 +152,7 @@ def observe_rank(
             own.check_gradients(trace)
             if last is None:
                 trace.restored = own.restored()
+        trace.narrows = narrows_products(device)
         if keep:
             trace.saved = judged.saved()
         trace.misuse = judged.misuse() if last is None else None

@@ -21,6 +21,7 @@ from ...multiprocess import Cluster, RankState, WorldError
 from ...multiprocess.cluster import BaseCluster
 from ..rank.devices import Devices, device_names, visible_gpus
 from ..report.records import Launcher
+from ..status import UsageError
 
 if TYPE_CHECKING:
     from ...multiprocess.elastic.agent import Agent
@@ -146,6 +147,10 @@ class Pool(Place):
 
     def not_runnable(self, world: int) -> str:
         """See :meth:`Place.not_runnable`."""
+        try:
+            self.check([world])
+        except UsageError as error:
+            return f"not runnable here: {error}"
         return ""
 
     def launcher(self) -> Launcher:

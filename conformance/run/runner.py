@@ -412,7 +412,6 @@ class Runner:
                 first_try=seen.first_try,
                 uninterrupted=seen.uninterrupted,
                 parity=parity,
-                device=self.place.devices.device,
                 scaler=seen.spec != NO_SCALER,
                 before=evidence,
             )

@@ -129,9 +129,8 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             # before any world starts: a wrong name is bad usage, exit code 2
             load_scaler(spec, folder)
         pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
-        place.check(
-            [phase.world_size for scenario in scenarios for phase in scenario.phases]
-        )
+        # a recipe that begins on a larger world is told and left out
+        place.check([scenario.world_size for scenario in scenarios])
         # before the report is opened: a refused scaler must not replace an earlier
         # report
         for spec in scalers if settings.refuse_unfit else ():

@@ -50,13 +50,13 @@ def _set_products(value: tuple[str, ...]) -> None:
         kind.fp32_precision = precision
 
 
+_CUDNN: Any = torch.backends.cudnn
+_MKLDNN: Any = torch.backends.mkldnn
 _PRODUCTS: tuple[Any, ...] = (
     torch.backends,  # before those that inherit from it
     torch.backends.cuda.matmul,
-    *(torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn),
-    torch.backends.mkldnn,
-    *(torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv),
-    torch.backends.mkldnn.rnn,
+    *(_CUDNN, _CUDNN.conv, _CUDNN.rnn),
+    *(_MKLDNN, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn),
 )
 """What has a precision of its own in which it multiplies fp32 numbers."""
 

@@ -205,13 +205,6 @@ def test_a_hang_is_told_with_its_function_and_the_ranks_that_wait(
     assert said(case, "liveness.completes")[1].startswith(words.format(how))
 
 
-def test_the_laws_know_on_which_device_the_ranks_compute() -> None:
-    place = MadeUp(scaler=[right])
-    place.devices = Devices(device="cuda")
-    found = judged(place).evidence
-    assert found is not None and found.device == "cuda"
-
-
 BITWISE = ("transparency.gradient", "transparency.bitwise")
 
 

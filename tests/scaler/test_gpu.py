@@ -31,6 +31,7 @@ def on_device(fused: bool, clip: bool) -> tuple[Any, Any, Any, Any]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("clip", [False, True])
 def test_fused_step_never_synchronises(clip: bool) -> None:
     p, slope, scaler, iteration = on_device(True, clip)

@@ -18,6 +18,7 @@ from ..law import (
     count_or_inconclusive,
     inconclusive,
     law,
+    narrowed,
     skipped,
 )
 from ..settings import other_setting
@@ -181,8 +182,7 @@ def average(evidence: Evidence) -> Finding:
     compared, torn = _torn(evidence)
     if torn is not None:
         return torn
-    # elsewhere the noise is not known
-    parity = evidence.parity if evidence.device == "cpu" else None
+    parity = evidence.parity if not narrowed(evidence) else None
     if parity is not None and (row := parity.first_bad.get("average")) is not None:
         doubt = parity.doubt(row.step, "update", row.parameter)
         text = f"; but {doubt.text}" if doubt is not None else ""
