@@ -1,86 +1,108 @@
-"""What changes on a GPU: a step's time beside torch's scaler, and the bounds' margins.
+"""What runs on a GPU came to: verdicts and margins of their reports, for docs/gpu.md.
 
-    python -m gradparity.benchmarks.gpu [SEEDS]
+    gradparity run --quick --device cuda --share-gpus --scaler ... --out DIR
+    python -m gradparity.benchmarks.gpu --commit ID --nccl 2.32.3 DIR/report.jsonl ...
 
-1. One process with plain tensors on the device: a whole step and update, with ours,
-   with torch's and with the bare kernels, alternating in one run; the host waits for
-   the device at the end of each.
-2. The largest error / bound of a right scaler, over SEEDS seeds (3): ranks share the
-   GPU, references and their noise are the CPU's.
-
-The record becomes ``results/gpu.json``; the tables of docs/gpu.md are written from it.
+The record becomes ``results/gpu.json``. A report that was cut off counts with the cases
+that it has, and the record keeps how many were planned. Commit and NCCL are not in a
+report: a machine with GPUs need not have a checkout.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradparity.benchmarks.parity import measured
-from gradparity.benchmarks.scaler import ALONE, alone
 from gradparity.benchmarks.tables import row, write_between
 from gradparity.conformance.files import write_whole
-from gradparity.conformance.rank.devices import Devices, nccl_version
-from gradparity.conformance.run.launcher import Pool
-from gradparity.conformance.run.recorder import make_header
+from gradparity.conformance.report.records import CaseRecord, Report, read_report
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
-REPEATS = 31
-STEPS = {name: max(1, 500 // count) for name, (count, _, _) in ALONE.items()}
-"""How many steps are timed as one."""
+
+
+def largest(case: CaseRecord) -> float | None:
+    """The largest error / bound of a case, None where nothing was bounded."""
+    ratios = [float(w.error) / float(w.bound) for w in case.worst if w.bound]
+    return round(max(ratios), 3) if ratios else None
+
+
+def record_of(commit: str, nccl: str, reports: Sequence[Report]) -> dict[str, Any]:
+    """What is kept of the reports."""
+    header = reports[0].header
+    return {
+        "commit": commit,
+        "nccl": nccl,
+        "torch": header.torch,
+        "python": header.python,
+        "gpus": list(header.gpus),
+        "backend": header.backend,
+        "runs": [
+            {
+                "command": report.header.command,
+                "started": report.header.started,
+                "planned": report.header.planned,
+                "judged": len(report.cases),
+            }
+            for report in reports
+        ],
+        "cases": [
+            [case.scaler, case.topology, case.scenario, case.status, largest(case)]
+            for report in reports
+            for case in report.cases
+        ],
+    }
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """The tables of the page, by name."""
-    heads = "gradients", "bare kernels", "torch", "ours", "ours / torch"
-    steps = [row(*heads), row(*["---"] * len(heads))]
-    for name, seconds in record["steps"].items():
-        each = [
-            seconds[f"{who} step"] / STEPS[name] for who in ("bare", "torch", "our")
-        ]
-        cells = [f"{seconds * 1e6:.0f} µs" for seconds in each]
-        steps.append(
-            row(name.removeprefix("alone, "), *cells, f"{each[2] / each[1]:.2f}")
-        )
-    margins = [row("scenario", "largest error / bound"), row("---", "---")]
-    for scenario, seeds in record["margins"].items():
-        margins.append(row(f"`{scenario}`", f"{max(seeds):.2f}"))
+    cells: dict[str, dict[str, list[tuple[str, float | None]]]] = defaultdict(dict)
+    for scaler, topology, _, status, ratio in record["cases"]:
+        cells[topology].setdefault(scaler, []).append((status, ratio))
+    scalers = list(dict.fromkeys(scaler for scaler, *_ in record["cases"]))
+    lines = [row("topology", *(f"`{s}`" for s in scalers)), "|---" * (len(scalers) + 1)]
+    lines[1] += "|"
+    for topology, of in cells.items():
+        lines.append(row(topology, *(_told(of.get(s, [])) for s in scalers)))
+    judged = sum(run["judged"] for run in record["runs"])
+    planned = sum(run["planned"] for run in record["runs"])
     made = (
         f"gradparity at {record['commit'][:7]}, torch {record['torch']}, NCCL "
-        f"{record['nccl']}, Python {record['python']}, {record['gpu']}, "
-        f"{record['started'][:10]}"
+        f"{record['nccl']}, Python {record['python']}, {', '.join(record['gpus'])}, "
+        f"{record['runs'][0]['started'][:10]}; {judged} of {planned} planned cases"
     )
-    return {"made": made, "steps": "\n".join(steps), "margins": "\n".join(margins)}
+    return {"made": made, "verdicts": "\n".join(lines)}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure and record.
+def _told(cases: Sequence[tuple[str, float | None]]) -> str:
+    def parts() -> Iterator[str]:
+        ratios = [ratio for status, ratio in cases if status == "pass" and ratio]
+        for status in dict.fromkeys(status for status, _ in cases):
+            yield f"{sum(s == status for s, _ in cases)} {status}"
+        if ratios:
+            yield f"largest {max(ratios):.2f}"
 
-    Args:
-        argv: optionally the number of seeds.
-    """
-    place = Pool(Devices(device="cuda", share=True), timeout_s=60.0)
-    header = make_header(
-        planned=0, preset="", seed=0, arguments=["bench", "gpu"], place=place
-    )
-    record = {
-        "gpu": ", ".join(header.gpus),
-        "torch": header.torch,
-        "nccl": ".".join(map(str, nccl_version())),
-        "python": header.python,
-        "commit": header.commit,
-        "started": header.started,
-        "steps": {n: alone(*how, REPEATS, "cuda") for n, how in ALONE.items()},
-        "margins": measured(int(argv[0]) if argv else 3, place),
-    }
+    return ", ".join(parts()) or "-"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record reports and write the tables."""
+    parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--nccl", required=True)
+    parser.add_argument("reports", nargs="+", type=Path)
+    given = parser.parse_args(argv)
+    reports = [read_report(path) for path in given.reports]
+    record = record_of(given.commit, given.nccl, reports)
     write_whole(RESULTS, json.dumps(record, indent=1) + "\n")
     write_between(PAGE, tables(record))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

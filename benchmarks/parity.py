@@ -20,7 +20,7 @@ from gradparity.conformance.files import write_whole
 from gradparity.conformance.judge.parity import SAFETY_FACTOR
 from gradparity.conformance.judge.variants import NOISY
 from gradparity.conformance.rank.devices import Devices
-from gradparity.conformance.run.launcher import Place, Pool
+from gradparity.conformance.run.launcher import Pool
 from gradparity.conformance.run.recorder import make_header
 
 SCALER = "gradparity.fixtures.faulty:PlainScaler"
@@ -51,10 +51,10 @@ def chance(elements: int, generator: np.random.Generator) -> float:
     return crossed / DRAWS
 
 
-def measured(seeds: int, place: Place) -> dict[str, list[float]]:
+def measured(seeds: int) -> dict[str, list[float]]:
     """Scenario -> the largest error / bound of each seed."""
     found: dict[str, list[float]] = {}
-    with Runner(folder=".", place=place) as runner:
+    with Runner(folder=".") as runner:
         for text in SCENARIOS:
             for seed in range(seeds):
                 case = runner.run(SCALER, Scenario.parse(f"{text},seed={seed}"))
@@ -72,9 +72,12 @@ def main(argv: Sequence[str]) -> int:
     """
     seeds = int(argv[0]) if argv else 10
     generator = np.random.default_rng(0)
-    place = Pool(Devices(), timeout_s=60.0)
     header = make_header(
-        planned=0, preset="", seed=0, arguments=["bench", "parity"], place=place
+        planned=0,
+        preset="",
+        seed=0,
+        arguments=["bench", "parity"],
+        place=Pool(Devices(), timeout_s=60.0),
     )
     result = {
         "torch": header.torch,
@@ -85,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         "safety_factor": SAFETY_FACTOR,
         "references": len(NOISY),
         "chance": {str(n): chance(n, generator) for n in (1, 2, 4, 16, 64)},
-        "measured": measured(seeds, place),
+        "measured": measured(seeds),
     }
     path = Path(__file__).parent / "results" / "parity.json"
     path.parent.mkdir(exist_ok=True)

@@ -58,12 +58,6 @@ SIZES = {SMALL: (500, (64, 64)), TINY: (2000, (16,)), LARGE: (1000, (256, 256))}
 # Odd: the median is then one of the measured times.
 REPEATS = {SMALL: 201, TINY: 101, LARGE: 61}
 WORLDS = (2, 4, 8, 16)
-ALONE = {
-    f"alone, {count} of {shape}{', fused' if fused else ''}": (count, shape, fused)
-    for count, shape in ((1, (16,)), (500, (64, 64)), (2000, (16,)), (100, (256, 256)))
-    for fused in (False, True)
-}
-"""What one process does with plain tensors: how many, of which shape, how stepped."""
 WAYS = {
     "fused, clip": (True, True),
     "fused": (True, False),
@@ -79,9 +73,9 @@ def _optimizer(params: list[Any], fused: bool) -> Any:
     return optimizer
 
 
-def _scaler(make: Any, device: str = "cpu") -> Any:
-    scaler = make(device=device, init_scale=SCALE, growth_interval=2**20)
-    scaler.scale(torch.ones((), device=device))
+def _scaler(make: Any) -> Any:
+    scaler = make(device="cpu", init_scale=SCALE, growth_interval=2**20)
+    scaler.scale(torch.ones(()))
     return scaler
 
 
@@ -207,23 +201,17 @@ def sharded(count: int, shape: tuple[int, ...], repeats: int) -> Repeats:
     return _alternate({k: _timed(*v) for k, v in work.items()}, repeats)
 
 
-def alone(
-    count: int, shape: tuple[int, ...], fused: bool, repeats: int, device: str = "cpu"
-) -> Measured:
+def alone(count: int, shape: tuple[int, ...], fused: bool, repeats: int) -> Measured:
     """Time a whole step and update in one process with plain tensors."""
     torch.set_num_threads(1)
-    with torch.device(device):
-        params: list[Any] = [
-            torch.nn.Parameter(torch.zeros(shape)) for _ in range(count)
-        ]
-        for p in params:
-            p.grad = torch.full(shape, SCALE)
-        scale, found = torch.tensor(SCALE), torch.zeros(())
-        # fused ones divide by themselves
-        inv = torch.tensor(1.0 if fused else 1 / SCALE)
-        tracker = torch.zeros((), dtype=torch.int32)
+    params: list[Any] = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.full(shape, SCALE)
     gradients = [p.grad for p in params]
     optimizer = _optimizer(params, fused)
+    scale, found = torch.tensor(SCALE), torch.zeros(())
+    inv = torch.tensor(1.0 if fused else 1 / SCALE)  # fused ones divide by themselves
+    tracker = torch.zeros((), dtype=torch.int32)
 
     def with_scaler(scaler: Any) -> None:
         scaler.step(optimizer)
@@ -238,20 +226,11 @@ def alone(
         def run() -> None:
             for _ in range(max(1, 500 // count)):
                 act()
-            settle()
 
-        return _timed(run, clean)
-
-    def clean() -> None:
-        torch._foreach_copy_(gradients, before)
-        settle()
-
-    def settle() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
+        return _timed(run, lambda: torch._foreach_copy_(gradients, before))
 
     before = [gradient.clone() for gradient in gradients]
-    theirs, ours = _scaler(torch.amp.GradScaler, device), _scaler(GradScaler, device)
+    theirs, ours = _scaler(torch.amp.GradScaler), _scaler(GradScaler)
     work = {
         "torch step": several(lambda: with_scaler(theirs)),
         "our step": several(lambda: with_scaler(ours)),
@@ -353,8 +332,10 @@ def measure(quick: bool) -> dict[str, Any]:
                 sharded, count, shape, repeats
             )
             seconds[name] = _medians(per_rank)
-    for name, (count, shape, fused) in ALONE.items():
-        seconds[name] = alone(count, shape, fused, 5 if quick else 31)
+    for count, shape in ((1, (16,)), (500, (64, 64)), (2000, (16,)), (100, (256, 256))):
+        for fused in (False, True):
+            name = f"alone, {count} of {shape}{', fused' if fused else ''}"
+            seconds[name] = alone(count, shape, fused, 5 if quick else 31)
     seconds[OPTIMIZERS] = many_optimizers(1000, 3 if quick else 11)
     return {
         "rows": rows(seconds),

@@ -190,7 +190,10 @@ def kernels() -> Iterator[Any]:
     efficient, cudnn = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
     half = cuda.matmul.allow_fp16_reduced_precision_reduction
     wide = cuda.matmul.allow_bf16_reduced_precision_reduction
+    convolutions = torch.backends.cudnn.allow_tf32
     yield cuda
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = convolutions
     cuda.enable_flash_sdp(flash)
     cuda.enable_mem_efficient_sdp(efficient)
     cuda.enable_cudnn_sdp(cudnn)
@@ -209,6 +212,7 @@ def test_on_cuda_the_same_bits_come_each_time(
     assert not kernels.cudnn_sdp_enabled() and kernels.math_sdp_enabled()
     assert kernels.matmul.allow_fp16_reduced_precision_reduction is False
     assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cudnn.allow_tf32 is False
 
 
 # experts read on the host how many rows each has, which a meta tensor cannot tell
@@ -227,7 +231,7 @@ def test_models_make_no_tensor_on_another_device(name: str) -> None:
 
 
 def moves_of_a_run(scenario: Scenario) -> list[str]:
-    """On a rank: the devices to which batches were moved."""
+    """On a rank: the devices to which batches were moved, and those asked for TF32."""
     moves: list[str] = []
     move = Batch.to
 
@@ -235,18 +239,23 @@ def moves_of_a_run(scenario: Scenario) -> list[str]:
         moves.append(device.type)
         return move(self, device)
 
-    Batch.to = noted  # type: ignore[method-assign]  # this process is a rank of its own
-    try:
-        rank_module.observe_rank(scenario, "none", ".")
-    finally:
-        Batch.to = move  # type: ignore[method-assign]
+    def narrows(device: torch.device) -> bool:
+        moves.append(f"asked {device.type}")
+        return True
+
+    # this process is a rank of its own
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Batch, "to", noted)
+        patched.setattr(rank_module, "narrows_products", narrows)
+        assert rank_module.observe_rank(scenario, "none", ".").narrows
     return moves
 
 
-def test_every_batch_is_moved_to_the_device() -> None:
+def test_every_batch_is_moved_to_the_device_which_is_asked_how_it_rounds() -> None:
     scenario = Scenario.parse("single/1/fp32/sgd/none/steps=3")
     with Cluster(1) as cluster:
-        assert cluster.run(moves_of_a_run, scenario) == [["cpu"] * 3]
+        moves = cluster.run(moves_of_a_run, scenario)
+    assert moves == [["cpu", "cpu", "cpu", "asked cpu"]]
 
 
 def report_on_gpu(folder: Path, *arguments: str) -> Report:
@@ -279,7 +288,8 @@ def test_the_catalogue_on_nccl_with_one_rank(tmp_path: Path) -> None:
     left = [c for c in report.cases if c.status != "pass"]
     assert len(left) < len(report.cases)
     for case in left if visible_gpus() == 1 else []:
-        assert case.status == "skipped" and "2 ranks and 1 GPU" in case.problem
+        assert case.status == "skipped"
+        assert "2 ranks and 1 GPU" in case.verdicts[0].message
 
 
 @pytest.mark.gpu
@@ -305,14 +315,15 @@ def test_what_departs_on_a_gpu(tmp_path: Path, name: str, status: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernels")
 def test_products_that_round_first_are_seen_on_a_gpu() -> None:
     cuda = torch.device("cuda", 0)
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+    assert narrows_products(cuda)
+    torch.backends.cudnn.allow_tf32 = False
     assert not narrows_products(cuda)
     torch.set_float32_matmul_precision("high")
-    try:
-        assert narrows_products(cuda)
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    assert narrows_products(cuda)
 
 
 @pytest.mark.gpu(count=2)

@@ -1,0 +1,32 @@
+"""What docs/gpu.md says is what was recorded, and what a report had."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gradparity.benchmarks.gpu import PAGE, RESULTS, record_of, tables
+from gradparity.conformance.report.records import Report
+
+RECORD: dict[str, Any] = json.loads(RESULTS.read_text())
+
+
+@pytest.mark.parametrize("name", tables(RECORD))
+def test_the_page_shows_the_record(name: str) -> None:
+    table = tables(RECORD)[name]
+    assert f"<!-- recorded: {name} -->\n\n{table}\n\n<!-- end -->" in PAGE.read_text()
+
+
+def test_ours_never_fails_there_and_no_right_case_is_near_its_bound() -> None:
+    ours = [case for case in RECORD["cases"] if case[0].startswith("gradparity.")]
+    assert {case[3] for case in ours} == {"pass", "inconclusive"}
+    assert max(case[4] for case in RECORD["cases"] if case[3] == "pass") <= 0.25
+
+
+def test_a_record_has_every_case_of_its_reports(real: Report) -> None:
+    record = record_of("abc", "2.31", [real, real])
+    assert len(record["cases"]) == 2 * len(real.cases)
+    assert {case[3] for case in record["cases"]} == {c.status for c in real.cases}
+    bounded = [case[4] for case in record["cases"] if case[3] == "pass"]
+    assert all(0 < ratio < 1 for ratio in bounded if ratio is not None)
+    assert tables(record)["made"].startswith("gradparity at abc")
