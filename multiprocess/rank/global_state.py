@@ -38,14 +38,15 @@ def _set_autocast(value: tuple[bool, torch.dtype]) -> None:
 def _products() -> tuple[str, ...]:
     try:
         of_all = torch.get_float32_matmul_precision()
-    except RuntimeError:  # a call has set some kinds apart
+    except RuntimeError:  # some kinds were set apart
         of_all = ""
     return of_all, *(kind.fp32_precision for kind in _PRODUCTS)
 
 
 def _set_products(value: tuple[str, ...]) -> None:
     of_all, *each = value
-    torch.set_float32_matmul_precision(of_all)
+    if of_all:
+        torch.set_float32_matmul_precision(of_all)
     for kind, precision in zip(_PRODUCTS, each, strict=True):
         kind.fp32_precision = precision
 
