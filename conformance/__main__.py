@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import msgspec
 
@@ -126,10 +125,13 @@ def _fork_forkserver() -> None:
 
     if unsupported() or "torch" in sys.modules:
         return
+    before = dict(os.environ)
     # OpenBLAS would start threads when NumPy is imported.
-    with mock.patch.dict(os.environ, OPENBLAS_NUM_THREADS="1"):
-        for name in (*PRELOAD, f"{__package__}.run.session"):
-            importlib.import_module(name)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for name in (*PRELOAD, f"{__package__}.run.session"):
+        importlib.import_module(name)
+    os.environ.clear()
+    os.environ.update(before)
     fork_forkserver()
 
 

@@ -7,7 +7,6 @@ the same folder, which then replaces the old one.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -73,7 +72,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     raw = content.encode() if isinstance(content, str) else content
     refuse_odd(path)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}.draft")
+    draft = path.with_name(f".{path.name}.{os.urandom(6).hex()}.draft")
     try:
         file = create(draft)
     except OSError as error:
