@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 
 def largest(case: CaseRecord) -> float | None:
     """The largest error / bound of a case, None where nothing was bounded."""
-    ratios = [float(w.error) / float(w.bound) for w in case.worst if w.bound]
+    ratios = [worst.ratio for worst in case.worst if worst.bound]
     return round(max(ratios), 3) if ratios else None
 
 
@@ -65,8 +65,8 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
     for scaler, topology, _, status, ratio in record["cases"]:
         cells[topology].setdefault(scaler, []).append((status, ratio))
     scalers = list(dict.fromkeys(scaler for scaler, *_ in record["cases"]))
-    lines = [row("topology", *(f"`{s}`" for s in scalers)), "|---" * (len(scalers) + 1)]
-    lines[1] += "|"
+    heads = ["topology", *(f"`{scaler}`" for scaler in scalers)]
+    lines = [row(*heads), row(*["---"] * len(heads))]
     for topology, of in cells.items():
         lines.append(row(topology, *(_told(of.get(s, [])) for s in scalers)))
     judged = sum(run["judged"] for run in record["runs"])
@@ -80,14 +80,12 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _told(cases: Sequence[tuple[str, float | None]]) -> str:
-    def parts() -> Iterator[str]:
-        ratios = [ratio for status, ratio in cases if status == "pass" and ratio]
-        for status in dict.fromkeys(status for status, _ in cases):
-            yield f"{sum(s == status for s, _ in cases)} {status}"
-        if ratios:
-            yield f"largest {max(ratios):.2f}"
-
-    return ", ".join(parts()) or "-"
+    counted = Counter(status for status, _ in cases)
+    parts = [f"{number} {status}" for status, number in counted.items()]
+    ratios = [ratio for status, ratio in cases if status == "pass" and ratio]
+    if ratios:
+        parts.append(f"largest {max(ratios):.2f}")
+    return ", ".join(parts) or "-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,10 +128,12 @@ def _fork_forkserver() -> None:
     before = dict(os.environ)
     # OpenBLAS would start threads when NumPy is imported.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in (*PRELOAD, f"{__package__}.run.session"):
-        importlib.import_module(name)
-    os.environ.clear()
-    os.environ.update(before)
+    try:
+        for name in (*PRELOAD, f"{__package__}.run.session"):
+            importlib.import_module(name)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     fork_forkserver()
 
 

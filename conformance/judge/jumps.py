@@ -36,8 +36,8 @@ __all__ = ["Inputs", "JumpLog", "moves_of"]
 Inputs = tuple[NDArray[np.float64], ...]
 """Of each call, some elements of its inputs."""
 SAMPLE = 1024
-"""Number of elements kept of each input. The largest of so many errors is about 3.2
-standard deviations."""
+"""How many elements of each input are kept. Of 1024 normal errors the largest is about
+3.2 standard deviations."""
 FURTHER = 1.5
 """Inputs move by this multiple of the largest error that is seen, about 4.8 standard
 deviations: of the elements that change sides in a right run, one of 10**6 is missed."""

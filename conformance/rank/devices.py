@@ -5,8 +5,8 @@
     cuda     no       NCCL      one a GPU
     cuda     yes      NCCL      several a GPU, from NCCL 2.31 on; only when asked for
 
-gloo is no way to share: it ends a rank by a signal where it is given CUDA tensors to
-send, or several to gather in one call.
+Ranks cannot share a GPU over gloo: with CUDA tensors its send raises, and its coalesced
+all-gather ends the process by a signal.
 
 The reference always trains on the CPU, in fp64 and fp32.
 """
@@ -27,9 +27,11 @@ from ..status import UsageError
 from . import PRELOAD
 
 __all__ = [
+    "SHARES",
     "Devices",
     "device_names",
     "narrows_products",
+    "nccl_version",
     "set_deterministic",
     "visible_gpus",
 ]
@@ -102,11 +104,11 @@ class Devices:
                 f"{there} NCCL takes one rank a GPU: {way_out}, or let ranks share "
                 "with --share-gpus"
             )
-        major, minor = nccl_version()
-        if (major, minor) < SHARES:
+        if (found := nccl_version()) < SHARES:
+            mine, least = (".".join(map(str, version)) for version in (found, SHARES))
             raise UsageError(
-                f"{there} NCCL {major}.{minor} lets no ranks share one, 2.31 and later "
-                f"do: {way_out}, or pip install 'nvidia-nccl-cu13>=2.31' (cu12 where "
+                f"{there} NCCL {mine} lets no ranks share one, {least} and later do: "
+                f"{way_out}, or pip install 'nvidia-nccl-cu13>={least}' (cu12 where "
                 "torch is built for CUDA 12)"
             )
 
@@ -137,8 +139,8 @@ def device_names() -> list[str]:
 def narrows_products(device: torch.device) -> bool:
     """Whether products of fp32 numbers round them first on ``device``, as TF32 does.
 
-    Settings have several names and not all have an effect; so a product with the
-    identity is made, by a matrix and by a convolution, which is exact in fp32.
+    The settings have several names, and not all of them have an effect. So this makes a
+    matrix product and a convolution with the identity, which are exact in fp32.
     """
     one = torch.eye(64, device=device)
     given = torch.full_like(one, 1.0 + 2.0**-20)

@@ -129,7 +129,7 @@ def run(settings: RunSettings, console: Console, agent: Agent | None = None) -> 
             # before any world starts: a wrong name is bad usage, exit code 2
             load_scaler(spec, folder)
         pairs = [(spec, scenario) for scenario in scenarios for spec in scalers]
-        # a recipe that begins on a larger world is told and left out
+        # Place.not_runnable skips a scenario whose first phase needs a larger world
         place.check([scenario.world_size for scenario in scenarios])
         # before the report is opened: a refused scaler must not replace an earlier
         # report

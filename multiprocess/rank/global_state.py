@@ -48,7 +48,7 @@ def _set_products(value: tuple[str, ...]) -> None:
     if of_all:
         torch.set_float32_matmul_precision(of_all)
     for kind, precision in zip(_PRODUCTS, each, strict=True):
-        # torch's own tests freeze some, and then no call can set them, either
+        # torch.testing freezes some of them; a call cannot have changed those
         with suppress(RuntimeError):
             kind.fp32_precision = precision
 
@@ -61,7 +61,7 @@ _PRODUCTS: tuple[Any, ...] = (
     *(_CUDNN, _CUDNN.conv, _CUDNN.rnn),
     *(_MKLDNN, _MKLDNN.matmul, _MKLDNN.conv, _MKLDNN.rnn),
 )
-"""What has a precision of its own in which it multiplies fp32 numbers."""
+"""The backends that have their own precision for products of fp32 numbers."""
 
 
 def _flushes_denormals() -> bool:

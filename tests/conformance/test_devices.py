@@ -243,7 +243,7 @@ def moves_of_a_run(scenario: Scenario) -> list[str]:
         moves.append(f"asked {device.type}")
         return True
 
-    # this process is a rank of its own
+    # the patches apply to the process of this rank alone
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Batch, "to", noted)
         patched.setattr(rank_module, "narrows_products", narrows)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,19 +192,21 @@ def precisions() -> tuple[str, str]:
     return torch.get_float32_matmul_precision(), of_matmul
 
 
-@pytest.mark.parametrize("spoil", ["multiply_in_tf32", "multiply_all_in_tf32"])
-def test_settings_are_put_back_where_some_are_frozen(spoil: str) -> None:
+def multiply_all_in_tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+@pytest.mark.parametrize("spoil", [multiply_in_tf32, multiply_all_in_tf32])
+def test_settings_are_put_back_where_some_are_frozen(
+    spoil: Callable[[], None],
+) -> None:
     with Cluster(1) as ranks:
         ranks.run(torch.backends.disable_global_flags)  # as torch.testing does
         clean = ranks.run(precisions)
-        ranks.run(globals()[spoil])
+        ranks.run(spoil)
         ((of_all, of_matmul),) = ranks.run(precisions)
     assert clean == [("highest", "none")]
     assert of_all == "highest" and of_matmul in ("none", "ieee")
-
-
-def multiply_all_in_tf32() -> None:
-    torch.set_float32_matmul_precision("high")
 
 
 def test_settings_do_not_leak_into_the_next_call(
