@@ -86,9 +86,11 @@ class _Ranks:
         for thread in threads:
             thread.start()
         until = began + plan.limit_s
-        while len(self._replies) < plan.world_size and linux.now_s() < until:
-            unfinished = next(r for r in ranks if r not in self._replies)
-            threads[unfinished].join(_LOOK_S)
+        # Looked up once a round: the last rank may reply at any moment.
+        while (
+            unfinished := [r for r in ranks if r not in self._replies]
+        ) and linux.now_s() < until:
+            threads[unfinished[0]].join(_LOOK_S)
             failed = any(r.kind is Kind.RAISED for r in self._replies.copy().values())
             if failed or self._waits_without_end():
                 until = min(until, linux.now_s() + plan.grace_s)

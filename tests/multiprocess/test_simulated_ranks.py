@@ -25,6 +25,7 @@ from gradparity.multiprocess import (
     WorldError,
     WorldSpec,
     current_world,
+    linux,
 )
 from gradparity.multiprocess.simulated import SimulatedCluster, first_difference
 from gradparity.multiprocess.spec import Backend
@@ -340,6 +341,22 @@ def test_256_threads_train_to_what_16_do_not_disturb() -> None:
     with simulated(256, timeout_s=300) as cluster:
         found = cluster.run(train)
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[255], strict=True))
+
+
+def slow_look() -> None:
+    """The thread that watches loses the interpreter in the middle of a look."""
+    now_s = linux.now_s
+
+    def later() -> float:
+        time.sleep(0.05)
+        return now_s()
+
+    linux.now_s = later
+
+
+def test_the_last_rank_may_end_during_a_look_at_all() -> None:
+    with simulated(2) as cluster:
+        assert cluster.run(slow_look) == [None, None]
 
 
 LOCAL = """
