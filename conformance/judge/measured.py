@@ -129,8 +129,10 @@ class Parity:
             left_out: number of elements that were due and are in no measure.
         """
         known = [row for row in rows if row.compares]
-        self.compared += Counter({kind: elements if known else 0})
-        self.not_compared += Counter({kind: left_out + (0 if known else elements)})
+        if known:
+            self.compared[kind] += elements
+        if lacking := left_out + (0 if known else elements):
+            self.not_compared[kind] += lacking
         for row in known:
             self._keep(row)
 

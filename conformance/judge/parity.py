@@ -9,7 +9,7 @@ bounds are those of ``bounds``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -416,6 +416,6 @@ def _compare(
     if not len(index) or values is None or not all(np.isfinite(bounds)):
         return []
     return [
-        ParityRow(kind=kind, step=step, parameter=name, rank=rank, **asdict(found))
+        ParityRow(kind=kind, step=step, parameter=name, rank=rank, **vars(found))
         for found in compare(values, whole[index], bounds, sizes(whole))
     ]
