@@ -146,7 +146,8 @@ def pickled(value: object) -> bytes:
 def send(sock: socket.socket, message: object) -> None:
     """Send one message; blocks as long as the socket's own timeout allows."""
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    sock.sendall(_LENGTH.pack(len(payload)) + payload)
+    sock.sendall(_LENGTH.pack(len(payload)))
+    sock.sendall(payload)  # apart: joined, a large one would be copied
 
 
 def receive(sock: socket.socket) -> Any:
@@ -158,7 +159,7 @@ def receive(sock: socket.socket) -> Any:
     return None if body is None else pickle.loads(body)
 
 
-def _read(sock: socket.socket, count: int) -> bytes | None:
+def _read(sock: socket.socket, count: int) -> bytearray | None:
     parts = bytearray()
     while len(parts) < count:
         # In parts: recv allocates what it is asked for, before a byte has come.
@@ -166,7 +167,7 @@ def _read(sock: socket.socket, count: int) -> bytes | None:
         if not part:
             return None
         parts += part
-    return bytes(parts)
+    return parts
 
 
 class Inbox:

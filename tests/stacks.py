@@ -390,6 +390,16 @@ class LaidOutOnce(Right):
         return super().parallelize(model, mesh)
 
 
+class LaidOutThreeTimes(LaidOutOnce):
+    """``parallelize`` cannot be called a fourth time."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        self.made += 1
+        if self.made > 3:
+            raise RuntimeError("a fourth layout")
+        return Right.parallelize(self, model, mesh)
+
+
 class OtherRowsEachTime(LaidOutOnce):
     """Each rank keeps half of the rows, and each time the other half."""
 

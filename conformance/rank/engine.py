@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +78,10 @@ Prepare = Callable[[list[Tensor], int, int], list[Tensor]]
 Places = Mapping[str, NDArray[np.int64]]
 """Name -> place of each local element in the flat full tensor."""
 MICRO_BATCHES = 2
+_last_read: dict[Hashable, Places] = {}
+"""The last layout whose elements this process has read, and where they are: the scalers
+of a scenario run one after another. A world in which a rank failed ends with all its
+ranks, so either all ranks of a world have read a layout or none has."""
 AGAIN = "this was its second call: with weights(stack) a model is laid out once"
 _NO_SYNC = (
     "the module has neither a no_sync() as DDP's nor a part under fully_shard: its "
@@ -498,9 +502,14 @@ def build_engine(
         same_everywhere(workload, "model", judged_parameters(model))
     initial = digest_of_weights(model)
     if weights_of is None and places is None:
-        places = _read_places(scenario, model, mesh, variation)
-        # anew: that layout has taken the first one
-        model = initial_model(scenario.model, scenario.seed, training).to(device)
+        key = _layout_of(scenario, mesh, device)
+        if key not in _last_read:
+            read = _read_places(scenario, model, mesh, variation)
+            _last_read.clear()
+            _last_read[key] = read
+            # anew: that layout has taken the first one
+            model = initial_model(scenario.model, scenario.seed, training).to(device)
+        places = _last_read[key]
     if variation is not None:
         model = variation.change_weights(model, scenario.parsed_precision.roundoff)
     # clones: training changes the parameters
@@ -566,6 +575,13 @@ def _laid_out(
     if recomputed is not None:
         _recompute_anew(module, recomputed)
     return module, recomputed
+
+
+def _layout_of(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Hashable:
+    """What the layout of a model depends on; no scaler and no optimizer is in it."""
+    made = scenario.model, scenario.seed, scenario.topology, scenario.world_size
+    how = scenario.precision, scenario.recipe
+    return *made, *how, tuple(mesh.shape), mesh.mesh_dim_names, device
 
 
 def _read_places(

@@ -94,6 +94,11 @@ def test_a_wrong_stack_is_caught_and_no_scaler_accused(
     assert "the stack is wrong without any scaler" in judged.verdicts[0].message
 
 
+def test_elements_are_read_once_for_all_scalers(runner: Runner) -> None:
+    # without a scaler: element numbers, then the layout; with one, that layout only
+    assert case(runner, stacks.LaidOutThreeTimes, OURS).status == "pass"
+
+
 def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -> None:
     found = case(runner, stacks.Nondeterministic, OURS)
     told = {v.law: v for v in found.verdicts}
