@@ -79,6 +79,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -90,7 +91,8 @@ from ..rank.routing import MASKED, Choices
 from ..space.scenario import Scenario
 from .compare import Doubles, Pair, relative_floor, sizes
 from .jumps import moves_of
-from .one_rank import OneRank, one_rank_references
+from .kept import Kept
+from .one_rank import one_rank_references
 from .reference import (
     Reference,
     Schedule,
@@ -143,27 +145,49 @@ class ParityBounds:
     undecided: str = ""
     """Why nothing can be compared with it, in words; else empty."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values, the references' own among them."""
+        own = sum(w.nbytes for step in self.weights for w in step.values())
+        own += sum(m.nbytes for step in self.moves for m in step.values())
+        return own + sum(run.nbytes for run in (self.truth, *self.noisy))
+
 
 def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
     """Train the references and derive truth and bounds; see [Note: Bounds]."""
-    precision = scenario.parsed_precision
-    skipped = schedule.skipped
-    always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
-    no_norm = [frozenset({"norm"}) if names else frozenset[str]() for names in skipped]
+    precision, skipped = scenario.parsed_precision, schedule.skipped
     adaptive = scenario.workload.adaptive(scenario.optimizer)
-    alone: OneRank | None = None
     if scenario.workload.one_rank:
         alone = one_rank_references(scenario, schedule)
         truth, runs, sides = alone.truth, alone.noisy, alone.sides
-        matrices = frozenset[str]()
-    else:
-        truth = train_reference(scenario, schedule, TRUTH)
-        runs = _noisy_runs(scenario, schedule, truth)
-        sides = [
-            train_reference(scenario, schedule, Variant(jumps=moves))
-            for moves in moves_of(truth.inputs, runs[0].inputs)
-        ]
-        matrices = not_elementwise(scenario.model, scenario.optimizer)
+        found = _derived(
+            truth, (*runs,), (*sides,), precision, skipped, frozenset(), adaptive
+        )
+        return replace(found, reference=alone.text, undecided=alone.undecided)
+    truth = train_reference(scenario, schedule, TRUTH)
+    runs = _noisy_runs(scenario, schedule, truth)
+    sides = [
+        train_reference(scenario, schedule, Variant(jumps=moves))
+        for moves in moves_of(truth.inputs, runs[0].inputs)
+    ]
+    matrices = not_elementwise(scenario.model, scenario.optimizer)
+    return _derived(truth, (*runs,), (*sides,), precision, skipped, matrices, adaptive)
+
+
+# kept, since most topologies and scalers of a scenario share references
+@partial(Kept, least=1)
+def _derived(
+    truth: Reference,
+    runs: tuple[Reference, ...],
+    sides: tuple[Reference, ...],
+    precision: Precision,
+    skipped: tuple[frozenset[str], ...],
+    matrices: frozenset[str],
+    adaptive: bool,
+) -> ParityBounds:
+    """The bounds that these references make."""
+    always = (frozenset[str](),) * len(skipped)  # a loss is computed at every step
+    no_norm = [frozenset({"norm"}) if names else frozenset[str]() for names in skipped]
     every = [*runs, *sides]
 
     def bound(
@@ -196,8 +220,6 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
         ),
         noisy=every,
         moves=_moves(truth),
-        reference="" if alone is None else alone.text,
-        undecided="" if alone is None else alone.undecided,
     )
 
 

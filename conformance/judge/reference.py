@@ -108,9 +108,12 @@ class Schedule:
     [Note: Rounded state] in bounds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reference:
-    """One reference run: per step, flat arrays in fp64 by parameter name."""
+    """One reference run: per step, flat arrays in fp64 by parameter name.
+
+    It equals itself only, so results can be kept by the references that made them.
+    """
 
     losses: tuple[float, ...]
     gradients: tuple[dict[str, Doubles], ...]

@@ -184,6 +184,23 @@ def test_references_differ_by_rounding_only() -> None:
         assert 0 < np.linalg.norm(other - first) < 1e-5 * np.linalg.norm(first)
 
 
+def test_topologies_share_the_bounds_of_equal_references() -> None:
+    none, skips = (
+        Schedule(skipped=skipped, scales=(1.0, 1.0))
+        for skipped in ((NONE, NONE), (NONE, frozenset(PARAMETERS)))
+    )
+    one, other, rounded = (
+        Scenario.parse(f"{place}/sgd/none/steps=2")
+        for place in ("fsdp/2/fp32", "tp/2/fp32", "tp/2/bf16-autocast")
+    )
+    made = make_parity_bounds(one, none)
+    assert make_parity_bounds(other, none) is made
+    for scenario, schedule in ((other, skips), (rounded, none)):
+        different = make_parity_bounds(scenario, schedule)
+        assert different is not made
+        assert different.gradient != made.gradient
+
+
 def test_adam_leaves_elements_out_whose_sign_rounding_decides() -> None:
     half = Scenario.parse("single/1/fp16-autocast/adamw/none/model=text,steps=2")
     plain = Scenario.parse("single/1/fp16-autocast/sgd/none/model=text,steps=2")
