@@ -245,11 +245,12 @@ def checked_collective(
     want = (step + 1.0) * ranks * (ranks + 1) / 2
     work = dist.all_reduce(value, async_op=True)
     assert work is not None  # None only for ranks outside of the group
-    # Gloo's future is complete with the sum, NCCL's as soon as the call is enqueued.
-    # With sleep alone, every step would begin late on all ranks.
-    summed = threading.Event()
-    work.get_future().add_done_callback(lambda _: summed.set())
-    pause = summed.wait if device.type == "cpu" else time.sleep
+    pause: Callable[[float], object] = time.sleep
+    if device.type == "cpu":  # NCCL's future is complete once the call is enqueued
+        # woken by the sum: with sleep, every step would begin late on all ranks
+        summed = threading.Event()
+        work.get_future().add_done_callback(lambda _: summed.set())
+        pause = summed.wait
     pause_s = ASK_EVERY_S / 1024
     while not work.is_completed():
         if pause_s > ASK_EVERY_S and _one_says_wrong(step):
