@@ -33,21 +33,22 @@ runs (behind a layer that begins at zero, a row of an embedding without tokens),
 was rounded, and the weight stays as it is, unless the whole gradient is within its
 bound, that is, rounding alone. Under SGD all weights are 1.
 
-[Note: Sign flips]
-Such a step also changes later gradients, by far more than rounding: one weight that
-moves in the opposite direction changes the gradients of its neighbours by some percent.
-In half precision the noise of a gradient is large enough for this to happen by chance.
-So further references flip the signs of gradient elements that are no larger than the
-noise, each those of one random part. Were all flipped in one run, later bounds would be
-eight times the effect of all together, which no run shows. In fp32 no such flip was
-ever seen, and a bound that allowed for it would hide real faults.
-
 [Note: Sides]
-Two further runs move inputs whose side rounding decides, see :mod:`.jumps`. What such a
-run changes, against the plain run, is an effect and no rounding: it says nothing of the
-noise of other tensors, so no median contains it. A right run may have any part of both
-runs' effects, which to first order add. Half of the larger one times 8 is at least
-twice that of all together, as for sign flips.
+Where rounding decides between two results that are far apart, five noisy runs may all
+have the same one. So two further runs have the other one, each in half of the places:
+
+- the derivative of a function that jumps, at an input near the jump (:mod:`.jumps`);
+- the direction of a step that divides by the gradient, as above. It changes later
+  gradients by far more than rounding: one weight that moves in the opposite direction
+  changes those of its neighbours by some percent. In half precision the noise of a
+  gradient is large enough for this to happen by chance, so signs of elements that are
+  no larger than it are flipped. In fp32 no such flip was ever seen, and a bound that
+  allowed for it would hide real faults.
+
+What such a run changes, against the plain run, is an effect and no rounding: it says
+nothing of the noise of other tensors, so no median contains it. A right run may have
+any part of both runs' effects, which to first order add. Half of the larger one times 8
+is at least twice that of all together.
 
 [Note: Bias corrections]
 ``torch.compile(optimizer.step)`` and ``capturable=True`` compute Adam's ``1 - beta**t``
@@ -99,7 +100,7 @@ from .reference import (
     check_equal_start,
     train_reference,
 )
-from .variants import NOISY, SIGN_PARTS, TRUTH, Limits, Variant
+from .variants import NOISY, TRUTH, Limits, Variant
 
 __all__ = [
     "HALF",
@@ -166,10 +167,7 @@ def make_parity_bounds(scenario: Scenario, schedule: Schedule) -> ParityBounds:
         return replace(found, reference=alone.text, undecided=alone.undecided)
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
-    sides = [
-        train_reference(scenario, schedule, Variant(jumps=moves))
-        for moves in moves_of(truth.inputs, runs[0].inputs)
-    ]
+    sides = _sides(scenario, schedule, truth, runs)
     matrices = not_elementwise(scenario.model, scenario.optimizer)
     return _derived(truth, (*runs,), (*sides,), precision, skipped, matrices, adaptive)
 
@@ -234,11 +232,14 @@ def expected_choices(
     """
     truth = train_reference(scenario, schedule, TRUTH)
     runs = _noisy_runs(scenario, schedule, truth)
+    # scores that are moved are no noise of scores
+    sides = _sides(scenario, schedule, truth, runs, inputs=False)
     worst: dict[str, float] = {}
     expected = []
     for step, choices in enumerate(truth.choices):
         for kind, known in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
+            errors += [HALF * side.errors[step].get(kind, 0.0) for side in sides]
             # scores near 0 have the rounding of the sums that they are made of
             scored = known.scores > MASKED
             largest = float(np.abs(known.scores).max(initial=0.0, where=scored))
@@ -259,18 +260,10 @@ def _noisy_runs(
     scenario: Scenario, schedule: Schedule, truth: Reference
 ) -> list[Reference]:
     """Correct runs of the scenario's precision."""
-    precision = scenario.parsed_precision
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
     adaptive = scenario.workload.adaptive(scenario.optimizer)
-    half = precision.compute_dtype != torch.float32 or scenario.reduced_in is not None
-    if adaptive and half:  # see [Note: Sign flips]
-        gradients = [run.gradients for run in runs]
-        bounds = _bound(truth.gradients, gradients, (), precision, schedule.skipped)
-        limits = _noise(bounds)
-        for part in range(SIGN_PARTS):
-            other = Variant(sign_flip=limits, part=part)
-            runs.append(train_reference(scenario, schedule, other))
-    if adaptive and not half and OfWorkload.LOOP not in scenario.workload.has:
+    has = scenario.workload.has
+    if adaptive and not _is_half(scenario) and OfWorkload.LOOP not in has:
         # see [Note: Bias corrections]
         other = Variant(double=True, bias_errors=1 / SAFETY_FACTOR)
         runs.append(train_reference(scenario, schedule, other))
@@ -283,6 +276,40 @@ def _noisy_runs(
     starts = [run.initial for run in runs]
     check_equal_start(scenario.model, "two references", truth.initial, starts)
     return runs
+
+
+def _sides(
+    scenario: Scenario,
+    schedule: Schedule,
+    truth: Reference,
+    runs: Sequence[Reference],
+    *,
+    inputs: bool = True,
+) -> list[Reference]:
+    """Runs that have what rounding decides on the other side; see [Note: Sides].
+
+    Args:
+        scenario: what is trained.
+        schedule: the skips and scales.
+        truth: the run in fp64.
+        runs: the noisy ones, the plain one first.
+        inputs: whether inputs of functions whose derivative jumps move, too.
+    """
+    signs: Limits = ()
+    if scenario.workload.adaptive(scenario.optimizer) and _is_half(scenario):
+        gradients = [run.gradients for run in runs]
+        precision, skipped = scenario.parsed_precision, schedule.skipped
+        signs = _noise(_bound(truth.gradients, gradients, (), precision, skipped))
+    seen = (truth.inputs, runs[0].inputs) if inputs else ((), ())
+    return [
+        train_reference(scenario, schedule, Variant(moves=moves))
+        for moves in moves_of(*seen, signs)
+    ]
+
+
+def _is_half(scenario: Scenario) -> bool:
+    computed = scenario.parsed_precision.compute_dtype
+    return computed != torch.float32 or scenario.reduced_in is not None
 
 
 def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:
@@ -401,13 +428,14 @@ def _bound(
                 finite = [e for e in errors if np.isfinite(e).all()]
                 known = worst.get(name, (0.0, 0.0))
                 worst[name] = _larger(known, *(finite or [_UNKNOWN]))
+                effects = [
+                    sizes(side[step][name] - runs[0][step][name])
+                    for side in sides
+                    if name in side[step] and name in runs[0][step]
+                ]
                 changed[name] = _larger(
                     changed.get(name, (0.0, 0.0)),
-                    *(
-                        _scaled(HALF, sizes(side[step][name] - runs[0][step][name]))
-                        for side in sides
-                        if name in side[step] and name in runs[0][step]
-                    ),
+                    *(_scaled(HALF, e) for e in effects if np.isfinite(e).all()),
                 )
         floor = relative_floor(worst, own, precision.roundoff)
         bounds.append({})

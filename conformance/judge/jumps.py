@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from ...fixtures import local
 from ..rank.routing import MASKED
 from ..space.facts import writes
-from .variants import FLIPPED, SIDES, Moves
+from .variants import FLIPPED, SIDES, STAY, Distances, Limits, Moves
 
 __all__ = ["Inputs", "JumpLog", "moves_of"]
 
@@ -66,11 +66,11 @@ _JUMPS = frozenset(
 class JumpLog(TorchFunctionMode):
     """Notes inputs of functions whose derivative jumps, and moves them if told to."""
 
-    def __init__(self, moves: Moves | None = None, step: int = 0) -> None:
+    def __init__(self, moves: Moves = STAY, step: int = 0) -> None:
         """Take how inputs move in which step; by default they stay."""
         super().__init__()
-        self._distances = moves.distances[step] if moves else ()
-        self._side = moves.side if moves else 1
+        self._distances = moves.distances[step] if moves.distances else ()
+        self._side = moves.side
         self._inputs: list[NDArray[np.float64]] = []
         # alike in both runs
         self._generator = torch.Generator().manual_seed(0)
@@ -179,17 +179,22 @@ def _derivative(value: Tensor, called: Callable[[Tensor], Any]) -> Tensor:
     return first.to(value.dtype) if alike else torch.zeros_like(value)
 
 
-def moves_of(truth: Sequence[Inputs], plain: Sequence[Inputs]) -> Sequence[Moves]:
-    """The two moves of inputs; none where no run has an error there.
+def moves_of(
+    truth: Sequence[Inputs], plain: Sequence[Inputs], signs: Limits = ()
+) -> Sequence[Moves]:
+    """What the two runs take to the other side; none where rounding decides nothing.
 
     Args:
         truth: per step, the inputs of the truth.
         plain: those of a run with the same calls.
+        signs: gradient elements whose signs rounding decides.
     """
-    distances = tuple(map(_distances, truth, plain))
+    distances: Distances = tuple(map(_distances, truth, plain))
     if not any(distance for step in distances for distance, _ in step):
+        distances = ()  # no run has an error there
+    if not (distances or signs):
         return ()
-    return [Moves(distances=distances, side=side) for side in SIDES]
+    return [Moves(side=side, distances=distances, signs=signs) for side in SIDES]
 
 
 def _distances(truth: Inputs, plain: Inputs) -> tuple[tuple[float, bool], ...]:

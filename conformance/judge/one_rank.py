@@ -56,7 +56,7 @@ from .jumps import Inputs, JumpLog, moves_of
 from .kept import Kept
 from .reference import Reference, Schedule
 from .settings import INITIAL_RATE
-from .variants import Moves
+from .variants import STAY, Moves
 
 __all__ = ["OneRank", "one_rank_references", "watched_on_one_rank"]
 
@@ -136,7 +136,7 @@ def watched_on_one_rank(
     found: list[Watched] = []
     alone = partial(Alone, skipped=schedule.skipped, scales=schedule.scales)
 
-    def trained(variation: Variation, moves: Moves | None = None) -> Reference:
+    def trained(variation: Variation, moves: Moves = STAY) -> Reference:
         this = alone(variation=variation)
         return _train(scenario, this, step + 1, watched=found, moves=moves)
 
@@ -156,7 +156,7 @@ def _references(
     skipped: tuple[frozenset[str], ...],
     scales: tuple[float, ...],
 ) -> OneRank:
-    def trained(variation: Variation, moves: Moves | None = None) -> Reference:
+    def trained(variation: Variation, moves: Moves = STAY) -> Reference:
         alone = Alone(variation=variation, skipped=skipped, scales=scales)
         return _train(scenario, alone, scenario.steps, moves=moves)
 
@@ -252,7 +252,7 @@ def _train(
     steps: int,
     dtype: torch.dtype | None = None,
     watched: list[Watched] | None = None,
-    moves: Moves | None = None,
+    moves: Moves = STAY,
 ) -> Reference:
     """Train on this rank.
 

@@ -54,7 +54,6 @@ from .variants import (
     MOVED,
     NOISY,
     SIDES,
-    SIGN_PARTS,
     TRUTH,
     Variant,
     jittered,
@@ -151,7 +150,7 @@ class Reference:
         return held + sum(some.nbytes for step in self.inputs for some in step)
 
 
-LEAST = len(NOISY) + 3 + SIGN_PARTS + len(SIDES)
+LEAST = len(NOISY) + 3 + len(SIDES)
 """Number of references kept, of whatever size: those of one scenario."""
 
 
@@ -300,6 +299,7 @@ class ReferenceRun:
     def __init__(self, key: _Key, precision: str, variant: Variant) -> None:
         self.key = key
         self.variant = variant
+        self.plain = variant in (TRUTH, Variant())
         self.precision: Precision = PRECISIONS[precision]
         dtype = torch.float64 if variant.double else torch.float32
         self.workload = resolve_workload(key.model)
@@ -358,14 +358,15 @@ class ReferenceRun:
         # in backward a forward may run again
         chooses = chooses_in_forward(self.key.model)
         rounded = jittered(self.model, self._jitter(), self.generator)
-        jumps = JumpLog(self.variant.jumps, step)
-        noted = jumps if self.variant.in_order else nullcontext()
+        moves = self.variant.moves
+        jumps = JumpLog(moves, step)
+        noted = jumps if self.plain or moves.distances else nullcontext()
         with log if chooses else nullcontext(), self._new_tensors(), rounded, noted:
             passes, weights = self._cast(lambda: self._passes(batch, parts, scale))
         self.inputs.append(jumps.inputs)
         self.choices.append(log.choices)
         # scores that were moved are no noise of scores
-        self.errors.append({} if self.variant.jumps else log.errors)
+        self.errors.append({} if moves.distances else log.errors)
         self._unscale(scale)
         self.norms.append(self._norm())
         self._clip()
@@ -458,21 +459,20 @@ class ReferenceRun:
                 parameter.grad.copy_(parameter.grad.to(dtype))
 
     def _flip_signs(self, named: dict[str, nn.Parameter], step: int) -> None:
-        for name, limit in (
-            self.variant.sign_flip[step] if self.variant.sign_flip else ()
-        ):
+        moves = self.variant.moves
+        for name, limit in moves.signs[step] if moves.signs else ():
             gradient = named[name].grad
             if gradient is not None:
-                # alike in all runs, so that each element is flipped in one of them
+                # alike in both runs, so that each element is flipped in one of them
                 order = torch.Generator().manual_seed(step)
-                part = torch.randperm(gradient.numel(), generator=order) % SIGN_PARTS
-                here = part.view(gradient.shape) == self.variant.part
+                part = torch.randperm(gradient.numel(), generator=order) % len(SIDES)
+                here = part.view(gradient.shape) == SIDES.index(moves.side)
                 gradient[here & (gradient.abs() <= limit)] *= -1
 
     def _rounded_again(self, name: str) -> AbstractContextManager[Any]:
         """The context in which an optimizer of whole matrices steps one."""
-        plain = self.variant in (TRUTH, Variant())
-        if plain or name not in not_elementwise(self.key.model, self.key.optimizer):
+        model, optimizer = self.key.model, self.key.optimizer
+        if self.plain or name not in not_elementwise(model, optimizer):
             return nullcontext()
         return HalfNoise(self.generator)
 

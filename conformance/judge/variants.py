@@ -1,8 +1,7 @@
 """How correct runs of a reference differ from the truth: in the order of reductions.
 
 A variant takes the rows in another order or cuts them into parts, and then also moves
-weights within their rounding; or it flips the signs of gradient elements that are no
-larger than noise; or it moves inputs of functions whose derivative jumps.
+weights within their rounding; or it takes what rounding decides to the other side.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ __all__ = [
     "MOVED",
     "NOISY",
     "SIDES",
-    "SIGN_PARTS",
+    "STAY",
     "TRUTH",
+    "Distances",
     "Limits",
     "Moves",
     "Variant",
@@ -32,19 +32,29 @@ __all__ = [
     "of_ties",
 ]
 
+SIDES = (1, -1)
+"""Runs that take what rounding decides to the other side, each another half of it."""
+Distances = tuple[tuple[tuple[float, bool], ...], ...]
+"""Per step, input by input of functions whose derivative jumps, in the order of calls:
+how far it moves, and whether elements that are zero move; see :mod:`.jumps`."""
 Limits = tuple[tuple[tuple[str, float], ...], ...]
 """Per step: (parameter, size of a gradient's element); hashable, as runs are cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """How inputs of functions move whose derivative jumps; see :mod:`.jumps`."""
+    """What a run takes to the other side; see [Note: Sides] in bounds."""
 
-    distances: tuple[tuple[tuple[float, bool], ...], ...]
-    """Per step: how far, and whether elements that are zero move, input by input in the
-    order of calls."""
-    side: int
-    """Which of ``SIDES``."""
+    side: int = SIDES[0]
+    """Of two runs, in each of which another half is on the other side."""
+    distances: Distances = ()
+    """Inputs of functions whose derivative jumps; empty: none moves."""
+    signs: Limits = ()
+    """The signs of gradient elements that are no larger than this; empty: of none."""
+
+
+STAY = Moves()
+"""Nothing is on the other side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +68,13 @@ class Variant:
     another order of reduction."""
     parts: int = 1
     """Number of accumulated parts of each batch."""
-    sign_flip: Limits = ()
-    """The signs of gradient elements below these limits are flipped, in one part."""
-    part: int = 0
-    """Which of the ``SIGN_PARTS`` random parts of the elements is flipped."""
     bias_errors: float = 0.0
     """Steps are longer by this multiple of what errors of bias corrections explain."""
     shards: int = 1
     """Number of parts, along dim 0, in which the optimizer gets each parameter of which
     no shards were seen."""
-    jumps: Moves | None = None
-    """How inputs of functions move whose derivative jumps."""
+    moves: Moves = STAY
+    """What is on the other side."""
 
     @property
     def in_order(self) -> bool:
@@ -107,11 +113,6 @@ FLIPPED = 4
 """Values that noise takes to the other side in each run, on average, so that runs show
 what that does: the probability that a run has none is exp(-4), and that all five have
 none exp(-20)."""
-SIGN_PARTS = 4
-"""Runs that flip signs, each in another part of the elements: eight times the effect of
-the largest part is, to first order, at least twice that of all elements together."""
-SIDES = (1, -1)
-"""Runs that move inputs of functions whose derivative jumps, each the other way."""
 CODES = 2.0**-4
 """Half a spacing of codes of 4 bits, one of which is the sign: the coarsest state."""
 
@@ -126,7 +127,8 @@ def of_ties(roundoff: float, count: int) -> float:
 
 def near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
     """A random factor for each element, up to ``size`` away from 1."""
-    return 1 + size * (2 * torch.rand(like.shape, generator=generator) - 1)
+    random = torch.empty(like.shape)
+    return random.uniform_(-size, size, generator=generator).add_(1)
 
 
 @contextmanager

@@ -462,7 +462,9 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
     """
     # the caller's generator continues as if no model had been made
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # without a device torch.manual_seed formats the stack of calls for one
+        anywhere = torch.accelerator.is_available()
+        (torch if anywhere else torch.default_generator).manual_seed(seed)
         model = resolve_workload(spec).model()
     if training.frozen:
         names = [*judged_parameters(model)]

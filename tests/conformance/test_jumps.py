@@ -265,6 +265,6 @@ def test_scores_that_were_moved_are_no_noise_of_scores() -> None:
     key = reference._Key(
         model="gradparity.tests.routed_stacks:TopOne", optimizer="own", steps=1, seed=0
     )
-    run = reference.ReferenceRun(key, "fp32", Variant(jumps=moves(1)))
+    run = reference.ReferenceRun(key, "fp32", Variant(moves=moves(1)))
     run.step(0, frozenset(), 1.0, reference.Idle())
     assert run.errors == [{}]

@@ -18,7 +18,13 @@ from gradparity.conformance.judge.reference import (
     rows_apart,
     train_reference,
 )
-from gradparity.conformance.judge.variants import NOISY, SIGN_PARTS, TRUTH, Variant
+from gradparity.conformance.judge.variants import (
+    NOISY,
+    SIDES,
+    TRUTH,
+    Moves,
+    Variant,
+)
 from gradparity.conformance.rank.trace import Decision, RankTrace, StepTrace
 from gradparity.fixtures.models import DigitsMLP
 
@@ -272,7 +278,7 @@ WHOLE = Schedule(skipped=(NONE,) * 4, scales=(1024.0,) * 4)
 TURNED = "blocks.1.feed_forward.down.weight"
 
 
-def test_sign_flip_runs_flip_each_small_element_once() -> None:
+def test_sides_flip_the_sign_of_each_small_element_once() -> None:
     scenario = Scenario.parse("single/1/fp32/sgd/none/steps=2")
     schedule = Schedule(skipped=(NONE, NONE), scales=(1.0, 1.0))
     plain = train_reference(scenario, schedule, Variant())
@@ -281,32 +287,35 @@ def test_sign_flip_runs_flip_each_small_element_once() -> None:
     step = (("up.weight", limit),)
     moved, small = plain.updates[0], np.abs(gradient) <= limit
     flips = np.zeros(gradient.shape, int)
-    for part in range(SIGN_PARTS):
-        variant = Variant(sign_flip=(step, ()), part=part)
-        sign_flip = train_reference(scenario, schedule, variant)
-        assert np.array_equal(sign_flip.gradients[0]["up.weight"], gradient)
-        other = sign_flip.updates[0]
+    for side in SIDES:
+        variant = Variant(moves=Moves(side=side, signs=(step, ())))
+        run = train_reference(scenario, schedule, variant)
+        assert np.array_equal(run.gradients[0]["up.weight"], gradient)
+        other = run.updates[0]
         flipped = other["up.weight"] != moved["up.weight"]
         turned = -moved["up.weight"][flipped]
         assert np.allclose(other["up.weight"][flipped], turned, atol=1e-6)
         assert np.array_equal(other["head.bias"], moved["head.bias"])
-        first, second = (run.gradients[1]["up.weight"] for run in (plain, sign_flip))
+        first, second = (r.gradients[1]["up.weight"] for r in (plain, run))
         assert not np.array_equal(first, second)
         flips += flipped
     assert np.array_equal(flips, (small & (moved["up.weight"] != 0)).astype(int))
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "sign_flip"),
+    ("precision", "optimizer", "sides"),
     [
-        ("fp16-autocast", "adamw", SIGN_PARTS),
-        pytest.param("bf16-autocast", "adagrad", SIGN_PARTS, marks=pytest.mark.slow),
-        pytest.param("fp16-autocast", "sgd-momentum", 0, marks=pytest.mark.slow),
-        ("fp32", "adamw", 0),
+        ("fp16-autocast", "adamw", SIDES),
+        pytest.param("bf16-autocast", "adagrad", SIDES, marks=pytest.mark.slow),
+        pytest.param("fp16-autocast", "sgd-momentum", (), marks=pytest.mark.slow),
+        ("fp32", "adamw", ()),
     ],
 )
-def test_adaptive_optimizers_in_half_precision_get_sign_flip_references(
-    monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, sign_flip: int
+def test_signs_of_adaptive_optimizers_in_half_precision_have_both_sides(
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    optimizer: str,
+    sides: tuple[int, ...],
 ) -> None:
     variants: list[Variant] = []
 
@@ -317,9 +326,11 @@ def test_adaptive_optimizers_in_half_precision_get_sign_flip_references(
     monkeypatch.setattr(bounds, "train_reference", noted)
     text = f"single/1/{precision}/{optimizer}/none/steps=4"
     make_parity_bounds(Scenario.parse(text), WHOLE)
-    found = [v.sign_flip for v in variants if v.sign_flip]
-    assert len(found) == sign_flip
-    assert all(len(steps) == 4 and min(map(len, steps)) > 0 for steps in found)
+    found = [v.moves for v in variants if v.moves]
+    assert tuple(moves.side for moves in found) == sides
+    for moves in found:
+        assert len(moves.signs) == 4
+        assert min(map(len, moves.signs)) > 0
 
 
 @pytest.mark.slow
@@ -330,7 +341,8 @@ def test_one_flipped_weight_accuses_no_scaler() -> None:
     size = np.abs(truth.gradients[0][TURNED])
     limit = float(np.sort(size)[3])  # some ten thousandth of the largest
     assert limit < 1e-3 * size.max()
-    turned = Variant(sign_flip=(((TURNED, limit),), (), (), ()))
+    signs = (((TURNED, limit),), (), (), ())
+    turned = Variant(moves=Moves(side=1, signs=signs))
     (trace,) = traces_of(scenario, turned, WHOLE)
     assert measure_parity(scenario, [trace]).first_bad == {}
     trace.steps[0].gradients[TURNED] *= np.float32(1.02)
