@@ -92,7 +92,7 @@ from ..rank.routing import MASKED, Choices
 from ..space.scenario import Scenario
 from .compare import Doubles, Pair, relative_floor, sizes
 from .jumps import moves_of
-from .kept import Kept
+from .kept import Kept, bytes_of
 from .one_rank import one_rank_references
 from .reference import (
     Reference,
@@ -149,8 +149,7 @@ class ParityBounds:
     @property
     def nbytes(self) -> int:
         """Bytes of all values, the references' own among them."""
-        own = sum(w.nbytes for step in self.weights for w in step.values())
-        own += sum(m.nbytes for step in self.moves for m in step.values())
+        own = bytes_of((*self.weights, *self.moves))
         return own + sum(run.nbytes for run in (self.truth, *self.noisy))
 
 

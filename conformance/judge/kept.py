@@ -7,10 +7,17 @@ number of them says nothing about memory.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar, TypeVarTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
-__all__ = ["LIMIT", "Kept"]
+from numpy.typing import NDArray
+
+__all__ = ["LIMIT", "Kept", "bytes_of"]
+
+
+def bytes_of(steps: Iterable[Mapping[str, NDArray[Any]]]) -> int:
+    """Bytes of the arrays of all steps, by name in each."""
+    return sum(values.nbytes for step in steps for values in step.values())
 
 
 class Sized(Protocol):

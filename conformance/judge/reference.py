@@ -46,7 +46,7 @@ from ..space.recipes import LR_DECAY, Training
 from ..space.scenario import Scenario
 from ..space.workload_checks import ROUNDING, coarseness
 from .jumps import Inputs, JumpLog
-from .kept import Kept
+from .kept import Kept, bytes_of
 from .settings import Planned, Settings
 from .shards import InShards, Shards
 from .variants import (
@@ -145,8 +145,7 @@ class Reference:
     @property
     def nbytes(self) -> int:
         """Bytes of all values."""
-        steps = (*self.gradients, *self.updates, *self.averages, self.start)
-        held = sum(values.nbytes for step in steps for values in step.values())
+        held = bytes_of((*self.gradients, *self.updates, *self.averages, self.start))
         return held + sum(some.nbytes for step in self.inputs for some in step)
 
 

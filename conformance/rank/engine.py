@@ -581,9 +581,8 @@ def _laid_out(
 
 def _layout_of(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Hashable:
     """What the layout of a model depends on; no scaler and no optimizer is in it."""
-    made = scenario.model, scenario.seed, scenario.topology, scenario.world_size
-    how = scenario.precision, scenario.recipe
-    return *made, *how, tuple(mesh.shape), mesh.mesh_dim_names, device
+    made = scenario.model, scenario.seed, scenario.precision, scenario.recipe
+    return *made, scenario.topology, tuple(mesh.shape), device
 
 
 def _read_places(
