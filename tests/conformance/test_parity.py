@@ -3,13 +3,18 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.judge import bounds, kept
-from gradparity.conformance.judge.bounds import make_parity_bounds
+from gradparity.conformance.judge.bounds import (
+    HALF,
+    SAFETY_FACTOR,
+    make_parity_bounds,
+)
 from gradparity.conformance.judge.parity import demanded_schedule, measure_parity
 from gradparity.conformance.judge.reference import (
     LEAST,
@@ -21,6 +26,7 @@ from gradparity.conformance.judge.reference import (
 from gradparity.conformance.judge.variants import (
     NOISY,
     SIDES,
+    STAY,
     TRUTH,
     Moves,
     Variant,
@@ -326,11 +332,38 @@ def test_signs_of_adaptive_optimizers_in_half_precision_have_both_sides(
     monkeypatch.setattr(bounds, "train_reference", noted)
     text = f"single/1/{precision}/{optimizer}/none/steps=4"
     make_parity_bounds(Scenario.parse(text), WHOLE)
-    found = [v.moves for v in variants if v.moves]
+    found = [v.moves for v in variants if v.moves != STAY]
     assert tuple(moves.side for moves in found) == sides
     for moves in found:
         assert len(moves.signs) == 4
         assert min(map(len, moves.signs)) > 0
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_half_of_what_a_side_changes_is_noise(
+    monkeypatch: pytest.MonkeyPatch, overflows: bool
+) -> None:
+    """Unless the run overflowed by itself."""
+    runs: dict[Variant, Reference] = {}
+
+    def noted(scenario: Scenario, schedule: Schedule, variant: Variant) -> Reference:
+        run = train_reference(scenario, schedule, variant)
+        if overflows and variant.moves.signs and variant.moves.side == SIDES[0]:
+            bad = {n: np.full(g.shape, np.inf) for n, g in run.gradients[3].items()}
+            run = replace(run, gradients=(*run.gradients[:3], bad))
+        return runs.setdefault(variant, run)
+
+    monkeypatch.setattr(bounds, "train_reference", noted)
+    scenario = Scenario.parse("single/1/fp16-autocast/adamw/none/steps=4")
+    found = make_parity_bounds(scenario, WHOLE).gradient[3]
+    plain = runs[Variant()].gradients
+    sides = [run.gradients for variant, run in runs.items() if variant.moves.signs]
+    shares = []
+    for name, (_, largest) in found.items():
+        changes = [np.abs(s[k][name] - plain[k][name]) for s in sides for k in range(4)]
+        effect = max(c.max() for c in changes if np.isfinite(c).all())
+        shares.append(SAFETY_FACTOR * HALF * effect / largest)
+    assert max(shares) == pytest.approx(1.0)
 
 
 @pytest.mark.slow
