@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as tp
 from torch.utils.checkpoint import checkpoint
 
-from gradparity.tests.stacks import Batch, Right
+from gradparity.tests.stacks import Batch, Named, Right
 
 WIDTH, EXPERTS, ROWS = 8, 4, 64
 
@@ -36,6 +36,13 @@ class TopTwo(TopOne):
     """No fault: each row goes to two of four."""
 
     k = 2
+
+
+class SteppedByAdam(TopTwo):
+    """No fault: the sign of a small gradient decides a whole step."""
+
+    def optimizer(self, parameters: Named) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for _, p in parameters], lr=1e-2)
 
 
 class ByMaximum(TopOne):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.judge import reference
-from gradparity.conformance.judge.bounds import expected_choices
-from gradparity.conformance.judge.reference import Schedule
+from gradparity.conformance.judge import bounds, reference
+from gradparity.conformance.judge.bounds import HALF, expected_choices
+from gradparity.conformance.judge.reference import Reference, Schedule
+from gradparity.conformance.judge.variants import SIDES, Variant
 from gradparity.conformance.rank.routing import ChoiceLog, Choices, chooses_in_forward
 from gradparity.conformance.run import runner
 from gradparity.tests import routed_stacks as stacks
@@ -67,6 +68,7 @@ def test_a_right_stack_whose_choice_tips_is_accused_without_the_replay(
         (stacks.TopOne, "dp2/2/fp32", "steps=4,recipe=accumulate-uneven"),
         (stacks.TopOne, "tp2/2/bf16-autocast", "steps=4,recipe=accumulate"),
         (stacks.ByMaximum, "tp2/2/bf16-autocast", "steps=4"),
+        (stacks.SteppedByAdam, "tp2/2/bf16-autocast", "steps=4"),
         (stacks.Recomputed, "tp2/2/bf16-autocast", "steps=4"),
         (stacks.Masked, "tp2/2/bf16-autocast", "steps=4"),
     ],
@@ -113,6 +115,30 @@ def test_a_run_that_skips_is_made_again_with_a_reference_that_skips(
     never = [False] * 4
     # the stack alone; with a scaler; and again
     assert skips == [never, never, [False, True, False, False]]
+
+
+def test_noise_of_scores_contains_half_of_what_flipped_signs_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sides: list[Reference] = []
+
+    def noted(scenario: Scenario, schedule: Schedule, variant: Variant) -> Reference:
+        run = reference.train_reference(scenario, schedule, variant)
+        if not variant.moves.signs:
+            return run
+        # as if their scores had moved by more
+        errors = tuple({kind: 8.0 * e for kind, e in at.items()} for at in run.errors)
+        sides.append(replace(run, errors=errors))
+        return sides[-1]
+
+    monkeypatch.setattr(bounds, "train_reference", noted)
+    text = f"dp2/2/bf16-autocast/own/none/model={MODULE}:SteppedByAdam,steps=2"
+    schedule = Schedule(skipped=(frozenset(),) * 2, scales=(1.0,) * 2)
+    known = expected_choices(Scenario.parse(text), schedule)
+    assert len(sides) == len(SIDES)
+    for kind, choices in known[1].items():
+        largest = max(at[kind] for run in sides for at in run.errors)
+        assert choices.noise == HALF * largest
 
 
 def test_only_forwards_that_choose_by_numbers_are_replayed() -> None:
