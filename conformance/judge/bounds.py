@@ -83,7 +83,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...fixtures import OfWorkload, Precision
@@ -262,7 +261,7 @@ def _noisy_runs(
     runs = [train_reference(scenario, schedule, v) for v in NOISY]
     adaptive = scenario.workload.adaptive(scenario.optimizer)
     has = scenario.workload.has
-    if adaptive and not _is_half(scenario) and OfWorkload.LOOP not in has:
+    if adaptive and not scenario.in_half and OfWorkload.LOOP not in has:
         # see [Note: Bias corrections]
         other = Variant(double=True, bias_errors=1 / SAFETY_FACTOR)
         runs.append(train_reference(scenario, schedule, other))
@@ -295,7 +294,7 @@ def _sides(
         inputs: whether inputs of functions whose derivative jumps move, too.
     """
     signs: Limits = ()
-    if scenario.workload.adaptive(scenario.optimizer) and _is_half(scenario):
+    if scenario.workload.adaptive(scenario.optimizer) and scenario.in_half:
         gradients = [run.gradients for run in runs]
         precision, skipped = scenario.parsed_precision, schedule.skipped
         signs = _noise(_bound(truth.gradients, gradients, (), precision, skipped))
@@ -304,11 +303,6 @@ def _sides(
         train_reference(scenario, schedule, Variant(moves=moves))
         for moves in moves_of(*seen, signs)
     ]
-
-
-def _is_half(scenario: Scenario) -> bool:
-    computed = scenario.parsed_precision.compute_dtype
-    return computed != torch.float32 or scenario.reduced_in is not None
 
 
 def _noise(bounds: Sequence[dict[str, Pair]]) -> Limits:

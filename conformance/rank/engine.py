@@ -464,7 +464,8 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         # without a device torch.manual_seed formats the stack of calls for one
         anywhere = torch.accelerator.is_available()
-        (torch if anywhere else torch.default_generator).manual_seed(seed)
+        seeded = torch if anywhere else torch.default_generator
+        seeded.manual_seed(seed)
         model = resolve_workload(spec).model()
     if training.frozen:
         names = [*judged_parameters(model)]

@@ -174,7 +174,6 @@ def _run(scenario: Scenario) -> Run:
     mesh = topology.mesh_shape(scenario.world_size)
     judged = OfWorkload.JUDGED in workload.has
     takes_policy = topology.fully_shards or not judged
-    in_half = not precision.is_full or scenario.reduced_in is not None
     passes: Callable[..., None] = pieces.micro_batches
     if topology.pipelined:
         passes = pieces.pipeline
@@ -190,7 +189,7 @@ def _run(scenario: Scenario) -> Run:
         # on one rank the judge trains the bare model
         "parallel": False if judged and topology.name == "single" else None,
         # what correct runs in half precision stay below
-        "limit": 0.1 if in_half else None,
+        "limit": 0.1 if scenario.in_half else None,
     }
     return Run(
         mesh=mesh,

@@ -156,6 +156,11 @@ class Scenario:
         return promised if promised in (torch.bfloat16, torch.float16) else None
 
     @property
+    def in_half(self) -> bool:
+        """Whether anything is computed or reduced in less than fp32."""
+        return not self.parsed_precision.is_full or self.reduced_in is not None
+
+    @property
     def id(self) -> str:
         """The printable id, from which `parse` builds the scenario again."""
         head = [
