@@ -129,8 +129,9 @@ class Place:
 
     def _one(self, *, default_group: bool) -> Cluster:
         spec = Devices().spec(1, TRAININGS * self.timeout_s)
-        cluster = Cluster.of(replace(spec, default_group=default_group))
-        return self._stack.enter_context(closing(cluster))
+        judge = (*spec.preload, f"{__package__}.runner")
+        spec = replace(spec, default_group=default_group, preload=judge)
+        return self._stack.enter_context(closing(Cluster.of(spec)))
 
     def _make(self, world: int) -> BaseCluster:
         raise NotImplementedError
