@@ -581,9 +581,11 @@ def _laid_out(
 
 
 def _layout_of(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Hashable:
-    """What the layout of a model depends on; no scaler and no optimizer is in it."""
-    made = scenario.model, scenario.seed, scenario.precision, scenario.recipe
-    return *made, scenario.topology, tuple(mesh.shape), device
+    """What a layout is given: the training loop is not in it, so recipes share one."""
+    recipe, training = scenario.parsed_recipe, scenario.parsed_recipe.training
+    model = scenario.model, scenario.seed, training.frozen, training.random
+    changed = recipe.recompute, scenario.precision
+    return *model, *changed, scenario.topology, tuple(mesh.shape), device
 
 
 def _read_places(
