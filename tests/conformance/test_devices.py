@@ -34,6 +34,7 @@ from gradparity.multiprocess.rank import worker
 from gradparity.tests.made_up import evidence, finding, row
 
 OURS = "gradparity.scaler:GradScaler"
+QUICK = ("run", "--quick", "--scaler", OURS)
 CUDA = Devices(device="cuda")
 SHARED = Devices(device="cuda", share=True)
 
@@ -283,7 +284,7 @@ def several_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_the_catalogue_on_nccl_with_one_rank(tmp_path: Path) -> None:
-    report = report_on_gpu(tmp_path, "run", "--topology", "single", "--scaler", OURS)
+    report = report_on_gpu(tmp_path, *QUICK, "--topology", "single")
     # from a checkpoint of two ranks it cannot go on with one GPU alone
     left = [c for c in report.cases if c.status != "pass"]
     assert len(left) < len(report.cases)
@@ -296,8 +297,8 @@ def test_the_catalogue_on_nccl_with_one_rank(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("several_a_gpu")
 @pytest.mark.parametrize("topology", ["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "pp"])
 def test_ranks_share_a_gpu(tmp_path: Path, topology: str) -> None:
-    options = ["--share-gpus", "--topology", topology, "--model", "digits"]
-    report = report_on_gpu(tmp_path, "run", *options, "--scaler", OURS)
+    options = ["--share-gpus", "--topology", topology]
+    report = report_on_gpu(tmp_path, *QUICK, *options)
     assert {c.status for c in report.cases} == {"pass"}
     assert list(report.topologies) == [topology]
 
@@ -328,8 +329,7 @@ def test_products_that_round_first_are_seen_on_a_gpu() -> None:
 
 @pytest.mark.gpu(count=2)
 def test_two_ranks_on_nccl(tmp_path: Path) -> None:
-    options = ["--topology", "fsdp", "--topology", "tp", "--scaler", OURS]
-    report = report_on_gpu(tmp_path, "run", *options)
+    report = report_on_gpu(tmp_path, *QUICK, "--topology", "fsdp", "--topology", "tp")
     assert {c.status for c in report.cases} == {"pass"}
     assert list(report.topologies) == ["fsdp", "tp"]
 
