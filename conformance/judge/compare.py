@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import TypeVar
 
 import numpy as np
@@ -133,6 +134,6 @@ def relative_floor(
             for n in noise
             if n in own and own[n][measure] > 0
         ]
-        finite = [r for r in relative if np.isfinite(r)]
-        floors.append(max(float(np.median(finite)) if finite else 0.0, roundoff))
+        finite = [r for r in relative if math.isfinite(r)]
+        floors.append(max(median(finite or [0.0]), roundoff))
     return floors[0], floors[1]

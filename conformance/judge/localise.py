@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -416,7 +417,7 @@ def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
         if not rest <= most:  # nan, too: what is not finite is no multiple
             return None
         factors.append(factor)
-    middle = float(np.median(factors)) if factors else 0.0
+    middle = median(factors or [0.0])
     far = any(abs(f - middle) > most * abs(middle) for f in factors)
     return None if far or not factors else middle
 

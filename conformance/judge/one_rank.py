@@ -45,6 +45,7 @@ from ...fixtures import CannotError, WorkloadError, judged_parameters
 from ...multiprocess.rank.global_state import seed_everything
 from ..rank.engine import Engine
 from ..rank.fold import fold
+from ..rank.layout_checks import distinct
 from ..rank.modules import ModuleLog, Watched
 from ..rank.observe import digest
 from ..rank.scaler_spec import NO_SCALER
@@ -321,7 +322,7 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
     named = judged_parameters(scenario.workload.model())
     sizes = {n: p.numel() for n, p in named.items()}
     for name, size in sizes.items():
-        held = len(np.unique(trace.index.get(name, np.array([], dtype=np.int64))))
+        held = distinct(trace.index.get(name, np.array([], dtype=np.int64)))
         if held < size:
             text = f"on one rank it leaves out {size - held} of {size} elements of"
             raise scenario.workload.refuse("parallelize", f"{text} {name}")

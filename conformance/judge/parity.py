@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...fixtures import OfWorkload
 from ..formulas import clip_factor
+from ..rank.layout_checks import distinct
 from ..rank.trace import RankTrace, StepTrace
 from ..space.facts import clip_norm_of
 from ..space.scenario import Scenario
@@ -117,7 +118,7 @@ def _shards(phases: Sequence[Sequence[RankTrace]]) -> Shards:
 def _apart(parts: Iterable[bytes]) -> bool:
     """Whether no element is in two of the shards."""
     places = np.frombuffer(b"".join(parts), np.int64)
-    return len(np.unique(places)) == len(places)
+    return distinct(places) == len(places)
 
 
 def measure_parity(scenario: Scenario, *phases: Sequence[RankTrace]) -> Parity:

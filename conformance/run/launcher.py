@@ -129,7 +129,7 @@ class Place:
 
     def _one(self, *, default_group: bool) -> Cluster:
         spec = Devices().spec(1, TRAININGS * self.timeout_s)
-        judge = (*spec.preload, f"{__package__}.runner")
+        judge = (*spec.preload, f"{__package__}.session")
         spec = replace(spec, default_group=default_group, preload=judge)
         return self._stack.enter_context(closing(Cluster.of(spec)))
 
