@@ -579,7 +579,7 @@ class _OnOneProcess:
             noisy = [self._watched(self.plain, batches)]
         # a second noisy run: rounding of the weights stands for another order of sums
         generator = torch.Generator().manual_seed(0)
-        with jittered(self.plain.model, self.roundoff, generator):
+        with jittered(self.plain.parameters.values(), self.roundoff, generator):
             noisy.append(self._watched(self.plain, batches))
         sides = []
         for moves in moves_of([due.inputs], [had.inputs]):

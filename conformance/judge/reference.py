@@ -350,13 +350,14 @@ class ReferenceRun:
         settings: Settings = (),
     ) -> None:
         """Train one step and keep the values that are compared."""
-        batch = self._batch(step)
-        self.model.zero_grad()
+        batch, named = self._batch(step), self.parameters
+        for parameter in named.values():
+            parameter.grad = None
         parts = self._parts(batch)
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
         # in backward a forward may run again
         chooses = chooses_in_forward(self.key.model)
-        rounded = jittered(self.model, self._jitter(), self.generator)
+        rounded = jittered(named.values(), self._jitter(), self.generator)
         moves = self.variant.moves
         jumps = JumpLog(moves, step)
         noted = jumps if self.plain or moves.distances else nullcontext()
@@ -372,7 +373,6 @@ class ReferenceRun:
         self.losses.append(
             sum(v.item() * w for (v, _), w in zip(passes, weights, strict=True))
         )
-        named = self.parameters
         self._idle(named, idle)
         self.gradients.append(
             self._flat({n: p.grad for n, p in named.items() if p.grad is not None})
@@ -511,15 +511,14 @@ class ReferenceRun:
                 named[name].grad = zeros if name in idle.zeros else None
 
     def _norm(self) -> float:
-        gradients = [
-            p.grad.reshape(-1) for p in self.model.parameters() if p.grad is not None
-        ]
+        every = self.parameters.values()
+        gradients = [p.grad.reshape(-1) for p in every if p.grad is not None]
         # In the dtype of the run, over all at once: of 10**6 elements torch's norm is
         # off by 1e-5 in fp32, which is noise that a right stack may have, too.
         return float(torch.cat(gradients).norm()) if gradients else 0.0
 
     def _clip(self) -> None:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
         if self.key.training.clip == "value":
             torch.nn.utils.clip_grad_value_(parameters, clip_value_of(self.workload))
         limit = clip_norm_of(self.workload, self.key.training)
@@ -595,7 +594,7 @@ class ReferenceRun:
         return self.model(narrowed.inputs)
 
     def _unscale(self, scale: float) -> None:
-        for parameter in self.model.parameters():
+        for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad /= scale
 

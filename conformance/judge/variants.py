@@ -6,14 +6,14 @@ weights within their rounding; or it takes what rounding decides to the other si
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...fixtures import Batch, judged_parameters
+from ...fixtures import Batch
 
 __all__ = [
     "CODES",
@@ -133,19 +133,18 @@ def near_one(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def jittered(
-    model: nn.Module, size: float, generator: torch.Generator
+    weights: Collection[Tensor], size: float, generator: torch.Generator
 ) -> Iterator[None]:
     """Change every weight inside by a random part of its rounding.
 
     Args:
-        model: whose weights have their values back afterwards.
+        weights: those of a model; they have their values back afterwards.
         size: largest relative change; 0 changes nothing.
         generator: of the random numbers.
     """
     if not size:
         yield
         return
-    weights = judged_parameters(model).values()
     before = [p.detach().clone() for p in weights]
     with torch.no_grad():
         for p in weights:
