@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.__main__ import main
+from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.report.records import read_report
 from gradparity.conformance.space.facts import probe
 from gradparity.fixtures import OfWorkload, WorkloadError, resolve_workload
+from gradparity.multiprocess import Cluster
 from gradparity.tests import random_stacks, stacks
 
 HERE = Path(__file__).parents[1]
@@ -97,6 +100,34 @@ def test_a_wrong_stack_is_caught_and_no_scaler_accused(
 def test_elements_are_read_once_for_all_scalers(runner: Runner) -> None:
     # without a scaler: element numbers, then the layout; with one, that layout only
     assert case(runner, stacks.LaidOutThreeTimes, OURS).status == "pass"
+
+
+def layouts_of(recipes: list[str]) -> list[int]:
+    """On a rank: how often the stack is laid out in each recipe."""
+    made: list[nn.Module] = []
+    lay_out = stacks.Nested.parallelize
+
+    def counted(self: stacks.Nested, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made.append(model)
+        return lay_out(self, model, mesh)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patched:  # of this rank alone
+        patched.setattr(stacks.Nested, "parallelize", counted)
+        for recipe in recipes:
+            made.clear()
+            text = f"dp2/2/fp32/own/none/model={MODULE}:Nested,steps=4,recipe={recipe}"
+            observe_rank(Scenario.parse(text), "none", ".")
+            found.append(len(made))
+    return found
+
+
+def test_elements_are_read_anew_where_a_layout_is_given_another_model() -> None:
+    recipes = ["plain", "accumulate", "recompute", "plain", "frozen"]
+    with Cluster(2) as cluster:
+        made = cluster.run(layouts_of, recipes)
+    # the layout that is judged, and before it the one that is read
+    assert made == [[2, 1, 2, 2, 2]] * 2
 
 
 def test_a_nondeterministic_stack_is_not_held_against_a_scaler(runner: Runner) -> None:

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
-from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
 from gradparity.conformance.space.constraints import why_not
 from gradparity.fixtures import resolve_workload
@@ -19,7 +18,6 @@ from gradparity.fixtures.faulty import steps
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
-from gradparity.multiprocess import Cluster
 
 PLAIN = "gradparity.fixtures.faulty:PlainScaler"
 TRAINS = "gradparity.fixtures.faulty.steps:Trains"
@@ -135,34 +133,6 @@ class NoNewStack(steps.Trains):
         if self.made % 2 == 0:
             raise RuntimeError("already initialised")
         return super().parallelize(model, mesh)
-
-
-class CountsLayouts(steps.Trains):
-    """Counts how often it is laid out in a process."""
-
-    made = 0
-
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Held:
-        CountsLayouts.made += 1
-        return super().parallelize(model, mesh)
-
-
-def layouts_of(scenarios: list[Scenario]) -> list[int]:
-    """On a rank: how often each scenario laid the stack out."""
-    found = []
-    for scenario in scenarios:
-        before = CountsLayouts.made
-        observe_rank(scenario, "none", ".")
-        found.append(CountsLayouts.made - before)
-    return found
-
-
-def test_a_layout_is_read_again_where_it_is_given_another_model() -> None:
-    recipes = ["plain", "accumulate", "clip-norm", "frozen", "recompute"]
-    with Cluster(2) as cluster:
-        made = cluster.run(layouts_of, [here(CountsLayouts, each) for each in recipes])
-    # the layout that is judged, and before it one whose elements are read
-    assert made == [[2, 1, 1, 2, 2]] * 2
 
 
 class NeedsEveryGradient(steps.Trains):
