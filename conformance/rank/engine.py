@@ -79,8 +79,8 @@ Places = Mapping[str, NDArray[np.int64]]
 """Name -> place of each local element in the flat full tensor."""
 MICRO_BATCHES = 2
 _last_read: dict[Hashable, Places] = {}
-"""The last layout whose elements this process has read, and where they are: the scalers
-of a scenario run one after another. A world in which a rank failed ends with all its
+"""The last layout whose elements this process has read, and where they are: its scalers
+and recipes run one after another. A world in which a rank failed ends with all its
 ranks, so either all ranks of a world have read a layout or none has."""
 AGAIN = "this was its second call: with weights(stack) a model is laid out once"
 _NO_SYNC = (
