@@ -112,9 +112,9 @@ def _init(parsed: argparse.Namespace) -> int:
         _refuse_existing(out, "choose another name with --out")
     check_spec(spec)
     # only now: what can be wrong without torch has been said
-    from ..conformance.draft.source import find_source, is_workload, load
+    from ..conformance.draft.source import find_source, load, names_workload
 
-    if job is not None and is_workload(load(spec)):
+    if job is not None and names_workload(load(spec)):
         if parsed.out is not None:
             raise UsageError(f"{spec} is a workload already: leave out --out")
         return _write_job(parsed, job, spec)

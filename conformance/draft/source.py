@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from ...fixtures.workloads import named
 from ..status import UsageError, as_usage
 
-__all__ = ["Source", "find_source", "is_workload", "load"]
+__all__ = ["Source", "find_source", "load", "names_workload"]
 
 MOST_ELEMENTS = 2**28
 """Largest model that is made here, in elements of all parameters: 1 GiB in fp32."""
@@ -72,8 +72,8 @@ def load(spec: str) -> Any:
         return named("model", spec, "mypackage.model:MyModel")
 
 
-def is_workload(found: Any) -> bool:
-    """Whether an object is a workload, or a class of them."""
+def names_workload(found: Any) -> bool:
+    """Whether a spec names a workload, or a class of them."""
     return hasattr(found, "meshes") and hasattr(found, "parallelize")
 
 
@@ -90,7 +90,7 @@ def find_source(spec: str) -> Source:
     """
     found = load(spec)
     way = f"write a function without arguments, {_way(spec)}"
-    if is_workload(found):
+    if names_workload(found):
         raise UsageError(f"{spec} is a workload already: add --ci for its CI job")
     if isinstance(found, nn.Module):
         raise UsageError(f"{spec} is a model already; each rank makes its own: {way}")
