@@ -567,8 +567,7 @@ class _OnOneProcess:
         self.of_whole = False
         precision = scenario.parsed_precision
         self.roundoff = precision.roundoff
-        half = precision.compute_dtype != torch.float32
-        self.scale = schedule.scales[step] if half else 1.0
+        self.scale = 1.0 if precision.is_full else schedule.scales[step]
 
     def known(self, each: Watched) -> tuple[dict[Boundary, _Known], ModuleLog]:
         """The tensors of a run on a rank's batches with bounds, and the truth's log."""

@@ -216,8 +216,7 @@ def check_equal_start(model: str, what: str, one: str, others: Iterable[str]) ->
 
 
 def _is_half(scenario: Scenario, variant: Variant) -> bool:
-    dtype = scenario.parsed_precision.compute_dtype
-    return dtype != torch.float32 and not variant.double
+    return not (scenario.parsed_precision.is_full or variant.double)
 
 
 def _key(scenario: Scenario, schedule: Schedule) -> _Key:

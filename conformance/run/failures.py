@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch.utils.checkpoint import CheckpointError
 
 from ...fixtures import CannotError, OfWorkload, WorkloadError
@@ -177,7 +176,7 @@ def why_not_alone(scenario: Scenario) -> str:
 
     The precision is the judge's choice, and torch has operations that refuse it.
     """
-    if scenario.parsed_precision.compute_dtype == torch.float32:
+    if scenario.parsed_precision.is_full:
         return ""
     schedule = Schedule(skipped=(frozenset(),), scales=(1.0,))
     try:
