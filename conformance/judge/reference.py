@@ -350,8 +350,7 @@ class ReferenceRun:
     ) -> None:
         """Train one step and keep the values that are compared."""
         batch, named = self._batch(step), self.parameters
-        for parameter in named.values():
-            parameter.grad = None
+        self._zero_grad()
         parts = self._parts(batch)
         log = ChoiceLog(self.replayed[step] if self.replayed else None)
         # in backward a forward may run again
@@ -545,14 +544,14 @@ class ReferenceRun:
 
     def gradients_of(self, parts: Iterable[Batch]) -> dict[str, Doubles]:
         """The gradients of some micro-batches together, up to a factor."""
-        self.model.zero_grad()
+        self._zero_grad()
         counted = facts_of(self.key.model).counted
         for part in parts:
             # a loss with a count is a sum over elements, any other loss is a mean
             self.one_pass(part, 1.0 if counted else part.elements)
         named = self.parameters.items()
         found = self._flat({n: p.grad for n, p in named if p.grad is not None})
-        self.model.zero_grad()
+        self._zero_grad()
         return found
 
     def _parts(self, batch: Batch) -> list[Batch]:
@@ -591,6 +590,10 @@ class ReferenceRun:
         batch = Batch(inputs=inputs, targets=())
         narrowed = batch.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
         return self.model(narrowed.inputs)
+
+    def _zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _unscale(self, scale: float) -> None:
         for parameter in self.parameters.values():

@@ -582,10 +582,18 @@ def _laid_out(
 
 def _layout_of(scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> Hashable:
     """What a layout is given: the training loop is not in it, so recipes share one."""
-    recipe, training = scenario.parsed_recipe, scenario.parsed_recipe.training
-    model = scenario.model, scenario.seed, training.frozen, training.random
-    changed = recipe.recompute, scenario.precision
-    return *model, *changed, scenario.topology, tuple(mesh.shape), device
+    recipe = scenario.parsed_recipe
+    return (
+        scenario.model,
+        scenario.seed,
+        recipe.training.frozen,
+        recipe.training.random,
+        recipe.recompute,
+        scenario.precision,
+        scenario.topology,
+        tuple(mesh.shape),
+        device,
+    )
 
 
 def _read_places(

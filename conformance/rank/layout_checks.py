@@ -20,7 +20,13 @@ from .local_parts import FP32, full_name, parameters_of
 from .observe import digest
 from .trace import RankTrace
 
-__all__ = ["check_layout", "check_share", "check_whole", "same_everywhere"]
+__all__ = [
+    "check_layout",
+    "check_share",
+    "check_whole",
+    "distinct",
+    "same_everywhere",
+]
 
 
 def same_everywhere(
@@ -162,7 +168,7 @@ def _content(batch: Batch) -> int:
 
 
 def distinct(places: NDArray[np.int64]) -> int:
-    """How many numbers of elements differ; counted, since sorting them takes longer."""
+    """How many different element numbers there are: counted, sorting takes longer."""
     return int(np.count_nonzero(np.bincount(places)))
 
 

@@ -4,7 +4,8 @@
 Code that trains, draws or seeds on one process (references, checks of a workload) runs
 on a separate rank, and never in the judge's process: torch's global generator, default
 dtype and autocast are shared by all threads of a process, and user code may crash. That
-rank stays warm, so its caches survive.
+rank stays warm, so its caches survive. What it may be asked to call is imported before
+it is forked: ``run/session.py`` imports all of that.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class Place:
 
     def _one(self, *, default_group: bool) -> Cluster:
         spec = Devices().spec(1, TRAININGS * self.timeout_s)
-        judge = (*spec.preload, f"{__package__}.session")
-        spec = replace(spec, default_group=default_group, preload=judge)
+        preload = (*spec.preload, f"{__package__}.session")
+        spec = replace(spec, default_group=default_group, preload=preload)
         return self._stack.enter_context(closing(Cluster.of(spec)))
 
     def _make(self, world: int) -> BaseCluster:
