@@ -121,14 +121,16 @@ class ForkServer:
 
     def _import(self, path: list[str], modules: list[str]) -> dict[str, Any]:
         sys.path[:] = path
-        for name in modules:
-            try:
+        # Looking for garbage takes a fifth of the time, and finds 7 of 310 MB.
+        gc.disable()
+        try:
+            for name in modules:
                 importlib.import_module(name)
-            except Exception:
-                return {"error": f"cannot preload {name}\n{traceback.format_exc()}"}
-        # Garbage would be frozen, too, and stay in every rank.
-        gc.collect()
-        gc.freeze()  # what is here now is shared by all ranks: leave its pages alone
+        except Exception:
+            return {"error": f"cannot preload {name}\n{traceback.format_exc()}"}
+        finally:
+            gc.freeze()  # shared by all ranks: leave its pages alone
+            gc.enable()
         return {}
 
     def _fork(self, fds: list[int]) -> dict[str, Any]:
