@@ -49,9 +49,9 @@ __all__ = ["Case", "Phases", "Runner"]
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
-BEHIND = 3
-"""Number of cases whose ranks have ended and that wait to be judged: a case keeps its
-traces in memory until then."""
+BEHIND = 24
+"""Number of traces, one a rank, of cases whose ranks have ended and that wait to be
+judged: they are in memory until then. One case may wait, however many ranks it has."""
 CONTROLS = 4
 """Number of runs without a scaler that are kept: the scalers of a scenario run one
 after another, and few scenarios share a control (3 of 224 in all presets)."""
@@ -191,8 +191,7 @@ class Runner:
         self.place = place or Pool(Devices(), timeout_s)
         self._controls: dict[Scenario, _Control] = {}
         self._stacks: dict[Scenario, Case | None] = {}
-        self._chooses: dict[str, bool] = {}
-        self._known: dict[str, WorkloadFacts] = {}
+        self._known: dict[str, tuple[WorkloadFacts, bool]] = {}
         self._laid_out: dict[tuple[str, str], bool] = {}
 
     def __enter__(self) -> Self:
@@ -254,8 +253,9 @@ class Runner:
             end: called with each judged case, in order and in any thread; True ends the
                 run.
         """
-        behind: deque[Future[Case | None]] = deque()
+        behind: deque[tuple[int, Future[Case | None]]] = deque()
         held = stopped = False
+        pairs = [*pairs]
 
         def judged(seen: _Seen) -> Case | None:
             # Localising needs the ranks, which train another case now: such a case is
@@ -273,26 +273,34 @@ class Runner:
         def catch_up(most: int) -> bool:
             # the ranks are free now
             nonlocal held, stopped
-            while behind and (held or len(behind) > most or behind[0].done()):
-                case = behind.popleft().result()
+            while behind:
+                waiting = sum(traces for traces, _ in behind)
+                if not (held or waiting > most or behind[0][1].done()):
+                    break
+                case = behind.popleft()[1].result()
                 if case is not None and not stopped:
                     stopped = end(self._localised_where_due(case))
             held = held and bool(behind)
             return stopped
 
         with ThreadPoolExecutor(1, "judge") as judge:
+            # before the first references: a case would wait for them with free ranks;
+            # an error is that of the case that asks again
+            for model in dict.fromkeys(scenario.model for _, scenario in pairs):
+                judge.submit(self._found_out, model)
             try:
                 for spec, scenario in pairs:
                     begin(spec, scenario.id)
                     seen = self._observe(spec, scenario)
-                    behind.append(judge.submit(judged, seen))
-                    if catch_up(BEHIND):
+                    traces = sum(map(len, seen.phases)) or 1
+                    behind.append((traces, judge.submit(judged, seen)))
+                    if catch_up(max(BEHIND, traces)):
                         return
                 catch_up(0)
             except BaseException:  # Ctrl-C, too
                 # the cases whose ranks have ended are judged before it goes on
                 while behind:
-                    case = behind.popleft().result()
+                    case = behind.popleft()[1].result()
                     if case is not None and not stopped:
                         stopped = end(case)
                 raise
@@ -305,7 +313,7 @@ class Runner:
             seen.case = _not_run(spec, scenario, reason)
             return seen
         with seen.broken(self.place, self._never_laid_out):
-            self._facts(scenario.model)
+            self._found_out(scenario.model)
             if (stack := self._stack_fault(spec, scenario)) is not None:
                 seen.case = replace(stack, scaler=spec, scenario=scenario)
                 return seen
@@ -494,7 +502,7 @@ class Runner:
         random = scenario.parsed_recipe.training.random
         if random or scenario.workload.one_rank:
             return self._phases(spec, scenario)
-        if not self._chooses_in_forward(scenario.model):
+        if not self._found_out(scenario.model)[1]:
             return self._phases(spec, scenario)
         scale = 1.0 if spec == NO_SCALER else scenario.init_scale
         steps = scenario.steps
@@ -513,17 +521,14 @@ class Runner:
             schedule = found
         return phases
 
-    def _chooses_in_forward(self, model: str) -> bool:
-        # cached: that process may be busy with references at the next run
-        if model not in self._chooses:
-            self._chooses[model] = self.place.alone(chooses_in_forward, model)
-        return self._chooses[model]
+    def _found_out(self, model: str) -> tuple[WorkloadFacts, bool]:
+        """The facts of a workload, and whether its routers choose in forward.
 
-    def _facts(self, model: str) -> WorkloadFacts:
-        """The facts of a workload, found once on the process of the references."""
+        Found once, on the process of the references.
+        """
         if model not in self._known:
-            self._known[model] = self.place.alone(facts_of, model)
-            remember(model, self._known[model])
+            self._known[model] = self.place.alone(_find_out, model)
+            remember(model, self._known[model][0])
         return self._known[model]
 
     def _phases(
@@ -543,7 +548,7 @@ class Runner:
                 saved,
                 more,
                 choices,
-                facts=self._facts(phase.model),
+                facts=self._found_out(phase.model)[0],
             )
             saved = gathered(results) if more else None
             yield fold(results)
@@ -551,7 +556,7 @@ class Runner:
     def _watched(self, spec: str, scenario: Scenario, step: int) -> list[Watched]:
         """The watched ``step`` of each rank of the world that trained it."""
         saved: Saved | None = None
-        facts = self._facts(scenario.model)
+        facts, _ = self._found_out(scenario.model)
         for phase in scenario.phases:
             ranks, given = (
                 self.place.ranks(phase.world_size),
@@ -566,6 +571,10 @@ class Runner:
 def _of_parallelize(failure: WorldError) -> bool:
     error = failure.root.exception
     return isinstance(error, WorkloadError) and error.call == "parallelize"
+
+
+def _find_out(model: str) -> tuple[WorkloadFacts, bool]:
+    return facts_of(model), chooses_in_forward(model)
 
 
 def _on_one_process(scenario: Scenario, phases: Phases, due: bool) -> Parity | None:

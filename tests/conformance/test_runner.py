@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from gradparity.conformance.rank.scaler_spec import NO_SCALER
 from gradparity.conformance.rank.trace import Problem, RankTrace
 from gradparity.conformance.rank.worker import JudgedError
 from gradparity.conformance.report.records import read_report
+from gradparity.conformance.run import runner as runner_module
 from gradparity.conformance.run.launcher import Place
 from gradparity.conformance.run.runner import BEHIND, CONTROLS
 from gradparity.multiprocess import RankOutcome, RankState, WorldError
@@ -36,6 +38,7 @@ class MadeUp(Place):
         super().__init__(Devices(), 30.0)
         self.runs = {SCALER: runs["scaler"], NO_SCALER: runs.get("control", [right])}
         self.calls: list[str] = []
+        self.asked: set[str] = set()
 
     def not_runnable(self, world: int) -> str:
         return ""
@@ -46,6 +49,8 @@ class MadeUp(Place):
     def alone(
         self, function: Callable[..., Any], *args: Any, in_group: bool = False
     ) -> Any:
+        if function is runner_module._find_out:
+            self.asked |= {*args}
         return function(*args)
 
     def run(
@@ -274,7 +279,8 @@ class Watched(Runner):
     """Its judge begins once ``due`` cases have begun; ``last`` ends end the run."""
 
     def __init__(self, due: int, last: int = 0) -> None:
-        super().__init__(folder=".", place=MadeUp(scaler=[right]))
+        self.made_up = MadeUp(scaler=[right])
+        super().__init__(folder=".", place=self.made_up)
         self.due, self.last = due, last
         self.begun: list[str] = []
         self.ended: list[str] = []
@@ -298,12 +304,22 @@ def seeds(count: int) -> list[tuple[str, Scenario]]:
     return [(SCALER, replace(SCENARIO, seed=seed)) for seed in range(count)]
 
 
-@pytest.mark.parametrize("count", [1, BEHIND, BEHIND + 3])
+CASES = BEHIND // SCENARIO.world_size
+
+
+@pytest.mark.parametrize("count", [1, CASES, CASES + 3])
 def test_the_judge_may_be_some_cases_behind_and_all_end_in_order(count: int) -> None:
-    runner = Watched(min(count, BEHIND + 1))
+    runner = Watched(min(count, CASES + 1))
     runner.run_all(seeds(count), runner.begin, runner.end)
     assert runner.ended == runner.begun
     assert len(runner.ended) == count
+
+
+def test_one_case_of_many_ranks_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "BEHIND", SCENARIO.world_size - 1)
+    runner = Watched(2)
+    runner.run_all(seeds(3), runner.begin, runner.end)
+    assert runner.ended == runner.begun
 
 
 def test_a_case_ends_while_the_next_one_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +337,43 @@ def test_a_case_ends_while_the_next_one_trains(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(runner, "_observe", observe_late)
     runner.run_all(seeds(2), runner.begin, told)
     assert runner.ended == runner.begun
+
+
+def test_an_error_at_the_end_of_a_case_that_did_not_run_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = Watched(1)
+    monkeypatch.setattr(runner.made_up, "not_runnable", lambda _: "no such ranks")
+
+    def end(case: Case) -> bool:
+        time.sleep(0.2)  # the last case is waited for
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        runner.run_all(seeds(1), runner.begin, end)
+
+
+def test_no_case_waits_for_references_to_know_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All models are asked about before the process of the references has any."""
+    runner, first_ended = Watched(1), threading.Event()
+    observe, known = runner._observe, []
+
+    def observe_late(spec: str, scenario: Scenario) -> Any:
+        assert scenario.model != "text" or first_ended.wait(60)
+        return observe(spec, scenario)
+
+    def told(case: Case) -> bool:
+        known.append(runner.made_up.asked.copy())
+        first_ended.set()
+        return runner.end(case)
+
+    monkeypatch.setattr(runner, "_observe", observe_late)
+    other = replace(SCENARIO, model="text")
+    runner.run_all([*seeds(1), (SCALER, other)], runner.begin, told)
+    assert runner.ended == runner.begun
+    assert known[0] == {"digits", "text"}
 
 
 def test_cases_behind_one_that_needs_the_ranks_end_after_it(
@@ -353,8 +406,8 @@ def test_cases_behind_one_that_needs_the_ranks_end_after_it(
 
 
 def test_nothing_ends_after_the_case_that_ends_the_run() -> None:
-    runner = Watched(BEHIND + 1, last=2)
-    runner.run_all(seeds(BEHIND + 3), runner.begin, runner.end)
+    runner = Watched(CASES + 1, last=2)
+    runner.run_all(seeds(CASES + 3), runner.begin, runner.end)
     assert runner.ended == runner.begun[:2]
 
 
