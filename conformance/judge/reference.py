@@ -462,8 +462,8 @@ class ReferenceRun:
             if gradient is not None:
                 # alike in both runs, so that each element is flipped in one of them
                 order = torch.Generator().manual_seed(step)
-                part = torch.randperm(gradient.numel(), generator=order) % len(SIDES)
-                here = part.view(gradient.shape) == SIDES.index(moves.side)
+                part = torch.randint(len(SIDES), gradient.shape, generator=order)
+                here = part == SIDES.index(moves.side)
                 gradient[here & (gradient.abs() <= limit)] *= -1
 
     def _rounded_again(self, name: str) -> AbstractContextManager[Any]:
@@ -604,7 +604,7 @@ class ReferenceRun:
         self, tensors: dict[str, Tensor] | dict[str, nn.Parameter]
     ) -> dict[str, Doubles]:
         return {
-            n: local(t.detach()).double().reshape(-1).numpy().copy()
+            n: local(t.detach()).to(torch.float64, copy=True).reshape(-1).numpy()
             for n, t in tensors.items()
         }
 

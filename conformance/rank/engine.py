@@ -436,8 +436,10 @@ class Engine:
     def _data_coordinate(self) -> tuple[int, int]:
         """(index, count) of this rank among the ranks that see different rows."""
         index, count = 0, 1
+        axes = [*(self.mesh.mesh_dim_names or ())]
         for axis in self._data_axes:
-            size = self.mesh[axis].size()
+            # not of self.mesh[axis], a mesh that is slow to make
+            size = self.mesh.size(axes.index(axis))
             index = index * size + self.mesh.get_local_rank(axis)
             count *= size
         return index, count

@@ -59,8 +59,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def digest(tensor: Tensor) -> str:
     """Digest of the bits of the local elements of ``tensor``, whatever its dtype."""
-    part = local_part(tensor).contiguous().cpu()
-    return _hash([part.view(-1).view(torch.uint8).numpy().tobytes()])
+    return _hash([_bits(local_part(tensor))])
 
 
 def optimizer_digest(optimizer: object) -> str:
@@ -120,12 +119,14 @@ def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
 
 def _is_zero(value: object) -> bool:
     if isinstance(value, Tensor):
-        return not bool(local_part(value).any())  # not of all dtypes are zeros counted
+        return not bool(value.any())  # not of all dtypes are zeros counted
     return value is None or value == 0
 
 
 def _bits(value: object) -> bytes:
-    return (digest(value) if isinstance(value, Tensor) else repr(value)).encode()
+    if not isinstance(value, Tensor):
+        return repr(value).encode()
+    return value.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _hash(parts: Iterable[bytes]) -> str:

@@ -285,5 +285,4 @@ def all_say_right(seen: StepTrace) -> bool:
     world.store.set(f"checked/{seen.step}/{world.rank}", RIGHT if right else WRONG)
     keys = [f"checked/{seen.step}/{rank}" for rank in range(world.world_size)]
     world.store.wait(keys, UNLIMITED)
-    answers = [world.store.get(key) for key in keys]
-    return all(answer.decode() == RIGHT for answer in answers)
+    return all(said.decode() == RIGHT for said in world.store.multi_get(keys))
