@@ -14,6 +14,7 @@ from .observe import optimizer_digest, scheduled
 from .recording import grad_scale_of, local_gradients, record_gradient
 from .torch_internals import nodes_made
 from .trace import Event, Group, Kind, StepTrace
+from .watched import NoOptimizer
 
 __all__ = ["Events", "groups_of"]
 
@@ -29,6 +30,8 @@ class Events:
         self.seen = seen
         self.before = [optimizer_digest(each) for each in engine.optimizers]
         """Digest of each optimizer's state before it was handed or stepped."""
+        self._read: set[str] = set()
+        """Parameters whose gradient was read for the optimizer that steps them."""
 
     def note(self, kind: Kind, optimizer: Any) -> None:
         """Record an event, and at ``USES`` the gradients that were not used so far."""
@@ -39,8 +42,9 @@ class Events:
         number = self._number(optimizer)
         if number is None:
             declared = self.engine.scenario.workload.owners is not None
-            # what trains is declared, and this is no part of it
-            if ends or (declared and not names):
+            trains = names or isinstance(optimizer, NoOptimizer) or not declared
+            # an optimizer that is not declared trains something beside the model
+            if ends or not trains:
                 return
             number = len(self.engine.optimizers)
             self.engine.optimizers.append(optimizer)
@@ -59,6 +63,23 @@ class Events:
                 nodes=nodes,
             )
         )
+
+    def unread(self, optimizer: Any) -> dict[str, Tensor]:
+        """Gradients that a scaler is about to read for an optimizer, each once a step.
+
+        Read when the optimizer is handed over: those of another one may be stale, or
+        not there yet, where networks train in turns. An optimizer of copies has none
+        by name, so all gradients that nobody was handed so far are read for it.
+        """
+        if isinstance(optimizer, NoOptimizer):
+            return {}
+        names = {n for group in groups_of(self.engine, optimizer) for n in group.names}
+        found = local_gradients(self.engine)
+        found = {n: g for n, g in found.items() if n not in self._read}
+        if names:
+            found = {n: g for n, g in found.items() if n in names}
+            self._read.update(found)
+        return found
 
     def _number(self, optimizer: Any) -> int | None:
         known = enumerate(self.engine.optimizers)

@@ -105,6 +105,8 @@ class Judged:
     @contextmanager
     def watch(self, call: str) -> Iterator[None]:
         """A context in which an exception of ``call`` ends the run, with the trace."""
+        if self.trace.steps:
+            self.trace.steps[-1].calls.add(call)
         try:
             yield
         # raised by the optimizer or its gradients, not by the scaler

@@ -28,7 +28,6 @@ from ...fixtures import (
     ResolvedFault,
     ResolvedWorkload,
     WorkloadError,
-    inject,
     inject_loss,
     local,
 )
@@ -44,9 +43,8 @@ from .recording import (
     digests_of,
     floats,
     global_batch,
-    local_gradients,
+    plant_and_read,
     record_effect,
-    record_raw,
     recording_draws,
     recording_reductions,
 )
@@ -195,7 +193,7 @@ class OwnStep:
         log: CallLog,
     ) -> WatchedScaler | None:
         """The judged scaler, with the faults of a step of ``parts`` micro-batches."""
-        engine, seen, scaled = self.engine, events.seen, count()
+        seen, scaled = events.seen, count()
         if self.judged.scaler is None:
             return None
 
@@ -207,10 +205,7 @@ class OwnStep:
 
         @contextmanager
         def handing(optimizer: Any) -> Iterator[None]:
-            if seen.raw is None:
-                gradients = local_gradients(engine)
-                seen.faults += inject(faults, gradients, dist.get_rank(), seen.step)
-                record_raw(engine, seen)
+            plant_and_read(seen, faults, events.unread(optimizer))
             events.note(Kind.HANDED, optimizer)
             try:
                 yield
@@ -343,12 +338,8 @@ class OwnStep:
 
     @contextmanager
     def _watch(self, log: CallLog, call: str) -> Iterator[None]:
-        with self.judged.watch(call):
-            if call in ("unscale_", "clip_grad_norm_", "step", "update"):
-                with log:
-                    yield
-            else:
-                yield
+        with self.judged.watch(call), log:
+            yield
 
     def _check_events(self, seen: StepTrace) -> None:
         """Check that the events of a step say what can be compared.

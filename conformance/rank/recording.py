@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...fixtures import Batch, OfWorkload, local
+from ...fixtures import Batch, OfWorkload, ResolvedFault, inject, local
 from .engine import Engine
 from .layout_checks import same_everywhere
 from .observe import (
@@ -31,9 +32,9 @@ __all__ = [
     "grad_scale_of",
     "local_gradients",
     "next_batch",
+    "plant_and_read",
     "record_effect",
     "record_gradient",
-    "record_raw",
     "recording_draws",
     "recording_gradients",
     "recording_reductions",
@@ -70,12 +71,20 @@ def recording_reductions(engine: Engine, seen: StepTrace) -> Iterator[None]:
     seen.reductions = log.reductions
 
 
-def record_raw(engine: Engine, seen: StepTrace) -> None:
-    """See which gradients are bad, before a scaler reads them."""
-    seen.raw = {
-        name: non_finite(gradient, seen.scale_before)
-        for name, gradient in local_gradients(engine).items()
-    }
+def plant_and_read(
+    seen: StepTrace, faults: Iterable[ResolvedFault], gradients: Mapping[str, Tensor]
+) -> None:
+    """Write faults that are due into gradients, and record which gradients are bad.
+
+    Args:
+        seen: the step; gets both.
+        faults: of the scenario.
+        gradients: name -> gradient that a scaler is about to read.
+    """
+    planted = inject(faults, gradients, dist.get_rank(), seen.step)
+    seen.faults += [text for text in planted if text not in seen.faults]
+    bad = {n: non_finite(g, seen.scale_before) for n, g in gradients.items()}
+    seen.raw = (seen.raw or {}) | bad
 
 
 def next_batch(engine: Engine, step: int) -> Batch:

@@ -204,6 +204,8 @@ class StepTrace:
     events: list[Event] = field(default_factory=list)
     """What happened to optimizers, in order; ``fold`` makes the decisions of it, the
     settings and what is late."""
+    calls: set[str] = field(default_factory=set)
+    """Methods of the scaler that were called, by name."""
     raw: dict[str, bool] | None = None
     """Parameter name -> whether its gradient was not finite when a scaler was about to
     read the gradients; None where none did."""

@@ -10,13 +10,12 @@ before, and is no further draw of its noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from ...fixtures import Batch, judged_parameters
 
@@ -127,77 +126,7 @@ class Alone:
     scales: Sequence[float]
     """Per step: the scale of the loss."""
 
-    def scaler(self, names_of: Callable[[Any], set[str]]) -> SameSkips | None:
-        """The scaler that ``train_step`` gets; None where none was judged.
-
-        Args:
-            names_of: optimizer -> names of the parameters that it steps, as far as
-                anyone knows.
-        """
-        # a scale of 1 that never skips does nothing
-        judged = any(self.skipped) or any(scale != 1.0 for scale in self.scales)
-        return SameSkips(self.skipped, self.scales, names_of) if judged else None
-
-
-class SameSkips:
-    """A scaler that skips where the rule demands it."""
-
-    def __init__(
-        self,
-        skipped: Sequence[frozenset[str]],
-        scales: Sequence[float],
-        names_of: Callable[[Any], set[str]],
-    ) -> None:
-        self.skipped = skipped
-        self.scales = [*scales, scales[-1]]
-        self.names_of = names_of
-        self.at = 0
-        self.unscaled: set[int] = set()
-
-    def scale(self, outputs: Any) -> Any:
-        """The losses times the scale."""
-        if isinstance(outputs, Tensor):
-            return outputs * self.get_scale()
-        return [each * self.get_scale() for each in outputs]
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale."""
-        self.unscaled.add(id(optimizer))
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None:
-                parameter.grad /= self.get_scale()
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, or skip where the rule demands it."""
-        if id(optimizer) not in self.unscaled:
-            self.unscale_(optimizer)
-        due = self.skipped[self.at] if self.at < len(self.skipped) else frozenset()
-        known = self.names_of(optimizer)
-        # of one alone that steps copies nobody knows whose they are
-        if due and (not known or due & known):
-            return None
-        return optimizer.step(*args, **kwargs)
-
-    def update(self, new_scale: Any = None) -> None:
-        """Go to the scale of the next step."""
-        self.at = min(self.at + 1, len(self.scales) - 1)
-        self.unscaled.clear()
-
-    def get_scale(self) -> float:
-        """The scale of this step."""
-        return self.scales[self.at]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint would hold."""
-        return {"scale": self.get_scale(), "_growth_tracker": 0}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: steps decide the scale."""
-
-    def is_enabled(self) -> bool:
-        """It is."""
-        return True
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    @property
+    def scaled(self) -> bool:
+        """True if ``train_step`` gets a scaler: one that never acts is left out."""
+        return any(self.skipped) or any(scale != 1.0 for scale in self.scales)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from .trace import Kind
 
-__all__ = ["WatchedScaler", "watching_optimizers"]
+__all__ = ["NoOptimizer", "WatchedScaler", "watching_optimizers"]
 
 
 @contextmanager
@@ -73,10 +73,29 @@ def watching_optimizers(note: Callable[[Kind, Optimizer], None]) -> Iterator[Non
             hook.remove()
 
 
+class NoOptimizer:
+    """Stands for an optimizer that a rank lacks, in the order of the program."""
+
+
+TAKE_AN_OPTIMIZER = ("clip_grad_norm_", "clip_and_step", "step", "unscale_")
+"""Methods whose first argument is an optimizer, or None where a rank lacks it."""
+
+
+@cache
+def lacking(place: int) -> NoOptimizer:
+    """The stand-in for the optimizer that a rank lacks as its ``place``-th, from 0."""
+    return NoOptimizer()
+
+
 class WatchedScaler:
     """The judged scaler, as ``train_step`` receives it.
 
-    The judge watches the calls that all scalers have; any other goes straight through.
+    Every method is forwarded in one way: whatever it is called, a method that is handed
+    optimizers may read and write their gradients, so ``handing`` surrounds it. A method
+    that is handed None in place of an optimizer, or that says in its name that there is
+    none, is handed a :class:`NoOptimizer`: a rank that lacks the optimizer which others
+    have there. Only ``scale`` and ``update`` are changed: faults go into losses, and a
+    recipe may set the scale.
     """
 
     def __init__(
@@ -94,7 +113,7 @@ class WatchedScaler:
             scaler: the judged one.
             watch: a context for a call; what that raises is the scaler's fault.
             inject: makes a loss bad where a fault is due, before it is scaled.
-            handing: optimizer -> a context for a call that unscales, clips or steps it.
+            handing: optimizer -> a context for a call that is handed it.
             new_scale: what ``update`` is given where it is given nothing.
         """
         self._scaler = scaler
@@ -102,6 +121,8 @@ class WatchedScaler:
         self._inject = inject
         self._handing = handing
         self._new_scale = new_scale
+        self._lacked: Counter[str] = Counter()
+        """Method -> how often it was called without an optimizer in this step."""
 
     def scale(self, outputs: Any) -> Any:
         """A loss, or each of several, times the scale."""
@@ -113,16 +134,6 @@ class WatchedScaler:
         with self._watch("scale"):
             return self._scaler.scale(outputs)
 
-    def unscale_(self, optimizer: Any) -> None:
-        """Divide the gradients of an optimizer by the scale."""
-        with self._handing(optimizer), self._watch("unscale_"):
-            self._scaler.unscale_(optimizer)
-
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer or skip."""
-        with self._handing(optimizer), self._watch("step"):
-            return self._scaler.step(optimizer, *args, **kwargs)
-
     def update(self, new_scale: Any = None) -> None:
         """Move the scale, or set it."""
         if new_scale is None:
@@ -131,36 +142,36 @@ class WatchedScaler:
             # no argument at all without a new scale: a scaler need not take None
             self._scaler.update(*[new_scale] * (new_scale is not None))
 
-    def get_scale(self) -> float:
-        """The scale as a number."""
-        with self._watch("get_scale"):
-            return float(self._scaler.get_scale())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scaler's state."""
-        with self._watch("state_dict"):
-            state: dict[str, Any] = self._scaler.state_dict()
-            return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        with self._watch("load_state_dict"):
-            self._scaler.load_state_dict(state_dict)
-
-    def is_enabled(self) -> bool:
-        """Whether it scales at all."""
-        with self._watch("is_enabled"):
-            return bool(self._scaler.is_enabled())
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for before there is a scaler, by a copy
             raise AttributeError(name)
-        if name == "clip_grad_norm_":  # not all scalers have it
-            return partial(self._clip, self._scaler.clip_grad_norm_)
-        return getattr(self._scaler, name)
+        value = getattr(self._scaler, name)
+        if callable(value) and not isinstance(value, type):
+            return partial(self._call, name, value)
+        return value
 
-    def _clip(
-        self, clip: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    def _call(
+        self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        with self._handing(optimizer), self._watch("clip_grad_norm_"):
-            return clip(optimizer, *args, **kwargs)
+        """Call a method of the scaler, handing over what it is given."""
+        with ExitStack() as around:
+            for optimizer in self._optimizers(name, [*args, *kwargs.values()]):
+                around.enter_context(self._handing(optimizer))
+            around.enter_context(self._watch(name))
+            return method(*args, **kwargs)
+
+    def _optimizers(self, name: str, given: Sequence[Any]) -> list[Any]:
+        """The optimizers among the arguments of a method."""
+        found = [each for value in given for each in _flat(value)]
+        found = [each for each in found if hasattr(each, "param_groups")]
+        lacks = name == "step_without_optimizer" or (
+            name in TAKE_AN_OPTIMIZER and given[:1] == [None]
+        )
+        if lacks and not found:
+            found.append(lacking(self._lacked[name]))
+            self._lacked[name] += 1
+        return found
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]

@@ -23,7 +23,6 @@ from ...fixtures import (
     LOSS,
     OfWorkload,
     ResolvedFault,
-    inject,
     inject_loss,
     parse_faults,
     resolve_faults,
@@ -42,13 +41,14 @@ from .recording import (
     floats,
     local_gradients,
     next_batch,
+    plant_and_read,
     record_effect,
-    record_raw,
     recording_draws,
     recording_gradients,
     recording_reductions,
 )
 from .routing import Choices
+from .same_skips import SameSkips
 from .scaler_spec import load_scaler
 from .trace import Event, Group, Kind, RankTrace, Saved, StepTrace
 from .variation import Alone
@@ -131,9 +131,11 @@ def observe_rank(
         faults = _resolved_faults(engine, trace)
         if factory is not None:
             judged.construct(factory)
-        if alone is not None:
-            judged.scaler = alone.scaler(
-                lambda o: {n for group in groups_of(engine, o) for n in group.names}
+        if alone is not None and alone.scaled:
+            judged.scaler = SameSkips(
+                alone,
+                scenario,
+                lambda o: {n for group in groups_of(engine, o) for n in group.names},
             )
         steps = scenario.steps if last is None else last + 1
         for step in range(scenario.resume_step if saved else 0, steps):
@@ -212,8 +214,7 @@ def _run_step(
     seen.scale_before, seen.growth_before = judged.state()
     # faults go into the gradients before anything reads them: the rule, which is
     # applied to raw gradients, and the scaler see the same
-    seen.faults += inject(faults, local_gradients(engine), rank, seen.step)
-    record_raw(engine, seen)
+    plant_and_read(seen, faults, local_gradients(engine))
     for number, names in enumerate(engine.owned):
         group = Group(tuple(names))
         seen.events += [

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario
-from gradparity.conformance.rank.variation import SameSkips, Variation
+from gradparity.conformance.rank import variation
+from gradparity.conformance.rank.same_skips import SameSkips
+from gradparity.conformance.rank.variation import Variation
 from gradparity.conformance.space.workload_checks import check_workload
 from gradparity.fixtures import (
     PRECISIONS,
@@ -469,7 +471,9 @@ def test_the_scaler_of_one_rank_skips_where_it_must() -> None:
     optimizers = [torch.optim.SGD([p], lr=1.0) for p in (weight, other)]
     names = {id(optimizers[0]): {"weight"}, id(optimizers[1]): {"other"}}
     skipped = frozenset({"weight"}), frozenset[str]()
-    scaler = SameSkips(skipped, (4.0, 2.0), lambda optimizer: names[id(optimizer)])
+    alone = variation.Alone(variation=Variation(), skipped=skipped, scales=(4.0, 2.0))
+    scenario = Scenario.parse("single/1/fp32/sgd/none")
+    scaler = SameSkips(alone, scenario, lambda optimizer: names[id(optimizer)])
     for _ in range(2):
         for p, optimizer in zip((weight, other), optimizers, strict=True):
             optimizer.zero_grad()

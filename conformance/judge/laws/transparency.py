@@ -18,6 +18,9 @@ from ..law import (
     skipped,
 )
 
+CLIPS = ("clip_grad_norm_", "clip_and_step")
+"""Methods by which a scaler clips, where training without one clips otherwise."""
+
 
 def _not_applicable(evidence: Evidence) -> str:
     scenario = evidence.scenario
@@ -31,7 +34,8 @@ def _not_applicable(evidence: Evidence) -> str:
     # frexp of a power of two is (0.5, exponent)
     if any(math.frexp(f)[0] != 0.5 for f in factors):
         return "a scale that is no power of two rounds"
-    if scenario.parsed_recipe.clips_and_steps:
+    steps = [at for trace in evidence.ranks for at in trace.steps]
+    if any(not at.calls.isdisjoint(CLIPS) for at in steps):
         return "the scaler clips by a norm that it has rounded itself"
     if scenario.faults != "none":
         return "a run without a scaler has no answer to bad gradients"

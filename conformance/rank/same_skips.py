@@ -1,0 +1,169 @@
+"""Scaler of a reference on one rank: it takes the decisions that the rule demands.
+
+It has the methods of torch's ``GradScaler``, and those that scalers add to them: the
+``train_step`` of a workload calls on one rank what it calls on the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from ...fixtures import local
+from ..formulas import clip_factor
+from ..space.scenario import Scenario
+from .variation import Alone
+
+__all__ = ["SameSkips"]
+
+
+class SameSkips:
+    """A scaler that has the given scales, and skips where the rule demands it."""
+
+    def __init__(
+        self, alone: Alone, scenario: Scenario, names_of: Callable[[Any], set[str]]
+    ) -> None:
+        """Take the decisions.
+
+        Args:
+            alone: has the scale and the skips of each step.
+            scenario: has the factors that a scaler is asked for.
+            names_of: optimizer -> names of the parameters that it steps, as far as
+                anyone knows.
+        """
+        self.skips = alone.skipped
+        self.scales = [*alone.scales, alone.scales[-1]]
+        self.scenario = scenario
+        self.names_of = names_of
+        self.at = 0
+        self.unscaled: set[int] = set()
+        self.skipped: dict[int, bool] = {}
+        """id of an optimizer -> whether its last step was skipped."""
+
+    def scale(self, outputs: Any) -> Any:
+        """The losses times the scale."""
+        if isinstance(outputs, Tensor):
+            return outputs * self.get_scale()
+        return [each * self.get_scale() for each in outputs]
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the gradients by the scale."""
+        self.unscaled.add(id(optimizer))
+        for parameter in _with_gradients(optimizer):
+            parameter.grad /= self.get_scale()
+
+    def clip_grad_norm_(
+        self,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Unscale and clip; one rank holds the whole gradient."""
+        if optimizer is None:
+            return torch.zeros(())
+        if id(optimizer) not in self.unscaled:
+            self.unscale_(optimizer)
+        gradients = [local(p.grad) for p in _with_gradients(optimizer)]
+        norm = get_total_norm(gradients, norm_type, error_if_nonfinite)
+        for gradient in gradients:
+            gradient *= clip_factor(float(norm), max_norm)
+        return norm
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step, or skip where the rule demands it."""
+        if optimizer is None:
+            return None
+        if id(optimizer) not in self.unscaled:
+            self.unscale_(optimizer)
+        due = self.skips[self.at] if self.at < len(self.skips) else frozenset()
+        names = self.names_of(optimizer)
+        # nobody knows whose copies a lone optimizer steps: any skip is its own
+        skip = bool(due) and (not names or bool(due & names))
+        self.skipped[id(optimizer)] = skip
+        return None if skip else optimizer.step(*args, **kwargs)
+
+    def clip_and_step(
+        self,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clip, then step or skip."""
+        norm = self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.step(optimizer)
+        return norm
+
+    def step_without_optimizer(self) -> None:
+        """Do nothing: no other rank waits."""
+
+    def step_was_skipped(self, optimizer: Any) -> bool:
+        """Return whether the last step of this optimizer was skipped."""
+        return self.skipped[id(optimizer)]
+
+    def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+        """Step a schedule unless its optimizer was skipped; return whether it did."""
+        if self.skipped.get(id(scheduler.optimizer), False):
+            return False
+        scheduler.step(*args, **kwargs)
+        return True
+
+    def update(self, new_scale: Any = None) -> None:
+        """Go to the scale of the next step."""
+        self.at = min(self.at + 1, len(self.scales) - 1)
+        self.unscaled.clear()
+
+    def get_scale(self) -> float:
+        """The scale of this step."""
+        return self.scales[self.at]
+
+    def get_growth_factor(self) -> float:
+        """The scenario's."""
+        return self.scenario.growth_factor
+
+    def get_backoff_factor(self) -> float:
+        """The scenario's."""
+        return self.scenario.backoff_factor
+
+    def get_growth_interval(self) -> int:
+        """The scenario's."""
+        return self.scenario.growth_interval
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Do nothing: the scales of all steps are decided."""
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Do nothing, as `set_growth_factor`."""
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Do nothing, as `set_growth_factor`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint would hold."""
+        return {"scale": self.get_scale(), "_growth_tracker": 0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: the scales of all steps are decided."""
+
+    def is_enabled(self) -> bool:
+        """Return True."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the scaler of the reference on one rank has no {name!r}: train_step may "
+            f"use it only if hasattr(scaler, {name!r})",
+            name=name,
+            obj=self,
+        )
+
+
+def _with_gradients(optimizer: Any) -> list[Any]:
+    each = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in each if p.grad is not None]
