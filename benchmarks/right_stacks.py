@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -258,9 +259,20 @@ def corpus() -> dict[str, str]:
     }
     for module, names in ONCE_ACCUSED.items():
         found |= {f"gradparity.tests.{module}:{name}": "once accused" for name in names}
+    steps = f"gradparity.tests.{SCALED_STEPS}"
+    found |= {f"{steps}:{s.__name__}": _SCALED_STEP for s in _scaled_steps().RIGHT}
     return found | {f"{s.__module__}:{s.__qualname__}": _SCALER for s in RIGHT}
 
 
+SCALED_STEPS = "conformance.test_scaled_steps"
+"""Module of the folder ``tests`` with steps that call a scaler in unusual forms."""
+
+
+def _scaled_steps() -> Any:
+    return import_module(f"gradparity.tests.{SCALED_STEPS}")
+
+
+_SCALED_STEP = "once accused, with a scaler"
 _SCALER = "right scaler"
 _SCALED = (
     "ddp/2/fp32/sgd/none/steps=5",
@@ -288,6 +300,8 @@ def judged(spec: str, source: str, seeds: int) -> Found:
                 for case in (
                     _judged_scaler(runner, spec, seed)
                     if source == _SCALER
+                    else _judged_scaled_step(runner, spec, seed)
+                    if source == _SCALED_STEP
                     else judged_right(runner, spec, seed, not_tried)
                 ):
                     found.add(case)
@@ -304,6 +318,17 @@ def judged(spec: str, source: str, seeds: int) -> Found:
 def _judged_scaler(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
     for text in _SCALED:
         yield runner.run(spec, Scenario.parse(f"{text},seed={seed}"))
+
+
+def _judged_scaled_step(runner: Runner, spec: str, seed: int) -> Iterator[Case]:
+    """Planted faults, and gradients that overflow, with our scaler."""
+    steps = _scaled_steps()
+    where = {each.__name__: where for each, where in steps.RIGHT.items()}
+    settings = f"model={spec},steps=4,interval=2,seed={seed}"
+    plans = [(faults, settings) for faults in steps.FAULTS]
+    for faults, more in [*plans, ("none", f"{settings},{steps.OVERFLOWS}")]:
+        text = f"{where[spec.partition(':')[2]]}/fp32/own/{faults}/{more}"
+        yield runner.run(steps.OURS, Scenario.parse(text))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
