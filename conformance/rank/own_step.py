@@ -27,6 +27,7 @@ from ...fixtures import (
     CannotError,
     ResolvedFault,
     ResolvedWorkload,
+    UndecidedError,
     WorkloadError,
     inject_loss,
     local,
@@ -261,8 +262,8 @@ class OwnStep:
             The number of weights that the load restored; the first that is another one.
 
         Raises:
-            CannotError: if the checkpoint has no weights, or needs a scaler and there
-                is none.
+            UndecidedError: if the load restored no weight.
+            CannotError: if the checkpoint needs a scaler and there is none.
             WorkloadError: if saving has changed the weights.
         """
         engine, judged = self.engine, self.judged
@@ -293,8 +294,12 @@ class OwnStep:
             text = "changed the weights that it saves: training would go on from others"
             raise self.workload.refuse("save_checkpoint", text)
         if counts[0] and not counts[1]:
-            text = "load_checkpoint leaves the weights of a new stack as they are made"
-            raise CannotError(f"recipe {engine.scenario.recipe!r}: {text}")
+            raise UndecidedError(
+                f"recipe {engine.scenario.recipe!r}: load_checkpoint restored none of "
+                "the weights that training had moved: they are as parallelize has made "
+                "them. If the checkpoint is to hold the scaler alone, add to the "
+                'workload: checkpoint = "scaler"'
+            )
         lost = [name for name in moved if loaded[name] != saved[name]]
         return len(moved) - len(lost), (lost or [""])[0]
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from ...fixtures import OfWorkload, WorkloadError
+from ...fixtures import OfWorkload, UndecidedError, WorkloadError
 from ...multiprocess import WorldError
 from ..judge import laws as laws
 from ..judge.bounds import expected_choices
@@ -146,8 +146,10 @@ class _Seen:
         except WorldError as failure:
             cannot = why_not_run(failure, self.spec, self.scenario, place.alone)
             if cannot and not (_of_parallelize(failure) and always(self.scenario)):
-                not_run = _not_run(self.spec, self.scenario, cannot)
-                self.case = replace(not_run, skipped=True)
+                undecided = isinstance(failure.root.exception, UndecidedError)
+                status = Status.INCONCLUSIVE if undecided else Status.SKIPPED
+                not_run = _not_run(self.spec, self.scenario, cannot, status)
+                self.case = replace(not_run, skipped=not undecided)
             self.problem, self.error = root_cause(failure), failure
         # a fault of the judge: reported, and the run continues
         except Exception as error:
@@ -610,12 +612,14 @@ def _unjudged(stack: Case) -> Case | None:
     return replace(stack, verdicts=undecided, evidence=None)
 
 
-def _not_run(spec: str, scenario: Scenario, reason: str) -> Case:
-    """Nothing was compared: every law is skipped, and the case is no pass."""
+def _not_run(
+    spec: str, scenario: Scenario, reason: str, status: Status = Status.SKIPPED
+) -> Case:
+    """Nothing was compared: every law has this status, and the case is no pass."""
     return Case(
         scaler=spec,
         scenario=scenario,
-        verdicts=_every_law(Status.SKIPPED, reason),
+        verdicts=_every_law(status, reason),
         evidence=None,
         seconds=0.0,
     )

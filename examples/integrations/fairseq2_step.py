@@ -34,6 +34,7 @@ class Fsdp2(Sharded):
     """Fully sharded; it then takes ``ShardedGradScaler`` by itself."""
 
     meshes = ({"fsdp": 2}, {"replicate": 2, "fsdp": 2}, {"ddp": 2})
+    checkpoint = "scaler"
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
         stack = super().parallelize(model, mesh)

@@ -78,6 +78,7 @@ class Ddp(Stepped):
     """Distributed data parallel with Lightning's plugin."""
 
     meshes: Meshes = ({"ddp": 2},)
+    checkpoint = "scaler"
     sharded, whole_tp = False, True
 
     def plugin(self, place: Place) -> Any:

@@ -163,6 +163,7 @@ class Shared(ChainScaler):
 class Chain(Stepped):
     """Two layers in one optimizer, the last in another; replicated over ranks."""
 
+    checkpoint = "scaler"
     meshes = ({"dp": 2},)
     clip_norm = None  # type: ignore[assignment]  # its kernels for that need CUDA
     lr_schedule = None  # type: ignore[assignment]  # Megatron's trainer moves it, not its core

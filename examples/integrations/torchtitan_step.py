@@ -38,6 +38,7 @@ PARTS = 2
 class Theirs(Stepped):
     """FSDP2, with tensor parallel, with a pipeline; clipped by torchtitan."""
 
+    checkpoint = "scaler"
     meshes = (
         {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2},
         {"pp": 2, "dp_shard": 2, "tp": 2},

@@ -28,6 +28,7 @@ from .shared import Pair, Place
 class Fsdp2(Stack):
     """A tiny Llama."""
 
+    checkpoint = "scaler"
     meshes = ({"fsdp": 2},)
     optim = "sgd"
 

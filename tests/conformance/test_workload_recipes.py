@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.space.catalogue import Selection, not_tried, select
 from gradparity.conformance.space.constraints import why_not
+from gradparity.conformance.status import UsageError
 from gradparity.fixtures import resolve_workload
-from gradparity.fixtures.faulty import steps
+from gradparity.fixtures.faulty import own_steps, steps
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Held, Named
 from gradparity.fixtures.faulty.steps import FAULTY_STEPS, RIGHT_STEPS
@@ -162,6 +163,14 @@ class Hidden:
         self.module, self.optimizer = made.module, made.optimizer
 
 
+class SavesWithAScaler(steps.Trains):
+    """The scaler is asked for its state."""
+
+    def save_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
+        super().save_checkpoint(stack, scaler, folder)
+        scaler.state_dict()
+
+
 class HidesItsModules(MakesModulesAnew):
     """And nobody can see them."""
 
@@ -180,7 +189,7 @@ class HidesItsModules(MakesModulesAnew):
                 (here(NoNewStack, "resume"), "RuntimeError: already initialised"),
                 (here(NeedsEveryGradient, "frozen"), "raised AttributeError"),
                 (here(HidesItsModules, "recompute"), "no part of the model ran again"),
-                (at(f"{TRAINERS}:WaitsForTheStep", "resume"), "without a scaler: "),
+                (here(SavesWithAScaler, "resume"), "without a scaler: "),
             )
         ),
     ],
@@ -227,13 +236,68 @@ def test_a_load_that_raises_is_an_error_of_the_stack(runner: Runner) -> None:
     assert "Missing key in checkpoint state_dict: nosuch" in case.problem
 
 
-@pytest.mark.slow
-def test_a_checkpoint_without_weights_is_no_resume(runner: Runner) -> None:
-    case = runner.run(
-        PLAIN, at(f"{TRAINERS}:WaitsForTheStep", "resume", "inf@r1s1:last")
-    )
-    assert case.status is Status.SKIPPED
-    assert "leaves the weights of a new stack" in case.verdicts[0].message
+class LoadsNothing(steps.Trains):
+    """The load forgets everything."""
+
+    def load_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
+        pass
+
+
+class LoadsWhatComputes(own_steps.StepsFp32Copies):
+    """The load restores what the module computes with, and no copy."""
+
+    def load_checkpoint(self, stack: Any, scaler: Any, folder: str) -> None:
+        weights, _ = torch.load(f"{folder}/states.pt", weights_only=True)
+        for parameter, weight in zip(stack.module.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+
+
+class LoadsHalf(steps.Trains):
+    """The load restores one parameter of all."""
+
+    def load_checkpoint(self, stack: Held, scaler: Any, folder: str) -> None:
+        was = [p.detach().clone() for p in stack.module.parameters()]
+        super().load_checkpoint(stack, scaler, folder)
+        _, *others = stack.module.parameters()
+        for parameter, old in zip(others, was[1:], strict=True):
+            parameter.data.copy_(old)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        here(LoadsNothing, "resume"),
+        replace(here(LoadsWhatComputes, "resume"), precision="bf16-params"),
+    ],
+    ids=["nothing", "copies"],
+)
+def test_a_load_that_restores_no_weight_is_no_pass(
+    runner: Runner, scenario: Scenario
+) -> None:
+    case = runner.run("none", scenario)
+    assert case.status is Status.INCONCLUSIVE, (case.problem, case.verdicts[:1])
+    assert "restored none of the weights" in case.verdicts[0].message
+    assert 'checkpoint = "scaler"' in case.verdicts[0].message
+
+
+def test_a_load_that_restores_a_part_is_a_failure(runner: Runner) -> None:
+    assert "trainer.weights" in accused(runner.run("none", here(LoadsHalf, "resume")))
+
+
+def test_a_checkpoint_of_the_scaler_alone_is_no_resume() -> None:
+    with pytest.raises(UsageError, match="they hold the scaler alone"):
+        at(f"{TRAINERS}:WaitsForTheStep", "resume")
+
+
+class OfTheOptimizer(steps.Trains):
+    """Declares what nobody knows."""
+
+    checkpoint = "optimizer"
+
+
+def test_a_checkpoint_of_another_kind_is_refused() -> None:
+    with pytest.raises(UsageError, match="got 'optimizer', expected 'scaler'"):
+        here(OfTheOptimizer, "plain")
 
 
 @pytest.mark.slow
