@@ -88,6 +88,7 @@ class Evidence:
             used = [at.gradients[n] for n in names if n in at.gradients]
             # zeros move nothing: whether others were due is a matter of parity
             still = bool(used) and not any(gradient.any() for gradient in used)
+            still |= at.own_skip
             if self.parity is not None:
                 still |= (at.step, trace.rank, number) in self.parity.still
             # a warm-up that begins at 0

@@ -66,12 +66,15 @@ def _steps(phases: Iterable[Sequence[RankTrace]]) -> Iterator[Seen]:
 
 
 def _held_still(seen: Seen) -> frozenset[str]:
-    """Parameters of the optimizers that have a bad gradient on any rank."""
+    """Parameters of the optimizers that have a bad gradient on any rank.
+
+    Those of all optimizers, if the stack skipped the step by its own decision.
+    """
     bad = {
         number
         for _, at in seen
         for number, decision in enumerate(at.decisions)
-        if decision.non_finite
+        if decision.non_finite or at.own_skip
     }
     return frozenset(
         name for trace, _ in seen for number in bad for name in trace.owned[number]

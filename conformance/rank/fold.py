@@ -13,6 +13,9 @@ While a workload trains, a rank records what happens to optimizers, in order
 - **A parameter is left to another rank** if that rank uses its gradient, with the same
   elements, and this one does not. Where one rank steps it by an optimizer inside of
   another (ZeRO-1), it is the inner call that counts, on every rank.
+- **A step is skipped by the stack's own decision**, and not by a scaler's, if no rank
+  asked an optimizer or a scaler to step, no weight moved, and each rank counted a skip
+  (``skipped_steps``). Ranks that do not agree have not decided.
 - **Settings** are read when the scaler is handed an optimizer, else when it steps, the
   innermost last: inside of the scaler's call it may be the scaler that has changed
   them.
@@ -40,16 +43,37 @@ def fold(ranks: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
     Args:
         ranks: one trace a rank, as :func:`observe_rank` returns it.
     """
-    groups = _Groups.of(ranks)
+    groups, own = _Groups.of(ranks), _own_skips(ranks)
     return tuple(
         replace(
             trace,
             owned=groups.names,
             left=left,
-            steps=[_folded(seen, trace, groups, left) for seen in trace.steps],
+            steps=[
+                replace(_folded(seen, trace, groups, left), own_skip=number in own)
+                for number, seen in enumerate(trace.steps)
+            ],
         )
         for trace, left in zip(ranks, _left(ranks), strict=True)
     )
+
+
+def _own_skips(ranks: Sequence[RankTrace]) -> set[int]:
+    """Numbers of the steps that all ranks skipped by the stack's own decision."""
+    # not strict: a rank that stopped early has fewer steps
+    steps = zip(*(trace.steps for trace in ranks), strict=False)
+    return {n for n, seen in enumerate(steps) if all(map(_is_own_skip, seen))}
+
+
+def _is_own_skip(seen: StepTrace) -> bool:
+    before, after = seen.skips or (0, 0)
+    asked = any(event.kind is Kind.BEGINS for event in seen.events)
+    asked |= not seen.calls.isdisjoint(STEPS)
+    return seen.complete and after > before and not asked and not seen.changed
+
+
+STEPS = ("step", "clip_and_step")
+"""Methods by which a scaler is asked to step."""
 
 
 def steps_again(events: Iterable[Event]) -> int | None:

@@ -209,6 +209,8 @@ class StepTrace:
     raw: dict[str, bool] | None = None
     """Parameter name -> whether its gradient was not finite when a scaler was about to
     read the gradients; None where none did."""
+    own_skip: bool = False
+    """Whether all ranks skipped by the stack's own decision, and counted it."""
     changed: frozenset[str] = frozenset()
     """Parameters of which a local element changed."""
     decisions: list[Decision] = field(default_factory=list)

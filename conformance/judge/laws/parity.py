@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from ....fixtures import REFERENCE_LINE
@@ -53,6 +55,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     if kind == "update" and schedule.followed:
         text = f"the reference follows the stack's schedule of {schedule.followed}"
         found = replace(found, message=f"{found.message}; {text}")
+    own = [at.step for at in evidence.ranks[0].steps if at.own_skip]
+    if kind == "update" and own and not parity.reference:
+        text = f"the reference skips {_steps(own)}, as the stack decided on all ranks"
+        found = replace(found, message=f"{found.message}; {text}")
     if parity.reference:
         text = f"{found.message} (reference: {parity.reference})"
         found = replace(found, message=text)
@@ -65,6 +71,10 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         compared=parity.compared[kind],
         not_compared=parity.not_compared[kind],
     )
+
+
+def _steps(numbers: Sequence[int]) -> str:
+    return f"step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _all_bad(evidence: Evidence) -> bool:

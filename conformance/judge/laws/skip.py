@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ....fixtures import LOSS, PLACES, Fault, parse_faults
+from ....fixtures import LOSS, PLACES, REFERENCE_LINE, Fault, parse_faults
 from ...rank.trace import Decision
 from ..law import (
     Evidence,
@@ -53,10 +53,11 @@ def all_ranks_step(evidence: Evidence) -> Finding:
         compared += sum(s.parameters_changed is not None for s in seen)
         still = _ranks(evidence, seen, lambda s: s.parameters_changed is False)
         if still:
+            own = len(still) == len(seen) and _steps_itself(evidence)
             return Finding(
                 status=Status.FAIL,
                 message=f"step {step}: {rank_list(still)} did not step although all "
-                "gradients are finite",
+                f"gradients are finite{OWN_SKIP if own else ''}",
                 step=step,
                 ranks=tuple(still),
                 compared=compared,
@@ -66,6 +67,17 @@ def all_ranks_step(evidence: Evidence) -> Finding:
     return count_or_inconclusive(
         compared, "rank-steps with finite gradients", evidence.unseen
     )
+
+
+OWN_SKIP = (
+    ". If train_step skips such steps on purpose, count them in skipped_steps(stack), "
+    f"which all ranks must agree on, or, to judge the decision itself: {REFERENCE_LINE}"
+)
+
+
+def _steps_itself(evidence: Evidence) -> bool:
+    workload = evidence.scenario.workload
+    return workload.train_step is not None and workload.skipped_steps is None
 
 
 @law(

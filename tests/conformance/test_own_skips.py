@@ -1,0 +1,130 @@
+"""Steps that a stack skips by its own decision, and counts: agreed on is right."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.fixtures import REFERENCE_LINE
+from gradparity.tests.conformance.test_workload_steps import (
+    Engine,
+    MicroBatches,
+    Trains,
+)
+from gradparity.tests.stacks import Batch
+
+SPIKE = 1
+"""The step whose rows on rank 1 have targets far away."""
+
+
+class SkipsSpikes(Trains):
+    """No fault: ranks agree to skip a step whose gradient is much too large."""
+
+    clip_norm = None  # type: ignore[assignment]  # as absent
+    limit = 50.0
+
+    def batch(self, step: int, seed: int) -> Batch:
+        x, y = super().batch(step, seed)
+        y[len(y) // 2 :] += 1000.0 * (step == SPIKE)
+        return x, y
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.kept["skipped"] = 0
+        return engine
+
+    def train_step(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> Any:
+        stack.optimizer.zero_grad()
+        loss = self.backward(stack, micro_batches, scaler)
+        if scaler is not None:
+            scaler.unscale_(stack.optimizer)
+        if self.is_spike(stack, loss):
+            stack.kept["skipped"] += 1
+        elif scaler is None:
+            stack.optimizer.step()
+        else:
+            scaler.step(stack.optimizer)
+        if scaler is not None:
+            scaler.update()
+        return loss
+
+    def is_spike(self, stack: Engine, loss: Any) -> bool:
+        grads = [p.grad for p in stack.module.parameters() if p.grad is not None]
+        # averaged already: equal on all ranks
+        return 50 < float(nn.utils.get_total_norm(grads)) < float("inf")
+
+    def skipped_steps(self, stack: Engine) -> int:
+        return int(stack.kept["skipped"])
+
+
+class CountsNothing(SkipsSpikes):
+    """No fault, but nothing says that the skip is meant."""
+
+    skipped_steps = None  # type: ignore[assignment]  # as absent
+
+
+class AsksOneRank(CountsNothing):
+    """No fault, and the same step on one rank decides as well."""
+
+    reference = "one rank"
+
+
+class DecidesAlone(SkipsSpikes):
+    """Each rank decides by its own loss."""
+
+    def is_spike(self, stack: Engine, loss: Any) -> bool:
+        return bool(loss > 10000.0)
+
+
+class CountsAndSteps(SkipsSpikes):
+    """The count grows, and the step is taken."""
+
+    def is_spike(self, stack: Engine, loss: Any) -> bool:
+        stack.kept["skipped"] += super().is_spike(stack, loss)
+        return False
+
+
+def judged(runner: Runner, stack: type, scaler: str = "none") -> Case:
+    text = f"dp2/2/fp32/own/none/model={__name__}:{stack.__name__},steps=4"
+    case = runner.run(scaler, Scenario.parse(text))
+    assert not case.problem
+    return case
+
+
+def failed(case: Case) -> dict[str, str]:
+    return {v.law: v.message for v in case.verdicts if v.status is Status.FAIL}
+
+
+@pytest.mark.parametrize("stack", [SkipsSpikes, AsksOneRank])
+@pytest.mark.parametrize("scaler", ["none", "gradparity.scaler:GradScaler"])
+def test_a_skip_that_all_ranks_agree_on_is_right(
+    runner: Runner, stack: type, scaler: str
+) -> None:
+    case = judged(runner, stack, scaler)
+    assert case.status is Status.PASS, failed(case)
+    assert case.evidence is not None
+    update = {v.law: v for v in case.verdicts}["parity.update"]
+    if stack is SkipsSpikes:
+        assert "the reference skips step 1, as the stack decided" in update.message
+
+
+def test_ranks_that_do_not_agree_on_a_skip_fail(runner: Runner) -> None:
+    wrong = failed(judged(runner, DecidesAlone))
+    assert "step 1: rank 1 did not step" in wrong["skip.all-ranks-step"]
+    assert "parity.update" in wrong
+
+
+def test_a_skip_that_is_counted_and_not_made_fails(runner: Runner) -> None:
+    assert {*failed(judged(runner, CountsAndSteps))} == {"trainer.skips"}
+
+
+def test_a_skip_that_nobody_declares_fails_with_the_line_to_add(
+    runner: Runner,
+) -> None:
+    wrong = failed(judged(runner, CountsNothing))["skip.all-ranks-step"]
+    assert "count them in skipped_steps(stack)" in wrong
+    assert REFERENCE_LINE in wrong
