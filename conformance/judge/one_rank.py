@@ -15,6 +15,8 @@ larger than the noise against fp64, since both ends are rounded, and so is the b
 [Note: Variations]
 Each noisy run permutes the rows of each micro-batch, cuts micro-batches again, moves
 all initial weights by one unit roundoff in random directions, or does some of these.
+Where a reduction in half precision is promised, each of them also changes gradients by
+up to a unit roundoff of that dtype (``variation.Reduction``).
 Rows are permuted and cut only if that changes nothing but rounding: in fp64 the
 gradients of two steps must stay as they are. A stack that takes one micro-batch alone,
 or a loss that couples rows, is not cut.
@@ -51,7 +53,7 @@ from ..rank.observe import digest
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
-from ..space.facts import FP32_INSIDE, NewTensorsInFp64
+from ..space.facts import FP32_INSIDE
 from ..space.scenario import Scenario
 from .jumps import Inputs, JumpLog, moves_of
 from .kept import Kept
@@ -192,6 +194,8 @@ def _references(
     variations = list(dict.fromkeys(variations))
     noisy = [plain, *(trained(v) for v in variations if v != PLAIN)]
     words = dict.fromkeys(word for v in variations for word in v.words)
+    if scenario.reduced_in is not None:
+        words["gradients changed by a unit roundoff of what they are reduced in"] = None
     # without fp64 all runs are in order
     moves = moves_of((truth or noisy[1]).inputs, plain.inputs)
     sides = [trained(PLAIN, each) for each in moves]
@@ -206,10 +210,11 @@ def _in_fp64(
     scenario: Scenario, alone: Alone, steps: int, watched: list[Watched] | None = None
 ) -> Reference | None:
     """A run in fp64, or None; see [Note: Truth on one rank]."""
-    for wide in (nullcontext(), NewTensorsInFp64()):
+    for widens in (False, True):
+        variation = replace(alone.variation, widens=widens)
+        wide = replace(alone, variation=variation)
         try:
-            with wide:
-                return _train(scenario, alone, steps, torch.float64, watched)
+            return _train(scenario, wide, steps, torch.float64, watched)
         # what is raised without fp64, too, was raised by the plain run
         except (WorkloadError, CannotError):
             continue
@@ -281,7 +286,8 @@ def _train(
             if watched is not None and step == steps - 1
             else nullcontext()
         )
-        with watching, JumpLog(moves, step) as jumps:
+        new_tensors = alone.variation.new_tensors()
+        with watching, new_tensors, JumpLog(moves, step) as jumps:
             yield
         inputs.append(jumps.inputs)
         generators.append(digest(torch.get_rng_state()))

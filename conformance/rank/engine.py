@@ -64,7 +64,7 @@ from .modules import modules_in
 from .observe import digest, local_part
 from .routing import Choices
 from .torch_internals import set_loss_function
-from .variation import Variation
+from .variation import Reduction, Variation
 
 __all__ = [
     "Engine",
@@ -125,6 +125,8 @@ class Engine:
     """Total count of the last step, if the loss is (sum, count)."""
     variation: Variation | None = None
     """How this run differs, if it is a reference on one rank."""
+    reduction: Reduction | None = None
+    """The noise of the reduction that such a run lacks, where one is promised."""
     _inferred: bool = False
 
     def __post_init__(self) -> None:
@@ -521,7 +523,7 @@ def build_engine(
     values = {n: p.detach().clone() for n, p in judged_parameters(model).items()}
     trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     try:
-        module, recomputed = _laid_out(scenario, model, mesh)
+        module, recomputed = _laid_out(scenario, model, mesh, variation)
     except WorkloadError as error:
         if places is None:
             raise
@@ -560,13 +562,16 @@ def build_engine(
         recomputed=recomputed,
         variation=variation,
     )
+    if variation is not None and variation.seed and scenario.reduced_in:
+        held = [p for p in parameters.values() if p.requires_grad and p.is_leaf]
+        engine.reduction = Reduction(held, scenario.reduced_in, variation.seed)
     if scenario.parsed_topology.pipelined:
         engine.schedule = _pipeline(engine)
     return engine
 
 
 def _laid_out(
-    scenario: Scenario, model: nn.Module, mesh: DeviceMesh
+    scenario: Scenario, model: nn.Module, mesh: DeviceMesh, variation: Variation | None
 ) -> tuple[Any, Recomputed | None]:
     """What the topology makes of a model, and the parts of it that recompute."""
     precision, recipe = scenario.parsed_precision, scenario.parsed_recipe
@@ -574,7 +579,8 @@ def _laid_out(
         model = precision.convert(model)
     # before the layout, so that its wrappers and hooks go around the replaced forward
     recomputed = recompute_in_backward(model) if recipe.recompute else None
-    module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
+    with nullcontext() if variation is None else variation.new_tensors():
+        module = scenario.parsed_topology.apply(model, mesh, precision.policy())  # type: ignore[arg-type]  # MODELS hold nothing else
     if not recipe.training.random:  # parallelize may have replaced them
         turn_off_random_layers(module)
     if recomputed is not None:
@@ -615,7 +621,7 @@ def _read_places(
         whole = {n: p.detach().to("meta") for n, p in judged_parameters(model).items()}
         tied = _tied(model)
         _fill_with_element_numbers(model)
-        module, _ = _laid_out(scenario, model, mesh)
+        module, _ = _laid_out(scenario, model, mesh, variation)
     check_layout(scenario.workload, module, whole, tied)
     held = parameters_of(module, whole)
     flat = {name: local(p.detach()).reshape(-1) for name, p in held.items()}

@@ -52,6 +52,8 @@ class Events:
         gradients = local_gradients(self.engine) if names else {}
         recorded = frozenset[str]()
         if kind is Kind.USES:
+            if self.engine.reduction is not None:
+                self.engine.reduction.change_rest(optimizer)
             recorded = self._record(optimizer, names, gradients)
         self.seen.events.append(
             Event(

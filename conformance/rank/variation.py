@@ -10,19 +10,22 @@ before, and is no further draw of its noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ...fixtures import Batch, judged_parameters
+from ...fixtures import Batch, judged_parameters, local
+from ..space.facts import NewTensorsInFp64
 
 if TYPE_CHECKING:
     from ..space.scenario import Scenario
 
-__all__ = ["Alone", "Variation"]
+__all__ = ["Alone", "Reduction", "Variation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Variation:
 
     double: bool = False
     """The model and the floating tensors of batches are in fp64."""
+    widens: bool = False
+    """Tensors that layout and passes make without a dtype are in fp64, too."""
     permuted: bool = False
     """The rows of each micro-batch are in another order."""
     parts: int = 1
@@ -39,6 +44,12 @@ class Variation:
     """If not 0, the seed of the signs by which weights are moved by one unit."""
     redrawn: int = 0
     """If not 0, torch's generator is seeded with it before each step."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the noise of a reduction: 0, for none, in the truth and plain run."""
+        drawn = 4 * self.moved + self.parts - 1 + 32 * self.permuted
+        return 0 if self.double else drawn
 
     @property
     def words(self) -> Sequence[str]:
@@ -50,6 +61,10 @@ class Variation:
             "random numbers drawn anew": self.redrawn > 0,
         }
         return [words for words, does in changes.items() if does]
+
+    def new_tensors(self) -> AbstractContextManager[Any]:
+        """Return the context of layout and passes."""
+        return NewTensorsInFp64() if self.widens else nullcontext()
 
     def scenario(self, scenario: Scenario) -> Scenario:
         """What the one rank trains: no faults, no interruption."""
@@ -107,6 +122,46 @@ class Variation:
         if self.double:
             part = part.map(lambda t: t.double() if t.is_floating_point() else t)
         return part
+
+
+class Reduction:
+    """The rounding of a promised reduction, as noise on one rank.
+
+    One rank has no partial gradients that a reduction would round, or it rounds the
+    same whole gradient in all runs. So a noisy run changes gradients by as much: each
+    element by up to a unit roundoff of the promised dtype, of itself and of the root
+    mean square of the tensor, since the parts that cancel in a small element are as
+    large as those of others. It does so when backward has added to a gradient, or else,
+    for an optimizer of copies, when the optimizer uses it.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype, seed: int
+    ) -> None:
+        self.unit = torch.finfo(dtype).eps / 2
+        self.generator = torch.Generator().manual_seed(seed)
+        self.reached: set[int] = set()
+        """ids of the parameters that backward reaches."""
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def change_rest(self, optimizer: Optimizer) -> None:
+        """Change what an optimizer is about to use, unless backward has changed it."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self.reached:
+                    self._change(parameter)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self.reached.add(id(parameter))
+        self._change(parameter)
+
+    def _change(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            part = local(parameter.grad)
+            noise = 2.0 * torch.rand(part.shape, generator=self.generator) - 1.0
+            typical = part.square().mean().sqrt() * (part != 0)
+            part += self.unit * noise.to(part) * (part.abs() + typical)
 
 
 def _joined(parts: Sequence[Batch]) -> Batch:

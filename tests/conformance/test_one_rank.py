@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gradparity.conformance import Case, Runner, Scenario
 from gradparity.conformance.rank import variation
@@ -19,6 +20,7 @@ from gradparity.fixtures import (
     REFERENCE_LINE,
     Batch,
     WorkloadError,
+    local,
     resolve_workload,
 )
 from gradparity.fixtures.specimens import ONE_RANK
@@ -107,6 +109,62 @@ def test_one_rank_skips_and_clips_as_the_ranks(
     found = case(runner, own(Alone), PLAIN, **more)
     assert found.status == "pass", (found.problem, failed(found))
     assert "train_step on one rank" in message(found, "norm.factor")
+
+
+class ReducesInBf16(Alone):
+    """No fault: gradients are reduced in bf16, as is promised."""
+
+    reduce_dtype = torch.bfloat16
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        policy = MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        return Engine(model, self.optimizer([*model.named_parameters()]))
+
+
+class ReducesAPartInBf16(ReducesInBf16):
+    """A part of a gradient is lost on the way."""
+
+    def clip(self, stack: Engine) -> Tensor:
+        first = next(stack.module.parameters())
+        assert first.grad is not None
+        local(first.grad)[0] *= 0.8
+        return super().clip(stack)
+
+
+class Shifted(nn.Sequential):
+    """Adds to what it gets what it makes in each forward, in the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.linspace(0, 1, 8)
+        assert shift.dtype == x.dtype
+        return torch.as_tensor(super().forward(x + shift))
+
+
+class MakesTensors(Alone):
+    """No fault: ``model`` and forward make tensors without a dtype."""
+
+    def model(self) -> nn.Module:
+        made = Shifted(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        with torch.no_grad():
+            made[0].weight.copy_(torch.randn(8, 8) * 0.3)
+        return made
+
+
+def test_a_model_that_makes_tensors_has_its_own_weights_in_fp64(
+    runner: Runner,
+) -> None:
+    found = case(runner, own(MakesTensors))
+    assert found.status == "pass", (found.problem, failed(found))
+    assert "(reference: one rank, in fp64" in message(found, "parity.loss")
+
+
+def test_a_promised_reduction_in_half_precision_is_in_the_bounds_of_one_rank(
+    runner: Runner,
+) -> None:
+    found = case(runner, own(ReducesInBf16))
+    assert found.status == "pass", (found.problem, failed(found))
+    assert "parity.gradient" in failed(case(runner, own(ReducesAPartInBf16)))
 
 
 def test_norms_and_schedules_are_those_of_one_rank(runner: Runner) -> None:
