@@ -382,9 +382,17 @@ def _decided(row: ClipRow, worst: float) -> ClipRow:
 
 
 def mean_loss(seen: Iterable[StepTrace]) -> float | None:
-    """The loss of a step: the mean of the ranks that have one, by their weights."""
+    """The loss of a step: the mean of the ranks that have one, by their weights.
+
+    Ranks of unknown weight count alike.
+    """
+    weighted = [
+        (at.loss, 1.0 if at.weight is None else at.weight)
+        for at in seen
+        if at.loss is not None
+    ]
     # the mean of a rank without tokens is 0 / 0
-    known = [(at.loss, at.weight) for at in seen if at.loss is not None and at.weight]
+    known = [(loss, weight) for loss, weight in weighted if weight]
     total = sum(weight for _, weight in known)
     return sum(loss * weight for loss, weight in known) / total if total else None
 
@@ -405,7 +413,10 @@ def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measu
             (np.array([parity_bounds.truth.losses[step]]), np.array([0])),
             parity_bounds.loss[step]["loss"],
         )
-        yield _Measured("loss", rows, 1)
+        # with other weights the mean may be right
+        unknown = any(at.loss is not None and at.weight is None for _, at in seen)
+        departs = any(row.ratio > 1 for row in rows)
+        yield _Measured("loss", [] if unknown and departs else rows, 1)
 
 
 def _compare(

@@ -251,12 +251,12 @@ class Engine:
             raise self.scenario.workload.refuse("loss", text)
         return float(total)
 
-    def weight_of(self, parts: Iterable[Batch]) -> float:
+    def weight_of(self, parts: Iterable[Batch]) -> float | None:
         """Weight of these micro-batches in the loss of the whole batch.
 
         If the loss is (sum, count), only a call of it gives the counts, and it needs an
         output: the model on one process gives one of the right form; its values do not
-        matter.
+        matter. None if that model does not take the inputs of a shard.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:
@@ -270,7 +270,7 @@ class Engine:
                         output = model(part.inputs)
                 # the model takes only inputs that the layout has prepared
                 except WorkloadError:
-                    return 1.0
+                    return None
                 count += workload.objective(output, part.targets)[1] or 0.0
         return count
 

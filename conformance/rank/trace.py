@@ -181,8 +181,8 @@ class StepTrace:
     """Whether the step was observed to its end."""
     loss: float | None = None
     """This rank's loss, or None; the mean of all by their weights is the batch's."""
-    weight: float = 1.0
-    """What it counts in that mean."""
+    weight: float | None = 1.0
+    """What it counts in that mean; None if the counts of this rank are not known."""
     count: float | None = None
     """What the sums of all ranks were divided by, where the loss is (sum, count)."""
     reported_norm: float | None = None

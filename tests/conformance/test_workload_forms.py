@@ -536,6 +536,23 @@ class OwnRate(optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=0.1 / state["steps"])
 
 
+class SharesARate(Replicated):
+    """No fault: all optimizers that it makes have one tensor as learning rate."""
+
+    rate = torch.tensor(0.1)
+
+    def optimizer(self, parameters: Named) -> optim.Optimizer:
+        return optim.SGD([p for _, p in parameters], lr=self.rate)
+
+
+def test_a_tensor_that_optimizers_share_as_rate_decays_once_a_step(
+    runner: Runner,
+) -> None:
+    for _ in range(2):  # what is made later begins with the rate of the workload
+        case = judged(runner, SharesARate, "scheduler")
+        assert case.status == "pass", (case.problem, case.verdicts[0].message)
+
+
 class FindsItsRate(Replicated):
     def optimizer(self, parameters: Named) -> optim.Optimizer:
         return OwnRate([p for _, p in parameters])

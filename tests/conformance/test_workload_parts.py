@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -53,6 +54,33 @@ class CountedByHooks(Counted):
     """No fault: gradients are averaged by hooks, in every backward."""
 
     parallelize = Right.parallelize
+
+
+class TakesPreparedInputs(Counted):
+    """No fault: a step of its own, with inputs that only the layout understands."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        made = super().parallelize(model, mesh)
+        self.step = self.optimizer([*made.named_parameters()])
+        return made
+
+    def weights(self, stack: nn.Module) -> dict[str, Any]:
+        return dict(stack.module.named_parameters())  # type: ignore[union-attr]  # of DDP
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Any:
+        x, y = (t.chunk(2)[rank()] for t in batch)
+        return {"rows": x}, y
+
+    def train_step(self, stack: nn.Module, micro_batches: Any, scaler: Any) -> Tensor:
+        self.step.zero_grad()
+        (inputs, targets), *_ = micro_batches
+        total, count = self.loss(stack(inputs["rows"]), targets)
+        everything = count.clone().float()
+        dist.all_reduce(everything)
+        (total * dist.get_world_size() / everything).backward()
+        self.step.step()
+        mean: Tensor = total.detach() / count
+        return mean
 
 
 class MakesAMeshOnce(Ddp):
@@ -495,6 +523,17 @@ def test_right_stacks_pass(
         assert found.status == "pass", (recipe, found.problem, failed(found))
         assert found.evidence is not None and found.evidence.parity is not None
         assert found.evidence.parity.not_compared.total() == 0
+
+
+def test_ranks_whose_counts_are_not_known_have_no_loss_to_compare(
+    runner: Runner,
+) -> None:
+    found = case(runner, TakesPreparedInputs)
+    told = {v.law: v for v in found.verdicts}
+    assert found.status == "inconclusive", found.problem
+    assert told["parity.loss"].status == "inconclusive"
+    assert "nobody knows how many tokens each has" in told["parity.loss"].message
+    assert told["parity.gradient"].status == told["parity.update"].status == "pass"
 
 
 def test_a_scaler_is_judged_on_counted_losses(runner: Runner) -> None:
