@@ -5,12 +5,29 @@ Needs no torch. What is judged has its own: a mistake here must not be shared by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from statistics import median
 
-__all__ = ["FP32_UNIT", "bias_error", "clip_factor"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "FP32_INSIDE",
+    "FP32_UNIT",
+    "bias_error",
+    "clip_factor",
+    "equal_but_for_rounding",
+]
 
 FP32_UNIT = 2.0**-24
 """Unit roundoff of fp32."""
+FP32_INSIDE = 1024 * FP32_UNIT
+"""Relative: permitted difference of fp64 runs of a model or loss that computes in fp32
+inside. A sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst
+case; cutting a layer over all rows changes far more."""
+INSIDE_FP64 = 2.0**-40
+"""Relative difference that the rounding of fp64 (2^-53) does not reach: sums of up to
+8,192 terms, each off by one unit."""
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
@@ -38,3 +55,26 @@ def bias_error(betas: Iterable[float], steps_made: int) -> float:
     powers = [float(beta) ** steps_made for beta in betas]
     errors = [(steps_made + 1) * p / (1 - p) + 1 for p in powers if p < 1]
     return FP32_UNIT * sum(e * x for e, x in zip(errors, (1, 1 / 2), strict=False))
+
+
+def equal_but_for_rounding(
+    one: Mapping[str, NDArray[np.float64]], other: Mapping[str, NDArray[np.float64]]
+) -> bool:
+    """Return whether gradients of two runs in fp64 differ by rounding alone.
+
+    Each tensor may differ by ``FP32_INSIDE`` of its own largest element, since a model
+    may compute in fp32 inside. A tensor whose terms cancel is rounded like terms as
+    large as the largest gradient of all: by fp32 if most tensors show its rounding,
+    else by fp64. A small gradient that depends on how rows are cut, such as that of a
+    gate under a weak loss of its own, is then no rounding.
+    """
+    if one.keys() != other.keys():
+        return False
+    own = {n: float(np.abs(g).max(initial=0.0)) for n, g in one.items()}
+    off = {n: float(np.abs(g - other[n]).max(initial=0.0)) for n, g in one.items()}
+    largest = max(own.values(), default=0.0)
+    shares = [off[n] / size for n, size in own.items() if size]
+    inside_fp32 = bool(shares) and median(shares) > INSIDE_FP64
+    floor = (FP32_INSIDE if inside_fp32 else INSIDE_FP64) * largest
+    # written so that nan is no rounding
+    return all(off[n] <= max(FP32_INSIDE * own[n], floor) for n in own)

@@ -107,6 +107,28 @@ class BatchStatistics(Right):
         return nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 4))
 
 
+class Gated(nn.Module):
+    """Gives its output, and the gate that it was multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.gate(x)
+
+
+class BalancesAGate(Right):
+    """A weak loss of the gate alone takes the mean of the gate over the rows of a rank."""
+
+    def model(self) -> nn.Module:
+        return Gated()
+
+    def loss(self, output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:  # type: ignore[override]  # the protocol allows it
+        value, gate = output
+        return super().loss(value, targets) + 1e-6 * gate.mean().square()
+
+
 class RowsAlike(Right):
     """No fault: all rows are one row, and no order of them changes any sum."""
 

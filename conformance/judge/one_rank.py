@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 
 from ...fixtures import CannotError, WorkloadError, judged_parameters
 from ...multiprocess.rank.global_state import seed_everything
+from ..formulas import equal_but_for_rounding
 from ..rank.engine import Engine
 from ..rank.fold import fold
 from ..rank.layout_checks import distinct
@@ -53,7 +54,6 @@ from ..rank.observe import digest
 from ..rank.scaler_spec import NO_SCALER
 from ..rank.trace import RankTrace, StepTrace
 from ..rank.variation import Alone, Variation
-from ..space.facts import FP32_INSIDE
 from ..space.scenario import Scenario
 from .jumps import Inputs, JumpLog, moves_of
 from .kept import Kept
@@ -230,14 +230,8 @@ def _changes_nothing(
         return False  # e.g. the stack takes one micro-batch alone
     if variation.redrawn and {*first.generators} & {*varied.generators}:
         return False  # the stack seeds them itself
-    for one, other in zip(first.gradients, varied.gradients, strict=True):
-        sizes = (float(np.abs(g).max()) for g in one.values() if g.size)
-        largest = max(sizes, default=0.0)
-        if one.keys() != other.keys() or not all(
-            (np.abs(one[n] - other[n]) <= FP32_INSIDE * largest).all() for n in one
-        ):
-            return False
-    return True
+    steps = zip(first.gradients, varied.gradients, strict=True)
+    return all(equal_but_for_rounding(one, other) for one, other in steps)
 
 
 def _first_steps(scenario: Scenario, variation: Variation) -> Reference | None:

@@ -30,13 +30,12 @@ from ...fixtures import (
     local,
     resolve_workload,
 )
-from ..formulas import FP32_UNIT, bias_error
+from ..formulas import FP32_UNIT, bias_error, equal_but_for_rounding
 from ..rank.elementwise import HalfNoise, not_elementwise
 from ..rank.engine import digest_of_weights, initial_model
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
 from ..rank.trace import Setting
 from ..space.facts import (
-    FP32_INSIDE,
     clip_norm_of,
     clip_value_of,
     facts_of,
@@ -663,8 +662,4 @@ def rows_apart(model: str) -> bool:
         abs(losses[0] - losses[1]) <= ROUNDING * abs(losses[0])
     ):
         return False
-    whole, cut = gradients
-    largest = max((float(np.abs(g).max()) for g in whole.values() if g.size), default=0)
-    return whole.keys() == cut.keys() and all(
-        bool((np.abs(whole[n] - cut[n]) <= FP32_INSIDE * largest).all()) for n in whole
-    )
+    return equal_but_for_rounding(*gradients)

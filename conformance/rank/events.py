@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from .engine import Engine
 from .local_parts import by_full_name
-from .observe import optimizer_digest, scheduled
+from .observe import local_part, optimizer_digest, scheduled
 from .recording import grad_scale_of, local_gradients, record_gradient
-from .torch_internals import nodes_made
+from .torch_internals import nodes_made, version_of
 from .trace import Event, Group, Kind, StepTrace
 from .watched import NoOptimizer
 
@@ -32,6 +32,8 @@ class Events:
         """Digest of each optimizer's state before it was handed or stepped."""
         self._read: set[str] = set()
         """Parameters whose gradient was read for the optimizer that steps them."""
+        self._first_use: dict[str, tuple[Tensor, int]] | None = None
+        """Gradients at the first use in this step, each with its version."""
 
     def note(self, kind: Kind, optimizer: Any) -> None:
         """Record an event, and at ``USES`` the gradients that were not used so far."""
@@ -50,8 +52,9 @@ class Events:
             self.engine.optimizers.append(optimizer)
             self.before.append(optimizer_digest(optimizer))
         gradients = local_gradients(self.engine) if names else {}
-        recorded = frozenset[str]()
+        recorded = written = frozenset[str]()
         if kind is Kind.USES:
+            written = self._written(names)
             if self.engine.reduction is not None:
                 self.engine.reduction.change_rest(optimizer)
             recorded = self._record(optimizer, names, gradients)
@@ -62,6 +65,7 @@ class Events:
                 groups=groups,
                 with_grad=frozenset(names).intersection(gradients),
                 recorded=recorded,
+                written=written,
                 nodes=nodes,
             )
         )
@@ -87,6 +91,16 @@ class Events:
         known = enumerate(self.engine.optimizers)
         return next((n for n, each in known if each is optimizer), None)
 
+    def _written(self, names: list[str]) -> frozenset[str]:
+        """Return which gradients were made or written since the first use."""
+        found = local_gradients(self.engine)
+        now = {n: (g, version_of(local_part(g))) for n, g in found.items()}
+        if self._first_use is None:
+            self._first_use = now
+        was = self._first_use
+        same = {n for n in now.keys() & was.keys() if _is_same(now[n], was[n])}
+        return frozenset(now.keys() - same).intersection(names)
+
     def _record(
         self, optimizer: Optimizer, names: list[str], gradients: Mapping[str, Tensor]
     ) -> frozenset[str]:
@@ -99,6 +113,10 @@ class Events:
         for name in used:
             record_gradient(engine, seen, name, gradients[name], scale)
         return frozenset(used)
+
+
+def _is_same(now: tuple[Tensor, int], was: tuple[Tensor, int]) -> bool:
+    return now[0] is was[0] and now[1] == was[1]
 
 
 def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:

@@ -241,7 +241,9 @@ def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
     """Uses of gradients that a forward has made after an optimizer moved weights.
 
     A hook on all modules would be traced into what a user compiles: that a forward ran
-    is seen by the nodes of the autograd graph, which it makes.
+    is seen by the nodes of the autograd graph, which it makes. A sum of losses that is
+    logged makes some, too; but it writes no gradient. Of an optimizer of copies nobody
+    sees which gradients it uses.
     """
     moved: int | None = None  # nodes when the first one had stepped
     evaluated: dict[int, int] = {}  # optimizer -> nodes at its first use
@@ -252,7 +254,8 @@ def _after_a_step(events: Iterable[Event]) -> Iterator[Event]:
             # a closure evaluates the loss again once the optimizer has moved weights
             again = evaluated.setdefault(event.optimizer, event.nodes) != event.nodes
             moved = -1 if again else moved
-            if moved is not None and event.nodes != moved:
+            wrote = bool(event.written) or not event.names
+            if moved is not None and event.nodes != moved and wrote:
                 yield event
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "ranks_of",
     "set_loss_function",
     "set_timeout",
+    "version_of",
 ]
 
 
@@ -65,6 +66,12 @@ def nodes_made() -> int:
     """Number of autograd nodes that this thread has created so far."""
     made: int = torch._C._autograd._get_sequence_nr()
     return made
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor's memory was written by operators of torch."""
+    version: int = tensor._version
+    return version
 
 
 def input_shapes(node: Any) -> list[tuple[int, ...]]:

@@ -147,6 +147,9 @@ class Event:
     """Those of its parameters that have a gradient."""
     recorded: frozenset[str] = frozenset()
     """Parameters whose gradient was copied here, where it is used first."""
+    written: frozenset[str] = frozenset()
+    """At a use: parameters whose gradient was made or written since the first use in
+    this step, when no weight had moved."""
     nodes: int = 0
     """Nodes of the autograd graph so far: a forward makes more of them."""
 

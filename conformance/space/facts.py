@@ -29,13 +29,13 @@ from ...fixtures import (
     resolve_workload,
     split_names,
 )
+from ..formulas import FP32_INSIDE
 from .random_layers import equal_outputs, turn_off_random_layers
 from .recipes import CLIP_NORM, CLIP_VALUE, Training
 from .recomputation import recompute_in_backward
 
 __all__ = [
     "FOUND_OUT",
-    "FP32_INSIDE",
     "NewTensorsInFp64",
     "WorkloadFacts",
     "clip_norm_of",
@@ -51,10 +51,6 @@ __all__ = [
     "writes",
 ]
 
-FP32_INSIDE = 1024 * 2.0**-24
-"""Relative: permitted difference of fp64 runs of a model or loss that computes in fp32
-inside. A sum of 1,024 terms in fp32 (unit roundoff 2^-24) is off by this in the worst
-case; cutting a layer over all rows changes far more."""
 FOUND_OUT = frozenset(
     {OfWorkload.RANDOM_LAYERS, OfWorkload.RECOMPUTED, OfWorkload.TWO_KINDS}
 )

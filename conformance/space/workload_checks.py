@@ -27,8 +27,8 @@ from ...fixtures import (
     judged_parameters,
     resolve_workload,
 )
+from ..formulas import FP32_INSIDE
 from .facts import (
-    FP32_INSIDE,
     facts_of,
     new_tensors_in_fp64,
     objective_of,

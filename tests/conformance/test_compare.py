@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradparity.conformance.formulas import clip_factor
+from gradparity.conformance.formulas import clip_factor, equal_but_for_rounding
 from gradparity.conformance.judge.compare import (
     compare,
     multiple_of,
@@ -91,3 +91,32 @@ def test_neither_needs_torch() -> None:
     )
     paths = [str(sys.modules[f.__module__].__file__) for f in (compare, clip_factor)]
     subprocess.run([sys.executable, "-c", program, *paths], check=True)
+
+
+@pytest.mark.parametrize(
+    ("off", "equal"),
+    [
+        pytest.param({"big": 1e-5}, True, id="a model that computes in fp32 inside"),
+        pytest.param({"big": 1e-3}, False, id="another value"),
+        pytest.param({"gate": 1e-6}, False, id="a small gradient that is another one"),
+        pytest.param({"gate": 1e-14}, True, id="terms that cancel, in fp64"),
+        pytest.param({"big": 1e-7, "other": 1e-7, "gate": 1e-6}, True, id="or in fp32"),
+        pytest.param({"big": math.nan}, False, id="no number"),
+    ],
+)
+def test_rounding_is_told_from_another_gradient(
+    off: dict[str, float], equal: bool
+) -> None:
+    one = {n: np.array([size]) for n, size in SIZES.items()}
+    other = {n: value + off.get(n, 0.0) for n, value in one.items()}
+    assert equal_but_for_rounding(one, other) is equal
+    assert equal_but_for_rounding(other, one) is equal
+
+
+def test_gradients_of_other_tensors_are_other_gradients() -> None:
+    one = {n: np.array([size]) for n, size in SIZES.items()}
+    assert not equal_but_for_rounding(one, {"big": one["big"]})
+
+
+SIZES = {"big": 1.0, "other": 1.0, "gate": 1e-4}
+"""Largest elements of three gradients."""

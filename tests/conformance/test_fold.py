@@ -29,7 +29,7 @@ def of(kind: Kind, number: int, names: str = "", nodes: int = 0, **more: Any) ->
 
 def step(number: int, names: str = "", *inside: Event, **more: Any) -> list[Event]:
     """A whole step of an optimizer, with what happens inside of it."""
-    used = {"recorded": frozenset(names)} | more
+    used = {"recorded": frozenset(names), "written": frozenset(names)} | more
     return [
         of(Kind.BEGINS, number, names),
         of(Kind.USES, number, names, **used),
@@ -272,11 +272,20 @@ def test_settings_of_copies_are_those_of_each_group() -> None:
 # - Order
 
 
+AGAIN = of(Kind.USES, 0, "a", nodes=9, written=frozenset("a"))
+"""A closure evaluates the loss once more."""
+
+
 @pytest.mark.parametrize(
     ("events", "late"),
     [
         pytest.param(step(0, "a", nodes=5) + step(1, "b", nodes=5), "", id="no pass"),
         pytest.param(step(0, "a", nodes=5) + step(1, "b", nodes=9), "b", id="turns"),
+        pytest.param(
+            step(0, "a", nodes=5) + step(1, "b", nodes=9, written=frozenset()),
+            "",
+            id="a sum of losses is logged",
+        ),
         pytest.param(step(0, "a", nodes=5) + step(1, nodes=9), "bc", id="of copies"),
         pytest.param(
             handed(0, "a", nodes=3) + step(0, "a", nodes=5), "", id="only handed"
@@ -285,11 +294,19 @@ def test_settings_of_copies_are_those_of_each_group() -> None:
             step(0, "a", *step(1, "a", nodes=5), nodes=5), "", id="one inside"
         ),
         pytest.param(
-            [*step(0, "a", of(Kind.USES, 0, "a", nodes=9), nodes=5)], "a", id="LBFGS"
+            [
+                *step(
+                    0,
+                    "a",
+                    AGAIN,
+                    nodes=5,
+                )
+            ],
+            "a",
+            id="LBFGS",
         ),
         pytest.param(
-            step(0, "a", of(Kind.USES, 0, "a", nodes=9), nodes=5)
-            + step(1, "b", nodes=5),
+            step(0, "a", AGAIN, nodes=5) + step(1, "b", nodes=5),
             "ab",
             id="after LBFGS",
         ),

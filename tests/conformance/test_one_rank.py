@@ -132,23 +132,27 @@ class ReducesAPartInBf16(ReducesInBf16):
         return super().clip(stack)
 
 
-class Shifted(nn.Sequential):
+class Shifted(nn.Module):
     """Adds to what it gets what it makes in each forward, in the default dtype."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         shift = torch.linspace(0, 1, 8)
         assert shift.dtype == x.dtype
-        return torch.as_tensor(super().forward(x + shift))
+        found: Tensor = self.layers(x + shift)
+        return found
 
 
 class MakesTensors(Alone):
     """No fault: ``model`` and forward make tensors without a dtype."""
 
     def model(self) -> nn.Module:
-        made = Shifted(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-        with torch.no_grad():
-            made[0].weight.copy_(torch.randn(8, 8) * 0.3)
-        return made
+        first = nn.Linear(8, 8)
+        first.weight.data = torch.randn(8, 8) * 0.3
+        return Shifted(first, nn.Tanh(), nn.Linear(8, 4))
 
 
 def test_a_model_that_makes_tensors_has_its_own_weights_in_fp64(

@@ -412,13 +412,14 @@ def test_few_references_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 FREQUENCY = "gradparity.benchmarks.wild_workloads:Frequency"
 STATISTICS = "gradparity.tests.stacks:BatchStatistics"
 ALIKE = "gradparity.tests.stacks:RowsAlike"
+WEAK = "gradparity.tests.stacks:BalancesAGate"
 
 
 @pytest.mark.parametrize(
     ("model", "apart"),
     [
         *(("digits", True), ("text", True), (ALIKE, True)),
-        *((FREQUENCY, False), (STATISTICS, False)),
+        *((FREQUENCY, False), (STATISTICS, False), (WEAK, False)),
     ],
 )
 def test_references_cut_rows_where_gradients_are_sums_over_them(

@@ -155,8 +155,8 @@ def update(evidence: Evidence) -> Finding:
     REASON,
     of_stack=True,
     hidden="train_step returned none on any rank, or the references are not finite, or "
-    "ranks have other losses and nobody knows how many tokens each has, since the model "
-    "on one process does not take the inputs that shard gives",
+    "ranks have other losses and nobody knows how many tokens each has: the model on "
+    "one process does not take the inputs that shard gives",
 )
 def loss(evidence: Evidence) -> Finding:
     """Mean of the ranks' losses."""
