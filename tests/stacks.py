@@ -119,7 +119,7 @@ class Gated(nn.Module):
 
 
 class BalancesAGate(Right):
-    """A weak loss of the gate alone takes the mean of the gate over the rows of a rank."""
+    """A weak loss of the gate alone takes the mean over the rows of a rank."""
 
     def model(self) -> nn.Module:
         return Gated()

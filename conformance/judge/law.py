@@ -213,21 +213,20 @@ def _finding(law: Law, evidence: Evidence) -> Finding:
         message = f"{finding.message}; but {doubt}"
         doubtful = replace(finding, status=Status.INCONCLUSIVE, message=message)
         return doubtful if doubt else finding
-    return _if_enough(law, finding)
+    return _if_enough(law, finding, evidence)
 
 
-def _if_enough(law: Law, finding: Finding) -> Finding:
+def _if_enough(law: Law, finding: Finding, evidence: Evidence) -> Finding:
     """A pass, unless it rests on nothing or on less than the law's least share."""
     made, due = finding.compared, finding.compared + finding.not_compared
     if finding.status != Status.PASS or (made and made >= law.least * due):
         return finding
     needed = f", and a pass needs {law.least:.0%} of them" if made else ""
-    return replace(
-        finding,
-        status=Status.INCONCLUSIVE,
-        message=f"{made} of {due} comparisons that were due could be made{needed}: "
-        + law.hidden,
-    )
+    message = f"{made} of {due} comparisons that were due could be made{needed}: "
+    message += law.hidden
+    if not due and law.hidden == STOPPED and not evidence.unseen:
+        message = "nothing of it was due in this run"
+    return replace(finding, status=Status.INCONCLUSIVE, message=message)
 
 
 def _doubt_of(law: Law, finding: Finding, evidence: Evidence) -> str:

@@ -115,6 +115,21 @@ def _scaler_at_fault() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Have autocast cast each weight anew, also if autocast is off here.
+
+    A cast weight that is kept has the graph of the backward before: what a later
+    micro-batch adds to it would be lost.
+    """
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
+
+
 def _both(before: Any, after: Any) -> Any:
     return None if before is None or after is None else (before, after)
 
@@ -139,10 +154,12 @@ class OwnStep:
         was = self._says(seen)
         precision = engine.scenario.parsed_precision
         autocast = precision.autocast(engine.device.type)
-        with watching_optimizers(events.note), autocast, recording_draws(engine, seen):
-            # a cast weight that is kept has the graph of the backward before: what a
-            # later micro-batch adds to it would be lost
-            torch.set_autocast_cache_enabled(False)
+        with (
+            watching_optimizers(events.note),
+            autocast,
+            _no_autocast_cache(),
+            recording_draws(engine, seen),
+        ):
             scaler = self._watched(events, faults, len(micro_batches), log)
             with _scaler_at_fault(), recording_reductions(engine, seen):
                 assert workload.train_step is not None

@@ -13,6 +13,7 @@ from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.rank.local_parts import read_local_parts
 from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
 from gradparity.conformance.rank.watched_step import _as_called
+from gradparity.conformance.rank.worker import observe_rank
 from gradparity.conformance.run.failures import why_not_run
 from gradparity.conformance.run.launcher import root_cause
 from gradparity.conformance.space.facts import facts_of
@@ -26,7 +27,7 @@ from gradparity.fixtures.faulty.own_steps import (
 )
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import Base
-from gradparity.multiprocess import RankOutcome, RankState, WorldError
+from gradparity.multiprocess import Cluster, RankOutcome, RankState, WorldError
 
 
 def at(workload: type, where: str) -> Scenario:
@@ -427,3 +428,19 @@ def test_calls_with_other_rows_than_were_given_are_not_compared() -> None:
     assert log.unpaired == (
         "it was called with 8 rows in 4 calls, and was given 11 rows in 1"
     )
+
+
+STEPS = "gradparity.fixtures.faulty.own_steps:Steps"
+
+
+def cache_after_a_step(scenario: Scenario) -> bool:
+    observe_rank(scenario, "none", ".", last=0)
+    return torch.is_autocast_cache_enabled()
+
+
+def test_the_cache_of_autocast_is_as_it_was_after_a_step(two: Cluster) -> None:
+    for precision in ("fp32", "bf16-autocast"):
+        assert two.run(
+            cache_after_a_step,
+            Scenario.parse(f"dp2/2/{precision}/own/none/model={STEPS},steps=1"),
+        ) == [True, True]

@@ -28,6 +28,7 @@ from gradparity.conformance.space.workload_checks import check_workload, counts_
 from gradparity.conformance.status import UsageError
 from gradparity.fixtures import WorkloadError, resolve_workload
 from gradparity.fixtures.faulty.stacks import Base, Named
+from gradparity.tests.stacks import Right
 
 VOCABULARY = 12
 
@@ -396,6 +397,39 @@ class WarmsUp(TableWithItsOwnOptimizer):
         for group in groups:
             group["lr"] = rate
         return super().train_step(stack, micro_batches, scaler)
+
+
+class Adapter(nn.Module):
+    """What a frozen layer is added to begins at zero, as with LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("layer", torch.randn(8, 4))
+        self.down = nn.Parameter(torch.randn(8, 2))
+        self.up = nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.layer + x @ self.down @ self.up
+
+
+class Adapts(Right):
+    """No fault: with ``up`` frozen at 0, no gradient reaches ``down``."""
+
+    meshes: object = ({"dp": 2},)
+
+    def model(self) -> nn.Module:
+        return Adapter()
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+
+def test_parameters_that_no_step_is_to_move_are_no_skip(runner: Runner) -> None:
+    case = judged(runner, Adapts, "frozen")
+    assert case.status is Status.PASS, (case.problem, case.verdicts)
+    told = {v.law: v for v in case.verdicts}["skip.all-ranks-step"]
+    assert told.status is Status.SKIPPED
+    assert "no step was to move a parameter" in told.message
 
 
 @pytest.mark.parametrize("stack", [Prepares, TableWithItsOwnOptimizer])

@@ -64,6 +64,9 @@ def all_ranks_step(evidence: Evidence) -> Finding:
             )
     if not good and any(True for _ in evidence.steps()):
         return skipped("every step of this run had a bad gradient")
+    if not compared and not evidence.unseen and good:
+        text = "no step was to move a parameter: the gradients are 0, or the rate is"
+        return skipped(text)
     return count_or_inconclusive(
         compared, "rank-steps with finite gradients", evidence.unseen
     )
