@@ -413,6 +413,17 @@ class AveragedTwice(Right):
         parameter.grad /= group.size()
 
 
+class SlightlyTooMuch(Right):
+    """All gradients are 1.01 times too large, which no rounding makes."""
+
+    meshes = ({"dp": 2},)
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        super().average(name, group, parameter)
+        assert parameter.grad is not None
+        parameter.grad *= 1.01
+
+
 class NeverAveraged(Right):
     """The gradient of the head's bias is not averaged."""
 
@@ -724,6 +735,50 @@ class OwnKeys(RightContext):
     """Each rank attends to its own tokens only."""
 
     all_keys = False
+
+
+class StridedContext(RightContext):
+    """No fault: each rank has every second token; one gradient may stay its own."""
+
+    meshes = ({"cp": 2},)
+    data_axes = ("cp",)
+
+    def shard(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        at, parts = mesh.get_local_rank("cp"), mesh["cp"].size()
+        x, y = (t[:, at::parts].contiguous() for t in batch)
+        return x, y
+
+    def attend(self, module: Attention, group: Group, x: Tensor) -> Tensor:
+        q, k, v = (layer(x) for layer in module.qkv.values())
+        k, v = (_Gather.apply(t, group) for t in (k, v))  # type: ignore[no-untyped-call]  # as above
+        parts = group.size()
+        places = torch.arange(x.shape[1]) * parts
+        keys = torch.cat([places + rank for rank in range(parts)])
+        mask = (places + group.rank())[:, None] >= keys
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        found: Tensor = module.out(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+class StridedAndOneIsItsOwn(StridedContext):
+    """The gradient of one norm is not averaged."""
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        if name != "blocks.1.norm_1.weight":
+            super().average(name, group, parameter)
+
+
+class ZeroOnOneRank(Right):
+    """One rank loses the gradient of a norm."""
+
+    meshes = ({"dp": 2},)
+
+    def average(self, name: str, group: Group, parameter: nn.Parameter) -> None:
+        super().average(name, group, parameter)
+        if name == "blocks.1.norm_1.weight" and group.rank():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
 
 
 class Hidden:

@@ -63,8 +63,8 @@ UNEVEN = 4 * 2.0**-8
 """Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8) the
 gradient of an output is rounded when it is made and when it is scaled, on either."""
 MAX_PARTS = 4**4
-"""Parts of a whole that are tried for a plain tensor: 4 dims with 4 cuts each, along
-either of 2 axes in chunks or from both ends."""
+"""Parts of a whole that are tried for a plain tensor: 4 dims with 4 cuts each. A cut is
+along some axes, in chunks, from both ends or strided."""
 MULTIPLE = 0.5**0.5
 """Largest residual of a multiple of the truth: what is left over is then as large as
 the multiple itself, and a larger one has no factor."""
@@ -524,6 +524,7 @@ def _cuts(
             for cut in (
                 places[at * step : (at + 1) * step],
                 _zigzag(places, at, parts),
+                places[at::parts] if parts > 1 else places[:0],
             ):
                 if len(cut) == size:
                     found = True

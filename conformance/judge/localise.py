@@ -103,7 +103,7 @@ def locate(
     assert found is not None  # one of the three kinds departs
     within = found.where in ("forward", "backward")
     text = f"{found.text}; {gradients.also if within else boundaries.agreed}"
-    text += gradients.circumstances
+    text += gradients.circumstances(found.where)
     return msgspec.structs.replace(
         found,
         step=step,
@@ -181,7 +181,7 @@ class _Gradients:
         losses = [at.loss for _, at in self.seen if at.loss is not None]
         factor = sum(losses) / len(losses) / (self.truth_loss or 1.0)
         finite = bool(np.isfinite(factor))
-        size = f"{factor:.3f} x the truth" if finite else "not finite"
+        size = _times(factor) if finite else "not finite"
         size += self._share(factor)
         return Location(
             where="loss",
@@ -215,23 +215,37 @@ class _Gradients:
             f"batch. {due}"
         )
 
-    @property
-    def circumstances(self) -> str:
-        """What happened just before, or may be meant so, in words."""
+    def circumstances(self, where: str) -> str:
+        """Say what happened just before, or may be meant so.
+
+        Args:
+            where: the kind of place that was found, as in ``Location``.
+        """
         scenario, found = self.scenario, []
         if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
             found.append("a checkpoint was loaded just before this step")
-        rows = self.departed["gradient"]
-        # largest error of a sum in bf16
-        small = SAFETY_FACTOR * torch.finfo(torch.bfloat16).eps / 2
-        promised = scenario.promised_dtype is not None
-        shared = math.prod(self.facts.axes.values()) > 1
-        if rows and shared and not promised and max(r.error for r in rows) <= small:
+        if where == "gradient" and not self.departed["loss"] and self._is_rounded():
             found.append(
                 "the errors are as small as those of sums in 16 bits: if gradients are "
                 "meant to be reduced so, promise it with reduce_dtype"
             )
         return "".join(f"; {text}" for text in found)
+
+    def _is_rounded(self) -> bool:
+        """Return whether the errors look like sums over ranks in 16 bits.
+
+        Rounding goes in all directions: what a common factor explains is none.
+        """
+        rows = self.departed["gradient"]
+        # largest error of a sum in bf16
+        small = SAFETY_FACTOR * torch.finfo(torch.bfloat16).eps / 2
+        promised = self.scenario.promised_dtype is not None
+        shared = math.prod(self.facts.axes.values()) > 1
+        if not (rows and shared) or promised or max(r.error for r in rows) > small:
+            return False
+        pairs = (pair for name in self.names for pair in self._values(name, self.truth))
+        factors = [multiple_of(mine, whole) for _, mine, whole in pairs if whole.any()]
+        return all(abs(factor - 1) <= rest for factor, rest in factors)
 
     def own(self) -> Location:
         """The location if gradients depart and no activation does."""
@@ -395,6 +409,14 @@ class _Gradients:
         ]
         if not ratios or max(rest for *_, rest in ratios) > self.rest:
             return ""
+        lacking = {
+            trace.rank
+            for group in replicas.values()
+            for trace, mine, whole in group
+            if whole.any() and not mine.any()
+        }
+        if lacking:
+            return f": it is 0 on {rank_list(sorted(lacking))}"
         alike = max(
             float(np.abs(group[0][1] - mine).max(initial=0.0))
             for group in replicas.values()
@@ -423,8 +445,19 @@ def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
 
 
 def _times(factor: float) -> str:
-    """A factor in words; one that is almost 1 with more digits."""
-    return f"{factor:.{3 if abs(factor - 1) > 0.01 else 6}f} x the truth"
+    """A factor in words, with the digits that tell it from 1 and from 0."""
+    off = abs(factor - 1)
+    if 0 < off <= 0.01:
+        digits = min(2 - math.floor(math.log10(off)), 15)
+        return f"{factor:.{digits}f} x the truth"
+    if 0 < abs(factor) < 0.01:
+        whole = round(1 / factor)
+        # a scale: any number is near the reciprocal of a whole one
+        power = whole > 0 and whole & (whole - 1) == 0
+        near = power and abs(factor * whole - 1) <= PROPORTIONAL
+        part = f"1/{whole}" if near else ""
+        return f"{part or format(factor, '.3g')} x the truth"
+    return f"{factor:.3f} x the truth"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from gradparity.conformance import Runner, Scenario
 from gradparity.conformance.__main__ import main
 from gradparity.conformance.judge.compare import multiple_of
-from gradparity.conformance.judge.localise import _common
+from gradparity.conformance.judge.localise import _common, _times
 from gradparity.conformance.rank.modules import (
     OUTPUT_GRADIENT,
     Boundary,
@@ -231,12 +231,43 @@ def test_a_factor_of_the_loss_is_reported(runner: Runner) -> None:
         (misplaced.NoSumInBackward, "tp2/2", "is a partial sum that nothing adds up"),
         (misplaced.SteppedTwice, "dp2/2", "of step 0 that were compared are right"),
         (misplaced.EmbedIsOutOfReach, "dp2/2", "no rank has a gradient of embed."),
+        (misplaced.ZeroOnOneRank, "dp2/2", ": it is 0 on rank 1"),
     ],
 )
 def test_the_kind_of_fault_is_reported(
     runner: Runner, stack: type, place: str, words: str
 ) -> None:
     assert words in located(runner, own(stack, f"{place}/fp32")).text
+
+
+def test_tokens_may_be_strided_over_ranks(runner: Runner) -> None:
+    right = located(runner, own(misplaced.StridedContext, "cp2/2/fp32"))
+    assert right.where == "nowhere", right.text
+    wrong = located(runner, own(misplaced.StridedAndOneIsItsOwn, "cp2/2/fp32"))
+    assert (wrong.where, wrong.module) == ("gradient", "blocks.1.norm_1"), wrong.text
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (0.5, "0.500"),
+        (1.00004, "1.0000400"),
+        (1 - 2.0**-20, "0.999999046"),
+        (2.0**-16, "1/65536"),
+        (0.0012345, "0.00123"),
+        (-3.0, "-3.000"),
+    ],
+)
+def test_a_factor_has_the_digits_that_tell_it_from_1_and_from_0(
+    factor: float, words: str
+) -> None:
+    assert _times(factor) == f"{words} x the truth"
+
+
+def test_errors_of_a_common_factor_are_no_rounding(runner: Runner) -> None:
+    found = located(runner, own(misplaced.SlightlyTooMuch, "dp2/2/fp32"))
+    assert found.where == "gradient" and "1.01000 x the truth" in found.text
+    assert "reduce_dtype" not in found.text
 
 
 def test_a_scaler_that_is_wrong_on_a_right_stack(runner: Runner) -> None:

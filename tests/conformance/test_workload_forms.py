@@ -404,7 +404,7 @@ class Adapter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("layer", torch.randn(8, 4))
+        self.layer = nn.Buffer(torch.randn(8, 4))
         self.down = nn.Parameter(torch.randn(8, 2))
         self.up = nn.Parameter(torch.zeros(2, 4))
 

@@ -139,10 +139,10 @@ def gradient(evidence: Evidence) -> Finding:
     of_stack=True,
     least=FEW,
     hidden="elsewhere the gradient is below the bound of its error, so rounding "
-    "decides the direction of a step; or correct runs differ by as much as the update "
-    "itself, as with an ill-conditioned optimizer, or steps below the rounding of the "
-    "weights. Take a precision with less rounding, or more rows for each statistic: "
-    "batch norm over few rows makes small errors large",
+    "decides the direction of a step (take a precision with less rounding); or steps "
+    "are below the rounding of the weights (take a larger learning rate); or correct "
+    "runs differ by as much as the update itself, as with an ill-conditioned optimizer "
+    "or a batch norm over few rows (take more rows)",
 )
 def update(evidence: Evidence) -> Finding:
     """Local parameters minus their initial values."""
