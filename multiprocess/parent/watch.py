@@ -29,7 +29,7 @@ _LOOK_S = 0.1
 """How often places are looked at while some ranks have answered and others have not."""
 
 _HARNESS_FRAME = re.compile(
-    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|unittests)\.py'
+    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|endings|unittests)\.py'
     r'|.*/multiprocess/pytest_plugin/remote\.py)", line \d+ '
 )
 """Below the function under test: the same in every stack, so not shown."""

@@ -85,13 +85,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker(_MARK)
     if marker is None:
         return
+    from .controller import unrunnable
+
+    name = metafunc.definition.nodeid
+    if refusal := unrunnable(name, metafunc.function):
+        raise pytest.fail.Exception(refusal, pytrace=False)
     try:
         sizes = sizes_of(marker.args, marker.kwargs)
         for size in sizes:
             spec_of(size, marker.kwargs)
     except (TypeError, ValueError) as error:
-        said = f"{metafunc.definition.nodeid}: {error}"
-        raise pytest.fail.Exception(said, pytrace=False) from None
+        raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
     if "world" not in metafunc.fixturenames:
         # A test need not take it: its size is a parameter of the test either way.
         metafunc.fixturenames.append("world")

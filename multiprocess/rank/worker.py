@@ -70,6 +70,7 @@ are not made anew in it: packages keep them in modules, and would use the old on
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OUR_FILES = (
     __file__,
+    os.path.join(_PACKAGE, "rank", "endings.py"),
     os.path.join(_PACKAGE, "rank", "unittests.py"),
     os.path.join(_PACKAGE, "testcase.py"),
     os.path.join(_PACKAGE, "pytest_plugin", "remote.py"),
