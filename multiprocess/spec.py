@@ -39,7 +39,8 @@ class WorldSpec:
     their process group."""
 
     grace_s: float = 0.7
-    """How long the others may take to end by themselves after the first fault."""
+    """How long the others may take to end by themselves after the first fault; and
+    then, when they are made to leave the function, to run ``finally`` and teardown."""
 
     threads: int = 1
     """Intra-op threads of each rank; N ranks must not fight for the cores."""

@@ -11,6 +11,7 @@ import datetime
 import faulthandler
 import os
 import pickle
+import signal
 import socket
 import sys
 import traceback
@@ -142,7 +143,9 @@ class _Rank:
         self._pid = os.getpid()
         self._groups_made = 0
         self._runs = 0
+        self._in_call = False
         sys.breakpointhook = _breakpoint
+        signal.signal(linux.END_SIGNAL, self._end_call)
 
     def answer(self, message: Start | Run) -> Reply:
         """Do what the message asks; whatever goes wrong becomes the reply."""
@@ -257,10 +260,13 @@ class _Rank:
             seed_everything(self._spec.seed)
             try:
                 fn, args, kwargs = pickle.loads(message.payload)
+                self._in_call = True
                 reply = made_reply(Kind.OK, value=pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
                 # SystemExit, too: the reply has its traceback, an exit code would not.
                 reply = raised(error, reusable=True)
+            finally:
+                self._in_call = False
         if os.getpid() != self._pid:
             _end_child()
         # A call may destroy the group, or replace it: the next one must not find that.
@@ -270,6 +276,14 @@ class _Rank:
             and process_groups() < _MAX_GROUPS
         )
         return dataclasses.replace(reply, reusable=reusable)
+
+    def _end_call(self, number: int, frame: FrameType | None) -> None:
+        """Leave the function; once, since teardown is to run undisturbed."""
+        if self._in_call:
+            from ..errors import CallEnded
+
+            self._in_call = False
+            raise CallEnded("the call has failed on another rank, and ends here, too")
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:

@@ -172,6 +172,39 @@ class TestRanks(TestCase):
     assert "6 failed, 1 skipped, 1 xfailed" in done.stdout, done.stdout
 
 
+# regression: M13
+def test_healthy_ranks_are_torn_down(session: Session) -> None:
+    done = session("""
+from gradparity.multiprocess import TestCase
+
+@pytest.fixture
+def torn_down(world):
+    yield
+    print("teardown of the fixture on", world.rank)
+
+@pytest.mark.world(world_size=2)
+def test_it(world, torn_down):
+    if world.rank == 1:
+        raise ValueError("the failure")
+    total(world)
+
+class TestOurs(TestCase):
+    def tearDown(self):
+        print("tearDown on", self.rank)
+
+    def test_it(self):
+        self.addCleanup(lambda: print("cleanup on", self.rank))
+        if self.rank == 1:
+            raise ValueError("the failure")
+        total(self)
+""")
+    assert "2 failed in" in done.stdout
+    for rank in (0, 1):
+        assert f"teardown of the fixture on {rank}\n" in done.stdout
+        assert f"tearDown on {rank}\ncleanup on {rank}\n" in done.stdout
+    assert done.stdout.count("root cause: rank 1: raised ValueError: the failure") == 2
+
+
 # regression: M2
 UNRUN = """
 import asyncio, functools, types
