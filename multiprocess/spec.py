@@ -107,6 +107,10 @@ class CallOptions:
     """Keep the ranks of a failed call in which every rank answered; the next call gets
     a fresh process group. Meant for many small failing calls, as in shrinking."""
 
+    leaves_nothing: bool = False
+    """Replace the ranks if the call leaves a thread running, or a collective that it
+    never waited for. Meant for tests, which must not affect the next one."""
+
     def __post_init__(self) -> None:
         check_isolation(self.isolation)
         check_positive("timeout_s", self.timeout_s)

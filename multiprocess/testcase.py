@@ -58,7 +58,9 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
         WorldError: At least one rank has failed; or all have, as the test expects.
     """
     __tracebackhide__ = True
-    options = CallOptions(timeout_s=spec.timeout_s, isolation=spec.isolation)
+    options = CallOptions(
+        timeout_s=spec.timeout_s, isolation=spec.isolation, leaves_nothing=True
+    )
     outcomes = _submit(spec, options, fn, *args)
     sys.stdout.write(render_output(outcomes))
     left = outcomes[0].value  # alike on all ranks

@@ -158,6 +158,7 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
     options = CallOptions(
         timeout_s=spec.timeout_s,
         isolation=spec.isolation,
+        leaves_nothing=True,
         # Shrinking makes many failing calls: new ranks for each would take longer than
         # all the calls.
         keep_answered=hasattr(item.obj, "hypothesis"),

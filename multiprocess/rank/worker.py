@@ -33,6 +33,7 @@ PRELOAD = (
     "torch.distributed",
     f"{__package__}.flight_recorder",
     f"{__package__}.global_state",
+    f"{__package__}.left_behind",
     f"{__package__}.world",
 )
 """What every rank needs: the forkserver imports it once."""
@@ -244,6 +245,7 @@ class _Rank:
     def _run(self, message: Run) -> Reply:
         import torch.distributed as dist
 
+        from . import flight_recorder, left_behind
         from .global_state import restored_settings, seed_everything
         from .torch_internals import process_groups
 
@@ -255,6 +257,8 @@ class _Rank:
             self._make_group()
         self._runs = message.number
         self._records.clear()
+        flight_recorder.unwaited()
+        threads = left_behind.threads()
         self._world._new_call()
         with restored_settings():
             seed_everything(self._spec.seed)
@@ -269,11 +273,18 @@ class _Rank:
                 self._in_call = False
         if os.getpid() != self._pid:
             _end_child()
+        left = left_behind.describe(threads) if message.leaves_nothing else ""
+        if left:
+            text = f"gradparity: the test has left {left}: new ranks take over\n"
+            os.write(2, text.encode())  # the function may have closed sys.stderr
         # A call may destroy the group, or replace it: the next one must not find that.
-        reusable = not self._spec.default_group or (
-            dist.is_initialized()
-            and dist.group.WORLD is self._group
-            and process_groups() < _MAX_GROUPS
+        reusable = not left and (
+            not self._spec.default_group
+            or (
+                dist.is_initialized()
+                and dist.group.WORLD is self._group
+                and process_groups() < _MAX_GROUPS
+            )
         )
         return dataclasses.replace(reply, reusable=reusable)
 
