@@ -115,7 +115,7 @@ def train_on(cluster: Cluster, argv: list[str]) -> None:
     def on_rank() -> None:
         rank = current_world().rank
         os.environ["RANK"] = str(rank)
-        sys.path.insert(0, str(EXAMPLES))
+        sys.path.append(str(EXAMPLES))
         found = runpy.run_path(script)
         found["train"](found["parse"]("", argv))
 
