@@ -146,7 +146,7 @@ def lacking(spec: str, folder: str, device: str) -> str:
     except Exception as error:  # any: its constructor is the user's code
         text = f"cannot be constructed: {type(error).__name__}: {error}"
         if isinstance(error, ImportError):
-            text += ": install it (adapters' packages: pip install 'gradparity[peers]')"
+            text += ": install it (for adapters: pip install '.[peers]' in a checkout)"
         return text
     missing = [m for m in METHODS if not callable(getattr(scaler, m, None))]
     return f"has no method {', '.join(missing)}" if missing else ""

@@ -75,7 +75,7 @@ def test_same_curve_as_with_torch_also_when_resumed(
     name: str, package: str, tmp_path: Path
 ) -> None:
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install 'gradparity[trainers]'")
+        pytest.skip(f"{package} is not installed: pip install '.[trainers]'")
     folders = {x: tmp_path / x for x in ("torch", "ours", "resumed", "taken-over")}
     train_under_torchrun(
         name,
