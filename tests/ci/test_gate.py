@@ -407,8 +407,36 @@ def test_a_known_failure_is_accepted_and_a_fix_is_reported(
     write_baseline(path, make_baseline([failing]))
     assert gate(failing, tmp_path, capsys, "--baseline", str(path))[0] == 0
     code, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
-    assert code == 0
+    assert code == 0 and "known" not in told
     assert "note: better: scale.rule is pass in fsdp/2/fp32/sgd/none" in told
+
+
+# regression: N23
+def test_a_pass_says_how_many_known_failures_it_passes_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, three = sample().cases
+    one = with_verdict(one, verdict("scale.rule", "fail", "off by two"))
+    one = with_verdict(one, verdict("parity.gradient", "fail"))
+    two = with_verdict(two, verdict("scale.rule", "fail", "off by two"))
+    three = with_verdict(three, verdict("agreement.skip", "inconclusive", "no skip"))
+    failing = report_of([one, two, three])
+    path, target = tmp_path / "b.jsonl", tmp_path / "gate.json"
+    write_baseline(path, make_baseline([failing]))
+    options = ["--baseline", str(path), "--json", str(target)]
+    for strict in ([], ["--strict"]):
+        code, told = gate(failing, tmp_path, capsys, *options, *strict)
+        head, *notes = told.splitlines()
+        assert code == 0
+        assert head.startswith("gate: PASS, with 2 known failures in the baseline: 0 ")
+        assert len(notes) == 3 and notes[2] == (
+            "note: known to the baseline: scale.rule is fail in fsdp/2/fp32/sgd/none "
+            "mine.amp:Scaler: off by two (and 1 more)"
+        )
+        assert json.loads(target.read_text())["known_failures"] == 2
+    worse = relabel("agreement.scale", "fail")(failing)
+    _, told = gate(worse, tmp_path, capsys, "--baseline", str(path))
+    assert told.startswith("gate: REGRESSION, with 2 known failures in the baseline")
 
 
 def test_too_few_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
