@@ -98,7 +98,13 @@ def _reason(
         ranks=verdict.ranks,
         cause=verdict.cause,
         replay=case.replay,
+        where=place(case),
     )
+
+
+def place(case: CaseRecord) -> str:
+    """Where a case first departs and why, in words; empty if that was not found."""
+    return "" if case.location is None else case.location.text
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:

@@ -189,7 +189,8 @@ def _say(decision: Decision) -> None:
     )
     say(f"gate: {word}: {', '.join(counts)}")
     for cause in decision.causes:
-        say(cause.line)
+        for line in cause.lines:
+            say(line)
     for note in decision.notes:
         say(plain(f"note: {note}"))
 
@@ -216,6 +217,7 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
                 "cases": cause.cases,
                 "consequences": cause.consequences,
                 **msgspec.to_builtins(cause.reason),
+                **({"where": cause.where} if cause.where else {}),
             }
             for cause in decision.causes
         ],
