@@ -19,7 +19,6 @@ __all__ = ["LIMIT_BYTES", "escape", "render"]
 
 LIMIT_BYTES = 1_000_000
 """GitHub drops a whole summary above 1 MiB; this leaves room for other steps' text."""
-_CELL_LENGTH = 240
 _KINDS = {"error": "invalid", "fail": "failing", "inconclusive": "undecided"}
 """Status of a verdict -> the kind of reason that it is."""
 
@@ -123,11 +122,7 @@ def _matrix(report: Report) -> Iterator[str]:
     yield row(["---"] * (1 + len(report.scalers)))
     for topology in report.topologies:
         cells = [cell(report.of(topology, scaler)) for scaler in report.scalers]
-        yield row([escape(topology), *(escape(_short(text)) for text in cells)])
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _CELL_LENGTH else text[: _CELL_LENGTH - 3] + "..."
+        yield row([escape(topology), *map(escape, cells)])
 
 
 def _provenance(report: Report) -> Iterator[str]:
