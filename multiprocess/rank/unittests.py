@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 from ..environment import on_torchrun
 from ..outcomes import Left
@@ -148,11 +149,28 @@ def run_threaded_test(case: CaseRef) -> Left | None:
         try:
             cls.setUpClass()
             try:
-                return _run_by_unittest(cls(case.method))
+                test = cls(case.method)
+                with _threads_agree(cls, test.world_size):
+                    return _run_by_unittest(test)
             finally:
                 cls.tearDownClass()
         finally:
             _forget()
+
+
+@contextmanager
+def _threads_agree(cls: Any, size: int) -> Iterator[None]:
+    """Have a test fail that some threads skip and others pass; torch's class skips."""
+    own = cls._check_return_codes
+
+    def check(failed: list[tuple[int, ExcInfo]], *args: Any) -> None:
+        skips = [r for r, err in failed if isinstance(err[1], unittest.SkipTest)]
+        if skips and len(failed) < size:
+            raise AssertionError(f"ranks {skips} skip the test, and others pass it")
+        own(failed, *args)
+
+    with mock.patch.object(cls, "_check_return_codes", check):
+        yield
 
 
 @contextmanager

@@ -208,6 +208,7 @@ class TestOurs(TestCase):
 # regression: M2
 UNRUN = """
 import asyncio, functools, types
+from hypothesis import given, strategies as st
 
 def plain(fn):
     @functools.wraps(fn)
@@ -263,6 +264,11 @@ def test_lazy(world):
 def test_on_one_rank(world):
     return map(int, "1") if world.rank else None
 
+@pytest.mark.world(2)
+@given(n=st.integers(0, 1))
+async def test_drawn(world, n):
+    raise AssertionError
+
 @pytest.fixture
 async def later(world):
     return 1
@@ -283,6 +289,8 @@ class TestOurs(TestCase):
     async def test_coroutine(self):
         raise AssertionError
 
+    test_partial = functools.partialmethod(test_coroutine)
+
     @plain
     def test_generator(self):
         yield
@@ -295,7 +303,7 @@ class TestSetUp(TestCase):
         pass
 """
     )
-    assert "11 failed, 1 passed" in done.stdout, done.stdout
+    assert "13 failed, 1 passed" in done.stdout, done.stdout
     assert "the test returned a coroutine, which nothing awaits" in done.stdout
     assert "an async generator, which nothing awaits" in done.stdout
     assert "the test returned a map, over which nothing iterates" in done.stdout
@@ -355,13 +363,21 @@ class TestThreads(common.MultiThreadedTestCase):
 
     def test_generator(self):
         yield
+
+    def test_one_thread_skips(self):
+        if self.rank:
+            raise unittest.SkipTest("away")
+
+    def test_all_threads_skip(self):
+        raise unittest.SkipTest("away")
 """
 
 
 @pytest.mark.slow
 def test_torchs_classes_hide_nothing(common: Any, session: Session) -> None:
     done = session(f"import sys\n{TORCHS}", "--gradparity-adopt")
-    assert "4 failed, 1 skipped" in done.stdout, done.stdout
+    assert "5 failed, 2 skipped" in done.stdout, done.stdout
+    assert "ranks [1] skip the test, and others pass it" in done.stdout
     assert done.stdout.count("so its code has not run") >= 2
 
 
