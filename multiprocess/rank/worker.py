@@ -264,6 +264,7 @@ class _Rank:
             seed_everything(self._spec.seed)
             try:
                 fn, args, kwargs = pickle.loads(message.payload)
+                threads |= left_behind.threads()  # of modules that are imported now
                 self._in_call = True
                 reply = made_reply(Kind.OK, value=pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
