@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 # What is installed in .venv: for training and judging, and for the tests besides.
 READY  := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test
+# Gives mypy and the site a folder called gradparity, whatever the checkout is called.
+TYPING := .typing/gradparity
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Installed without the much that they name: torchtitan and OLMo-core with what importing
 # a model of them needs, diffusers, Megatron-FSDP, NeMo AutoModel and TRL.
@@ -124,7 +126,12 @@ clean:
 
 setup: $(READY)
 
-setup-test: $(READY_TEST)
+setup-test: $(READY_TEST) $(TYPING)
+
+# Not in git: a link to the folder above it sends tools that follow links in circles.
+$(TYPING):
+	mkdir -p $(@D)
+	ln -s .. $@
 
 # pyproject.toml and constraints.txt decide what is installed: newer than the stamp, install again.
 $(READY): pyproject.toml constraints.txt

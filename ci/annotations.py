@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from ..conformance.output import harmless
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.status import Verdict, plain
-from .reasons import at
+from .checks import place
+from .reasons import BEGINS, at
 
 __all__ = ["SHOWN", "render"]
 
@@ -45,9 +46,14 @@ def _groups(report: Report) -> Iterator[list[Violation]]:
 def _violation(found: list[Violation]) -> str:
     case, verdict = found[0]
     more = f" (and in {len(found) - 1} more cases)" if len(found) > 1 else ""
-    again = f"\n{plain(case.replay)}" if case.replay else ""
-    text = plain(f"{at(case)}: {verdict.message}{more}")
-    return _command(f"{verdict.law}: {case.scaler}", f"{text}{again}")
+    lines = [f"{at(case)}: {verdict.message}{more}"]
+    located = next((c for c, _ in found if place(c)), None)
+    if located is not None:
+        of = "" if located is case else f"(in {located.scenario}) "
+        lines.append(f"{BEGINS}: {of}{place(located)}")
+    lines += [case.replay] if case.replay else []
+    text = "\n".join(map(plain, lines))
+    return _command(f"{verdict.law}: {case.scaler}", text)
 
 
 def _whole(text: str) -> str:

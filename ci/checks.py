@@ -16,10 +16,21 @@ from .baseline import Baseline, BaselineCase, Provenance
 from .ratios import Spread, limit, worst
 from .reasons import Reason, at
 
-__all__ = ["DECIDED", "Checked", "check_cases", "check_vanished", "check_whole"]
+__all__ = [
+    "DECIDED",
+    "FAILURES",
+    "Checked",
+    "check_cases",
+    "check_vanished",
+    "check_whole",
+]
 
 DECIDED = "baseline.decided"
 """Id of the check that a case decides at least one law."""
+
+
+FAILURES = ("fail", "error")
+"""Statuses of a verdict that a baseline holds only where a user accepts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,8 @@ class Checked:
     reason: Reason | None
     better: bool = False
     """Whether it is better than in the baseline."""
+    known: bool = False
+    """Whether it is no pass, but no worse than in the baseline."""
 
 
 def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
@@ -48,11 +61,13 @@ def check_cases(report: Report, baseline: Baseline | None) -> Iterator[Checked]:
 
 def _verdict(case: CaseRecord, verdict: Verdict, old: BaselineCase | None) -> Checked:
     before = old.exact.laws.get(verdict.law, "") if old else ""
+    reason = _reason(case, verdict, before, known=old is not None)
     return Checked(
         case=case,
         verdict=verdict,
-        reason=_reason(case, verdict, before, known=old is not None),
+        reason=reason,
         better=bool(before) and is_worse(before, verdict.status),
+        known=reason is None and verdict.status in (*FAILURES, "inconclusive"),
     )
 
 
@@ -83,7 +98,13 @@ def _reason(
         ranks=verdict.ranks,
         cause=verdict.cause,
         replay=case.replay,
+        where=place(case),
     )
+
+
+def place(case: CaseRecord) -> str:
+    """Where a case first departs and why, in words; empty if that was not found."""
+    return "" if case.location is None else case.location.text
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:

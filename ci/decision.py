@@ -17,7 +17,7 @@ import msgspec
 from ..conformance.report.records import Report
 from ..conformance.status import UsageError
 from .baseline import Baseline
-from .checks import Checked, check_cases, check_vanished, check_whole
+from .checks import FAILURES, Checked, check_cases, check_vanished, check_whole
 from .expectations import Expectation
 from .integrity import contradictions
 from .reasons import (
@@ -64,7 +64,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[Cause, ...]
     """The reasons grouped by cause, as printed."""
     notes: tuple[str, ...]
-    """One line each: excused, better or unused entries. Notes never fail the gate."""
+    """One line each: known, excused, better or unused entries. Notes never fail the
+    gate."""
+    known_failures: int
+    """Cases that fail as they do in the baseline."""
     cases: int
     """Cases that were looked at."""
     judged: int
@@ -87,6 +90,8 @@ def decide(report: Report, terms: Terms) -> Decision:
     checked.sort(key=lambda c: (at(c.case), c.verdict.law))
     reasons, notes = _excuse(checked, live)
     notes += folded(_better(c) for c in checked if c.better)
+    known = [c for c in checked if c.known]
+    notes += folded(_known(c) for c in known)
     left = [*_expired(terms, report), *_idle(live, checked)]
     if terms.strict:
         reasons += [Reason(kind="expectation", text=text) for text in left]
@@ -100,11 +105,16 @@ def decide(report: Report, terms: Terms) -> Decision:
     reasons += check_whole(
         report, terms.baseline, terms.min_cases, any_torch=terms.any_torch
     )
-    return _decision(report, reasons, notes, len(checked))
+    failures = len({c.case.key for c in known if c.verdict.status in FAILURES})
+    return _decision(report, reasons, notes, len(checked), failures)
 
 
 def _decision(
-    report: Report, reasons: Sequence[Reason], notes: Sequence[str], judged: int
+    report: Report,
+    reasons: Sequence[Reason],
+    notes: Sequence[str],
+    judged: int,
+    known_failures: int = 0,
 ) -> Decision:
     """The decision, sorted: it does not depend on the order of the cases."""
     order = list(KINDS)  # worst first
@@ -114,6 +124,7 @@ def _decision(
         reasons=tuple(ordered),
         causes=causes_of(ordered, report.header.laws),
         notes=tuple(sorted(set(notes))),
+        known_failures=known_failures,
         cases=len(report.cases),
         judged=judged,
     )
@@ -141,6 +152,14 @@ def _better(checked: Checked) -> tuple[object, str]:
     case, law, status = checked.case, checked.verdict.law, checked.verdict.status
     return (case.scaler, law, status), (
         f"better: {law} is {status} in {at(case)}: --update-baseline makes it a promise"
+    )
+
+
+def _known(checked: Checked) -> tuple[object, str]:
+    case, law, status = checked.case, checked.verdict.law, checked.verdict.status
+    return (case.scaler, law, status, checked.verdict.cause), (
+        f"known to the baseline: {law} is {status} in {at(case)}: "
+        f"{checked.verdict.message}"
     )
 
 

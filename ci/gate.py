@@ -100,6 +100,12 @@ def _parser() -> Parser:
     add("--update-baseline", action="store_true", help="write REPORT as the baseline")
     add("--yes", action="store_true", help="with --update-baseline: do not ask")
     add(
+        "--accept-failures",
+        action="store_true",
+        help="with --update-baseline: write what fails in REPORT into the baseline, so "
+        "that later gates pass with it; expectations are the better place",
+    )
+    add(
         "--repeat",
         type=Path,
         action="append",
@@ -115,9 +121,10 @@ def _check(parsed: argparse.Namespace) -> None:
         raise UsageError("--update-baseline needs --baseline FILE, the file to write")
     if parsed.any_torch and parsed.baseline is None:
         raise UsageError("--any-torch goes with --baseline FILE")
-    for name in ("yes", "repeat"):
+    for name in ("yes", "repeat", "accept_failures"):
         if getattr(parsed, name) and not parsed.update_baseline:
-            raise UsageError(f"--{name} goes with --update-baseline only")
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} goes with --update-baseline only")
 
 
 def _gate(parsed: argparse.Namespace) -> int:
@@ -163,6 +170,7 @@ def _unreadable(error: ReportError) -> Decision:
         reasons=(reason := Reason(kind="invalid", text=str(error)),),
         causes=causes_of([reason]),
         notes=(),
+        known_failures=0,
         cases=0,
         judged=0,
     )
@@ -170,6 +178,9 @@ def _unreadable(error: ReportError) -> Decision:
 
 def _say(decision: Decision) -> None:
     word = decision.outcome.word.upper()
+    if decision.known_failures:
+        known = counted(decision.known_failures, "known failure")
+        word += f", with {known} in the baseline"
     counts = (
         counted(len(decision.causes), "cause"),
         counted(len(decision.reasons), "reason"),
@@ -178,7 +189,8 @@ def _say(decision: Decision) -> None:
     )
     say(f"gate: {word}: {', '.join(counts)}")
     for cause in decision.causes:
-        say(cause.line)
+        for line in cause.lines:
+            say(line)
     for note in decision.notes:
         say(plain(f"note: {note}"))
 
@@ -193,6 +205,7 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
         "expectations": str(parsed.expect) if parsed.expect else None,
         "strict": parsed.strict,
         "any_torch": parsed.any_torch,
+        "known_failures": decision.known_failures,
         "cases": decision.cases,
         "judged": decision.judged,
         "reasons": [
@@ -204,6 +217,7 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
                 "cases": cause.cases,
                 "consequences": cause.consequences,
                 **msgspec.to_builtins(cause.reason),
+                **({"where": cause.where} if cause.where else {}),
             }
             for cause in decision.causes
         ],
@@ -215,7 +229,9 @@ def _write_json(path: Path, decision: Decision, parsed: argparse.Namespace) -> N
 def _update(parsed: argparse.Namespace) -> int:
     reports = [read_report(path) for path in (parsed.report, *parsed.repeat)]
     ask = _agree if parsed.yes else _ask
-    if update(parsed.baseline, reports, ask, say):
+    expected = read_expectations(parsed.expect) if parsed.expect else ()
+    accept = parsed.accept_failures
+    if update(parsed.baseline, reports, ask, say, expected, accept_failures=accept):
         say(f"written: {parsed.baseline}")
         return Outcome.PASS.value
     raise UsageError("the baseline is left as it was: answer y, or give --yes")

@@ -13,6 +13,8 @@ from xml.etree import ElementTree as ET
 from ..conformance.output import harmless
 from ..conformance.report.records import CaseRecord, Report
 from ..conformance.status import Verdict
+from .checks import place
+from .reasons import BEGINS
 
 __all__ = ["render", "xml_text"]
 
@@ -94,7 +96,9 @@ def _test(case: CaseRecord, verdict: Verdict) -> ET.Element:
     tag = _ELEMENTS.get(verdict.status)
     if tag is not None:
         child = _element(tag, message=verdict.message, type=verdict.status)
-        child.text = xml_text(f"{verdict.message}\n{case.replay}")
+        where = place(case) if verdict.status == "fail" else ""
+        lines = [verdict.message, *([f"{BEGINS}: {where}"] if where else [])]
+        child.text = xml_text("\n".join([*lines, case.replay]))
         test.append(child)
     return test
 

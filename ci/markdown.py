@@ -12,13 +12,13 @@ from ..conformance.report.records import CaseRecord, Report
 from ..conformance.report.table import escape, row
 from ..conformance.report.terminal import cell, facts, scaler_name
 from ..conformance.status import RANKING, RESULTS, Verdict
-from .reasons import Reason, at, causes_of
+from .checks import place
+from .reasons import BEGINS, Reason, at, causes_of
 
 __all__ = ["LIMIT_BYTES", "escape", "render"]
 
 LIMIT_BYTES = 1_000_000
 """GitHub drops a whole summary above 1 MiB; this leaves room for other steps' text."""
-_CELL_LENGTH = 240
 _KINDS = {"error": "invalid", "fail": "failing", "inconclusive": "undecided"}
 """Status of a verdict -> the kind of reason that it is."""
 
@@ -56,7 +56,7 @@ def _stories(report: Report) -> Iterator[str]:
     for cause in causes_of(reasons, report.header.laws):
         reason = cause.reason
         case, verdict = found[reason.scaler, reason.scenario, reason.law]
-        yield "\n".join(_story(case, verdict, cause.counts))
+        yield "\n".join(_story(case, verdict, cause.counts, cause.where))
 
 
 def _open(case: CaseRecord) -> list[Verdict]:
@@ -78,18 +78,21 @@ def _reason(case: CaseRecord, verdict: Verdict) -> Reason:
         now=verdict.status,
         step=verdict.step,
         cause=verdict.cause,
+        where=place(case),
     )
 
 
-def _story(case: CaseRecord, verdict: Verdict, counts: str) -> Iterator[str]:
+def _story(
+    case: CaseRecord, verdict: Verdict, counts: str, where: str
+) -> Iterator[str]:
     more = f" ({counts})" if counts else ""
     yield f"\n### {verdict.status}{more}: {escape(at(case))}\n"
     found = "; ".join(facts(verdict))
     extra = f" ({escape(found)})" if found else ""
     law = f"**{escape(verdict.law)}** " if verdict.law else ""
     yield f"- {law}{escape(verdict.message)}{extra}"
-    if case.location is not None:
-        yield f"- where it begins: {escape(case.location.text)}"
+    if where:
+        yield f"- {BEGINS}: {escape(where)}"
     if case.replay:
         yield f"\n<pre>{escape(case.replay)}</pre>"
 
@@ -119,11 +122,7 @@ def _matrix(report: Report) -> Iterator[str]:
     yield row(["---"] * (1 + len(report.scalers)))
     for topology in report.topologies:
         cells = [cell(report.of(topology, scaler)) for scaler in report.scalers]
-        yield row([escape(topology), *(escape(_short(text)) for text in cells)])
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _CELL_LENGTH else text[: _CELL_LENGTH - 3] + "..."
+        yield row([escape(topology), *map(escape, cells)])
 
 
 def _provenance(report: Report) -> Iterator[str]:

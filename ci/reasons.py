@@ -11,6 +11,7 @@ from ..conformance.report.records import CaseRecord
 from ..conformance.status import EXIT_CODES, counted, plain
 
 __all__ = [
+    "BEGINS",
     "KINDS",
     "Cause",
     "Outcome",
@@ -39,6 +40,9 @@ class Outcome(Enum):
         """The outcome in lower case."""
         return self.name.lower()
 
+
+BEGINS = "where it begins"
+"""Words before the place of a fault, in every format."""
 
 # The order is that of importance: reasons are sorted by it, and of the reasons of one
 # case the first kind is taken for the cause.
@@ -82,6 +86,8 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """If a law has several kinds of violations: the kind of this one."""
     replay: str = ""
     """The command that shows it again."""
+    where: str = ""
+    """Where the run first departs and what explains it, in words, if it was found."""
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, f"a reason of kind {self.kind!r}"
@@ -101,6 +107,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Cases, or other things, in which it is the cause."""
     consequences: int
     """Further reasons in the same cases."""
+    where: str = ""
+    """Where one of the cases first departs, with the case if it is not the reason's."""
 
     @property
     def line(self) -> str:
@@ -108,6 +116,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         if not self.counts:
             return self.reason.line
         return plain(f"{self.reason.kind} ({self.counts}): {self.reason.text}")
+
+    @property
+    def lines(self) -> list[str]:
+        """The line, and below it where the fault begins, if that was found."""
+        below = [f"  {BEGINS}: {plain(self.where)}"] if self.where else []
+        return [self.line, *below]
 
     @property
     def counts(self) -> str:
@@ -148,15 +162,21 @@ def causes_of(reasons: Sequence[Reason], laws: Iterable[str] = ()) -> tuple[Caus
         # reasons without a case have only their text to distinguish them
         same = what if root.scenario else (*what, root.text)
         alike.setdefault(same, []).append((root, len(group) - 1))
-    causes = [
-        Cause(
-            reason=min((root for root, _ in found), key=_order),
-            cases=len(found),
-            consequences=sum(more for _, more in found),
-        )
-        for found in alike.values()
-    ]
+    causes = [_cause(found) for found in alike.values()]
     return tuple(sorted(causes, key=lambda cause: _order(cause.reason)))
+
+
+def _cause(found: Sequence[tuple[Reason, int]]) -> Cause:
+    first, *others = sorted((root for root, _ in found), key=_order)
+    where = first.where or next(
+        (f"(in {r.scenario}) {r.where}" for r in others if r.where), ""
+    )
+    return Cause(
+        reason=first,
+        cases=len(found),
+        consequences=sum(more for _, more in found),
+        where=where,
+    )
 
 
 def _order(reason: Reason) -> tuple[int, str]:

@@ -7,11 +7,13 @@ from datetime import date
 from pathlib import Path
 
 from ..conformance.report.records import Report
-from ..conformance.status import EXIT_CODES, plain
+from ..conformance.status import EXIT_CODES, counted, plain
 from .baseline import make_baseline, read_baseline, write_baseline
-from .checks import check_whole
+from .checks import FAILURES, check_whole
 from .decision import Terms, decide
+from .expectations import Expectation
 from .integrity import contradictions
+from .reasons import KINDS, Outcome
 
 __all__ = ["Refused", "update"]
 
@@ -31,7 +33,13 @@ class Refused(ValueError):
 
 
 def update(
-    path: Path, reports: Sequence[Report], ask: Ask, show: Callable[[str], None]
+    path: Path,
+    reports: Sequence[Report],
+    ask: Ask,
+    show: Callable[[str], None],
+    expectations: Sequence[Expectation] = (),
+    *,
+    accept_failures: bool = False,
 ) -> bool:
     """Write a baseline of ``reports`` to ``path`` if ``ask`` agrees.
 
@@ -41,21 +49,28 @@ def update(
         ask: called with the question; returns whether to write.
         show: called with each line of what the old baseline says to the first report,
             and the new one no longer will.
+        expectations: known violations. They are not written into the baseline: a later
+            gate needs the expectation for them, too.
+        accept_failures: whether what fails is written into the baseline.
 
     Returns:
         Whether ``path`` now is the baseline of ``reports``.
 
     Raises:
-        Refused: if a report is incomplete, contradicts itself or compared nothing.
+        Refused: if a report is incomplete, contradicts itself, compared nothing or,
+            unless ``accept_failures``, fails beyond the expectations.
         UsageError: if ``path`` is no baseline, or the reports do not agree.
     """
     # Before anything is shown or asked: such a baseline would pass what it never saw.
     for report in reports:
         _check(report)
-    new = make_baseline(reports)
+    if not accept_failures:
+        _refuse_failures(reports[0], expectations)
+    new = make_baseline(reports, without=() if accept_failures else FAILURES)
     # read although it will be replaced: a file that is no baseline is kept
     old = read_baseline(path) if path.exists() else None
-    found = decide(reports[0], Terms(today=date.today(), baseline=old))
+    terms = Terms(today=date.today(), baseline=old, expectations=expectations)
+    found = decide(reports[0], terms)
     lines = [*(c.line for c in found.causes), *(f"note: {n}" for n in found.notes)]
     for line in lines:
         show(plain(line))
@@ -64,6 +79,24 @@ def update(
         return False
     write_baseline(path, new)
     return True
+
+
+def _refuse_failures(report: Report, expectations: Sequence[Expectation]) -> None:
+    """Refuse a report that no baseline would let pass the gate.
+
+    Else the gate would be green over failures that its reader has not seen.
+    """
+    found = decide(report, Terms(today=date.today(), expectations=expectations))
+    causes = [c for c in found.causes if KINDS[c.reason.kind] is Outcome.REGRESSION]
+    if causes:
+        first, *others = causes
+        more = f" (and {counted(len(others), 'more cause')})" if others else ""
+        raise Refused(
+            f"no baseline is made of a report that fails: {first.line}{more}; list "
+            "what is known in expectations.toml and give --expect, or let later gates "
+            "pass with it: --accept-failures",
+            Outcome.REGRESSION.value,
+        )
 
 
 def _check(report: Report) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "as_number",
     "as_usage",
     "case_status",
+    "clipped",
     "counted",
     "did_you_mean",
     "id_parts",
@@ -164,6 +165,16 @@ def is_worse(now: str, before: str) -> bool:
 def plain(text: str) -> str:
     """``text`` on one line, without control characters."""
     return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+
+
+def clipped(text: str, most: int) -> str:
+    """``text`` on one line, cut after a whole clause if it has more characters."""
+    text = plain(text)
+    if len(text) <= most:
+        return text
+    ends = [text.rfind(end, 0, most) for end in ("; ", ". ", ": ", ", ", " ")]
+    cut = next((end for end in ends if end > most // 2), most)
+    return f"{text[:cut]} [{len(text) - cut} more characters in the report]"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -201,7 +201,7 @@ class Cluster(BaseCluster):
                 # Beside the warm ranks, which stay for the next call.
                 ranks = _started(self.spec, current_context())
                 try:
-                    outcomes = _call(ranks, payload, options.timeout_s, False, None)
+                    outcomes = _call(ranks, payload, options, None)
                     ranks.stop()
                     return outcomes
                 finally:
@@ -211,11 +211,11 @@ class Cluster(BaseCluster):
             context = current_context()
             changed = None if context == self._sent else context
             self._sent = context
-            fresh = options.isolation == "group"
             try:
-                outcomes = _call(ranks, payload, options.timeout_s, fresh, changed)
+                outcomes = _call(ranks, payload, options, changed)
             except BaseException as error:  # also ctrl-C
-                if options.keep_answered and all_answered(error):
+                keeps = options.keep_answered and ranks.reusable
+                if keeps and all_answered(error):
                     ranks.fresh_group = True
                 else:  # a world in the middle of a call is of no use
                     self._release()
@@ -297,25 +297,25 @@ def _started(spec: WorldSpec, context: Context) -> RankProcesses:
 def _call(
     ranks: RankProcesses,
     payload: bytes,
-    limit_s: float,
-    fresh: bool,
+    options: CallOptions,
     changed: Context | None,
 ) -> tuple[RankOutcome, ...]:
     ranks.runs += 1
     run = Run(
         payload=payload,
         number=ranks.runs,
-        fresh_group=fresh or ranks.fresh_group,
+        fresh_group=options.isolation == "group" or ranks.fresh_group,
         context=changed,
+        leaves_nothing=options.leaves_nothing,
     )
     for rank in ranks.ranks:
-        rank.send(run, limit_s)
-    return _outcomes(ranks, limit_s)
+        rank.send(run, options.timeout_s)
+    return _outcomes(ranks, options.timeout_s)
 
 
 def _outcomes(ranks: RankProcesses, limit_s: float) -> tuple[RankOutcome, ...]:
     facts = Watch(ranks, limit_s, ranks.spec.grace_s).facts()
-    outcomes = outcomes_or_raise(facts)
     ranks.reusable = all(fact.reply and fact.reply.reusable for fact in facts)
+    outcomes = outcomes_or_raise(facts)
     ranks.fresh_group = False
     return outcomes

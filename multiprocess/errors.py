@@ -7,6 +7,8 @@ RuntimeError
 +-- WorldError            a call failed on at least one rank
 TypeError
 +-- NotPicklableError       a function, argument or result that cannot travel
+BaseException
++-- CallEnded             raised on a rank when the call has failed on another one
 """
 
 from __future__ import annotations
@@ -25,6 +27,13 @@ class ForkserverError(HarnessError):
 
 class NotSimulatedError(HarnessError):
     """Something that only real ranks can do."""
+
+
+class CallEnded(BaseException):
+    """The call has failed on another rank: leave it, through ``finally`` and teardown.
+
+    Raised where the rank is. It is no ``Exception``, so that no test catches it.
+    """
 
 
 class NotPicklableError(TypeError):

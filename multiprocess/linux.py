@@ -14,10 +14,13 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (
-    2 if hasattr(signal, "SIGRTMAX") else 0
-)
+_REAL_TIME = hasattr(signal, "SIGRTMAX")
+
+STACKS_SIGNAL: int = signal.SIGRTMAX - 2 if _REAL_TIME else signal.SIGUSR2
 """Sent to a rank to make it dump its stacks; one that tests have no use for."""
+
+END_SIGNAL: int = signal.SIGRTMAX - 3 if _REAL_TIME else signal.SIGUSR1
+"""Sent to a rank to make it leave the function: see ``CallEnded``."""
 
 
 def now_s() -> float:

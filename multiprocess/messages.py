@@ -80,6 +80,9 @@ class Run:
     context: Context | None
     """What changed in the parent since the last message."""
 
+    leaves_nothing: bool = False
+    """See ``CallOptions``."""
+
 
 class Kind(enum.Enum):
     """What a reply reports."""

@@ -66,16 +66,19 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True)
 class Left:
-    """How a test left a rank before its end, if that is no failure by itself.
+    """Early end of a test on one rank that is no failure: a skip, for example.
 
-    Such a test passes for skipped (or xfailed, ...) if it leaves all ranks alike.
+    The test counts as skipped (or xfailed, ...) if all ranks end it alike.
     """
 
     kind: str
+    """What pytest makes of the exception: see ``rank.endings``."""
+
+    name: str
     """Qualified name of the exception's type."""
 
     reason: str
-    """Its text."""
+    """The exception's text."""
 
 
 class RankState(enum.Enum):

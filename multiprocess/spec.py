@@ -39,7 +39,8 @@ class WorldSpec:
     their process group."""
 
     grace_s: float = 0.7
-    """How long the others may take to end by themselves after the first fault."""
+    """How long the others may take to end by themselves after the first fault; and
+    then, when they are made to leave the function, to run ``finally`` and teardown."""
 
     threads: int = 1
     """Intra-op threads of each rank; N ranks must not fight for the cores."""
@@ -105,6 +106,10 @@ class CallOptions:
     keep_answered: bool = False
     """Keep the ranks of a failed call in which every rank answered; the next call gets
     a fresh process group. Meant for many small failing calls, as in shrinking."""
+
+    leaves_nothing: bool = False
+    """Replace the ranks if the call leaves a thread running, or a collective that it
+    never waited for. Meant for tests, which must not affect the next one."""
 
     def __post_init__(self) -> None:
         check_isolation(self.isolation)

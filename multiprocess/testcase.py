@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .cluster import Cluster
+from .errors import WorldError
 from .outcomes import Left, RankOutcome
 from .parent.slots import cpu_slots
+from .rank.endings import SKIP, XFAIL, refuse_unrun
 from .rank.unittests import CaseRef, run_case
 from .report import render_output
 from .spec import Backend, CallOptions, Device, Isolation, WorldSpec
@@ -53,15 +55,19 @@ def run_on_ranks(spec: WorldSpec, fn: Callable[..., Any], *args: Any) -> None:
 
     Raises:
         SkipTest: All ranks have skipped it.
-        WorldError: At least one rank has failed.
+        WorldError: At least one rank has failed; or all have, as the test expects.
     """
     __tracebackhide__ = True
-    options = CallOptions(timeout_s=spec.timeout_s, isolation=spec.isolation)
+    options = CallOptions(
+        timeout_s=spec.timeout_s, isolation=spec.isolation, leaves_nothing=True
+    )
     outcomes = _submit(spec, options, fn, *args)
     sys.stdout.write(render_output(outcomes))
     left = outcomes[0].value  # alike on all ranks
-    if isinstance(left, Left) and left.kind != "SystemExit":
+    if isinstance(left, Left) and left.kind == SKIP:
         raise unittest.SkipTest(left.reason)
+    if isinstance(left, Left) and left.kind == XFAIL:
+        raise WorldError(outcomes, outcomes[0])
 
 
 class TestCase(unittest.TestCase):
@@ -103,6 +109,7 @@ class TestCase(unittest.TestCase):
     """Limit of one test for the whole world."""
 
     rank = MAIN_PROCESS_RANK
+    _unexpected: WorldError | None = None
 
     def assertEqual(
         self, first: Any, second: Any, msg: Any = None, **tolerances: Any
@@ -138,21 +145,37 @@ class TestCase(unittest.TestCase):
     # What unittest calls around a test; IsolatedAsyncioTestCase overrides the same.
     def _callSetUp(self) -> None:
         if self.rank != self.MAIN_PROCESS_RANK:
-            self.setUp()
+            refuse_unrun("setUp", self.setUp())  # type: ignore[func-returns-value]  # a coroutine of a subclass
 
     def _callTestMethod(self, method: Callable[[], object]) -> None:
         __tracebackhide__ = True
         if self.rank != self.MAIN_PROCESS_RANK:
             method()
             return
-        run_on_ranks(self._spec(), run_case, CaseRef.of(self))
+        try:
+            run_on_ranks(self._spec(), run_case, CaseRef.of(self))
+        except WorldError as failure:
+            # A test may expect that it fails itself, and its ranks say so; a failure of
+            # setUp or tearDown, or a crash, is none that it expects.
+            if not isinstance(failure.root.value, Left) and _expects_failure(self):
+                self._unexpected = failure
+                return
+            raise
 
     def _callTearDown(self) -> None:
+        __tracebackhide__ = True
         if self.rank != self.MAIN_PROCESS_RANK:
-            self.tearDown()
+            refuse_unrun("tearDown", self.tearDown())  # type: ignore[func-returns-value]  # as above
+        elif self._unexpected is not None:
+            raise self._unexpected
 
     def _handle_test_skip(self, msg: str) -> None:
         self.skipTest(msg)  # skip_if_lt_x_gpu asks for this name
+
+
+def _expects_failure(test: unittest.TestCase) -> bool:
+    marked = (test, getattr(test, test._testMethodName))
+    return any(getattr(m, "__unittest_expecting_failure__", False) for m in marked)
 
 
 def _holds_tensor(value: Any, tensor: type[Any]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ...fixtures.imports import importable, look_in
 from ...fixtures.workloads import named
 from ..status import UsageError, as_usage
 
@@ -61,13 +62,12 @@ class Source:
 
 
 def load(spec: str) -> Any:
-    """What ``module:attribute`` names; a module in the current folder comes first.
+    """What ``module:attribute`` names; the module may lie in the current folder.
 
     Raises:
         UsageError: if it names nothing.
     """
-    if os.getcwd() not in sys.path:  # a script's path is where it is installed
-        sys.path.insert(0, os.getcwd())
+    look_in(os.getcwd())  # a script's path is where it is installed
     with as_usage(ValueError):
         return named("model", spec, "mypackage.model:MyModel")
 
@@ -98,7 +98,7 @@ def find_source(spec: str) -> Source:
         got = type(found).__name__
         raise UsageError(f"{spec} is of type {got}, expected a function: {way}")
     module, _, attribute = spec.partition(":")
-    imported = (module, attribute.partition(".")[0])
+    imported = (importable(module), attribute.partition(".")[0])
     needed = list(_needed(found))
     if not needed:
         source = Source(spec=spec, imports=(imported,), call=attribute, make=found)

@@ -64,7 +64,7 @@ def refusal(text: str) -> str:
         # a name of its own: the file may be called as a module of the user's
         name = f"gradparity_draft_{os.path.basename(folder)}"
         Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
-        sys.path.insert(0, folder)
+        sys.path.append(folder)
         try:
             check_workload(f"{name}:Workload")
         except WorkloadError as error:

@@ -38,14 +38,16 @@ def doubts_of(
         ", though every dropout that the judge knows of was off: set the probability "
         "to 0 where it is kept out of the modules' attributes"
     )
-    found = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps)]
+    # the two together are refused
+    line = REFERENCE_LINE + " in place of scheduler" * bool(scenario.workload.scheduler)
+    found = [*_drawn(steps, text), *_chose(steps), *_stepped_late(steps, line)]
     if _cuts_rows(scenario) and not rows_apart(scenario.model):
         text = (
             "gradients are no sums over rows here: where the batch is cut the "
             "reference departs from itself, in fp64, too. A layer that looks at all "
             "rows at once does that. Write shard or micro_batches if parts are to give "
             "what the whole does, or, if train_step gathers what it needs of other "
-            f"ranks: {REFERENCE_LINE}"
+            f"ranks: {line}"
         )
         found.append(Doubt(since_step=0, text=text))
     if unclear:
@@ -80,7 +82,7 @@ def _chose(steps: Sequence[Seen]) -> Iterator[Doubt]:
             return
 
 
-def _stepped_late(steps: Sequence[Seen]) -> Iterator[Doubt]:
+def _stepped_late(steps: Sequence[Seen], line: str) -> Iterator[Doubt]:
     for seen in steps:
         names = frozenset(name for _, at in seen for name in at.late)
         if names:
@@ -88,7 +90,7 @@ def _stepped_late(steps: Sequence[Seen]) -> Iterator[Doubt]:
                 "train_step runs a forward after an optimizer has moved weights, and "
                 f"steps {min(names)} after it, while the reference takes all gradients "
                 "at the weights before the step (a GAN in turns, LBFGS): "
-                f"{REFERENCE_LINE}"
+                f"{line}"
             )
             yield Doubt(since_step=seen[0][1].step, parameters=names, text=text)
             return

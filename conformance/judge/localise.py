@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...fixtures import REFERENCE_LINE
 from ..rank.modules import Watched
 from ..rank.trace import RankTrace
 from ..report.records import Location
@@ -103,7 +104,7 @@ def locate(
     assert found is not None  # one of the three kinds departs
     within = found.where in ("forward", "backward")
     text = f"{found.text}; {gradients.also if within else boundaries.agreed}"
-    text += gradients.circumstances(found.where)
+    text += gradients.circumstances(found.where) + gradients.way_out(found)
     return msgspec.structs.replace(
         found,
         step=step,
@@ -147,6 +148,8 @@ class _Gradients:
             norm=parity.reference_norm[step],
         )
         self.step = step
+        differs = parity.stack_schedule.differs
+        self.setting = differs[1] if differs and differs[0] <= step else ""
         # proportional up to rounding
         self.rest = max(
             PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff
@@ -247,6 +250,33 @@ class _Gradients:
         factors = [multiple_of(mine, whole) for _, mine, whole in pairs if whole.any()]
         return all(abs(factor - 1) <= rest for factor, rest in factors)
 
+    def way_out(self, found: Location) -> str:
+        """The line to add for training that is no single step.
+
+        Only where nothing else explains what departs, and the workload may have it: a
+        fault that the one rank has, too, would be hidden.
+        """
+        workload = self.scenario.workload
+        may = not (workload.one_rank or workload.scheduler)  # refused beside it
+        if workload.train_step is None or not may or self.setting or self.kept:
+            return ""
+        rows = self.departed["gradient"] or self.departed["update"]
+        if found.where in ("gradient", "update"):
+            held = {t.rank for t, _ in self.seen if {*self.names} & t.index.keys()}
+            odd = held != {row.rank for row in rows}  # a fault of some ranks
+            missing = found.where == "gradient" and not self.departed["gradient"]
+            reduced = not self._unreduced(rows[0].parameter) if rows else True
+            explained = odd or missing or not reduced
+        else:
+            # A second forward at other weights (SAM) departs under a right loss.
+            explained = found.where != "forward" or bool(self.departed["loss"])
+        if explained or found.factor is not None or not rows:
+            return ""
+        return (
+            "; if this is no single step from averaged gradients (SAM, PowerSGD), "
+            + REFERENCE_LINE
+        )
+
     def own(self) -> Location:
         """The location if gradients depart and no activation does."""
         rows = self.departed["gradient"]
@@ -303,6 +333,7 @@ class _Gradients:
             departs = "is not finite"
         elif factor is not None:
             departs = f"is {_times(factor)}"
+        look = "look at the optimizer, and at what comes between it and the gradients"
         seen = any(at.gradients for _, at in self.seen)
         known = f"of step {self.step} are right" if seen else "are out of sight"
         if seen and self.missed:
@@ -315,8 +346,7 @@ class _Gradients:
             error=row.error,
             bound=row.bound,
             text=f"all gradients {known}, the update of "
-            f"{_some(self.names)} {departs}: look at the optimizer, and at what comes "
-            "between it and the gradients",
+            f"{_some(self.names)} {departs}: {self.setting or look}",
         )
 
     def _never_trained(self, name: str) -> bool:

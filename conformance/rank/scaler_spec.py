@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...fixtures import named
+from ...fixtures.imports import look_in
 from ...multiprocess import WorldError
 from ..status import UsageError, as_usage
 
@@ -23,7 +23,6 @@ __all__ = [
     "NO_SCALER",
     "JudgedScaler",
     "growth_tracker",
-    "import_from",
     "lacking",
     "load_scaler",
     "refuse_mixed",
@@ -86,13 +85,13 @@ def load_scaler(spec: str, folder: str) -> Any:
 
     Args:
         spec: for example ``torch.amp:GradScaler``.
-        folder: put first on the import path, so that a user's own module is found.
+        folder: put last on the import path, so that a user's own module is found.
 
     Raises:
         UsageError: if ``spec`` has another form, or names nothing that takes the
             keywords of a scaler.
     """
-    import_from(folder)
+    look_in(folder)
     if spec == NO_SCALER:
         return None
     found = named("scaler", spec, "torch.amp:GradScaler")
@@ -147,7 +146,7 @@ def lacking(spec: str, folder: str, device: str) -> str:
     except Exception as error:  # any: its constructor is the user's code
         text = f"cannot be constructed: {type(error).__name__}: {error}"
         if isinstance(error, ImportError):
-            text += ": install it (adapters' packages: pip install 'gradparity[peers]')"
+            text += ": install it (for adapters: pip install '.[peers]' in a checkout)"
         return text
     missing = [m for m in METHODS if not callable(getattr(scaler, m, None))]
     return f"has no method {', '.join(missing)}" if missing else ""
@@ -157,12 +156,6 @@ def growth_tracker(state_dict: Mapping[str, Any]) -> int | None:
     """The growth tracker that a scaler reports, or None."""
     tracker = state_dict.get("_growth_tracker")
     return None if tracker is None else int(tracker)
-
-
-def import_from(folder: str) -> None:
-    """Put ``folder`` first on the import path."""
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
 
 
 def refuse_mixed(specs: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..status import RESULTS, Number, plain, worst_of
+from ..status import RESULTS, Number, clipped, plain, worst_of
 from .records import CaseRecord, Comparison, Report
 
 __all__ = ["MAX_LINES", "escape", "legible", "render", "row"]
@@ -22,7 +22,7 @@ _MAX_ROWS = 26
 _MAX_STORIES = 5
 # characters: a wider cell makes code hosts scroll the table
 _CELL = 90
-_STORY = 240
+_STORY = 1000  # list items wrap; an exception may print a whole tensor
 _SPECIAL = re.compile(
     r"[^\w ,/=()+;.:'\"%?-]"
     # emphasis starts at a word boundary, an emoji or an address after a colon
@@ -115,7 +115,7 @@ def _status(cases: Sequence[CaseRecord]) -> str:
 
 def _result(report: Report) -> str:
     if report.incomplete:
-        return f"incomplete ({escape(_short(report.incomplete, _STORY))})"
+        return f"incomplete ({escape(clipped(report.incomplete, _STORY))})"
     return RESULTS[report.status]
 
 
@@ -170,7 +170,7 @@ def _stories(shown: Sequence[list[CaseRecord]]) -> Iterator[str]:
             return
         where = "" if bad.location is None else f" Where: {bad.location.text}"
         text = f"{bad.failures[0].message}{where}"
-        yield f"- {escape(bad.topology)}: {escape(_short(text, _STORY))}"
+        yield f"- {escape(bad.topology)}: {escape(clipped(text, _STORY))}"
 
 
 def _provenance(report: Report) -> str:

@@ -24,10 +24,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ..status import Number, Verdict, counted, plain, rank_list, worst_of
+from ..status import Number, Verdict, clipped, counted, plain, rank_list, worst_of
 from .records import CaseRecord, Report
 
 __all__ = [
+    "CELL",
+    "LONGEST",
     "PLACES",
     "cell",
     "coverage",
@@ -40,6 +42,10 @@ __all__ = [
     "worst_status",
 ]
 
+CELL = 240
+"""Characters of a cell of the matrix from which on no further cause is added."""
+LONGEST = 1000
+"""Characters of a message at most: an exception may print a whole tensor."""
 PLACES = 3
 """Number of locations that are shown; most have one cause."""
 STYLES = {
@@ -140,11 +146,20 @@ def cell(records: Sequence[CaseRecord]) -> str:
     if not causes:
         return f"{word} ({counted(len(records), 'run')})"
     of = f"of {len(records)} runs"
-    return f"{word} " + "; ".join(
+    words = [
         f"({kind + ', ' if kind else ''}{len(found)} {of}) "
-        f"{found[0][0].model}: {found[0][1]}"
+        f"{found[0][0].model}: {clipped(found[0][1], LONGEST)}"
         for (kind, _), found in causes.items()
-    )
+    ]
+    # Whole causes: the end of a message often has what explains it.
+    told = words[:1]
+    for each in words[1:]:
+        if len("; ".join([*told, each])) > CELL:
+            left = counted(len(words) - len(told), "more cause")
+            told.append(f"{left} in the report")
+            break
+        told.append(each)
+    return f"{word} " + "; ".join(told)
 
 
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
@@ -242,11 +257,6 @@ def _matrix(report: Report) -> Table:
         cells = [report.of(topology, scaler) for scaler in report.scalers]
         table.add_row(
             Text(plain(topology)),
-            *(Text(_short(cell(c)), style=STYLES[worst_status(c)]) for c in cells),
+            *(Text(plain(cell(c)), style=STYLES[worst_status(c)]) for c in cells),
         )
     return table
-
-
-def _short(text: str) -> str:
-    text = plain(text)
-    return text if len(text) <= 220 else text[:217] + "..."

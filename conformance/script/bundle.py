@@ -174,7 +174,7 @@ class Bundle:
 
 
 _STANDARD = sys.stdlib_module_names
-_HERE = 'sys.path.insert(0, "")  # modules are looked for where this is run'
+_HERE = 'sys.path.append("")  # modules are looked for where this is run'
 
 
 class _Module:

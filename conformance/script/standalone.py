@@ -28,6 +28,7 @@ from ...fixtures import (
     parse_faults,
     without_gradient_sync,
 )
+from ...fixtures.imports import importable
 from ..files import write_whole
 from ..rank.scaler_spec import NO_SCALER
 from ..space.facts import facts_of
@@ -213,7 +214,8 @@ def _own(spec: str) -> Code:
     """The user's workload."""
     module, _, name = spec.partition(":")
     found = named("workload", spec, "mypackage.stack:Workload")
-    return Code(module, f"{name}()" if isinstance(found, type) else name, late=True)
+    made = f"{name}()" if isinstance(found, type) else name
+    return Code(importable(module), made, late=True)
 
 
 def _built_in(scenario: Scenario) -> pieces.BuiltIn:

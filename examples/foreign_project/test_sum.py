@@ -1,6 +1,6 @@
 """A separate project: one test that runs on every rank.
 
-    pip install gradparity pytest
+    pip install ../.. pytest    # gradparity, from the checkout that this folder lies in
     pytest
 
 Two tests pass, on 2 and on 4 ranks, in some 10 s: most of it is the import of torch. No

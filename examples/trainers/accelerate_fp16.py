@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from shared import batch_of, leave, parse, report_step
 
 from gradparity.fixtures import MODELS, loss
+from gradparity.scaler.integrations.accelerate import use_scaler
 
 
 class Count:
@@ -41,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
     # swap: from gradparity.scaler import GradScaler
     scaler = options.scaler("cpu", init_scale=options.init_scale, growth_interval=3)
-    accelerator.scaler = scaler  # before prepare(), which hands it to the optimizer
-    accelerator.native_amp = True  # only on a CPU, where Accelerate leaves it off
+    use_scaler(accelerator, scaler)  # before prepare(), which gives it the optimizer
     # end of swap
     torch.manual_seed(0)
     model = MODELS["text"].make()

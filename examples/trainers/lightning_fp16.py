@@ -1,4 +1,4 @@
-"""Our scaler in PyTorch Lightning: its mixed precision plugin takes it.
+"""Our scaler in PyTorch Lightning: a mixed precision plugin takes it.
 
     python examples/trainers/lightning_fp16.py --steps 12
     torchrun --nproc-per-node 2 examples/trainers/lightning_fp16.py --steps 12
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.plugins.precision import MixedPrecision
 from shared import Options, batch_of, leave, parse, report_step
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gradparity.fixtures import MODELS, loss
+from gradparity.scaler.integrations.lightning import MixedPrecision
 
 EPOCH = 3
 """Steps in an epoch; Lightning resumes at the start of one."""
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(__doc__ or "", argv)
     # swap: from gradparity.scaler import GradScaler
     scaler = options.scaler("cpu", init_scale=options.init_scale, growth_interval=3)
-    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    plugin = MixedPrecision(scaler, device="cpu")  # and no precision= below
     # end of swap
     trainer = Trainer(
         plugins=[plugin],

@@ -1,4 +1,4 @@
-"""Our scaler in Hugging Face's Trainer: set on its accelerator before ``train``.
+"""Our scaler in Hugging Face's Trainer: given to its accelerator before ``train``.
 
     python examples/trainers/transformers_fp16.py --steps 12
     torchrun --nproc-per-node 2 examples/trainers/transformers_fp16.py --steps 12
@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from gradparity.fixtures import DATASETS, MODELS, loss
+from gradparity.scaler.integrations.accelerate import use_scaler
 
 ROWS = DATASETS["text"].batch_size
 
@@ -90,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = Told(options, model=Text(), args=arguments, train_dataset=Rows())
     # swap: from gradparity.scaler import GradScaler
     scaler = options.scaler("cpu", init_scale=options.init_scale, growth_interval=3)
-    trainer.accelerator.scaler = scaler  # before train(), which prepares the optimizer
-    trainer.accelerator.native_amp = True  # only on a CPU, where it is left off
+    use_scaler(trainer.accelerator, scaler)  # before train(), which prepares it all
     # end of swap
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.folder)))
 

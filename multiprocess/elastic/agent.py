@@ -395,12 +395,13 @@ class AgentCluster(BaseCluster):
             raise
         self._fresh_group = False
         replies = [fact.reply for fact in facts]
-        if not all(reply and reply.reusable for reply in replies):
+        reusable = all(reply and reply.reusable for reply in replies)
+        if not reusable:
             self._world = 0
         try:
             return outcomes_or_raise(facts)
         except WorldError as failure:
-            if options.keep_answered and all_answered(failure):
+            if options.keep_answered and reusable and all_answered(failure):
                 self._fresh_group = True
             else:
                 self._world = 0

@@ -164,6 +164,7 @@ class LocalRanks:
             number=processes.runs,
             fresh_group=request.fresh_group,
             context=None if context == world.context else context,
+            leaves_nothing=request.options.leaves_nothing,
         )
         world.context = context
         processes.ranks[0].send(run, request.options.timeout_s)

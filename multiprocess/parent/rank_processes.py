@@ -301,6 +301,38 @@ class RankProcesses:
                     if not key.data.stacks.drain():
                         selector.unregister(key.fd)
 
+    def end_call(self, ranks: list[RankProcess], limit_s: float) -> None:
+        """Have ranks leave the function, so that ``finally`` and teardown run.
+
+        A rank that has left it, or had before, is killed. So connections break, and
+        ranks that wait for it in native code leave, too.
+
+        Args:
+            ranks: Those that have not answered.
+            limit_s: How long they may take; the caller kills what is left.
+        """
+        for rank in self.ranks:
+            if rank in ranks:
+                rank.signal(linux.END_SIGNAL, linux.signal_main_thread)
+            else:
+                rank.signal(signal.SIGKILL)
+        deadline = linux.now_s() + limit_s
+        with selectors.DefaultSelector() as selector:
+            for rank in ranks:
+                for fd in (rank.sock.fileno(), rank.output.fd):
+                    selector.register(fd, selectors.EVENT_READ, rank)
+            left = {rank.rank for rank in ranks}
+            while left and (left_s := deadline - linux.now_s()) > 0:
+                for key, _ in selector.select(left_s):
+                    rank = key.data
+                    if key.fd == rank.output.fd:
+                        if not rank.output.drain():
+                            selector.unregister(key.fd)
+                    elif rank.inbox.poll() or rank.inbox.closed:
+                        selector.unregister(key.fd)
+                        rank.signal(signal.SIGKILL)
+                        left.discard(rank.rank)
+
     def _collect_exits(self, limit_s: float) -> None:
         deadline = linux.now_s() + limit_s
         with selectors.DefaultSelector() as selector:

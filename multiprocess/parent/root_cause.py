@@ -85,7 +85,7 @@ def _as_raised(outcome: RankOutcome) -> RankOutcome:
     if not isinstance(left, Left):
         return outcome
     return replace(
-        outcome, state=RankState.RAISED, error_type=left.kind, message=left.reason
+        outcome, state=RankState.RAISED, error_type=left.name, message=left.reason
     )
 
 

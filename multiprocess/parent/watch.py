@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import selectors
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .. import linux
@@ -29,7 +29,7 @@ _LOOK_S = 0.1
 """How often places are looked at while some ranks have answered and others have not."""
 
 _HARNESS_FRAME = re.compile(
-    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|unittests)\.py'
+    r'  File "(<string>|.*/multiprocess/rank/(worker|forkserver|endings|unittests)\.py'
     r'|.*/multiprocess/pytest_plugin/remote\.py)", line \d+ '
 )
 """Below the function under test: the same in every stack, so not shown."""
@@ -102,7 +102,19 @@ class Watch:
                 rank.rank for rank in left if linux.process_state(rank.pid) == "T"
             }
             self._processes.dump_stacks(left)
-        return tuple(self._fact(rank) for rank in self._processes.ranks)
+        facts = [self._fact(rank) for rank in ranks]
+        if left and self._processes.runs:  # else they are still joining
+            # Under torchrun connections to ranks elsewhere last until the call is
+            # judged: a rank that waits for those would wait in vain.
+            able = self._others is None
+            left = [r for r in left if able or not self._places[r.rank].waits]
+            self._processes.end_call(left, self._grace_s)
+            # What is known stays; only what teardown wrote is added.
+            facts = [
+                replace(fact, output=fact.output + self._output(rank))
+                for rank, fact in zip(ranks, facts, strict=True)
+            ]
+        return tuple(facts)
 
     def _wait(self) -> None:
         while self._unfinished():
@@ -168,8 +180,6 @@ class Watch:
         ]
 
     def _fact(self, rank: RankProcess) -> Fact:
-        # Output that came after the last read, or while no process read the pipe.
-        rank.output.drain()
         rank.stacks.drain()
         return Fact(
             rank=rank.rank,
@@ -182,8 +192,14 @@ class Watch:
             left_by=self._left_by.get(rank.rank),
             stacks=_without_harness(rank.stacks.take()),
             collectives=self._processes.collectives(rank.rank),
-            output=rank.output.take(),
+            output=self._output(rank),
         )
+
+    @staticmethod
+    def _output(rank: RankProcess) -> str:
+        # Also what came after the last read, or while no process read the pipe.
+        rank.output.drain()
+        return rank.output.take()
 
 
 def _without_harness(stacks: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from ..environment import unsupported
 from ..errors import NotSimulatedError, WorldError
 from ..messages import pickled
 from ..outcomes import Left, RankOutcome
-from ..rank.worker import name_of
+from ..rank.endings import ALTERNATIVE, SKIP, XFAIL, early_end, never_runs
 from ..report import render_output
 from ..spec import CallOptions, WorldSpec
 from .remote import (
@@ -50,12 +49,8 @@ def prepare(item: pytest.Item) -> None:
     if reason := unsupported():
         pytest.fail(reason, pytrace=False)
     test = getattr(item, "obj", None)
-    if inspect.iscoroutinefunction(test):
-        pytest.fail(
-            f"@pytest.mark.world is for plain functions, and {item.name} is a "
-            "coroutine: make it a function that calls asyncio.run(...)",
-            pytrace=False,
-        )
+    if refusal := unrunnable(item.name, test):
+        pytest.fail(refusal, pytrace=False)
     if type(item) is not pytest.Function:
         pytest.fail(
             f"@pytest.mark.world is for plain test functions and methods, and "
@@ -67,6 +62,15 @@ def prepare(item: pytest.Item) -> None:
         from .hypothesis import adapt_settings
 
         adapt_settings(test)
+
+
+def unrunnable(name: str, test: object) -> str:
+    """Return why a call of ``test`` would not run it; empty if one would."""
+    what = never_runs(test)
+    return what and (
+        f"@pytest.mark.world is for plain functions, and {name} is {what}: "
+        f"{ALTERNATIVE}"
+    )
 
 
 def rank_fixture(
@@ -154,6 +158,7 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
     options = CallOptions(
         timeout_s=spec.timeout_s,
         isolation=spec.isolation,
+        leaves_nothing=True,
         # Shrinking makes many failing calls: new ranks for each would take longer than
         # all the calls.
         keep_answered=hasattr(item.obj, "hypothesis"),
@@ -177,9 +182,10 @@ def _call(item: pytest.Function, spec: WorldSpec, runner: Runner, body: Body) ->
 
 def _raise_agreed(agreed: Left) -> NoReturn:
     __tracebackhide__ = True
-    for raising in (pytest.skip, pytest.xfail):
-        if agreed.kind == name_of(raising.Exception):
-            raising(agreed.reason)
+    if agreed.kind == SKIP:
+        raise pytest.skip.Exception(agreed.reason)
+    if agreed.kind == XFAIL:  # not by pytest.xfail(), which --runxfail makes do nothing
+        raise pytest.xfail.Exception(agreed.reason)
     from .hypothesis import reject
 
     reject()
@@ -189,9 +195,15 @@ def _for_pytest(failure: WorldError) -> BaseException:
     disagreement = _disagreement(failure.outcomes)
     if disagreement:
         return pytest.fail.Exception(disagreement, pytrace=False)
-    # The rank's own exception, so that xfail(raises=...) and hypothesis know it.
     error = failure.root.exception
-    return error if isinstance(error, Exception | pytest.fail.Exception) else failure
+    # pytest.exit on one rank would hide what the others did.
+    exits = [isinstance(o.exception, pytest.exit.Exception) for o in failure.outcomes]
+    if not isinstance(error, Exception | pytest.fail.Exception) or (
+        early_end(error) is not None or (any(exits) and not all(exits))
+    ):
+        return failure
+    # The rank's own exception, so that xfail(raises=...) and hypothesis know it.
+    return error
 
 
 def _disagreement(outcomes: tuple[RankOutcome, ...]) -> str:

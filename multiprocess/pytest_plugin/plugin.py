@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # A world waits until enough slots are free. A large one that comes last would do so
     # while the other workers have nothing left to do.
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=_size, reverse=True)
+        items.sort(key=_size_or_0, reverse=True)
 
 
 @pytest.hookimpl(trylast=True)
@@ -85,17 +85,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker(_MARK)
     if marker is None:
         return
+    from .controller import unrunnable
+
+    name = metafunc.definition.nodeid
+    if refusal := unrunnable(name, metafunc.function):
+        raise pytest.fail.Exception(refusal, pytrace=False)
     try:
         sizes = sizes_of(marker.args, marker.kwargs)
         for size in sizes:
             spec_of(size, marker.kwargs)
     except (TypeError, ValueError) as error:
-        said = f"{metafunc.definition.nodeid}: {error}"
-        raise pytest.fail.Exception(said, pytrace=False) from None
+        raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
     if "world" not in metafunc.fixturenames:
         # A test need not take it: its size is a parameter of the test either way.
         metafunc.fixturenames.append("world")
-    ids = [f"world{n}" for n in sizes] if len(sizes) > 1 else [pytest.HIDDEN_PARAM]
+    ids: list[Any] = [f"world{n}" for n in sizes]
+    if len(sizes) == 1 and hasattr(pytest, "HIDDEN_PARAM"):  # since pytest 8.4
+        ids = [pytest.HIDDEN_PARAM]
     metafunc.parametrize("world", sizes, indirect=True, ids=ids)
 
 
@@ -109,7 +115,7 @@ def world(request: pytest.FixtureRequest) -> Any:
             "the fixture `world` needs @pytest.mark.world(world_size=...)",
             pytrace=False,
         )
-    return WorldArgument(request.param)
+    return WorldArgument(_size(request.node))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -140,6 +146,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from .controller import prepare
 
         prepare(item)
+        try:
+            _spec(item)
+        except (TypeError, ValueError) as error:  # of a marker added after collection
+            pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -248,12 +258,26 @@ def _runner(config: pytest.Config) -> Runner:
 
 def _size(item: pytest.Item) -> int:
     marker = item.get_closest_marker(_MARK)
-    if marker is None:
-        return 0
-    callspec = getattr(item, "callspec", None)
-    if callspec is not None:
-        return int(callspec.params["world"])
-    return sizes_of(marker.args, marker.kwargs)[0]
+    assert marker is not None
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    if _MARK in parameters:
+        return int(parameters[_MARK])
+    # The marker was added after collection, as by a conftest.
+    sizes = sizes_of(marker.args, marker.kwargs)
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the world sizes {sizes} make several tests, and this marker was added "
+            "when the tests were collected: give one size, or mark the function"
+        )
+    return sizes[0]
+
+
+def _size_or_0(item: pytest.Item) -> int:
+    try:
+        marked = item.get_closest_marker(_MARK) is not None
+        return _spec(item).world_size if marked else 0
+    except (TypeError, ValueError):
+        return 0  # its setup will say what is wrong with the marker
 
 
 def _spec(item: pytest.Item) -> WorldSpec:

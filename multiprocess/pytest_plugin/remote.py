@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from ..outcomes import Left
-from ..rank.worker import name_of
+from ..rank.endings import conclude, refuse_unrun
 from ..rank.world import World, current_world
 
 
@@ -67,26 +66,39 @@ class Body:
 
 def run_body(body: Body) -> Any:
     """Run a test's body on this rank; return its value where that is compared."""
-    world = current_world()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_filters(body.filters))
+    teardown: list[tuple[str, Callable[[], object]]] = []
+    raised: list[tuple[str, BaseException]] = []
+    value = None
+    with _filters(body.filters):
         try:
-            resolver = _Resolver(world, stack)
+            resolver = _Resolver(current_world(), teardown)
             for fixture in body.autouse:
                 resolver.value(fixture)
             arguments = {n: resolver.value(v) for n, v in body.arguments.items()}
             value = body.fn(*body.args, **arguments)
-            return value if body.compared else None
-        except _outcome_exceptions() as special:
-            return Left(name_of(type(special)), str(special))
+            refuse_unrun("the test", value)
+        except BaseException as error:
+            raised.append(("the test", error))
+        # As in pytest, a fixture goes on after its yield whatever the test raised, and
+        # each one is torn down whatever another's teardown raised.
+        while teardown:
+            name, tear_down = teardown.pop()
+            try:
+                tear_down()
+            except BaseException as error:
+                raised.append((f"the teardown of {name}", error))
+    ended = conclude(raised)
+    return ended or (value if body.compared else None)
 
 
 class _Resolver:
     """Turns what the parent sent into what the body gets."""
 
-    def __init__(self, world: World, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, world: World, teardown: list[tuple[str, Callable[[], object]]]
+    ) -> None:
         self._world = world
-        self._stack = stack
+        self._teardown = teardown
         self._made: dict[int, Any] = {}
 
     def value(self, sent: Any) -> Any:
@@ -104,12 +116,24 @@ class _Resolver:
     def _evaluate(self, fixture: RankFixture) -> Any:
         arguments = {n: self.value(v) for n, v in fixture.arguments.items()}
         if isinstance(asked := arguments.get("request"), RankRequest):
-            later = self._stack.callback
+
+            def later(finalizer: Callable[[], object]) -> None:
+                self._teardown.append((fixture.name, finalizer))
+
             arguments["request"] = replace(asked, addfinalizer=later)
+        made = fixture.fn(**arguments)
         if not inspect.isgeneratorfunction(fixture.fn):
-            return fixture.fn(**arguments)
-        made = contextlib.contextmanager(fixture.fn)(**arguments)
-        return self._stack.enter_context(made)
+            if not isinstance(made, Iterator):  # as in pytest, it may be the value
+                refuse_unrun(f"the fixture `{fixture.name}`", made)
+            return made
+        value = next(made)
+        self._teardown.append((fixture.name, partial(_finish, fixture.name, made)))
+        return value
+
+
+def _finish(name: str, fixture: Iterator[object]) -> None:
+    for _ in fixture:
+        raise RuntimeError(f"the fixture `{name}` has more than one yield")
 
 
 def _monkeypatch() -> Iterator[Any]:
@@ -131,14 +155,3 @@ def _filters(filters: Sequence[Any]) -> Iterator[None]:
         # The property is in the parent: `assume` cannot see it from here.
         warnings.filterwarnings("ignore", "Using `assume` outside")
         yield
-
-
-def _outcome_exceptions() -> tuple[type[BaseException], ...]:
-    pytest = sys.modules.get("pytest")
-    found: list[type[BaseException]] = []
-    if pytest is not None:
-        found += [pytest.skip.Exception, pytest.xfail.Exception]
-    hypothesis = sys.modules.get("hypothesis.errors")
-    if hypothesis is not None:
-        found.append(hypothesis.UnsatisfiedAssumption)
-    return tuple(found)

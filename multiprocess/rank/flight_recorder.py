@@ -173,7 +173,34 @@ def left_a_wait(error: BaseException | None) -> bool:
     return False
 
 
+def unwaited() -> list[tuple[str, str]]:
+    """Return operation and caller of what was issued in this call and not waited for.
+
+    Forgets them.
+    """
+    found = [(op, caller) for op, caller, _ in _unwaited.values()]
+    _unwaited.clear()
+    return found
+
+
+def _forget_unwaited(record: tuple[int, int] | None, storage: int) -> None:
+    if record is not None:
+        _unwaited.pop(record, None)
+    # A view of what a functional collective gave is waited for in its place.
+    for other in [r for r, (*_, s) in _unwaited.items() if storage and s == storage]:
+        del _unwaited[other]
+
+
+def _storage(pends: Any) -> int:
+    if isinstance(pends, torch.Tensor):
+        with suppress(Exception):  # a tensor without memory, as a fake one
+            return pends.untyped_storage().data_ptr()
+    return 0
+
+
 _writer: RecordWriter | None = None
+_unwaited: dict[tuple[int, int], tuple[str, str, int]] = {}
+"""Record of a collective that pends -> its operation, caller and memory."""
 _wrapped: list[tuple[Any, str, Any]] = []
 """Owner, name and what was there before."""
 
@@ -210,6 +237,7 @@ def _wrap(
             pends = _what_pends(result, _thread.waited)
             if pends is not None:
                 pending[pends] = record
+                _unwaited[record] = name, caller, _storage(pends)
             return result
         finally:
             _thread.inside = False
@@ -237,6 +265,7 @@ def _wrap_wait(owner: Any, name: str, pending: WeakIdKeyDictionary) -> None:
             writer.leave(before)
         _thread.waited = True
         pending.pop(args[0], None)
+        _forget_unwaited(record, _storage(args[0]))
         return result
 
     _put(owner, name, waited)

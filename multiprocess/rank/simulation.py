@@ -100,8 +100,8 @@ class _Ranks:
         found = [self._outcome(r, frames.get(threads[r].ident or 0)) for r in ranks]
         if len(self._replies) < plan.world_size:
             _Group.exception_handle(SystemExit())
-            for thread in threads:
-                thread.join(_UNWIND_S / plan.world_size)
+        for thread in threads:
+            thread.join(_UNWIND_S / plan.world_size)
         return SimulatedRun(ranks=tuple(found), took_s=took_s)
 
     def _waits_without_end(self) -> bool:

@@ -7,7 +7,9 @@ test finds what it would find there, and no process that it has to wait for.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sys
 import unittest
@@ -16,10 +18,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 from ..environment import on_torchrun
 from ..outcomes import Left
+from .endings import SKIP, XFAIL, conclude, early_end, refuse_unrun
 from .world import current_world
+
+EXIT_0 = Left("exit", "SystemExit", "0")
+"""Of a process of torch's classes that ends with ``sys.exit(0)``, and so has passed."""
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
@@ -71,9 +78,11 @@ def run_case(case: CaseRef) -> Left | None:
     """Run a test with its setUp, tearDown and cleanups, as unittest does."""
     # An instance of this rank: the parent's holds what pytest put there, and is not
     # sent.
-    test = case.find()(case.method)
-    test.rank = current_world().rank
-    return _leave(lambda: _run_by_unittest(test))
+    cls = case.find()
+    with _runs(cls, case.method):
+        test = cls(case.method)
+        test.rank = current_world().rank
+        return _run_by_unittest(test)
 
 
 def run_process_test(
@@ -88,10 +97,10 @@ def run_process_test(
     """
     cls = case.find()
     _patch_run_test()
-    with _as_child(case.env):
+    with _as_child(case.env), _runs(cls, case.method):
         _forget()
         try:
-            return _leave(
+            return _leave_process(
                 lambda: cls._run(
                     current_world().rank, case.method, file_name, None, **settings
                 )
@@ -128,29 +137,70 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
         os.environ.update(_prepared[1])
         cls._run_test_given_id(case.method)
 
-    with _as_child(case.env):
-        return _leave(run)
+    with _as_child(case.env), _runs(cls, case.method):
+        return _leave_process(run)
 
 
 def run_threaded_test(case: CaseRef) -> Left | None:
     """Run a test of torch's ``MultiThreadedTestCase``: its ranks are threads here."""
     cls = case.find()
-    with _as_child(case.env):
+    with _as_child(case.env), _runs(cls, case.method):
         _forget()
         try:
             cls.setUpClass()
             try:
-                return _leave(lambda: _run_by_unittest(cls(case.method)))
+                test = cls(case.method)
+                with _threads_agree(cls, test.world_size):
+                    return _run_by_unittest(test)
             finally:
                 cls.tearDownClass()
         finally:
             _forget()
 
 
-def _run_by_unittest(test: unittest.TestCase) -> None:
+@contextmanager
+def _threads_agree(cls: Any, size: int) -> Iterator[None]:
+    """Have a test fail that some threads skip and others pass; torch's class skips."""
+    own = cls._check_return_codes
+
+    def check(failed: list[tuple[int, ExcInfo]], *args: Any) -> None:
+        skips = [r for r, err in failed if isinstance(err[1], unittest.SkipTest)]
+        if skips and len(failed) < size:
+            raise AssertionError(f"ranks {skips} skip the test, and others pass it")
+        own(failed, *args)
+
+    with mock.patch.object(cls, "_check_return_codes", check):
+        yield
+
+
+@contextmanager
+def _runs(cls: type[Any], name: str) -> Iterator[None]:
+    """Refuse inside of this context what the test method returns in place of running.
+
+    torch's classes and unittest drop what it returns, so the test would pass.
+    """
+    own = inspect.getattr_static(cls, name)
+
+    @functools.wraps(getattr(cls, name))
+    def checked(self: Any, *args: Any) -> None:
+        bound = own.__get__(self, cls) if hasattr(own, "__get__") else own
+        refuse_unrun(name, bound(*args))
+
+    inherited = name not in vars(cls)
+    setattr(cls, name, checked)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, own)
+
+
+def _run_by_unittest(test: unittest.TestCase) -> Left | None:
     result = _Result()
     test.run(result)
-    result.conclude()
+    return conclude(result.raised, result.early)
 
 
 class _Result(unittest.TestResult):
@@ -158,7 +208,8 @@ class _Result(unittest.TestResult):
 
     def __init__(self) -> None:
         super().__init__()
-        self._raised: list[tuple[str, BaseException]] = []
+        self.raised: list[tuple[str, BaseException]] = []
+        self._expected: BaseException | None = None
 
     def addError(self, test: unittest.TestCase, err: ExcInfo) -> None:
         """Keep an error."""
@@ -178,60 +229,52 @@ class _Result(unittest.TestResult):
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         """Keep a skip; one of a part skips that part only."""
         if not hasattr(test, "test_case"):
-            self._raised.append((test.id(), unittest.SkipTest(reason)))
+            self.raised.append((test.id(), unittest.SkipTest(reason)))
 
     def addExpectedFailure(self, test: unittest.TestCase, err: ExcInfo) -> None:
         """Keep it: the parent expects it, too."""
         self._keep(test, err)
+        self._expected = err[1]
 
-    def conclude(self) -> None:
-        """Raise the first that was raised; the others become notes of it."""
-        if not self._raised:
-            return
-        (name, first), *others = self._raised
-        if hasattr(first, "add_note"):
-            if len(self._raised) > 1:
-                first.add_note(f"in {name}")
-            for other, error in others:
-                first.add_note(f"also {other}: {type(error).__name__}: {error}")
-        raise first
+    def early(self, error: BaseException) -> Left | None:
+        """Return how it ends the test without a failure; None for a failure."""
+        if error is self._expected:
+            return Left(XFAIL, type(error).__name__, str(error))
+        return _early_end(error)
 
     def _keep(self, test: unittest.TestCase, err: ExcInfo) -> None:
         if err[1] is not None:
-            self._raised.append((test.id(), err[1]))
+            self.raised.append((test.id(), err[1]))
 
 
-def _leave(run: Callable[[], object]) -> Left | None:
-    """Run it; return how it was left, if by a skip or as a process that has passed."""
+def _early_end(error: BaseException) -> Left | None:
+    """Do as ``early_end``, also for the exit codes by which torch's decorators skip."""
+    if isinstance(error, SystemExit):
+        common = sys.modules.get("torch.testing._internal.common_distributed")
+        for skip in common.TEST_SKIPS.values() if common is not None else ():
+            if error.code == skip.exit_code:
+                return Left(SKIP, "unittest.case.SkipTest", str(skip.message))
+    return early_end(error)
+
+
+def _leave_process(run: Callable[[], object]) -> Left | None:
+    """Run what a process of torch's classes would; return its early end, if any."""
     try:
         run()
-    except (unittest.SkipTest, SystemExit) as left:
-        reason = _reason(left)
-        if reason is None:
-            return Left("SystemExit", "0")
-        return Left("unittest.case.SkipTest", reason)
+    except BaseException as error:
+        if (left := _early_end(error)) is not None:
+            return left
+        if not isinstance(error, SystemExit):
+            raise
+        if not error.code:
+            return EXIT_0
+        # The others are to see what they would see of a process that is gone.
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(error.code if isinstance(error.code, int) else 1)
     return None
-
-
-def _reason(left: unittest.SkipTest | SystemExit) -> str | None:
-    """Return why a test was skipped; None for ``sys.exit(0)``; any other code ends."""
-    if isinstance(left, unittest.SkipTest):
-        return str(left)
-    # torch's decorators skip by an exit code, which its parent process turns into a
-    # skip.
-    common = sys.modules.get("torch.testing._internal.common_distributed")
-    skips = common.TEST_SKIPS.values() if common is not None else ()
-    for skip in skips:
-        if left.code == skip.exit_code:
-            return str(skip.message)
-    if not left.code:
-        return None
-    # The others are to see what they would see of a process that is gone.
-    if isinstance(left.code, str):
-        print(left.code, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(left.code if isinstance(left.code, int) else 1)
 
 
 @contextmanager

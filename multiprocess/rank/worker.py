@@ -11,6 +11,7 @@ import datetime
 import faulthandler
 import os
 import pickle
+import signal
 import socket
 import sys
 import traceback
@@ -32,6 +33,7 @@ PRELOAD = (
     "torch.distributed",
     f"{__package__}.flight_recorder",
     f"{__package__}.global_state",
+    f"{__package__}.left_behind",
     f"{__package__}.world",
 )
 """What every rank needs: the forkserver imports it once."""
@@ -70,6 +72,7 @@ are not made anew in it: packages keep them in modules, and would use the old on
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OUR_FILES = (
     __file__,
+    os.path.join(_PACKAGE, "rank", "endings.py"),
     os.path.join(_PACKAGE, "rank", "unittests.py"),
     os.path.join(_PACKAGE, "testcase.py"),
     os.path.join(_PACKAGE, "pytest_plugin", "remote.py"),
@@ -141,7 +144,9 @@ class _Rank:
         self._pid = os.getpid()
         self._groups_made = 0
         self._runs = 0
+        self._in_call = False
         sys.breakpointhook = _breakpoint
+        signal.signal(linux.END_SIGNAL, self._end_call)
 
     def answer(self, message: Start | Run) -> Reply:
         """Do what the message asks; whatever goes wrong becomes the reply."""
@@ -240,6 +245,7 @@ class _Rank:
     def _run(self, message: Run) -> Reply:
         import torch.distributed as dist
 
+        from . import flight_recorder, left_behind
         from .global_state import restored_settings, seed_everything
         from .torch_internals import process_groups
 
@@ -251,24 +257,45 @@ class _Rank:
             self._make_group()
         self._runs = message.number
         self._records.clear()
+        flight_recorder.unwaited()
+        threads = left_behind.threads()
         self._world._new_call()
         with restored_settings():
             seed_everything(self._spec.seed)
             try:
                 fn, args, kwargs = pickle.loads(message.payload)
+                threads |= left_behind.threads()  # of modules that are imported now
+                self._in_call = True
                 reply = made_reply(Kind.OK, value=pickled_result(fn(*args, **kwargs)))
             except BaseException as error:
                 # SystemExit, too: the reply has its traceback, an exit code would not.
                 reply = raised(error, reusable=True)
+            finally:
+                self._in_call = False
         if os.getpid() != self._pid:
             _end_child()
+        left = left_behind.describe(threads) if message.leaves_nothing else ""
+        if left:
+            text = f"gradparity: the test has left {left}: new ranks take over\n"
+            os.write(2, text.encode())  # the function may have closed sys.stderr
         # A call may destroy the group, or replace it: the next one must not find that.
-        reusable = not self._spec.default_group or (
-            dist.is_initialized()
-            and dist.group.WORLD is self._group
-            and process_groups() < _MAX_GROUPS
+        reusable = not left and (
+            not self._spec.default_group
+            or (
+                dist.is_initialized()
+                and dist.group.WORLD is self._group
+                and process_groups() < _MAX_GROUPS
+            )
         )
         return dataclasses.replace(reply, reusable=reusable)
+
+    def _end_call(self, number: int, frame: FrameType | None) -> None:
+        """Leave the function; once, since teardown is to run undisturbed."""
+        if self._in_call:
+            from ..errors import CallEnded
+
+            self._in_call = False
+            raise CallEnded("the call has failed on another rank, and ends here, too")
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:

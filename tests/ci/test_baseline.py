@@ -142,11 +142,40 @@ def test_update_shows_what_the_gate_will_no_longer_say(
     worse = write(report_of([moved, *failing]), tmp_path / "worse.jsonl")
     assert main([str(worse), "--baseline", str(target)]) == 1
     _, *said = capsys.readouterr().out.splitlines()
-    assert update(worse, target, "--yes") == 0
+    assert update(worse, target, "--yes", "--accept-failures") == 0
     *shown, count, _ = capsys.readouterr().out.splitlines()
     assert shown == said and count == "2 differences"
     assert "sequence: the scale after step 2 on rank 0 is 2.0, was 4.0" in shown[1]
     assert shown[0].startswith("worse (2 cases): scale.rule")
+
+
+# regression: N23
+def test_failures_are_written_only_where_they_are_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [with_verdict(c, verdict("scale.rule", "fail")) for c in sample().cases]
+    cases[0] = with_verdict(sample().cases[0], verdict("scale.rule", "inconclusive"))
+    failing = write(report_of(cases), tmp_path / "failing.jsonl")
+    target = tmp_path / "b.jsonl"
+    assert update(failing, target, "--yes") == 1
+    told = capsys.readouterr().err
+    assert (
+        "no baseline is made of a report that fails: failing (2 cases): scale" in told
+    )
+    assert "expectations.toml" in told and "--accept-failures" in told
+    assert not target.exists()
+    # What fails stays out of the baseline where an expectation excuses it: without the
+    # expectation a later gate fails.
+    expect = tmp_path / "known.toml"
+    expect.write_text('[[expect]]\nlaw = "scale.rule"\nreason = "known"\n')
+    assert update(failing, target, "--yes", "--expect", str(expect)) == 0
+    baseline = ["--baseline", str(target)]
+    assert main([str(failing), *baseline, "--expect", str(expect), "--strict"]) == 0
+    assert main([str(failing), *baseline]) == 1
+    assert update(failing, target, "--yes", "--accept-failures") == 0
+    assert main([str(failing), *baseline]) == 0
+    assert main([str(failing), "--accept-failures"]) == 2
+    assert "--accept-failures goes with --update-baseline" in capsys.readouterr().err
 
 
 def test_a_second_update_changes_nothing(

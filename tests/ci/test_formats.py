@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from msgspec.structs import replace
 
 from gradparity.ci import annotations, badge, junit, markdown
-from gradparity.conformance.report.records import Report
+from gradparity.conformance.report.records import Location, Report
 from gradparity.conformance.report.table import legible
 from gradparity.conformance.report.terminal import plain
 from gradparity.tests.ci.test_samples import (
@@ -64,6 +64,33 @@ def hostile_report(text: str) -> Report:
     report = report_of([record], command=text, commit=text, platform=text)
     assert report.footer is not None
     return replace(report, footer=replace(report.footer, complete=False, reason=text))
+
+
+# regression: N24
+DIAGNOSIS = "the loss of step 0 departs: it is 0.500 x the truth: a share of it"
+
+
+def located_report() -> Report:
+    """One law fails in three cases, and the second one was localised."""
+    broken = verdict("parity.loss", "fail", "step 0: the loss departs")
+    cases = [
+        replace(c, verdicts=(*c.verdicts, broken), status="fail")
+        for c in sample().cases
+    ]
+    located = Location(where="loss", text=DIAGNOSIS)
+    cases[1] = replace(cases[1], location=located)
+    return report_of(cases)
+
+
+@pytest.mark.parametrize("name", ["annotations", "junit", "markdown"])
+def test_every_format_has_the_diagnosis_beside_the_finding(name: str) -> None:
+    made = unescape(RENDERERS[name](located_report()))
+    found = made.index("step 0: the loss departs")
+    assert found < made.index(f"where it begins: {'(in ' * (name != 'junit')}")
+    assert DIAGNOSIS in made
+    if name == "annotations":
+        (line,) = made.splitlines()  # one law of one scaler
+        assert f"(in {located_report().cases[1].scenario}) {DIAGNOSIS}" in line
 
 
 class Tags(HTMLParser):

@@ -11,7 +11,7 @@ from gradparity.ci.baseline import make_baseline, write_baseline
 from gradparity.ci.gate import main
 from gradparity.ci.reasons import Reason, causes_of
 from gradparity.conformance import LAWS as ALL_LAWS
-from gradparity.conformance.report.records import CaseRecord, Report
+from gradparity.conformance.report.records import CaseRecord, Location, Report
 from gradparity.tests.ci.test_samples import (
     case,
     curves,
@@ -407,8 +407,59 @@ def test_a_known_failure_is_accepted_and_a_fix_is_reported(
     write_baseline(path, make_baseline([failing]))
     assert gate(failing, tmp_path, capsys, "--baseline", str(path))[0] == 0
     code, told = gate(sample(), tmp_path, capsys, "--baseline", str(path))
-    assert code == 0
+    assert code == 0 and "known" not in told
     assert "note: better: scale.rule is pass in fsdp/2/fp32/sgd/none" in told
+
+
+# regression: N24
+def test_below_a_cause_stands_where_it_begins(
+    tmp_path: Path, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = Location(where="loss", text="the loss is 0.500 x\nthe truth")
+    broken = [
+        with_verdict(c, verdict("parity.gradient", "fail")) for c in sample().cases
+    ]
+    broken[1] = replace(broken[1], location=where)
+    target = tmp_path / "gate.json"
+    options = ("--baseline", str(baseline), "--json", str(target))
+    code, told = gate(report_of(broken), tmp_path, capsys, *options)
+    _, line, below = told.splitlines()
+    assert code == 1 and line.startswith("worse (3 cases): parity.gradient")
+    assert below.startswith("  where it begins: (in ")
+    assert below.endswith(" the loss is 0.500 x the truth")
+    said = json.loads(target.read_text())
+    assert [r.get("where") for r in said["reasons"]].count(where.text) == 1
+    assert said["causes"][0]["where"].endswith(where.text)
+    code, told = gate(report_of(broken[1:2]), tmp_path, capsys)
+    assert told.splitlines()[2] == "  where it begins: the loss is 0.500 x the truth"
+
+
+# regression: N23
+def test_a_pass_says_how_many_known_failures_it_passes_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, three = sample().cases
+    one = with_verdict(one, verdict("scale.rule", "fail", "off by two"))
+    one = with_verdict(one, verdict("parity.gradient", "fail"))
+    two = with_verdict(two, verdict("scale.rule", "fail", "off by two"))
+    three = with_verdict(three, verdict("agreement.skip", "inconclusive", "no skip"))
+    failing = report_of([one, two, three])
+    path, target = tmp_path / "b.jsonl", tmp_path / "gate.json"
+    write_baseline(path, make_baseline([failing]))
+    options = ["--baseline", str(path), "--json", str(target)]
+    for strict in ([], ["--strict"]):
+        code, told = gate(failing, tmp_path, capsys, *options, *strict)
+        head, *notes = told.splitlines()
+        assert code == 0
+        assert head.startswith("gate: PASS, with 2 known failures in the baseline: 0 ")
+        assert len(notes) == 3 and notes[2] == (
+            "note: known to the baseline: scale.rule is fail in fsdp/2/fp32/sgd/none "
+            "mine.amp:Scaler: off by two (and 1 more)"
+        )
+        assert json.loads(target.read_text())["known_failures"] == 2
+    worse = relabel("agreement.scale", "fail")(failing)
+    _, told = gate(worse, tmp_path, capsys, "--baseline", str(path))
+    assert told.startswith("gate: REGRESSION, with 2 known failures in the baseline")
 
 
 def test_too_few_cases_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

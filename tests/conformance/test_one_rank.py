@@ -24,6 +24,7 @@ from gradparity.fixtures import (
     resolve_workload,
 )
 from gradparity.fixtures.specimens import ONE_RANK
+from gradparity.multiprocess import current_world
 from gradparity.tests.conformance.test_workload_steps import (
     PLAIN,
     Engine,
@@ -490,10 +491,64 @@ class SharpAlone(Sharp):
 
 
 def test_what_departs_from_the_plain_reference_names_the_line(runner: Runner) -> None:
-    found = failed(case(runner, own(Sharp)))
-    assert found["parity.gradient"].endswith(f"PowerSGD), {REFERENCE_LINE}")
-    found = failed(case(runner, own(SharpAlone)))
-    assert found == {}
+    found = case(runner, own(Sharp))
+    where = runner.localise(found)
+    assert where is not None and where.text.endswith(f"PowerSGD), {REFERENCE_LINE}")
+    assert not any(REFERENCE_LINE in text for text in failed(found).values())
+    assert failed(case(runner, own(SharpAlone))) == {}
+
+
+# regression: N25
+class HalvesGradients(Trains):
+    """An exact ratio, which has a cause."""
+
+    def clip(self, stack: Engine) -> Any:
+        norm = super().clip(stack)
+        for p in stack.module.parameters():
+            assert p.grad is not None
+            p.grad /= 2
+        return norm
+
+
+class WrongOnOneRank(Trains):
+    """A fault of one rank."""
+
+    def clip(self, stack: Engine) -> Any:
+        for p in stack.module.parameters():
+            if current_world().rank == 1 and p.grad is not None:
+                p.grad += torch.arange(p.numel()).reshape(p.shape) / 100
+        return super().clip(stack)
+
+
+class RateOfRanks(Trains):
+    """The learning rate is known to be the cause."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        engine = super().parallelize(model, mesh)
+        engine.optimizer.param_groups[0]["lr"] *= 2
+        return engine
+
+
+@pytest.mark.parametrize(
+    ("stack", "words"),
+    [
+        (HalvesGradients, "all 4 gradients are 0.500 x the truth"),
+        (WrongOnOneRank, "departs on rank 1"),
+        (RateOfRanks, ": lr of 0.weight is 0.02 on rank 0 at step 0, and 0.01 by the"),
+    ],
+)
+def test_the_line_stands_only_where_nothing_else_explains_it(
+    runner: Runner, stack: type, words: str
+) -> None:
+    found = case(runner, own(stack))
+    where = runner.localise(found)
+    assert where is not None and words in where.text, where
+    told = [where.text, *failed(found).values()]
+    assert not any("reference =" in text for text in told)
+    assert "look at the optimizer" not in where.text
 
 
 # - Variations

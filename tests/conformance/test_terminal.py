@@ -18,7 +18,7 @@ from gradparity.conformance.report.terminal import (
     progress,
 )
 from gradparity.conformance.run.session import told_once
-from gradparity.conformance.status import Verdict
+from gradparity.conformance.status import Verdict, clipped
 from gradparity.tests.conformance.test_report import HOSTILE, case, report_of
 
 ESCAPE = "\x1b"
@@ -83,6 +83,33 @@ def test_a_cell_counts_each_cause() -> None:
         "FAIL (random, 1 of 6 runs) digits: equal seeds; "
         "(parity, 2 of 6 runs) digits: twice the loss"
     )
+
+
+# regression: N26
+def test_a_cell_shows_the_whole_first_cause_and_counts_the_others() -> None:
+    clue = "lr of 0.weight is 0.02 on rank 0, and 0.01 by the workload's scheduler"
+    long = f"step 0: the update of {'a.' * 120}weight departs from the truth; {clue}"
+    one = case("a:B", "fail")
+    (broken,) = [v for v in one.verdicts if v.status == "fail"]
+    causes = [
+        replace(one, verdicts=(replace(broken, message=text, cause=text),))
+        for text in (long, "step 1: another", "step 2: a third")
+    ]
+    told = cell(causes)
+    assert clue in told and told.endswith("; 2 more causes in the report")
+    assert "..." not in told
+    short = cell(causes[1:])
+    assert "another" in short and "a third" in short and "more cause" not in short
+    made, file = console(terminal=False)
+    print_report(made, report_of(*causes))
+    assert clue in re.sub(r"\s+", " ", file.getvalue())
+
+
+def test_a_text_is_cut_after_a_clause() -> None:
+    assert clipped("one, two", 20) == "one, two"
+    text = f"the first clause; {'x' * 20}"
+    assert clipped(text, 30) == "the first clause [22 more characters in the report]"
+    assert clipped("y" * 30, 20) == f"{'y' * 20} [10 more characters in the report]"
 
 
 def test_a_cell_counts_the_runs_that_are_undecided() -> None:

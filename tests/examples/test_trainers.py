@@ -75,7 +75,7 @@ def test_same_curve_as_with_torch_also_when_resumed(
     name: str, package: str, tmp_path: Path
 ) -> None:
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install 'gradparity[trainers]'")
+        pytest.skip(f"{package} is not installed: pip install '.[trainers]'")
     folders = {x: tmp_path / x for x in ("torch", "ours", "resumed", "taken-over")}
     train_under_torchrun(
         name,
@@ -115,7 +115,7 @@ def train_on(cluster: Cluster, argv: list[str]) -> None:
     def on_rank() -> None:
         rank = current_world().rank
         os.environ["RANK"] = str(rank)
-        sys.path.insert(0, str(EXAMPLES))
+        sys.path.append(str(EXAMPLES))
         found = runpy.run_path(script)
         found["train"](found["parse"]("", argv))
 

@@ -3,8 +3,9 @@
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +13,17 @@ import torch.distributed as dist
 
 from gradparity.multiprocess import Cluster, WorldError, current_world
 from gradparity.multiprocess.spec import Isolation
-from gradparity.tests.fault_matrix import LEFT, MATRIX, RAISED, act, innocent, raises
+from gradparity.tests.fault_matrix import (
+    LEFT,
+    MATRIX,
+    RAISED,
+    VICTIM,
+    act,
+    innocent,
+    raises,
+    sleeps,
+    wait,
+)
 
 SLACK_S = 8.0
 """Added to each promised time: the machine may be busy with other things."""
@@ -142,3 +153,72 @@ def test_after_a_fault_each_isolation_works_again(cluster: Cluster) -> None:
         with pytest.raises(WorldError):
             cluster.with_options(isolation=isolation).run(raises)
         assert cluster.with_options(isolation=isolation).run(innocent) == [3.0] * 3
+
+
+# regression: M13
+def sleeps_in_parts() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def waits_for_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def waits_in_a_group_without_it() -> None:
+    group = dist.new_group([0, 2], use_local_synchronization=True)
+    if current_world().rank == 0:
+        dist.all_reduce(torch.ones(1), group=group)
+    sleeps_in_parts()
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("raise", wait),
+        ("raise", sleeps),
+        ("raise", sleeps_in_parts),
+        ("raise", waits_for_a_lock),
+        ("raise", waits_in_a_group_without_it),
+        ("exit", wait),
+        ("sleep for ever", wait),
+    ],
+)
+def test_healthy_ranks_run_finally(
+    cluster: Cluster, name: str, others: Callable[[], None]
+) -> None:
+    def healthy() -> None:
+        try:
+            others()
+        except Exception:
+            raise  # what ends a call is none of these
+        finally:
+            print("finally on", current_world().rank)
+
+    fault = MATRIX[name]
+    began = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        cluster.with_options(timeout_s=1).run(act, fault.bad, healthy)
+    assert time.monotonic() - began < 1 + 2 + SLACK_S
+    assert caught.value.root.rank == 1
+    healthy_ranks = [caught.value.outcomes[r] for r in (0, 2)]
+    assert [o.state for o in healthy_ranks] == [VICTIM] * 2
+    assert [o.output for o in healthy_ranks] == ["finally on 0\n", "finally on 2\n"]
+
+
+def test_a_teardown_without_an_end_is_killed(cluster: Cluster) -> None:
+    def healthy() -> None:
+        try:
+            sleeps()
+        finally:
+            print("here", flush=True)
+            sleeps()
+
+    began = time.monotonic()
+    with pytest.raises(WorldError, match="boo") as caught:
+        cluster.run(act, raises, healthy)
+    assert time.monotonic() - began < 2 + SLACK_S
+    assert caught.value.outcomes[0].output == "here\n"
+    assert cluster.run(innocent) == [3.0] * 3

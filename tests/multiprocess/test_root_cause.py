@@ -32,7 +32,7 @@ def raised(rank: int, at_s: float, *, waited: bool = False) -> Fact:
 
 
 def left(rank: int, kind: str = "Skipped") -> Fact:
-    value = pickled(Left(kind, "why"))
+    value = pickled(Left(kind, kind, "why"))
     return Fact(rank=rank, reply=Reply(kind=Kind.OK, ended_at_s=0.0, value=value))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ....fixtures import REFERENCE_LINE
 from ..law import Evidence, Finding, Status, inconclusive, law, skipped
 from ..measured import ParityRow
 
@@ -61,10 +60,6 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         found = replace(found, message=f"{found.message}; {text}")
     if parity.reference:
         text = f"{found.message} (reference: {parity.reference})"
-        found = replace(found, message=text)
-    elif first is not None and evidence.scenario.workload.train_step is not None:
-        text = f"{found.message}; if this is no single step from averaged gradients"
-        text += f" (SAM, PowerSGD), {REFERENCE_LINE}"
         found = replace(found, message=text)
     return replace(
         found,

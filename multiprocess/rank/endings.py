@@ -1,0 +1,102 @@
+"""How a test's code ends on a rank: passed, failed, skipped, or never run.
+
+pytest, unittest and hypothesis read some exceptions as no failure. Such an exception
+must not hide a failure of the same test: of its teardown, or of another rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import unittest
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from types import CoroutineType
+from typing import Any
+
+from ..outcomes import Left
+from .worker import name_of
+
+SKIP, XFAIL, REJECT = "skip", "xfail", "reject"
+"""Values of ``Left.kind``."""
+
+ALTERNATIVE = "make it a plain function, which may call asyncio.run(...)"
+"""The way out for a test that never runs."""
+
+
+def early_end(error: BaseException) -> Left | None:
+    """Return how ``error`` ends a test without a failure; None for a failure."""
+    kind = next((kind for kind, types in _early() if isinstance(error, types)), None)
+    return None if kind is None else Left(kind, name_of(type(error)), str(error))
+
+
+def _early() -> Iterator[tuple[str, type[BaseException]]]:
+    yield SKIP, unittest.SkipTest
+    if (pytest := sys.modules.get("pytest")) is not None:
+        yield SKIP, pytest.skip.Exception
+        yield XFAIL, pytest.xfail.Exception
+    if (errors := sys.modules.get("hypothesis.errors")) is not None:
+        yield REJECT, errors.UnsatisfiedAssumption
+
+
+def conclude(
+    raised: Sequence[tuple[str, BaseException]],
+    early: Callable[[BaseException], Left | None] = early_end,
+) -> Left | None:
+    """Judge all exceptions of one test on this rank, its teardown included.
+
+    Args:
+        raised: Name of the part of the test and its exception, in order.
+        early: Returns how an exception ends the test without a failure.
+
+    Returns:
+        None if nothing was raised, else the first early end. Raises the first failure
+        if there is one; the other exceptions become notes of it.
+    """
+    failures = [(name, error) for name, error in raised if early(error) is None]
+    if not failures:
+        return next((early(error) for _, error in raised), None)
+    name, first = failures[0]
+    if len(raised) > 1 and hasattr(first, "add_note"):
+        first.add_note(f"in {name}")
+        for other, error in raised:
+            if error is not first:
+                first.add_note(f"also {other}: {type(error).__name__}: {error}")
+    raise first
+
+
+def never_runs(fn: Any) -> str:
+    """Return what a call of ``fn`` makes instead of running it, or the empty string.
+
+    Judged by the function itself: a decorator around a coroutine may run it.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = getattr(fn, "__func__", fn)
+    if inspect.iscoroutinefunction(fn):
+        return "a coroutine"
+    if inspect.isasyncgenfunction(fn):
+        return "an async generator"
+    return "a generator" if inspect.isgeneratorfunction(fn) else ""
+
+
+def refuse_unrun(name: str, value: object) -> None:
+    """Refuse what a test returned if its code has yet to run.
+
+    Raises:
+        TypeError: Says what it is and what to do.
+    """
+    if isinstance(value, Awaitable | AsyncIterator):
+        if isinstance(value, CoroutineType):
+            value.close()  # no warning that it was never awaited
+        what = f"{_kind(value)}, which nothing awaits"
+    elif isinstance(value, Iterator):
+        what = f"{_kind(value)}, over which nothing iterates"
+    else:
+        return
+    raise TypeError(f"{name} returned {what}, so its code has not run: {ALTERNATIVE}")
+
+
+def _kind(value: object) -> str:
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind.replace('_', ' ')}"

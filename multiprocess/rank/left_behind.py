@@ -1,0 +1,86 @@
+"""Threads and collectives that a call leaves running when it ends.
+
+Either may pair with a collective of the next call on the same ranks, and then an
+innocent test fails.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+from . import flight_recorder
+
+_LOOKS, _LOOK_S = 3, 0.01
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_POOL = concurrent.futures.thread.__file__
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
+_KEPT = (
+    os.path.dirname(multiprocessing.__file__) + os.sep,
+    os.sep + "tqdm" + os.sep,
+    _TORCH,
+)
+"""Packages that keep threads which issue no collectives."""
+
+
+def threads() -> set[int]:
+    """Return the numbers of the threads of this process that run Python."""
+    return set(sys._current_frames())
+
+
+def describe(before: set[int]) -> str:
+    """Return what the call has left running; empty if nothing.
+
+    Args:
+        before: The threads that were there before the call.
+    """
+    left = _threads_left(before)
+    for _ in range(_LOOKS):
+        if not left:
+            break
+        threading.Event().wait(_LOOK_S)  # it may be about to end
+        left = _threads_left(before)
+    left += [
+        f"an asynchronous collective that it never waited for ({op}, {where})"
+        for op, where in flight_recorder.unwaited()
+    ]
+    return ", ".join(left)
+
+
+def _threads_left(before: set[int]) -> list[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [
+        f"a thread ({names.get(number, number)}, in {_place(frame)})"
+        for number, frame in sys._current_frames().items()
+        if number not in before and not _issues_nothing(frame)
+    ]
+
+
+def _issues_nothing(frame: FrameType) -> bool:
+    files = [each.f_code.co_filename for each in _outwards(frame)]
+    owner = next((f for f in reversed(files) if f != threading.__file__), "")
+    if owner == _POOL:  # waiting for work, and not at work
+        return files[0] == _POOL and frame.f_code.co_name == "_worker"
+    kept = any(each in owner for each in _KEPT)
+    return kept and not owner.startswith(_DISTRIBUTED)
+
+
+def _place(frame: FrameType) -> str:
+    nearest = next(
+        (f for f in _outwards(frame) if f.f_code.co_filename != threading.__file__),
+        frame,
+    )
+    return f"{os.path.basename(nearest.f_code.co_filename)}:{nearest.f_lineno}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,99 @@
+"""What a test leaves running does not reach the next test."""
+
+# regression: M14
+from pathlib import Path
+
+from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
+
+pytest_plugins = ["pytester"]
+__all__ = ["session"]
+
+PAIRS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+def later():
+    time.sleep(0.2)
+    dist.all_reduce(torch.full((1,), 100.0))
+
+def thread():
+    threading.Thread(target=later, daemon=True).start()
+
+def timer():
+    timer = threading.Timer(0.2, dist.all_reduce, [torch.full((1,), 100.0)])
+    timer.daemon = True
+    timer.start()
+
+def pool():
+    executor = ThreadPoolExecutor(1)
+    executor.submit(time.sleep, 0.2)
+    executor.submit(dist.all_reduce, torch.full((1,), 100.0))
+
+def asynchronous():
+    dist.all_reduce(torch.full((1,), 100.0), async_op=True)
+
+LEFT = [thread, timer, pool, asynchronous]
+
+@pytest.mark.parametrize("turn, left", [
+    (turn, left) for left in LEFT for turn in ("leaves", "innocent")])
+@pytest.mark.world(world_size=2)
+def test_it(world, turn, left):
+    if turn == "leaves":
+        if world.rank == 1:
+            left()
+    else:
+        time.sleep(0.4)
+        assert total(world) == 1
+"""
+
+
+def test_what_a_test_leaves_running_does_not_reach_the_next(session: Session) -> None:
+    done = session(PAIRS)
+    assert "8 passed" in done.stdout, done.stdout
+    left = [li for li in done.stdout.splitlines() if "gradparity: the test has" in li]
+    assert len(left) == 4 and all("new ranks take over" in line for line in left)
+    assert "a thread (Thread-1 (later), in test_it.py:" in left[0]
+    assert "never waited for (allreduce, test_it.py:" in left[3]
+
+
+def test_a_class_leaves_nothing_either(session: Session) -> None:
+    pairs = PAIRS.split("@pytest.mark.parametrize")[0]
+    done = session(f"""{pairs}
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    def test_a_leaves(self):
+        if self.rank == 1:
+            thread()
+
+    def test_b_innocent(self):
+        time.sleep(0.4)
+        assert total(self) == 1
+""")
+    assert "2 passed" in done.stdout, done.stdout
+
+
+def test_ranks_stay_where_nothing_can_reach_the_next_test(
+    session: Session, tmp_path: Path
+) -> None:
+    done = session(f"""
+import pathlib, threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Queue
+
+seen = pathlib.Path({str(tmp_path)!r})
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+@pytest.mark.world(world_size=2)
+def test_it(world, turn):
+    (seen / str(os.getpid())).touch()
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+    ThreadPoolExecutor(1).submit(time.sleep, 0).result()
+    Queue().put(1)
+""")
+    assert "3 passed" in done.stdout, done.stdout
+    assert len(list(tmp_path.iterdir())) == 2

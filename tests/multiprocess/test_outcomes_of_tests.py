@@ -1,0 +1,397 @@
+"""A test on ranks is skipped only if all ranks skip, and passes only if it has run."""
+
+import functools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from gradparity.multiprocess.rank.endings import never_runs
+from gradparity.tests.multiprocess.test_adopt import common
+from gradparity.tests.multiprocess.test_pytest_plugin import Session, session
+
+pytest_plugins = ["pytester"]
+__all__ = ["common", "session"]
+
+SKIPS = """
+import unittest
+
+class OwnSkip(pytest.skip.Exception): pass
+class OwnCase(unittest.SkipTest): pass
+class OwnXfail(pytest.xfail.Exception): pass
+
+def skip(): pytest.skip("away")
+def importorskip(): pytest.importorskip("no_such_module")
+def case(): raise unittest.SkipTest("away")
+def own_skip(): raise OwnSkip("away")
+def own_case(): raise OwnCase("away")
+def xfail(): pytest.xfail("away")
+def own_xfail(): raise OwnXfail("away")
+def leave(): pytest.exit("away", returncode=0)
+def fail(): raise ValueError("the failure")
+def late():
+    time.sleep(0.3)
+    fail()
+def nothing(): pass
+
+ENDS = [skip, importorskip, case, own_skip, own_case, xfail, own_xfail]
+"""
+# regression: M1
+
+
+def test_a_skip_of_one_rank_hides_no_other_rank(session: Session) -> None:
+    done = session(
+        SKIPS
+        + """
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("end", [*ENDS, leave])
+@pytest.mark.parametrize("other", [fail, late, nothing])
+def test_it(world, end, other):
+    (end if world.rank == 1 else other)()
+
+@pytest.mark.world(world_size=2)
+def test_early_and_late_skip(world):
+    if world.rank == 0:
+        time.sleep(0.3)
+        fail()
+    case()
+
+@pytest.mark.world(world_size=2)
+def test_kinds_differ(world):
+    (case if world.rank else xfail)()
+"""
+    )
+    assert "26 failed in" in done.stdout, done.stdout
+    assert done.stdout.count("ValueError: the failure") >= 16
+    assert "rank 1: raised unittest.case.SkipTest: away" in done.stdout
+
+
+def test_what_all_ranks_skip_is_skipped(session: Session) -> None:
+    done = session(
+        SKIPS
+        + """
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("end", ENDS)
+def test_it(world, end):
+    end()
+"""
+    )
+    assert "5 skipped, 2 xfailed" in done.stdout, done.stdout
+
+
+def test_a_skip_hides_no_failure_of_setup_or_teardown(session: Session) -> None:
+    done = session(
+        SKIPS
+        + """
+@pytest.fixture
+def torn_down(world, request):
+    yield
+    if world.rank == 0:
+        request.param()
+
+@pytest.fixture
+def inner(torn_down):
+    yield
+    print("still torn down")
+
+@pytest.fixture
+def hiding(world):
+    try:
+        yield
+    except ValueError:
+        pass
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("torn_down", ENDS, indirect=True)
+def test_teardown_skips(inner, world):
+    if world.rank == 0:
+        fail()
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("torn_down", [fail], indirect=True)
+@pytest.mark.parametrize("end", ENDS)
+def test_teardown_fails(inner, end):
+    end()
+
+@pytest.mark.world(world_size=2)
+@pytest.mark.parametrize("torn_down", ENDS, indirect=True)
+def test_teardown_skips_on_one_rank(inner):
+    pass
+
+@pytest.mark.world(world_size=2)
+def test_no_fixture_swallows_it(hiding):
+    fail()
+"""
+    )
+    assert "22 failed in" in done.stdout, done.stdout
+    assert done.stdout.count("ValueError: the failure") >= 15
+    assert "also the teardown of torn_down: Skipped: away" in done.stdout
+    assert done.stdout.count("still torn down") >= 21
+
+
+def test_a_skip_hides_no_failure_in_a_class(session: Session) -> None:
+    done = session(
+        SKIPS
+        + """
+from gradparity.multiprocess import TestCase
+
+class TestTearDown(TestCase):
+    def tearDown(self):
+        if self.rank == 1:
+            fail()
+
+    def test_skips(self):
+        self.skipTest("away")
+
+    def test_skips_by_pytest(self):
+        skip()
+
+    @unittest.expectedFailure
+    def test_expected(self):
+        fail()
+
+class TestRanks(TestCase):
+    def test_one_fails(self):
+        (case if self.rank else late)()
+
+    def test_one_skips(self):
+        if self.rank:
+            skip()
+
+    def test_all_skip(self):
+        skip()
+
+    @unittest.expectedFailure
+    def test_expected(self):
+        fail()
+
+    def test_leaves(self):
+        raise SystemExit(0)
+"""
+    )
+    assert "6 failed, 1 skipped, 1 xfailed" in done.stdout, done.stdout
+
+
+# regression: M13
+def test_healthy_ranks_are_torn_down(session: Session) -> None:
+    done = session("""
+from gradparity.multiprocess import TestCase
+
+@pytest.fixture
+def torn_down(world):
+    yield
+    print("teardown of the fixture on", world.rank)
+
+@pytest.mark.world(world_size=2)
+def test_it(world, torn_down):
+    if world.rank == 1:
+        raise ValueError("the failure")
+    total(world)
+
+class TestOurs(TestCase):
+    def tearDown(self):
+        print("tearDown on", self.rank)
+
+    def test_it(self):
+        self.addCleanup(lambda: print("cleanup on", self.rank))
+        if self.rank == 1:
+            raise ValueError("the failure")
+        total(self)
+""")
+    assert "2 failed in" in done.stdout
+    for rank in (0, 1):
+        assert f"teardown of the fixture on {rank}\n" in done.stdout
+        assert f"tearDown on {rank}\ncleanup on {rank}\n" in done.stdout
+    assert done.stdout.count("root cause: rank 1: raised ValueError: the failure") == 2
+
+
+# regression: M2
+UNRUN = """
+import asyncio, functools, types
+from hypothesis import given, strategies as st
+
+def plain(fn):
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        return fn(*args, **kwargs)
+    return wrapper
+
+def awaited(fn):
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        return asyncio.run(fn(*args, **kwargs))
+    return wrapper
+
+class Later:
+    def __await__(self):
+        yield
+
+@types.coroutine
+def old_coroutine():
+    yield
+"""
+
+
+def test_a_body_that_never_runs_fails(session: Session) -> None:
+    done = session(
+        UNRUN
+        + """
+@pytest.mark.world(2)
+@plain
+async def test_coroutine(world):
+    raise AssertionError
+
+@pytest.mark.world(2)
+@plain
+async def test_async_generator(world):
+    yield
+
+@pytest.mark.world(2)
+@plain
+def test_generator(world):
+    yield
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("value", [Later, old_coroutine])
+def test_returns(world, value):
+    return value()
+
+@pytest.mark.world(2)
+def test_lazy(world):
+    return (fail() for _ in range(3))
+
+@pytest.mark.world(2)
+def test_on_one_rank(world):
+    return map(int, "1") if world.rank else None
+
+@pytest.mark.world(2)
+@given(n=st.integers(0, 1))
+async def test_drawn(world, n):
+    raise AssertionError
+
+@pytest.fixture
+async def later(world):
+    return 1
+
+@pytest.mark.world(2)
+def test_of_fixture(later):
+    pass
+
+@pytest.mark.world(2)
+@awaited
+async def test_awaited(world):
+    await asyncio.sleep(0)
+    assert total(world) == 1
+
+from gradparity.multiprocess import TestCase
+
+class TestOurs(TestCase):
+    async def test_coroutine(self):
+        raise AssertionError
+
+    test_partial = functools.partialmethod(test_coroutine)
+
+    @plain
+    def test_generator(self):
+        yield
+
+class TestSetUp(TestCase):
+    async def setUp(self):
+        raise AssertionError
+
+    def test_it(self):
+        pass
+"""
+    )
+    assert "13 failed, 1 passed" in done.stdout, done.stdout
+    assert "the test returned a coroutine, which nothing awaits" in done.stdout
+    assert "an async generator, which nothing awaits" in done.stdout
+    assert "the test returned a map, over which nothing iterates" in done.stdout
+    assert "the fixture `later` returned a coroutine" in done.stdout
+    assert "test_generator returned a generator" in done.stdout
+    assert "setUp returned a coroutine" in done.stdout
+    assert "never awaited" not in done.stdout
+
+
+@pytest.mark.parametrize(("body", "kind"), [("pass", "coroutine"), ("yield", "async")])
+def test_what_plainly_never_runs_is_a_collection_error(
+    session: Session, body: str, kind: str
+) -> None:
+    done = session(f"""
+@pytest.mark.world(2)
+async def test_it(world):
+    {body}
+""")
+    assert done.returncode == 2
+    assert f"test_it is a{'n' * (kind == 'async')} {kind}" in done.stdout
+    assert "make it a plain function" in done.stdout
+
+
+TORCHS = """
+import functools, unittest
+import torch.testing._internal.common_distributed as common
+
+class TestProcesses(common.MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def test_one_skips(self):
+        if self.rank:
+            raise unittest.SkipTest("away")
+
+    def test_one_skips_by_code(self):
+        if self.rank:
+            sys.exit(common.TEST_SKIPS["multi-gpu-2"].exit_code)
+        time.sleep(0.3)
+        raise ValueError
+
+    def test_all_skip(self):
+        sys.exit(common.TEST_SKIPS["multi-gpu-2"].exit_code)
+
+    async def test_coroutine(self):
+        raise AssertionError
+
+class TestThreads(common.MultiThreadedTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def test_generator(self):
+        yield
+
+    def test_one_thread_skips(self):
+        if self.rank:
+            raise unittest.SkipTest("away")
+
+    def test_all_threads_skip(self):
+        raise unittest.SkipTest("away")
+"""
+
+
+@pytest.mark.slow
+def test_torchs_classes_hide_nothing(common: Any, session: Session) -> None:
+    done = session(f"import sys\n{TORCHS}", "--gradparity-adopt")
+    assert "5 failed, 2 skipped" in done.stdout, done.stdout
+    assert "ranks [1] skip the test, and others pass it" in done.stdout
+    assert done.stdout.count("so its code has not run") >= 2
+
+
+def test_each_kind_is_told_apart_behind_partials_and_methods() -> None:
+    async def coroutine() -> None: ...
+    async def async_generator() -> AsyncIterator[None]:
+        yield
+
+    def generator() -> Iterator[None]:
+        yield
+
+    def plain() -> None: ...
+
+    fns = (coroutine, async_generator, generator, plain)
+    for form in (lambda fn: fn, functools.partial, lambda fn: fn.__get__(1)):
+        kinds = [never_runs(form(fn)) for fn in fns]
+        assert kinds == ["a coroutine", "an async generator", "a generator", ""]
