@@ -103,8 +103,8 @@ def _reason(
 
 
 def place(case: CaseRecord) -> str:
-    """Where a case first departs and why, in words; empty if that was not found."""
-    return "" if case.location is None else case.location.text
+    """The place of the cause of a failure, in words; empty if that was not found."""
+    return case.location.text if case.is_located and case.location else ""
 
 
 def _decides(case: CaseRecord) -> Iterator[Checked]:

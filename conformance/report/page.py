@@ -18,7 +18,16 @@ from ..status import RANKING, Verdict, as_usage, counted, worst_of
 from .plots import distance_chart, error_bars, scale_chart, skip_strip
 from .records import CaseRecord, Report
 from .table import render as render_table
-from .terminal import cell, coverage, facts, places, plain, scaler_name, worst_status
+from .terminal import (
+    cell,
+    coverage,
+    facts,
+    places,
+    plain,
+    scaler_name,
+    verdict_of,
+    worst_status,
+)
 
 __all__ = ["render_page", "write_page"]
 
@@ -71,6 +80,7 @@ def render_page(report: Report) -> str:
         table=render_table(report),
         widest=max((len(plain(t)) for t in report.topologies), default=0),
         tallies=_tallies(report),
+        verdict={scaler: verdict_of(report, scaler) for scaler in report.scalers},
         filters=_filters(stories),
         undrawn=sum(story.undrawn for story in stories),
         named=scaler_name,

@@ -222,11 +222,14 @@ def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
     worst = sorted(ratios.items(), key=_badness, reverse=True)[:most]
     if not worst:
         return Markup("")
-    left, length = 190, 116  # a full bar is twice the bound
+    left, length = 190, 116
+    # decades: a factor of 40 and one of a million are both beyond the bound
+    largest = max((r for _, r in worst if math.isfinite(r)), default=1.0)
+    decades = LEAST_DECADE, max(1, math.ceil(math.log10(max(largest, 1.0))))
     body = []
     for row, (name, ratio) in enumerate(worst):
         y = TOP + 18 * row
-        width = length * min(1.0, ratio / 2) if math.isfinite(ratio) else length
+        width = length * _share(ratio, *decades)
         body.append(
             Markup(
                 '<text x="{0}" y="{1}" text-anchor="end">{2}</text>'
@@ -247,10 +250,23 @@ def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
     height = TOP + 18 * len(worst) + 4
     body.append(
         Markup('<path class="bound" d="M{} {}V{}"/>').format(
-            left + length / 2, TOP - 4, height
+            left + length * _share(1.0, *decades), TOP - 4, height
         )
     )
-    return _svg(f"error / bound (line: 1), {record.scaler}", body, height)
+    title = f"error / bound (line: 1, in decades), {record.scaler}"
+    return _svg(title, body, height)
+
+
+LEAST_DECADE = -3
+"""Decade at which a bar has no length."""
+
+
+def _share(ratio: float, least: int, most: int) -> float:
+    """Length of a bar in decades, as a share of the longest; nan is the longest."""
+    if not math.isfinite(ratio):
+        return 1.0
+    decade = math.log10(ratio) if ratio > 0 else least
+    return min(max((decade - least) / (most - least), 0.0), 1.0)
 
 
 def _badness(item: tuple[str, float]) -> float:

@@ -7,6 +7,7 @@ and no footer, and reading such a file says that it is incomplete.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -261,8 +262,31 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def failures(self) -> tuple[Verdict, ...]:
-        """Violations, and why the harness broke."""
-        return tuple(v for v in self.findings if v.status in ("fail", "error"))
+        """Violations, and why the harness broke: the cause first.
+
+        The first check to fail is the cause of others: that of the earliest step, and
+        of two at one step the one that stands first in the list of checks. A check
+        without a step, such as a count, follows from those with one.
+        """
+        found = [v for v in self.findings if v.status in ("fail", "error")]
+        return tuple(sorted(found, key=_precedence))
+
+    @property
+    def is_located(self) -> bool:
+        """Whether ``location`` is the place of the cause, and not of a consequence."""
+        if self.location is None or not self.failures:
+            return self.location is not None
+        return self.failures[0].law.partition(".")[0] in _OF_VALUES
+
+
+_OF_VALUES = ("parity", "transparency")
+"""Chapters of checks that compare values: the place where these first differ is the
+place of the cause."""
+
+
+def _precedence(verdict: Verdict) -> tuple[bool, float]:
+    step = math.inf if verdict.step is None else verdict.step
+    return verdict.status != "error", step
 
 
 class Footer(_Line, frozen=True, kw_only=True, tag="footer"):

@@ -168,7 +168,8 @@ def _stories(shown: Sequence[list[CaseRecord]]) -> Iterator[str]:
         count += 1
         if count > _MAX_STORIES:
             return
-        where = "" if bad.location is None else f" Where: {bad.location.text}"
+        place = bad.location if bad.is_located else None
+        where = "" if place is None else f" Where: {place.text}"
         text = f"{bad.failures[0].message}{where}"
         yield f"- {escape(bad.topology)}: {escape(clipped(text, _STORY))}"
 

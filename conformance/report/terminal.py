@@ -39,6 +39,7 @@ __all__ = [
     "print_report",
     "progress",
     "scaler_name",
+    "verdict_of",
     "worst_status",
 ]
 
@@ -165,8 +166,7 @@ def cell(records: Sequence[CaseRecord]) -> str:
 def _cause(record: CaseRecord) -> tuple[str, str, str]:
     """Chapter, what makes causes alike, and the words of what is wrong in a run."""
     if record.failures:
-        # a later cause may follow from the first: a wrong update gives wrong gradients
-        first = min(record.failures, key=lambda v: -1 if v.step is None else v.step)
+        first = record.failures[0]
         chapter = first.law.partition(".")[0]
         return chapter, first.cause or first.law, first.message
     order = ("inconclusive", "skipped")
@@ -233,6 +233,25 @@ def print_report(console: Console, report: Report) -> None:
         console.print(Text(line, style="bold magenta"), soft_wrap=True)
 
 
+def verdict_of(report: Report, scaler: str) -> str:
+    """The result of a scaler, or of the workload without one, in one sentence."""
+    cases = [case for case in report.cases if case.scaler == scaler]
+    models = dict.fromkeys(case.model for case in cases)
+    subject = scaler if scaler != "none" else " and ".join(models)
+    status = worst_status(cases)
+    runs = counted(len(cases), "run")
+    if status == "pass":
+        ratios = [worst.ratio for case in cases for worst in case.worst]
+        margin = f" (largest error {max(ratios):.2g} of its bound)" if ratios else ""
+        return f"{subject} passes all {runs}{margin}."
+    if status == "skipped":
+        return f"{subject} was not run."
+    worst = [case for case in cases if case.status == status]
+    where = ", ".join(dict.fromkeys(case.topology for case in worst))
+    did = {"fail": "fails", "error": "has no verdict", "inconclusive": "is undecided"}
+    return f"{subject} {did[status]} on {where}: {len(worst)} of {runs}."
+
+
 def places(report: Report) -> list[list[CaseRecord]]:
     """The cases that were localised, together where they depart in one place.
 
@@ -241,7 +260,7 @@ def places(report: Report) -> list[list[CaseRecord]]:
     """
     grouped: dict[tuple[str, ...], list[CaseRecord]] = {}
     for case in report.cases:
-        if (found := case.location) is not None:
+        if case.is_located and (found := case.location) is not None:
             factor = "" if found.factor is None else f"{float(found.factor):.3g}"
             place = (case.scaler, found.where, found.module, found.inside, factor)
             grouped.setdefault(place, []).append(case)

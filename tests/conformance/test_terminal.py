@@ -16,6 +16,7 @@ from gradparity.conformance.report.terminal import (
     facts,
     print_report,
     progress,
+    verdict_of,
 )
 from gradparity.conformance.run.session import told_once
 from gradparity.conformance.status import Verdict, clipped
@@ -131,9 +132,12 @@ def test_facts_are_step_ranks_parameter_and_numbers() -> None:
 
 def test_the_first_places_are_shown_and_the_others_counted() -> None:
     places = [f"the gradient of w{i} departs" for i in range(PLACES + 2)]
+    wrong = case("a:B", "fail")
+    verdicts = tuple(replace(v, law="parity.gradient") for v in wrong.verdicts)
     cases = [
         replace(
-            case("a:B", "fail"),
+            wrong,
+            verdicts=verdicts,
             location=Location(where="gradient", module=f"w{i}", text=text),
         )
         for i, text in enumerate([*places, f"{places[0]} in another recipe"])
@@ -147,6 +151,33 @@ def test_the_first_places_are_shown_and_the_others_counted() -> None:
     assert [text in seen for text in places] == [True] * PLACES + [False] * 2
     assert f"{places[0]} (and in 1 more run)" in seen
     assert "where: 2 more are on the page" in seen
+
+
+def test_a_place_is_shown_only_if_it_is_that_of_the_cause() -> None:
+    wrong = case("a:B", "fail")
+    (law,) = wrong.verdicts
+    text = "the update of w is 0.88 off: look at the optimizer"
+    later = replace(law, law="parity.update", message="the update departs")
+    both = replace(
+        wrong,
+        verdicts=(law, later),
+        location=Location(where="update", module="w", text=text),
+    )
+    made, file = console(terminal=False)
+    print_report(made, report_of(both))
+    assert both.failures == (law, later)
+    assert text not in file.getvalue()
+    earlier = replace(later, step=-1 + (law.step or 1))
+    first = replace(both, verdicts=(replace(law, step=5), earlier))
+    print_report(made, report_of(first))
+    assert text in file.getvalue()
+
+
+def test_the_result_is_said_in_words() -> None:
+    right, wrong = case("a:B"), case("c:D", "fail")
+    report = report_of(right, wrong)
+    assert verdict_of(report, "a:B").startswith("a:B passes all 1 run")
+    assert verdict_of(report, "c:D").startswith("c:D fails on ")
 
 
 def test_the_report_shows_how_much_each_law_compared() -> None:
