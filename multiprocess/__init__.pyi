@@ -1,4 +1,5 @@
 from .cluster import Cluster as Cluster
+from .errors import CallEnded as CallEnded
 from .errors import ForkserverError as ForkserverError
 from .errors import HarnessError as HarnessError
 from .errors import NotPicklableError as NotPicklableError

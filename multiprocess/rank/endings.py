@@ -43,7 +43,7 @@ def conclude(
     raised: Sequence[tuple[str, BaseException]],
     early: Callable[[BaseException], Left | None] = early_end,
 ) -> Left | None:
-    """Judge all exceptions of one test on this rank, its teardown included.
+    """Combine all exceptions of one test on this rank, its teardown included.
 
     Args:
         raised: Name of the part of the test and its exception, in order.
@@ -68,7 +68,7 @@ def conclude(
 def never_runs(fn: Any) -> str:
     """Return what a call of ``fn`` makes instead of running it, or the empty string.
 
-    Judged by the function itself: a decorator around a coroutine may run it.
+    Only the function itself counts: a decorator around a coroutine may run it.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func

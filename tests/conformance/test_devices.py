@@ -185,14 +185,17 @@ def test_a_replay_line_keeps_the_devices() -> None:
 
 @pytest.fixture
 def kernels() -> Iterator[Any]:
-    """The switches of the CUDA kernels, put back afterwards."""
+    """The switches of kernels, put back afterwards."""
     cuda = torch.backends.cuda
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     flash = cuda.flash_sdp_enabled()
     efficient, cudnn = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
     half = cuda.matmul.allow_fp16_reduced_precision_reduction
     wide = cuda.matmul.allow_bf16_reduced_precision_reduction
     convolutions = torch.backends.cudnn.allow_tf32
     yield cuda
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = convolutions
     cuda.enable_flash_sdp(flash)
