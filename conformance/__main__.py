@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,6 +95,16 @@ def _drop_output() -> None:
 
 
 def _command(arguments: Sequence[str], agent: Agent | None, is_program: bool) -> int:
+    if arguments and arguments[0] == "record":
+        from .record.command import record_main
+
+        return record_main(arguments[1:], partial(say, error=True))
+    if arguments and arguments[0] == "compare":
+        from .record.command import compare_main, is_recording
+
+        # a report is a file
+        if any(map(is_recording, arguments[1:])):
+            return compare_main(arguments[1:], say)
     if arguments and arguments[0] in TOOLS:
         return _tool(TOOLS[arguments[0]], arguments[1:])
     if arguments and arguments[0] == "survey":

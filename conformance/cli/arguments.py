@@ -345,7 +345,12 @@ def _add_small(commands: Commands) -> None:
         commands, "table", "print the layouts of a report as a Markdown table"
     )
     table.add_argument("report", **_REPORT)
-    compare = _command(commands, "compare", "show what changed between two reports")
+    _command(
+        commands, "record", "record a training job as it is: record RUN -- COMMAND"
+    )
+    compare = _command(
+        commands, "compare", "compare two recordings (folders), or two reports"
+    )
     compare.add_argument("before", **_REPORT | {"metavar": "BEFORE"})
     compare.add_argument("after", **_REPORT | {"metavar": "AFTER"})
 

@@ -1,0 +1,5 @@
+"""Record a training job as it is, and compare two recordings.
+
+``recorder`` runs inside of the job and keeps what adds up over ranks; ``compare`` reads
+two recordings and decides. Nothing here imports the comparison of workloads.
+"""

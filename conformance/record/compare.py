@@ -1,0 +1,433 @@
+"""Compare two recordings: the same start, rows and settings first, then numbers.
+
+[Note: Bounds]
+The reference side was recorded again as it is, and with its weights moved by a unit in
+the last place. What these runs differ by from the first is the noise of the job. A
+tensor may differ by ``FACTOR`` times the largest noise that it showed up to this step,
+and by no less than that of the median tensor of the step. A bound as large as the tensor
+compares nothing. A second test takes the step as a whole: the median over tensors of
+distance over noise, above ``WHOLE``, is a difference that is spread over all tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from .merge import Run, Whole
+
+__all__ = ["Comparison", "Row", "Side", "compare", "compare_exactly"]
+
+FACTOR = 8.0
+"""Right variants of a job came to 0.23 of this bound at most."""
+WHOLE = 3.0
+"""Right variants came to 1.6 noises at most; faults that are spread to 5 or more."""
+UNIT = 2.0**-24
+"""Unit roundoff of fp32: no tensor has less noise, relative to its size."""
+KINDS = ("gradient", "update")
+SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
+"""Exit codes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str
+    run: Run
+    noisy: Sequence[Run] = ()
+    """The same job again, as it is and nudged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One tensor at one step."""
+
+    step: int
+    kind: str
+    name: str
+    distance: float
+    """Norm of the difference, relative to the tensor of the first side."""
+    bound: float
+    """The largest distance that noise explains, relative, too."""
+    noise: float
+    """The distance that correct runs have."""
+    words: str = ""
+    """What the second side has: a multiple of the first, zeros, the step before."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the noise of the job does not explain the difference."""
+        # written so that nan differs
+        return not self.distance <= self.bound
+
+    @property
+    def ratio(self) -> float:
+        """Distance over bound."""
+        return self.distance / self.bound if self.bound else math.inf
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """The result of comparing two recordings."""
+
+    code: int
+    lines: list[str] = field(default_factory=list)
+    """In words, the decisive ones first."""
+    rows: list[Row] = field(default_factory=list)
+    """Every tensor that was compared."""
+
+
+def compare(one: Side, other: Side) -> Comparison:
+    """Compare numbers, if all that must be equal exactly is.
+
+    Args:
+        one: the reference; it has noise.
+        other: the side in question; its noise is added, if it was measured.
+    """
+    names, start = _names(one.run, other.run)
+    steps = sorted({*one.run.steps} & {*other.run.steps})
+    found = Comparison(code=SAME, lines=[start])
+    if not names or not steps:
+        found.code = NOT_COMPARABLE
+        if not steps:
+            found.lines.append("the two sides recorded no step in common")
+        return found
+    first = _first_difference(one.run, other.run, names, steps)
+    found.lines += first.same
+    if first.text:
+        found.code, found.lines = NOT_COMPARABLE, [first.text, *found.lines]
+        return found
+    if drew := one.run.drew | other.run.drew:
+        where = f": {', '.join(other.run.drops[:4])}" if other.run.drops else ""
+        found.code = UNDECIDED
+        found.lines.insert(
+            0,
+            f"random numbers were drawn in forward at step {min(drew)}{where}. Set all "
+            "dropout to 0 and record both sides again",
+        )
+        return found
+    if not one.noisy:
+        found.code = UNDECIDED
+        found.lines.insert(
+            0, f"{one.name} has no noise: record it with --noise 2, or compare --exact"
+        )
+        return found
+    found.rows = list(_rows(one, other, names, steps))
+    _decide(found, steps)
+    found.lines += _left_out(one.run, other.run, names, found.rows, steps)
+    return found
+
+
+def _decide(found: Comparison, steps: Sequence[int]) -> None:
+    compared = [row for row in found.rows if row.bound < 1 or row.differs]
+    if not compared:
+        found.code = UNDECIDED
+        found.lines.insert(0, "noise is as large as every tensor: nothing was compared")
+        return
+    wrong = [row for row in compared if row.differs]
+    spread = {step: _spread(found.rows, step) for step in steps}
+    far = [step for step, ratio in spread.items() if ratio > WHOLE]
+    if wrong:
+        first = min(row.step for row in wrong)
+        at_first = [row for row in wrong if row.step == first]
+        worst = max(at_first, key=lambda row: (row.kind == "gradient", row.ratio))
+        found.code = DIFFERENT
+        found.lines.insert(0, _sentence(worst, len(at_first), len(compared)))
+    elif far:
+        found.code = DIFFERENT
+        found.lines.insert(
+            0,
+            f"step {far[0]} differs as a whole: the median tensor by "
+            f"{spread[far[0]]:.1f} times its noise, more than {WHOLE:g}",
+        )
+    else:
+        largest = max(compared, key=lambda row: row.ratio)
+        found.lines.insert(
+            0,
+            f"same: {len(compared)} tensors of {len(steps)} steps, the largest "
+            f"difference {largest.ratio:.2f} of its bound ({largest.kind} of "
+            f"{largest.name}, step {largest.step})",
+        )
+    told = ", ".join(f"{spread[step]:.1f} at step {step}" for step in steps)
+    found.lines.append(f"median difference over noise (at most {WHOLE:g}): {told}")
+
+
+def _sentence(row: Row, count: int, of: int) -> str:
+    others = f"; {count - 1} more tensors differ there" if count > 1 else ""
+    what = f": {row.words}" if row.words else ""
+    return (
+        f"step {row.step}: the {row.kind} of {row.name} differs by {row.distance:.2g} "
+        f"of its size, noise explains {row.bound:.2g}{what}{others} (of {of} compared)"
+    )
+
+
+def _spread(rows: Sequence[Row], step: int) -> float:
+    ratios = [
+        row.distance / row.noise
+        for row in rows
+        if row.step == step and row.kind == "gradient" and row.noise > 0
+    ]
+    return median(ratios) if ratios else 0.0
+
+
+# - What must be equal exactly
+
+
+def _names(one: Run, other: Run) -> tuple[dict[str, str], str]:
+    """Names of the first side -> those of the other, proved by the start, and words."""
+    at = min([*one.steps, *other.steps], default=0)
+    starts = {n: one.tensors[at, "weight", n] for n in one.names("weight", at)}
+    theirs = {n: other.tensors[at, "weight", n] for n in other.names("weight", at)}
+    proved, rounded, renamed, differ = dict[str, str](), 0, 0, []
+    by_digest: dict[tuple[Any, ...], list[str]] = {}
+    for name, whole in theirs.items():
+        by_digest.setdefault((whole.shape, whole.digest), []).append(name)
+    taken = set[str]()
+    for name, mine in starts.items():
+        its = theirs.get(name)
+        if its is not None and its.shape == mine.shape and its.is_whole:
+            if its.digest == mine.digest:
+                proved[name] = name
+            elif its.rounded == mine.rounded:
+                proved[name], rounded = name, rounded + 1
+            else:
+                differ.append(name)
+            taken.add(name)
+    for name, mine in starts.items():
+        if name in proved or name in differ:
+            continue
+        same = [
+            n for n in by_digest.get((mine.shape, mine.digest), ()) if n not in taken
+        ]
+        ends = [n for n in same if n.endswith(name) or name.endswith(n)] or same
+        if ends:  # equal tensors, such as all ones: the order decides
+            proved[name] = ends[0]
+            taken.add(ends[0])
+            renamed += 1
+    words = f"start: {len(proved)} of {len(starts)} tensors have equal bits"
+    if rounded:
+        words += f", {rounded} of them after rounding to bf16"
+    if renamed:
+        words += f", {renamed} under another name"
+    if differ:
+        words = (
+            f"another start: {len(differ)} of {len(starts)} tensors began with other "
+            f"values, {differ[0]} first. Begin both from one checkpoint"
+        )
+        return {}, words
+    return proved, words
+
+
+@dataclass(kw_only=True)
+class _Exact:
+    """The first exact difference in words, else what was equal."""
+
+    text: str = ""
+    same: list[str] = field(default_factory=list)
+
+
+def _first_difference(
+    one: Run, other: Run, names: Mapping[str, str], steps: Sequence[int]
+) -> _Exact:
+    found = _Exact()
+    seen = [step for step in steps if step in one.rows and step in other.rows]
+    for step in seen:
+        if one.rows[step] != other.rows[step]:
+            shared = len(one.rows[step] & other.rows[step])
+            found.text = (
+                f"other rows: at step {step} {shared} of {len(one.rows[step])} rows of "
+                f"the model's inputs are on both sides. Give both the same data in the "
+                "same order, such as without shuffling"
+            )
+            return found
+    rows = f"rows: equal at {len(seen)} of {len(steps)} steps"
+    found.same.append(rows if seen else "rows: not seen, no model was called as one")
+    for step in steps:
+        for mine, its in names.items():
+            values = one.settings.get((step, mine), {})
+            theirs = other.settings.get((step, its), {})
+            for key in values.keys() & theirs.keys():
+                if key in _FREE or values[key] == theirs[key]:
+                    continue
+                found.text = (
+                    f"other settings: {key} of {mine} is {values[key]} and "
+                    f"{theirs[key]} at step {step}"
+                )
+                return found
+    found.same.append(f"settings: equal at {len(steps)} steps")
+    return found
+
+
+_FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+"""Settings that choose an implementation, and not what is computed."""
+
+
+# - Numbers
+
+
+def _rows(
+    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
+) -> Iterator[Row]:
+    worst: dict[tuple[str, str], float] = {}
+    for step in steps:
+        for kind in KINDS:
+            pairs = dict(_pairs(one.run, other.run, names, step, kind))
+            noises = {name: _noise(one, name, step, kind) for name in pairs}
+            for name, its in names.items():
+                if name in pairs and other.noisy:
+                    noises[name] += _noise(other, its, step, kind)
+            for name, noise in noises.items():
+                worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
+            sizes = {name: mine.norm for name, (mine, _) in pairs.items()}
+            shares = [noises[n] / size for n, size in sizes.items() if size]
+            least = max(median(shares) if shares else 0.0, UNIT)
+            for name, (mine, its) in pairs.items():
+                size = sizes[name]
+                distance = float(np.linalg.norm(mine.sketch - its.sketch))
+                noise = max(worst[kind, name], size * least)
+                yield Row(
+                    step=step,
+                    kind=kind,
+                    name=name,
+                    distance=distance / (size or 1.0),
+                    bound=FACTOR * noise / (size or 1.0),
+                    noise=noise / (size or 1.0),
+                    words=_words(one.run, mine, its, name, step, kind),
+                )
+
+
+def _pairs(
+    one: Run, other: Run, names: Mapping[str, str], step: int, kind: str
+) -> Iterator[tuple[str, tuple[Whole, Whole]]]:
+    for mine, its in names.items():
+        a = one.tensors.get((step, kind, mine))
+        b = other.tensors.get((step, kind, its))
+        if a is not None and b is not None and a.is_whole and b.is_whole:
+            yield mine, (a, b)
+
+
+def _noise(side: Side, name: str, step: int, kind: str) -> float:
+    plain = side.run.tensors[step, kind, name]
+    again = [run.tensors.get((step, kind, name)) for run in side.noisy]
+    away = [np.linalg.norm(plain.sketch - each.sketch) for each in again if each]
+    return float(max(away, default=0.0))
+
+
+def _words(one: Run, mine: Whole, its: Whole, name: str, step: int, kind: str) -> str:
+    """What the second side has, where a sketch shows it."""
+    if its.bad or mine.bad:
+        return f"{its.bad} elements are not finite, and {mine.bad} on the first side"
+    if not its.norm and mine.norm:
+        return "it is zero"
+    if not mine.norm:
+        return "it is zero on the first side"
+    factor = float(mine.sketch @ its.sketch) / mine.norm**2
+    rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
+    if rest <= 0.01 * abs(factor) and abs(factor - 1) > 0.01:
+        return f"it is {factor:.3f} x the first side"
+    before = one.tensors.get((step - 1, kind, name))
+    if before is not None and before.norm:
+        late = float(np.linalg.norm(its.sketch - before.sketch)) / before.norm
+        if late <= 0.01:
+            return "it is that of the step before"
+    return ""
+
+
+def _left_out(
+    one: Run,
+    other: Run,
+    names: Mapping[str, str],
+    rows: Sequence[Row],
+    steps: Sequence[int],
+) -> Iterator[str]:
+    """What was not compared, and why."""
+    every = [*one.names("weight", min(steps))]
+    if unproved := [name for name in every if name not in names]:
+        yield (
+            f"not compared: {len(unproved)} of {len(every)} tensors, no tensor of the "
+            f"other side has their start ({unproved[0]} first)"
+        )
+    blind = [row for row in rows if row.bound >= 1 and not row.differs]
+    if blind:
+        yield (
+            f"not compared: {len(blind)} of {len(rows)}, noise is as large as the "
+            f"tensor ({blind[0].kind} of {blind[0].name}, step {blind[0].step}, first)"
+        )
+    for key, ranks in other.replicas.items():
+        step, kind, name = key
+        if kind in ("weight", "gradient"):
+            listed = ", ".join(map(str, ranks))
+            yield (
+                f"replicas differ: the {kind} of {name} at step {step} has other bits "
+                f"on rank {listed} than on the first rank that holds it"
+            )
+            break
+    partial = [
+        name
+        for (step, kind, name), whole in other.tensors.items()
+        if kind == "gradient" and step == min(steps) and not whole.is_summed
+    ]
+    if partial:
+        yield (
+            f"{len(partial)} gradients are not summed when the optimizer is called, "
+            f"{partial[0]} first: their sums over ranks were compared"
+        )
+    lacks = other.without_gradient ^ one.without_gradient
+    if lacks:
+        step, name = min(lacks)
+        yield f"only one side has a gradient of {name} at step {step}"
+    if other.unnamed:
+        yield f"not compared: {other.unnamed} parameters that no module names"
+    for side in (one, other):
+        if side.notes:
+            yield f"the recorder noted: {side.notes[0]}"
+
+
+# - Bit for bit
+
+
+def compare_exactly(one: Side, other: Side) -> Comparison:
+    """Compare weights, gradients, settings and rows bit for bit, step by step."""
+    a, b = one.run, other.run
+    steps = sorted({s for s, _, _ in a.tensors} & {s for s, _, _ in b.tensors})
+    if not steps:
+        return Comparison(
+            code=NOT_COMPARABLE, lines=["the two sides recorded no step in common"]
+        )
+    compared = 0
+    for step in steps:
+        if step in a.rows and step in b.rows and a.rows[step] != b.rows[step]:
+            return Comparison(code=DIFFERENT, lines=[f"step {step}: other rows"])
+        for kind in ("weight", "gradient"):
+            for name in a.names(kind, step):
+                mine, its = (
+                    a.tensors[step, kind, name],
+                    b.tensors.get((step, kind, name)),
+                )
+                if its is None or not (mine.is_whole and its.is_whole):
+                    continue
+                compared += 1
+                if mine.digest != its.digest:
+                    text = f"step {step}: the {kind} of {name} has other bits"
+                    return Comparison(code=DIFFERENT, lines=[text])
+        for (at, name), values in a.settings.items():
+            theirs = b.settings.get((at, name), values)
+            if at == step and values != theirs:
+                keys = [k for k in values if values[k] != theirs.get(k)]
+                text = (
+                    f"step {step}: {keys[0]} of {name} is {values[keys[0]]} and "
+                    f"{theirs.get(keys[0])}"
+                )
+                return Comparison(code=DIFFERENT, lines=[text])
+    if not compared:
+        return Comparison(
+            code=NOT_COMPARABLE, lines=["no tensor has the same name on both sides"]
+        )
+    text = f"same, bit for bit: {compared} tensors of {len(steps)} steps"
+    return Comparison(code=SAME, lines=[text])

@@ -1,0 +1,246 @@
+"""Files of a recording: ``rank-N.safetensors`` and no pickle; what one rank recorded.
+
+A folder of one run has a file for each rank that an optimizer stepped on. It is written
+under another name and renamed, so a file that is there is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from .kept import Box, Kept
+
+__all__ = ["Call", "Recording", "Settings", "Stored", "read_run", "write_rank"]
+
+VERSION = 1
+"""Of the files; another version is refused."""
+
+
+class Settings(msgspec.Struct):
+    """The numbers of one param group, and the parameters in it."""
+
+    names: list[str]
+    values: dict[str, Any]
+
+    def read(self) -> Settings:
+        """The same with numbers in place of tensors."""
+        return Settings(names=self.names, values=_numbers(self.values))
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    return [_numbers(each) for each in value] if isinstance(value, list) else value
+
+
+class Call(msgspec.Struct):
+    """One call of an optimizer."""
+
+    optimizer: int
+    """Its number: optimizers are counted as they are first called."""
+    kind: str
+    step: int
+    """Number of this call."""
+    settings: list[Settings]
+    scale: Any = None
+    """``grad_scale`` of the optimizer, by which its kernel divides gradients."""
+    found_inf: Any = None
+    unnamed: int = 0
+    """Parameters for which no module has a name."""
+    without_gradient: list[str] = []
+
+
+class Place(msgspec.Struct):
+    """A box as it is written."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local: tuple[int, ...]
+    summand: tuple[int, ...] = ()
+
+
+class Stored(msgspec.Struct):
+    """What is stored of one part."""
+
+    place: Place
+    digest: int
+    rounded: int
+    square: float
+    largest: float
+    bad: int
+    sketch: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, box: Box, kept: Kept) -> Stored:
+        """Read the numbers from their device."""
+        square, largest, bad = kept.numbers.tolist()
+        return cls(
+            place=Place(box.shape, box.offsets, box.local, box.summand),
+            digest=int(kept.digest),
+            rounded=int(kept.rounded),
+            square=square,
+            largest=largest,
+            bad=int(bad),
+            sketch=kept.sketch.cpu().numpy(),
+        )
+
+
+class Recording(msgspec.Struct):
+    """Everything that one rank recorded."""
+
+    world_size: int = 1
+    calls: list[Call] = []
+    rows: dict[int, list[Any]] = {}
+    """Step -> digests of the rows of each input of the model."""
+    losses: dict[int, list[Any]] = {}
+    drew: set[int] = set()
+    """Steps in whose forward random numbers were drawn."""
+    drops: list[str] = []
+    """Modules that drop with a probability above 0."""
+    unstepped: list[str] = []
+    """Parameters that require a gradient, and that no optimizer stepped."""
+    notes: list[str] = []
+    """Errors of the recorder."""
+    tensors: dict[str, Stored] = {}
+    """``optimizer/step/kind/name`` -> what is kept."""
+
+
+class _Header(msgspec.Struct):
+    """What is no array, in one JSON text beside the arrays."""
+
+    version: int
+    world_size: int
+    torch: str
+    calls: list[Call]
+    rows: dict[str, list[list[int]]]
+    losses: dict[str, list[float]]
+    drew: list[int]
+    drops: list[str]
+    unstepped: list[str]
+    notes: list[str]
+    places: list[Place]
+    numbers: list[tuple[str, int, int, int, float, float, int]]
+    """(key, number of its place, digest, rounded, square, largest, non-finite), in the
+    order of the rows of the array ``sketches``."""
+
+
+def write_rank(folder: Path, rank: int, recording: Recording) -> None:
+    """Write what a rank recorded, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    places: dict[tuple[Any, ...], int] = {}
+    numbers, sketches = [], []
+    for key, each in recording.tensors.items():
+        where = places.setdefault(msgspec.structs.astuple(each.place), len(places))
+        numbers.append(
+            (key, where, each.digest, each.rounded, each.square, each.largest, each.bad)
+        )
+        sketches.append(each.sketch)
+    header = _Header(
+        version=VERSION,
+        world_size=recording.world_size,
+        torch=str(torch.__version__),
+        calls=recording.calls,
+        rows={str(s): [t.tolist() for t in rows] for s, rows in recording.rows.items()},
+        losses={str(s): losses for s, losses in recording.losses.items()},
+        drew=sorted(recording.drew),
+        drops=recording.drops,
+        unstepped=recording.unstepped,
+        notes=recording.notes,
+        places=[Place(*each) for each in places],
+        numbers=numbers,
+    )
+    path = folder / f"rank-{rank}.safetensors"
+    draft = folder / f".rank-{rank}.{os.getpid()}.draft"
+    arrays = {"sketches": np.stack(sketches)} if sketches else {}
+    save_file(arrays, draft, {"gradparity": msgspec.json.encode(header).decode()})
+    os.replace(draft, path)
+
+
+def read_run(folder: Path) -> Iterator[tuple[int, Recording]]:
+    """Read what each rank of a run recorded.
+
+    Yields:
+        (rank, recording), in the order of ranks.
+
+    Raises:
+        ValueError: if a file is missing, is of another version or is broken; the message
+            names it.
+    """
+    paths = sorted(folder.glob("rank-*.safetensors"), key=_rank_of)
+    if not paths:
+        raise ValueError(
+            f"{folder}: holds no recording: no optimizer of torch was seen"
+        )
+    found = {_rank_of(path): _read(path) for path in paths}
+    size = max(recording.world_size for recording in found.values())
+    missing = sorted({*range(size)} - {*found})
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        raise ValueError(f"{folder}: of {size} ranks these wrote nothing: {ranks}")
+    yield from sorted(found.items())
+
+
+def _rank_of(path: Path) -> int:
+    number = path.stem.removeprefix("rank-")
+    return int(number) if number.isdigit() else -1
+
+
+def _read(path: Path) -> Recording:
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path}: is no regular file")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            raw = metadata.get("gradparity", "{}").encode()
+            version = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(
+                "version"
+            )
+            if version is None or bytes(version) != str(VERSION).encode():
+                text = "nothing" if version is None else bytes(version).decode()
+                raise ValueError(f"{path}: has version {text}, expected {VERSION}")
+            header = msgspec.json.decode(raw, type=_Header)
+            names = list(file.keys())
+            sketches = file.get_tensor("sketches") if "sketches" in names else ()
+    except (SafetensorError, msgspec.DecodeError, OSError) as error:
+        raise ValueError(f"{path}: is no recording: {error}") from error
+    if len(sketches) != len(header.numbers):
+        raise ValueError(
+            f"{path}: has {len(sketches)} sketches of {len(header.numbers)}"
+        )
+    return Recording(
+        world_size=header.world_size,
+        calls=header.calls,
+        rows={int(step): rows for step, rows in header.rows.items()},
+        losses={int(step): losses for step, losses in header.losses.items()},
+        drew=set(header.drew),
+        drops=header.drops,
+        unstepped=header.unstepped,
+        notes=header.notes,
+        tensors={
+            key: Stored(
+                place=header.places[where],
+                digest=digest,
+                rounded=rounded,
+                square=square,
+                largest=largest,
+                bad=bad,
+                sketch=sketch,
+            )
+            for (key, where, digest, rounded, square, largest, bad), sketch in zip(
+                header.numbers, sketches, strict=True
+            )
+        },
+    )

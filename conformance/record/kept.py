@@ -1,0 +1,182 @@
+"""What is kept of a tensor: digest, sketch, squares, largest element, non-finite.
+
+[Note: Sums over parts]
+Everything is keyed by the place of an element in the whole tensor, and adds up (or takes
+the larger one) over parts. So each rank keeps what it holds, nothing is sent, and any
+layout of one tensor gives the same whole. The digest is a sum of products of the bits of
+each element with a random odd word of its place, modulo 2^64: exact in any order. The
+sketch has 8 x 8 tiles of 32 buckets: each element goes into a bucket of its tile with a
+random sign. The norm of the difference of two sketches estimates the norm of the
+difference of two tensors, to about 5 %; a tensor of at most 2,048 elements is kept whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BUCKETS", "SLOTS", "Box", "Kept", "keep", "keys_of", "mix", "places_of"]
+
+GRID = 8
+"""Tiles along dim 0, and along all other dims together."""
+BUCKETS = 32
+"""Buckets of a tile: fewer let the error of one row fall into too few of them."""
+SLOTS = GRID * GRID * BUCKETS
+CHUNK = 1 << 22
+"""Elements that are worked on at once: temporaries stay below 200 MB."""
+KEYS_BYTES = 1 << 29
+"""Keys that are kept from one tensor to the next: a step asks for them five times."""
+_32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a part lies in the whole tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Place of the first element of the part, in each dim; or one place in the flat
+    tensor, of which the part is a range."""
+    local: tuple[int, ...]
+    """Shape of the part."""
+    summand: tuple[int, ...] = ()
+    """Coordinates of this rank on the axes over which the tensor is still to be
+    summed: parts with other coordinates add up to the values."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the part is a range of the flattened tensor."""
+        return len(self.offsets) != len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the part."""
+        return math.prod(self.local)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Random word, sign and slot of each element of a part."""
+
+    words: Tensor
+    """(n,) int64, odd."""
+    signs: Tensor
+    """(n,) float32, 1 or -1."""
+    slots: Tensor
+    """(n,) int64."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of one part; 0-d tensors stay on their device until they are read."""
+
+    digest: Tensor
+    """int64: sum of bits times words, modulo 2^64."""
+    rounded: Tensor
+    """The same after rounding to bf16."""
+    sketch: Tensor
+    """(SLOTS,) float64."""
+    numbers: Tensor
+    """(3,) float64: sum of squares, largest size, number of non-finite elements."""
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix 32 bits, held in int64 (the finaliser of MurmurHash3, public domain)."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _32
+    return x ^ (x >> 16)
+
+
+def places_of(box: Box, start: int, stop: int, device: torch.device) -> Tensor:
+    """Places of the elements start..stop of a part in the flattened whole."""
+    at = torch.arange(start, stop, dtype=torch.int64, device=device)
+    if box.is_flat:
+        return at + box.offsets[0]
+    found = torch.zeros_like(at)
+    inner, stride = 1, 1
+    for local, whole, offset in zip(
+        reversed(box.local), reversed(box.shape), reversed(box.offsets), strict=True
+    ):
+        found += ((at // inner) % local + offset) * stride
+        inner, stride = inner * local, stride * whole
+    return found
+
+
+def _keys(box: Box, start: int, stop: int, device: torch.device) -> Keys:
+    places = places_of(box, start, stop, device)
+    rows = box.shape[0] if box.shape else 1
+    columns = max(1, math.prod(box.shape[1:]))
+    row, column = places // columns, places % columns
+    words = mix((column * 0x9E3779B1 + mix((row * 0x9E3779B1 + 1) & _32)) & _32)
+    if math.prod(box.shape) <= SLOTS:  # kept whole
+        return Keys(words | 1, torch.ones_like(places, dtype=torch.float32), places)
+    if columns == 1:
+        tile = row * (GRID * GRID) // rows
+    else:
+        tile = (row * GRID // rows) * GRID + column * GRID // columns
+    signs = 1.0 - 2.0 * ((words >> 7) & 1).to(torch.float32)
+    return Keys(words | 1, signs, tile * BUCKETS + (words >> 20) % BUCKETS)
+
+
+_known: OrderedDict[tuple[Box, int, str], Keys] = OrderedDict()
+
+
+def keys_of(box: Box, start: int, device: torch.device) -> Keys:
+    """Keys of one chunk of a part; those used last are kept."""
+    stop = min(start + CHUNK, box.size)
+    which = (box, start, str(device))
+    found = _known.pop(which, None)
+    if found is None:
+        found = _keys(box, start, stop, device)
+        while _known and len(_known) * CHUNK * 20 > KEYS_BYTES:
+            _known.popitem(last=False)
+    _known[which] = found
+    return found
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _digest(values: Tensor, words: Tensor) -> Tensor:
+    bits = values.view(_BITS[values.element_size()]).to(torch.int64)
+    return (bits * words).sum()
+
+
+def keep(part: Tensor, box: Box, weight: Tensor | None = None) -> Kept:
+    """Keep a part of a tensor.
+
+    Args:
+        part: local elements, of any dtype and device; it is only read.
+        box: where they lie in the whole.
+        weight: each element is multiplied by the size of this one's, of the same shape;
+            the digest then says nothing.
+
+    Returns:
+        What adds up over parts, on the device of the part.
+    """
+    device = part.device
+    flat = part.detach().reshape(-1)
+    sizes = None if weight is None else weight.detach().reshape(-1)
+    digest = torch.zeros((), dtype=torch.int64, device=device)
+    rounded = torch.zeros_like(digest)
+    sketch = torch.zeros(SLOTS, dtype=torch.float64, device=device)
+    square, largest, bad = torch.zeros(3, dtype=torch.float64, device=device).unbind()
+    for start in range(0, flat.numel(), CHUNK):
+        values = flat[start : start + CHUNK]
+        keys = keys_of(box, start, device)
+        doubles = values.to(torch.float64)
+        if sizes is not None:
+            doubles = doubles * sizes[start : start + CHUNK].to(torch.float64).abs()
+        else:
+            digest = digest + _digest(values, keys.words)
+            rounded = rounded + _digest(values.to(torch.bfloat16), keys.words)
+        bad = bad + (~torch.isfinite(doubles)).sum()
+        sketch.index_add_(0, keys.slots, doubles * keys.signs)
+        square = square + doubles.square().sum()
+        largest = torch.maximum(largest, doubles.abs().max())
+    return Kept(digest, rounded, sketch, torch.stack([square, largest, bad.double()]))

@@ -1,0 +1,218 @@
+"""Merge: what all ranks of a run recorded, as one process would have it.
+
+[Note: Parts by box]
+A part is counted by its place in the whole tensor. Ranks with the same place hold
+replicas, whatever a mesh says of them: a DTensor on a part of the mesh does not know
+that other ranks hold the same. One replica counts, and the others must have its digest.
+Parts of a tensor that is still to be summed add up in the sketch alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .files import Recording, Stored, read_run
+
+__all__ = ["Run", "Whole", "merge", "read_merged"]
+
+WORD = 1 << 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A whole tensor, from the parts of all ranks."""
+
+    shape: tuple[int, ...]
+    digest: int | None
+    """None where nobody holds the values: the tensor is still to be summed."""
+    rounded: int | None
+    sketch: NDArray[np.float64]
+    square: float
+    largest: float
+    bad: int
+    held: int
+    """Elements that some rank holds."""
+    differing: tuple[int, ...] = ()
+    """Ranks whose replica has other bits than that of the first rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ranks hold each element."""
+        return self.held == self.size
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether ranks hold values, and not summands of them."""
+        return self.digest is not None
+
+    @property
+    def norm(self) -> float:
+        """Norm of the sketch: an estimate of the norm."""
+        return float(np.linalg.norm(self.sketch))
+
+
+def merge(parts: Iterable[tuple[int, Stored]]) -> Whole:
+    """Merge the parts of one tensor.
+
+    Args:
+        parts: (rank, what it stored); see [Note: Parts by box].
+    """
+    found = sorted(parts, key=lambda part: part[0])
+    boxes: dict[tuple[Any, ...], Stored] = {}
+    differing = []
+    for rank, part in found:
+        where = part.place
+        if not math.prod(where.local):
+            continue
+        key = (where.offsets, where.local, where.summand)
+        first = boxes.setdefault(key, part)
+        if first.digest != part.digest:
+            differing.append(rank)
+    counted = [*boxes.values()] or [found[0][1]]
+    summed = not any(part.place.summand for part in counted)
+    held = {(p.place.offsets, p.place.local): math.prod(p.place.local) for p in counted}
+    return Whole(
+        shape=counted[0].place.shape,
+        digest=sum(p.digest for p in counted) % WORD if summed else None,
+        rounded=sum(p.rounded for p in counted) % WORD if summed else None,
+        sketch=np.sum([part.sketch for part in counted], axis=0),
+        square=sum(p.square for p in counted) if summed else math.nan,
+        largest=max(p.largest for p in counted) if summed else math.nan,
+        bad=sum(p.bad for p in counted),
+        held=sum(held.values()),
+        differing=tuple(differing),
+    )
+
+
+Key = tuple[int, str, str]
+"""(step, kind, name)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a job, over all of its ranks."""
+
+    ranks: int
+    tensors: Mapping[Key, Whole]
+    settings: Mapping[tuple[int, str], Mapping[str, Any]]
+    """(step, parameter) -> the numbers of its param group."""
+    rows: Mapping[int, frozenset[int]]
+    """Step -> digests of the rows that the model was given."""
+    losses: Mapping[int, float]
+    """Step -> mean of the losses of all ranks and passes, where the model returns one."""
+    drew: frozenset[int]
+    drops: tuple[str, ...]
+    unstepped: tuple[str, ...]
+    without_gradient: frozenset[tuple[int, str]]
+    """(step, parameter) without a gradient on any rank."""
+    unnamed: int
+    notes: tuple[str, ...]
+    replicas: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+    """Tensors of which ranks hold other bits -> those ranks."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that were recorded."""
+        return sorted({step for step, kind, _ in self.tensors if kind == "gradient"})
+
+    def names(self, kind: str, step: int) -> list[str]:
+        """Names of the tensors of a kind at a step, in the order of the model."""
+        return [n for s, k, n in self.tensors if (s, k) == (step, kind)]
+
+
+def read_merged(folder: Path) -> Run:
+    """Read a run and merge its ranks.
+
+    Raises:
+        ValueError: if a rank is missing or a file is broken.
+    """
+    ranks = dict(read_run(folder))
+    parts: dict[Key, list[tuple[int, Stored]]] = {}
+    for rank, recording in ranks.items():
+        scales = {(call.optimizer, call.step): call.scale for call in recording.calls}
+        for key, stored in recording.tensors.items():
+            optimizer, step, kind, name = key.split("/", 3)
+            if kind == "gradient":
+                scale = scales.get((int(optimizer), int(step)))
+                stored.sketch = stored.sketch / (scale or 1.0)
+            parts.setdefault((int(step), kind, name), []).append((rank, stored))
+    whole = {key: merge(each) for key, each in parts.items()}
+    had = {(step, name) for step, kind, name in whole if kind == "gradient"}
+    lacking = {
+        (call.step, name)
+        for recording in ranks.values()
+        for call in recording.calls
+        for name in call.without_gradient
+    }
+    first = ranks[min(ranks)]
+    return Run(
+        ranks=len(ranks),
+        tensors=whole | _updates(whole),
+        settings={
+            (call.step, name): group.values
+            for recording in ranks.values()
+            for call in recording.calls
+            for group in call.settings
+            for name in group.names
+        },
+        rows=_rows(ranks.values()),
+        losses=_losses(ranks.values()),
+        drew=frozenset(step for r in ranks.values() for step in r.drew),
+        drops=tuple(first.drops),
+        unstepped=tuple(first.unstepped),
+        without_gradient=frozenset(lacking - had),
+        unnamed=max((c.unnamed for r in ranks.values() for c in r.calls), default=0),
+        notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
+        replicas={key: each.differing for key, each in whole.items() if each.differing},
+    )
+
+
+def _updates(whole: Mapping[Key, Whole]) -> dict[Key, Whole]:
+    """Updates times the size of the gradient, where the step left the gradient."""
+    found = {}
+    for (step, kind, name), after in whole.items():
+        if kind != "after":
+            continue
+        before = whole[step, "before", name]
+        gradient, again = whole[step, "gradient", name], whole[step, "again", name]
+        if gradient.digest == again.digest and after.is_summed:
+            found[step, "update", name] = Whole(
+                shape=after.shape,
+                digest=after.digest,
+                rounded=after.rounded,
+                sketch=after.sketch - before.sketch,
+                square=math.nan,
+                largest=math.nan,
+                bad=after.bad,
+                held=after.held,
+            )
+    return found
+
+
+def _rows(ranks: Iterable[Recording]) -> dict[int, frozenset[int]]:
+    found: dict[int, set[int]] = {}
+    for recording in ranks:
+        for step, inputs in recording.rows.items():
+            for rows in inputs:
+                found.setdefault(step, set()).update(rows)
+    return {step: frozenset(rows) for step, rows in found.items()}
+
+
+def _losses(ranks: Iterable[Recording]) -> dict[int, float]:
+    found: dict[int, list[float]] = {}
+    for recording in ranks:
+        for step, losses in recording.losses.items():
+            found.setdefault(step, []).extend(losses)
+    return {step: sum(each) / len(each) for step, each in found.items()}

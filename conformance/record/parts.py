@@ -1,0 +1,217 @@
+"""Parts: what a rank holds of each parameter and gradient that an optimizer steps.
+
+One function a kind of layout; each gives the name, the local tensors and their boxes. A
+wrong adapter does no harm: names and places are proved by the digests of the start, and
+what is not proved is not compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kept import Box
+
+__all__ = ["Part", "Roots", "parts_of", "place"]
+
+WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+)
+"""Parts of names that wrappers add: DDP, compile, FSDP1, activation checkpointing."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of one parameter."""
+
+    name: str
+    weight: Tensor
+    """Local elements; a view of what the optimizer steps."""
+    box: Box
+    parameter: Any
+    """What is in the optimizer's param group."""
+    gradient: Callable[[], tuple[Tensor, Box] | None]
+    """The local gradient that the optimizer is about to use, with its place."""
+
+
+def place(tensor: Tensor) -> tuple[Tensor, Box]:
+    """The local elements of a tensor or DTensor, and where they lie.
+
+    Nothing is sent: a DTensor that is partial or sharded stays as it is.
+    """
+    with torch.no_grad():
+        # without this module, whose import takes long, there is no DTensor
+        sharded = sys.modules.get("torch.distributed.tensor")
+        if sharded is None or not isinstance(tensor, sharded.DTensor):
+            part, shape = tensor.detach(), tuple(tensor.shape)
+            return part, Box(shape, (0,) * part.ndim, shape)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        local = tensor.to_local().detach()
+        sums = [dim for dim, p in enumerate(placements) if p.is_partial()]
+        if sums:  # its offsets are those of the replicated tensor
+            whole = sharded.Replicate()
+            tensor = sharded.DTensor.from_local(
+                local,
+                mesh,
+                [whole if p.is_partial() else p for p in placements],
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        shape = tuple(tensor.shape)
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # of checkpoints
+        return local, Box(
+            shape,
+            tuple(chunk.offsets) if local.numel() else (0,) * len(shape),
+            tuple(local.shape),
+            tuple(mesh.get_local_rank(dim) for dim in sums),
+        )
+
+
+class Roots:
+    """Modules that no other module holds, and the names of their parameters.
+
+    Found once in a scan of all objects: an optimizer does not know the names of what it
+    steps. Scanned again when an optimizer comes with unknown parameters.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.names: dict[int, str] = {}
+        """id of a parameter -> its name, without the names of wrappers."""
+        self.kept: list[nn.Parameter] = []
+        """The parameters: an id is that of a living object."""
+
+    def add(self, module: nn.Module) -> None:
+        """Name the parameters of a module."""
+        self.modules.append(module)
+        for name, parameter in module.named_parameters():
+            self.names[id(parameter)] = _bare(name)
+            self.kept.append(parameter)
+
+    def find(self, wanted: Iterable[Tensor]) -> None:
+        """Name these parameters, where a module has them."""
+        if all(id(p) in self.names for p in wanted):
+            return
+        # not isinstance: a lazy proxy would be made
+        found = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+        held = {id(child) for m in found for child in m.__dict__["_modules"].values()}
+        roots = [m for m in found if id(m) not in held and _trains(m)]
+        self.modules = []
+        for module in sorted(roots, key=_count):  # the largest one names last
+            self.add(module)
+
+    def unstepped(self, stepped: Iterable[str]) -> list[str]:
+        """Names of parameters that require a gradient and that no optimizer steps."""
+        named = (item for m in self.modules for item in m.named_parameters())
+        names = {_bare(name) for name, p in named if p.requires_grad}
+        return sorted(names.difference(stepped))
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
+    """What an optimizer steps on this rank, with names."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    roots.find(own)
+    for adapter in (_of_deepspeed, _of_fsdp1):
+        found = list(adapter(own, roots))
+        if found:
+            yield from found
+            return
+    for parameter in own:
+        name = roots.names.get(id(parameter))
+        if name is not None:
+            weight, box = place(parameter)
+            yield Part(name, weight, box, parameter, _gradient_of(parameter))
+
+
+def _gradient_of(parameter: Any) -> Callable[[], tuple[Tensor, Box] | None]:
+    return lambda: None if parameter.grad is None else place(parameter.grad)
+
+
+# - Layouts that hide parameters in flat tensors; their attributes are not public
+
+
+def _of_deepspeed(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
+    """ZeRO 1 and 2: fragments of the flat fp32 groups that the optimizer steps."""
+    for module in roots.modules:
+        for name, parameter in module.named_parameters():
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is None:
+                continue
+            to, of = mapping.lp_fragment_address, mapping.hp_fragment_address
+            fragment = mapping.hp_fragment.detach().reshape(-1)
+            box = Box(tuple(parameter.shape), (to.start,), (fragment.numel(),))
+            yield Part(
+                _bare(name), fragment, box, parameter, _slice_of(own, fragment, of, box)
+            )
+
+
+def _slice_of(
+    own: Sequence[Any], fragment: Tensor, address: Any, box: Box
+) -> Callable[[], tuple[Tensor, Box] | None]:
+    def gradient() -> tuple[Tensor, Box] | None:
+        for flat in own:
+            first = flat.data_ptr()
+            if (
+                first
+                <= fragment.data_ptr()
+                < first + flat.numel() * flat.element_size()
+            ):
+                if flat.grad is None:
+                    return None
+                return flat.grad.narrow(0, address.start, address.numel), box
+        return None
+
+    return gradient
+
+
+def _of_fsdp1(own: Sequence[Any], roots: Roots) -> Iterator[Part]:
+    """FSDP1 with original parameters: views of a range of a flat tensor."""
+    infos: dict[int, tuple[Any, tuple[int, ...]]] = {}
+    for module in {m for root in roots.modules for m in root.modules()}:
+        handle = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        for parameter, info, shape in zip(
+            getattr(flat, "_params", None) or (),
+            getattr(flat, "_shard_param_infos", ()),
+            getattr(flat, "_shapes", ()),
+            strict=False,
+        ):
+            infos[id(parameter)] = info, tuple(shape)
+    for parameter in own if infos else ():
+        name = roots.names.get(id(parameter))
+        if name is None or id(parameter) not in infos:
+            continue
+        info, shape = infos[id(parameter)]
+        weight = parameter.detach().reshape(-1)
+        start = info.intra_param_start_idx if info.in_shard else 0
+        box = Box(shape, (start,), (weight.numel(),))
+        yield Part(name, weight, box, parameter, _flat_gradient_of(parameter, box))
+
+
+def _flat_gradient_of(
+    parameter: Any, box: Box
+) -> Callable[[], tuple[Tensor, Box] | None]:
+    def gradient() -> tuple[Tensor, Box] | None:
+        grad = parameter.grad
+        return None if grad is None else (grad.detach().reshape(-1), box)
+
+    return gradient

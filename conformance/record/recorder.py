@@ -1,0 +1,384 @@
+"""Recorder: runs inside of a training job, and keeps what optimizers do in some steps.
+
+It hooks every optimizer of torch and the first call of the outermost model. It sends
+nothing, writes into no tensor, and asks no value that training would wait for: numbers
+stay on their device until the last recorded step. An error of the recorder is noted,
+and the job goes on.
+
+[Note: What is read when]
+Right before an optimizer steps: its gradients, its weights, and each weight times the
+size of its gradient. After the step: the last one again. The difference of these two is
+the update, weighted by the gradient: plain updates of Adam have a direction that
+rounding decides wherever the gradient is small. The weights before a step are those
+after the step before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .files import Call, Recording, Settings, Stored, write_rank
+from .kept import Box, Kept, keep
+from .nudge import nudge
+from .parts import Part, Roots, parts_of
+from .rows import rows_of
+
+__all__ = ["Recorder", "install", "recorder"]
+
+OUT, STEPS, NUDGE, STOP = (
+    f"GRADPARITY_RECORD{end}" for end in ("", "_STEPS", "_NUDGE", "_STOP")
+)
+"""Names of environment variables: the folder, ``A:B``, a seed, whether to stop."""
+NOTES = 20
+"""Notes that are kept: a hook that fails does so at every step."""
+
+
+@dataclass
+class _Step:
+    """One call of an optimizer, while it runs."""
+
+    call: Call
+    parts: list[Part]
+    kept: dict[tuple[str, str], tuple[Box, Kept]] = field(default_factory=dict)
+    gradients: dict[str, tuple[Tensor, Box]] = field(default_factory=dict)
+
+
+class Recorder:
+    """What one process records."""
+
+    def __init__(self, out: Path, steps: range, nudged: int = 0, stop: bool = False):
+        self.out = out
+        self.steps = steps
+        self.nudged = nudged
+        self.stop = stop
+        self.roots = Roots()
+        self.recording = Recording()
+        self.optimizers: list[Any] = []
+        """Those that were seen, in the order of their numbers."""
+        self.calls = Counter[int]()
+        """Number of an optimizer -> its calls so far."""
+        self.depth = Counter[int]()
+        self.last: dict[int, Any] = {}
+        self.under_way: dict[int, _Step] = {}
+        self.done: list[_Step] = []
+        self.final: list[tuple[str, Box, Kept]] = []
+        self.root: nn.Module | None = None
+        self.generator: Tensor | None = None
+        self.written = False
+        self.hooks: list[Any] = []
+
+    def install(self) -> None:
+        """Hook optimizers and the outermost model."""
+        self.hooks = [
+            register_module_forward_pre_hook(self._first_forward),
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
+        atexit.register(self.write)
+
+    # - The model
+
+    def _first_forward(self, module: nn.Module, args: Any) -> None:
+        """Find the outermost model: the first module with trained parameters."""
+        if torch.compiler.is_compiling() or self.root is not None:
+            return
+        with self._noting("the first forward"):
+            if not any(p.requires_grad for p in module.parameters()):
+                return
+            if not torch.is_grad_enabled():
+                return
+            self.root = module
+            self.hooks.pop(0).remove()
+            if self.nudged:
+                nudge(module, self.nudged)
+            # a hook that is set now misses this call, and a global one gets no keywords
+            self._sees_rows(module, args, _keywords_of_caller())
+            module.register_forward_pre_hook(self._sees_rows, with_kwargs=True)
+            module.register_forward_hook(self._leaves, always_call=True)
+
+    def _sees_rows(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or not self._records_next():
+            return
+        with self._noting("rows"):
+            self.recording.rows.setdefault(self._next(), []).extend(
+                rows_of([*args, *kwargs.values()])
+            )
+            self.generator = torch.get_rng_state()
+
+    def _leaves(self, _: nn.Module, args: Any, output: Any) -> None:
+        if self.generator is None:
+            return
+        with self._noting("the output of the model"):
+            if not torch.equal(self.generator, torch.get_rng_state()):
+                self.recording.drew.add(self._next())
+            self.generator = None
+            loss = getattr(output, "loss", output)
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                self.recording.losses.setdefault(self._next(), []).append(loss.detach())
+
+    def _next(self) -> int:
+        """The step to come, by the calls of the first optimizer."""
+        return self.calls[0]
+
+    def _records_next(self) -> bool:
+        return not self.written and self._next() in self.steps
+
+    # - Optimizers
+
+    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.written:
+            return
+        self.depth[id(optimizer)] += 1
+        if self.depth[id(optimizer)] == 1:  # else its class calls that of its base
+            # the hooks of the job itself may wait for gradients: this one comes last
+            self.last[id(optimizer)] = optimizer.register_step_pre_hook(self._uses)
+
+    def _uses(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._before(optimizer)
+            return None
+
+        def evaluated() -> Any:  # a trainer may make the gradients in it
+            found = closure()
+            self._before(optimizer)
+            return found
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _before(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self.under_way:
+            return  # a closure that runs again
+        number = self._number(optimizer)
+        with self._noting("the gradients"), torch.no_grad():
+            if self.calls[number] in self.steps:
+                self.under_way[id(optimizer)] = self._read(optimizer, number)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        self.depth[id(optimizer)] -= 1
+        if self.depth[id(optimizer)] > 0 or id(optimizer) not in self.last:
+            return
+        self.last.pop(id(optimizer)).remove()
+        number = self._number(optimizer)
+        step = self.under_way.pop(id(optimizer), None)
+        self.calls[number] += 1
+        if step is not None:
+            with self._noting("the update"), torch.no_grad():
+                self._read_after(step)
+                self.done.append(step)
+        if all(count >= self.steps.stop for count in self.calls.values()):
+            with self._noting("the weights after the last step"), torch.no_grad():
+                self._read_final()
+            self.write()
+            if self.stop:
+                self._end()
+
+    def _number(self, optimizer: Any) -> int:
+        for number, known in enumerate(self.optimizers):
+            if known is optimizer:
+                return number
+        self.optimizers.append(optimizer)
+        return len(self.optimizers) - 1
+
+    def _read(self, optimizer: Any, number: int) -> _Step:
+        parts = list(parts_of(optimizer, self.roots))
+        groups = [_settings(group) for group in optimizer.param_groups]
+        names = {id(part.parameter): part.name for part in parts}
+        of_group = [
+            [names[id(p)] for p in group["params"] if id(p) in names]
+            for group in optimizer.param_groups
+        ]
+        call = Call(
+            optimizer=number,
+            kind=type(optimizer).__name__,
+            step=self.calls[number],
+            settings=[
+                Settings(names=n, values=v)
+                for n, v in zip(of_group, groups, strict=True)
+            ],
+            scale=_number_of(getattr(optimizer, "grad_scale", None)),
+            found_inf=_number_of(getattr(optimizer, "found_inf", None)),
+            unnamed=sum(len(g["params"]) for g in optimizer.param_groups) - len(names),
+        )
+        step = _Step(call, parts)
+        for part in parts:
+            step.kept["weight", part.name] = part.box, keep(part.weight, part.box)
+            found = part.gradient()
+            if found is None:
+                call.without_gradient.append(part.name)
+                continue
+            gradient, box = found
+            step.gradients[part.name] = found
+            step.kept["gradient", part.name] = box, keep(gradient, box)
+            if box == part.box:
+                product = keep(part.weight, box, weight=gradient)
+                step.kept["before", part.name] = box, product
+        return step
+
+    def _read_after(self, step: _Step) -> None:
+        for part in step.parts:
+            found = step.gradients.get(part.name)
+            if found is None or ("before", part.name) not in step.kept:
+                continue
+            product = keep(part.weight, part.box, weight=found[0])
+            step.kept["after", part.name] = part.box, product
+            # a kernel that divides gradients leaves others than it was given
+            again = keep(found[0], found[1])
+            step.kept["again", part.name] = found[1], again
+        step.gradients.clear()
+
+    def _read_final(self) -> None:
+        for number, optimizer in enumerate(self.optimizers):
+            for part in parts_of(optimizer, self.roots):
+                name = f"{number}/{part.name}"
+                self.final.append((name, part.box, keep(part.weight, part.box)))
+
+    # - The end
+
+    def write(self) -> None:
+        """Write what was recorded, once; a process without an optimizer writes none."""
+        if self.written or not self.done:
+            return
+        self.written = True
+        for hook in [*self.hooks, *self.last.values()]:
+            hook.remove()
+        before = len(self.recording.notes)
+        with self._noting("writing"):
+            self._fill()
+            write_rank(self.out, _rank(), self.recording)
+        for note in self.recording.notes[before:]:  # no file has it
+            print(f"gradparity: nothing was recorded: {note}", file=sys.stderr)
+
+    def _fill(self) -> None:
+        """Read all numbers from their devices."""
+        out = self.recording
+        out.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        out.drops = sorted(
+            name
+            for module in ([] if self.root is None else [self.root])
+            for name, each in module.named_modules()
+            if isinstance(getattr(each, "p", None), float) and 0 < each.p < 1
+        )
+        stepped = {part.name for step in self.done for part in step.parts}
+        out.unstepped = self.roots.unstepped(stepped)
+        for step in self.done:
+            out.calls.append(step.call)
+            step.call.settings = [s.read() for s in step.call.settings]
+            step.call.scale = _read(step.call.scale)
+            step.call.found_inf = _read(step.call.found_inf)
+            for (kind, name), (box, kept) in step.kept.items():
+                key = f"{step.call.optimizer}/{step.call.step}/{kind}/{name}"
+                out.tensors[key] = Stored.of(box, kept)
+        for name, box, kept in self.final:
+            number, _, bare = name.partition("/")
+            out.tensors[f"{number}/{self.steps.stop}/weight/{bare}"] = Stored.of(
+                box, kept
+            )
+        out.losses = {
+            step: [float(loss) for loss in losses]
+            for step, losses in out.losses.items()
+        }
+
+    def _end(self) -> None:
+        """End the job after the last recorded step, on all ranks alike."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Note an error of the recorder: the job goes on."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the job is not ours to end
+            if len(self.recording.notes) < NOTES:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{Path(last.filename).name}:{last.lineno}"
+                text = f"{what}: {type(error).__name__}: {error} ({where})"
+                self.recording.notes.append(text[:400])
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Every number of a param group; a tensor is read at the end."""
+    kinds = (bool, int, float)
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if value is None or isinstance(value, kinds) or _is_number(value):
+            found[key] = _number_of(value)
+        elif isinstance(value, tuple | list) and all(
+            isinstance(v, kinds) or _is_number(v) for v in value
+        ):
+            found[key] = [_number_of(v) for v in value] if key != "params" else None
+    found.pop("params", None)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _number_of(value: Any) -> Any:
+    """A number, or a copy of the tensor that holds one."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _read(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def _keywords_of_caller() -> dict[str, Any]:
+    """Keyword arguments of the module call that a global hook is in."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name not in ("inner", "_call_impl"):
+        frame = frame.f_back
+    found = {} if frame is None else frame.f_locals.get("kwargs", {})
+    return found if isinstance(found, dict) else {}
+
+
+recorder: Recorder | None = None
+"""That of this process, if it records."""
+
+
+def install() -> None:
+    """Begin to record, as the environment says."""
+    global recorder
+    if recorder is not None or not os.environ.get(OUT):
+        return
+    first, _, stop = os.environ.get(STEPS, "0:3").partition(":")
+    recorder = Recorder(
+        Path(os.environ[OUT]),
+        range(int(first), int(stop)),
+        int(os.environ.get(NUDGE, "0")),
+        os.environ.get(STOP) == "1",
+    )
+    recorder.install()
+
+
+Hook = Callable[..., Any]
+_ = partial

@@ -1,0 +1,49 @@
+"""Rows: a digest of each row of a model's inputs, and of a batch as a bag of tokens.
+
+Sets of digests over all ranks say whether two runs saw the same rows, whatever rank or
+micro-batch had them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kept import mix
+
+__all__ = ["rows_of"]
+
+MOST = 4096
+"""Rows of a tensor that are digested: one digest a row is kept."""
+
+
+def rows_of(values: Iterable[Any]) -> list[Tensor]:
+    """One (rows,) int64 tensor of digests for each input with rows in dim 0.
+
+    Args:
+        values: arguments of the model; dicts, tuples and lists are searched.
+    """
+    tensors = [t for value in values for t in _tensors(value) if t.ndim > 1 and len(t)]
+    return [_digests(t.detach()[:MOST]) for t in tensors]
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _digests(rows: Tensor) -> Tensor:
+    flat = rows.reshape(len(rows), -1)
+    # as in fp32, in which a batch is made: a copy in half precision has other bits
+    bits = flat.to(torch.float32).view(torch.int32).to(torch.int64)
+    places = torch.arange(flat.shape[1], dtype=torch.int64, device=flat.device)
+    return (bits * (mix(places + 1) | 1)).sum(1)
